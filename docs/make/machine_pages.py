@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
+from unittest.mock import patch
 
+import ezpz_launch
 from ezpz_topo import Machine, known_machines
 
 # Machine's fields, and what a reader calls them.
@@ -66,12 +68,11 @@ def _command(machine: Machine) -> Iterator[str]:
     """What ezpz-launch prints for this machine, word for word but for its own folder."""
     nodes = [] if machine.scheduler == "none" else ["-N", "2"]
     words = ["--dry-run", "--machine", machine.name, *nodes, "python", "train.py"]
-    kept = {name: os.environ[name] for name in ("PATH", "PYTHONPATH") if name in os.environ}
-    done = subprocess.run(
-        [sys.executable, "-m", "ezpz_launch", *words],
-        env=kept, capture_output=True, text=True, check=True, timeout=60,
-    )  # fmt: skip
-    printed = re.sub(r"\S*/(ezpz_launch/)", r"…/\1", done.stdout)
+    job_free = patch.dict(os.environ, {"PATH": os.environ["PATH"]}, clear=True)
+    with job_free, redirect_stdout(StringIO()) as out:
+        if ezpz_launch.main(words):
+            raise SystemExit(f"ezpz-launch {' '.join(words)} failed")
+    printed = re.sub(r"\S*/(ezpz_launch/)", r"…/\1", out.getvalue())
     yield "## What is run\n"
     yield f"```bash\nezpz-launch {' '.join(words)}\n```\n"
     yield f"```text\n{printed.rstrip()}\n```\n"

@@ -34,7 +34,7 @@ class StepError(Exception):
 
 @dataclass
 class State:
-    """What is known of the environment from earlier calls."""
+    """What earlier calls left, as state.json has it."""
 
     kind: str = ""  # "made" by us, or "adopted": an environment of someone else's
     version: str = ""  # of the Python that it was made with
@@ -47,21 +47,20 @@ class State:
     stamp: str = ""  # of all that determines what gets installed; empty: not complete
 
 
-def say(*words: str) -> None:
-    """Print a message, or with EZPZ_LOG_LEVEL=WARNING only a warning."""
-    text = " ".join(words)
+def say(text: str) -> None:
     if text.startswith("warning: ") or SETTINGS["LOG_LEVEL"][:1].upper() not in ("W", "E", "C"):
         print(f"ezpz: {text}", file=sys.stderr, flush=True)
 
 
 def runs(python: Path) -> bool:
-    """Return whether this Python starts."""
     try:
-        return (
-            subprocess.run([python, "-ISc", ""], capture_output=True, check=False).returncode == 0
-        )
+        return not subprocess.run([python, "-ISc", ""], capture_output=True, check=False).returncode
     except OSError:
         return False
+
+
+def output_of(*words: str | Path) -> str:
+    return subprocess.run(words, stdout=subprocess.PIPE, text=True, check=False).stdout
 
 
 def print_site_packages() -> None:
@@ -86,23 +85,19 @@ def print_site_packages() -> None:
 
 
 def numbers(version: str) -> list[int]:
-    """Return the leading numbers of a version."""
     return [int(n) for n in re.match("[0-9.]*", version)[0].split(".") if n]
 
 
 def site_packages_of(python: str | Path) -> tuple[str, list[str]]:
     """Return the version of a Python, and its torch, mpi4py and numpy that are to be kept."""
-    done = subprocess.run(
-        [python, __file__, "--site-packages"], stdout=subprocess.PIPE, text=True, check=False
-    )
-    version, pins, problem = json.loads(done.stdout) if done.returncode == 0 else ("", [], "fails")
+    told = output_of(python, __file__, "--site-packages")
+    version, pins, problem = json.loads(told) if told else ("", [], "fails")
     if problem:
         raise StepError(f"no usable Python: {python} ({version}) {problem}")
     return version, pins
 
 
 def with_siblings(names: list[str]) -> list[str]:
-    """Return these packages and those of ours that they need."""
     wanted: list[str] = []
     for name in (name.removeprefix("ezpz-") for name in names):
         if name not in PACKAGES:
@@ -115,20 +110,16 @@ def with_siblings(names: list[str]) -> list[str]:
 
 
 class Environment:
-    """The environment, from choosing its place to the packages in it."""
-
     def __init__(self, python: str, machine: str) -> None:
         self.python, self.machine = python, machine
         self.venv, self.active = self.choose()
         self.bin, self.folder = self.venv / "bin", self.venv / ".ezpz"
         self.log = self.folder / "pip.log"
         self.uv = self.which("uv")
-        self.state = State()
         try:
             self.state = State(**json.loads((self.folder / "state.json").read_text("utf-8")))
         except (OSError, ValueError, TypeError):
-            if (self.folder / "base").is_file():  # of before there was a state.json
-                self.state.kind = (self.folder / "base").read_text("utf-8").partition("|")[0]
+            self.state = State()
 
     def choose(self) -> tuple[Path, bool]:
         """Return the environment's folder, and whether it is the active one."""
@@ -140,10 +131,8 @@ class Environment:
             return Path(active), True
         venv = venv or self.default_place()
         if active and Path(active) != venv:  # our own broken one is repaired
-            raise StepError(
-                f"the active VIRTUAL_ENV={active} has no bin/python that runs: deactivate, or "
-                "unset VIRTUAL_ENV"
-            )
+            why = f"the active VIRTUAL_ENV={active} has no bin/python that runs"
+            raise StepError(f"{why}: deactivate, or unset VIRTUAL_ENV")
         return venv, False
 
     def default_place(self) -> Path:
@@ -151,33 +140,35 @@ class Environment:
         generic = self.machine == "workstation" or self.machine.startswith("generic-")
         name = "" if generic else f"{self.machine}-py{sys.version_info[0]}.{sys.version_info[1]}"
         venv, whole = ROOT / ".venv" / name, ROOT / ".venv"
-        made = (venv / ".ezpz").is_dir()
-        if made or os.access(whole if whole.exists() else ROOT, os.W_OK):
+        if (venv / ".ezpz").is_dir() or os.access(whole if whole.exists() else ROOT, os.W_OK):
             return venv
         data = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local/share"
         return Path(data, "ezpz", f"{name or 'venv'}-{zlib.crc32(str(ROOT).encode())}")
 
-    def which(self, command: str) -> str:
-        """Return where a command of the machine is: the environment's own are left out."""
+    def folders(self) -> list[str]:
+        """Return the PATH of the machine: the environment's own commands are left out."""
         own = os.path.realpath(self.bin)
-        folders = [f for f in os.get_exec_path() if os.path.realpath(f) != own]
-        return shutil.which(command, path=os.pathsep.join(folders)) or ""
+        return [folder for folder in os.get_exec_path() if os.path.realpath(folder) != own]
+
+    def which(self, command: str) -> str:
+        return shutil.which(command, path=os.pathsep.join(self.folders())) or ""
 
     def save(self) -> None:
         """Write the state; it marks a half-made environment as ours to repair."""
+        new = self.folder / "state.new"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            new = self.folder / "state.new"
             new.write_text(json.dumps(asdict(self.state)), "utf-8")
             new.replace(self.folder / "state.json")
         except OSError as error:
-            raise StepError(
-                f"cannot write to {self.venv}: set EZPZ_VENV to a path that you may write to"
-            ) from error
+            remedy = "set EZPZ_VENV to a path that you may write to"
+            raise StepError(f"cannot write to {self.venv}: {remedy}") from error
 
     def prepare(self) -> None:
         """Have an environment: an active one or someone else's as it is, else one of ours."""
-        if not self.active and (self.state.kind == "made" or self.is_free()):
+        # Nothing is there, or environments of other machines alone.
+        free = not self.venv.exists() or (self.venv.is_dir() and not self.contents())
+        if not self.active and (self.state.kind == "made" or free):
             version, pins = site_packages_of(self.python)
             # numpy alone is not worth opening the environment to all of the site's packages.
             pins = pins if {"torch", "mpi4py"} & {pin.partition("==")[0] for pin in pins} else []
@@ -185,30 +176,21 @@ class Environment:
                 self.state = State("made", version, pins, str(self.venv))
                 self.make()
         elif not runs(self.bin / "python"):
-            raise StepError(
-                f"{self.venv} was not made here, and its bin/python does not run: remove it, or "
-                "set EZPZ_VENV"
-            )
+            why = "was not made here, and its bin/python does not run"
+            raise StepError(f"{self.venv} {why}: remove it, or set EZPZ_VENV")
         elif not self.state.kind:
             version, pins = site_packages_of(self.bin / "python")
             self.state = State("adopted", version, pins, str(self.venv))
             self.save()
 
-    def is_free(self) -> bool:
-        """Return whether nothing is there but environments of other machines."""
-        return not self.venv.exists() or (self.venv.is_dir() and not self.contents())
-
     def contents(self) -> list[Path]:
-        """Return what belongs to the environment."""
         return [path for path in self.venv.iterdir()
                 if path.name != ".ezpz" and "-py3." not in path.name]  # fmt: skip
 
     def still_fits(self, version: str, pins: list[str]) -> bool:
-        """Return whether what an earlier call made is still the right one.
-
-        PATH differs between login node and nodes: a Python of another minor version is no reason
-        to make it again, unless the site's torch comes from that Python.
-        """
+        """Return whether what an earlier call made is still the right one."""
+        # PATH differs between login node and nodes: a Python of another minor version is no reason
+        # to make it again, unless the site's torch comes from that Python.
         was = self.state
         if was.kind != "made" or was.venv != str(self.venv) or not runs(self.bin / "python"):
             return False
@@ -218,7 +200,6 @@ class Environment:
         return was.pins == pins and (same_minor or not (pins or SETTINGS["PYTHON"]))
 
     def make(self) -> None:
-        """Make the environment, from nothing."""
         pins = self.state.pins
         kept = f"; keeping its {' '.join(pins)}" if pins else ""
         say(f"making {self.venv} with Python {self.state.version}, {self.python}{kept}")
@@ -226,17 +207,13 @@ class Environment:
         self.save()
         for path in self.contents():
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-        site = ["--system-site-packages"] if pins else []
-        if self.uv:
-            words = [self.uv, "venv", "--allow-existing", "--python", self.python, *site]
-        else:
-            words = [self.python, "-P", "-m", "venv", *site]
-        with self.log.open("w", encoding="utf-8") as log:
-            if subprocess.run([*words, self.venv], stdout=log, stderr=log, check=False).returncode:
-                raise self.failed(" ".join(words[:3]))
+        uv = [self.uv, "venv", "--allow-existing", "--python", self.python]
+        words = uv if self.uv else [self.python, "-P", "-m", "venv"]
+        self.log.write_text("", "utf-8")
+        if self.run([*words, *(["--system-site-packages"] if pins else []), self.venv]):
+            raise self.failed(" ".join(words[:3]))
 
     def failed(self, what: str) -> StepError:
-        """Return the error of a command, with the end of its output."""
         lines = self.log.read_text("utf-8", "replace").splitlines() if self.log.exists() else []
         return StepError(
             *lines[-15:],
@@ -246,8 +223,7 @@ class Environment:
         )
 
     def pip(self, *words: str | Path, env: dict[str, str] | None = None) -> None:
-        """Install: with uv or pip, shown on a terminal, else logged."""
-        state, args = self.folder, ["install", "-c", self.folder / "constraints.txt", *words]
+        args = ["install", "-c", self.folder / "constraints.txt", *words]
         if SETTINGS["INDEX"]:
             args += ["--index-url", SETTINGS["INDEX"]]
         if SETTINGS["WHEELS"]:
@@ -255,7 +231,7 @@ class Environment:
         shown = sys.stderr.isatty()
         if self.uv:
             args = [self.uv, "pip", *args, "--python", self.bin / "python"]
-            args += ["--override", state / "overrides.txt"]
+            args += ["--override", self.folder / "overrides.txt"]
         else:
             # -P: the working directory is not searched for modules. --no-user: a site's PIP_USER=1
             # would install outside the environment.
@@ -267,17 +243,14 @@ class Environment:
 
     def run(self, words: list[str | Path], *, shown: bool = False,
             env: dict[str, str] | None = None) -> int:  # fmt: skip
-        """Run a command, its output in the log or on standard error; return its exit status."""
         with self.log.open("a", encoding="utf-8") as log:
             out = sys.stderr if shown else log
             env = {**os.environ, **(env or {})}
             return subprocess.run(words, stdout=out, stderr=out, env=env, check=False).returncode
 
     def choose_mpi(self) -> None:
-        """Decide on MPI as the environment has it; only another MPICC asks for another one.
-
-        PATH differs between login node and nodes, and what works is not taken out.
-        """
+        """Decide on MPI as the environment has it; only another MPICC asks for another one."""
+        # PATH differs between login node and nodes, and what works is not taken out.
         state, asked = self.state, os.environ.get("MPICC")
         if not state.mpi and state.kind == "made" and (self.bin / "mpiexec").exists():
             state.mpi, state.mpicc = "wheel", state.built_with
@@ -286,37 +259,26 @@ class Environment:
         of_site = any(pin.startswith("mpi4py==") for pin in state.pins)
         state.mpicc = "" if of_site else self.which("mpicc") if asked is None else asked
         state.mpi, state.mpiexec = "path", self.mpiexec_of_machine()
-        if state.mpiexec:
-            return
         # The site's mpi4py has an MPI even where only srun starts it: a second one beside it would
         # start N worlds of one.
-        if (of_site and state.kind == "made") or state.mpicc:
+        if not state.mpiexec and ((of_site and state.kind == "made") or state.mpicc):
             state.mpi, state.mpiexec = "site", f"the one of {state.mpicc or 'mpi4py'}"
-        else:
+        elif not state.mpiexec:
             state.mpi = "wheel"
 
     def mpiexec_of_machine(self) -> str:
         """Return the first mpiexec of an MPI, by ezpz-launch's rule: that of PBS has none."""
-        if not self.which("mpiexec"):
-            return ""
         sys.path[:0] = [str(ROOT / f"packages/ezpz-{name}/src") for name in ("launch", "topo")]
         from ezpz_launch._identify import LaunchError, find_mpiexec  # noqa: PLC0415
 
-        folders = (
-            f for f in os.get_exec_path() if os.path.realpath(f) != os.path.realpath(self.bin)
-        )
         try:
-            return find_mpiexec({"PATH": os.pathsep.join(folders)}).path
+            return find_mpiexec({"PATH": os.pathsep.join(self.folders())}).path
         except LaunchError:
             return ""
 
     def stamp_of(self) -> str:
-        """Return a checksum of all that determines what gets installed."""
         state = self.state
-        version = subprocess.run(
-            [self.bin / "python", "-ISc", "import sys; print(sys.version)"],
-            stdout=subprocess.PIPE, text=True, check=False,
-        ).stdout  # fmt: skip
+        version = output_of(self.bin / "python", "-ISc", "import sys; print(sys.version)")
         files = [ROOT / f"packages/ezpz-{name}/pyproject.toml" for name in PACKAGES]
         texts = [path.read_text("utf-8") for path in (*files, ROOT / "constraints.txt")]
         facts = [str(ROOT), str(self.venv), version, state.pins, state.mpi, state.mpicc, texts]
@@ -327,64 +289,56 @@ class Environment:
         self.state.stamp, state = "", self.state
         self.save()
         pip = [self.bin / "python", "-P", "-m", "pip"]
-        self.repair(pip)
+        if not self.uv and self.run([*pip, "--version"]):
+            if state.kind != "made":
+                raise StepError(f"no working pip: run {self.bin}/python -m ensurepip")
+            self.make()
+        # pip writes INSTALLER near the end, and takes an interrupted install for complete.
+        installed = self.venv.glob("lib/python*/site-packages/*.dist-info")
+        for folder in installed if state.kind == "made" else ():
+            if not (folder / "INSTALLER").exists():
+                shutil.rmtree(folder)
         self.write_constraints()
         if state.kind == "made" and state.mpi != "wheel":  # its mpiexec would hide the machine's
             uv = [self.uv, "pip", "uninstall", "--python", self.bin / "python", "mpich"]
             self.run(uv if self.uv else [*pip, "uninstall", "-y", "mpich"])
         if "dist" in packages:
             self.build_mpi4py()
-        words: list[str | Path] = []
+        words: list[str | Path] = ["--no-build-isolation"] if stamp else []
         if stamp:
             # Seven editable builds in 2 s instead of 15 s.
             say(f"installing the build backend (log: {self.log})")
             self.pip("hatchling", "editables")
-            words.append("--no-build-isolation")
         for name in packages:
             words += ["-e", f"{ROOT}/packages/ezpz-{name}" + ("[examples]" * (name == "suite"))]
         if "dist" in packages and state.mpi == "wheel":
-            words.append("mpich")
-        say(
-            "installing the packages and what they need;",
-            "the first time, that takes a minute or more",
-        )
+            words += ["mpich"]
+        first = "the first time, that takes a minute or more"
+        say(f"installing the packages and what they need; {first}")
         self.pip(*words)
         # Whoever imports editable sources first compiles them: not to be every rank of a job.
-        quiet = ["-m", "compileall", "-q", "-x", "/(tests|benchmarks)/", ROOT / "packages"]
-        self.run([self.bin / "python", "-P", *quiet])
+        compileall = ["-m", "compileall", "-q", "-x", "/(tests|benchmarks)/", ROOT / "packages"]
+        self.run([self.bin / "python", "-P", *compileall])
         self.write_summary(state.mpiexec if "dist" in packages else "")
         state.stamp = stamp
         self.save()
 
-    def repair(self, pip: list[str | Path]) -> None:
-        """Have a pip that works, and nothing half installed."""
-        if not self.uv and self.run([*pip, "--version"]):
-            if self.state.kind != "made":
-                raise StepError(f"no working pip: run {self.bin}/python -m ensurepip")
-            self.make()
-        if self.state.kind == "made":
-            # pip writes INSTALLER near the end, and takes an interrupted install for complete.
-            for folder in self.venv.glob("lib/python*/site-packages/*.dist-info"):
-                if not (folder / "INSTALLER").exists():
-                    shutil.rmtree(folder)
-
     def write_constraints(self) -> None:
-        """Write constraints.txt with the kept versions in place of ours."""
         names = [pin.partition("==")[0] for pin in self.state.pins]
         lines = (ROOT / "constraints.txt").read_text("utf-8").splitlines()
         lines = [line for line in lines if line.partition("==")[0] not in names] + self.state.pins
-        (self.folder / "constraints.txt").write_text("\n".join(lines) + "\n", "utf-8")
         # uv does not see the site's packages: it is told that nothing needs those that are kept.
-        overrides = "".join(f"{name}; python_version < '0'\n" for name in names)
-        (self.folder / "overrides.txt").write_text(overrides, "utf-8")
+        overrides = [f"{name}; python_version < '0'" for name in names]
+        for file, told in (("constraints.txt", lines), ("overrides.txt", overrides)):
+            (self.folder / file).write_text("".join(f"{line}\n" for line in told), "utf-8")
         self.log.write_text("", "utf-8")
 
     def build_mpi4py(self) -> None:
         """Build mpi4py if the machine's mpicc is another one; without one take the wheel."""
         mpicc, wheels = self.state.mpicc, SETTINGS["WHEELS"]
         if mpicc and wheels and not list(Path(wheels).rglob("mpi4py-*.tar.gz")):
-            say(f"warning: no mpi4py-*.tar.gz in EZPZ_WHEELS={wheels} to build with {mpicc}:",
-                "its wheel is taken")  # fmt: skip
+            why = f"no mpi4py-*.tar.gz in EZPZ_WHEELS={wheels} to build with {mpicc}"
+            say(f"warning: {why}: its wheel is taken")
             mpicc = ""
         if mpicc == self.state.built_with:
             return
@@ -398,7 +352,6 @@ class Environment:
         self.save()
 
     def write_summary(self, mpi: str) -> None:
-        """Write the line that utils.sh shows."""
         code = """
 import sys, importlib.metadata as md
 mpi, *pins = sys.argv[1:]
@@ -410,16 +363,13 @@ def at(name):
 version = "Python %d.%d.%d" % sys.version_info[:3]
 print(version, at("torch"), "MPI: " + (mpi or at("mpich")), sep=", ")
 """
-        words = [self.bin / "python", "-Pc", code, mpi, *self.state.pins]
-        done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=False)
-        (self.folder / "summary").write_text(done.stdout, "utf-8")
+        said = output_of(self.bin / "python", "-Pc", code, mpi, *self.state.pins)
+        (self.folder / "summary").write_text(said, "utf-8")
 
 
 def main(python: str, machine: str, *names: str) -> None:
-    """Have the environment with the packages in it, and print its path."""
     packages = with_siblings(list(names or PACKAGES))
-    if SETTINGS["WHEELS"] and not Path(SETTINGS["WHEELS"]).is_dir():
-        wheels = SETTINGS["WHEELS"]
+    if (wheels := SETTINGS["WHEELS"]) and not Path(wheels).is_dir():
         raise StepError(f"EZPZ_WHEELS={wheels}; expected a folder of wheels: correct or unset it")
     environment = Environment(python, machine)
     environment.prepare()
@@ -431,11 +381,8 @@ def main(python: str, machine: str, *names: str) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--site-packages"]:
-        print_site_packages()
-        sys.exit()
     try:
-        main(*sys.argv[1:])
+        print_site_packages() if sys.argv[1:] == ["--site-packages"] else main(*sys.argv[1:])
     except StepError as error:
         *lines, last = error.args
         print(*lines, last if lines else f"ezpz: error: {last}", sep="\n", file=sys.stderr)

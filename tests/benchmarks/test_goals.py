@@ -15,18 +15,13 @@ ROW = beside("s/w/p", "w", "ms", ([6.0, 6.0], [10.0, 10.0]), "p")
 
 
 def test_every_goal_is_measured_by_a_whole_run_or_held_by_a_test(document):
-    measured = {row["key"] for row in document["rows"]}
-    for goal in load():
+    goals, measured = load(), {row["key"] for row in document["rows"]}
+    for goal in goals:
         assert goal.tested or goal.row in measured, goal.what
         assert goal.tested or goal.row.split("/")[0] in [*side_by_side.SECTIONS, "all"], goal.what
         assert not goal.tested or (BENCHMARKS.parent / goal.tested).exists(), goal.what
-
-
-def test_every_verdict_of_a_whole_run_is_a_goal(document):
-    goals = load()
-    names = {(goal.what, goal.limit) for goal in goals if goal.row}
     said = {(v["what"], v["limit"]) for row in document["rows"] for v in row["goals"]}
-    assert said == names
+    assert said == {(goal.what, goal.limit) for goal in goals if goal.row}
 
 
 def test_the_page_says_what_was_recorded(document):
@@ -73,14 +68,13 @@ def test_without_a_figure_nothing_holds_and_nothing_is_missed():
 @pytest.mark.parametrize(
     "text",
     [
-        'row = "s/w"\nfigure = "ratio"',
-        'row = "s/w"\nfigure = "speed"\nlimit = "<= 1"',
-        'row = "s/w"\nfigure = "ratio"\nlimit = "about 1"',
+        'row = "s/w"\nfigure = "ratio"',  # no limit
+        'row = "s/w"\nfigure = "speed"\nlimit = "<= 1"',  # no such figure
+        'row = "s/w"\nfigure = "ratio"\nlimit = "about 1"',  # no number
         "",
-        'tested = "a"\nrow = "s/w"\nfigure = "ours"\nlimit = "<= 1"',
-        'tested = "a"\nweight = 3',
+        'tested = "a"\nrow = "s/w"\nfigure = "ours"\nlimit = "<= 1"',  # both
+        'tested = "a"\nweight = 3',  # unknown
     ],
-    ids=["no limit", "no such figure", "no number", "nothing", "both", "unknown"],
 )
 def test_a_goal_that_cannot_be_judged_is_refused(tmp_path, text):
     path = tmp_path / "goals.toml"

@@ -3,17 +3,7 @@
 import itertools
 
 import pytest
-from paired import (
-    MeasureError,
-    Row,
-    Spread,
-    absent,
-    against,
-    alone,
-    beside,
-    interleaved,
-    times,
-)
+from paired import MeasureError, Row, Spread, absent, against, alone, beside, interleaved, times
 
 
 def test_a_spread_is_median_quartiles_least_and_count():
@@ -66,8 +56,12 @@ def test_a_peer_that_fails_is_left_out_with_its_reason_and_the_others_go_on():
         with pytest.raises(MeasureError, match="it broke"):  # ours may not fail
             interleaved(ways, runs=1, **more)
     measured, gone = against("s/w", "w", "ms", samples, titles, missing=failed)
-    assert measured.peer == "y 1.0"
+    assert (measured.key, measured.peer, measured.missing) == ("s/w/y", "y 1.0", "")
+    assert measured.ratio.median == 0.5
     assert (gone.key, gone.peer, gone.missing) == ("s/w/x", "x 1.0", "it fails: it broke")
+    assert gone.ours is None
+    (gone,) = against("s/w", "w", "ms", {"ours": [1.0]}, {}, missing={"z": "no network"})
+    assert (gone.key, gone.peer, gone.missing) == ("s/w/z", "z", "no network")
 
 
 def test_nothing_is_divided_by_nothing_and_pairs_are_of_one_length():
@@ -75,17 +69,6 @@ def test_nothing_is_divided_by_nothing_and_pairs_are_of_one_length():
         beside("s/w/p", "w", "ms", ([1.0], [1.0, 2.0]), "p")
     with pytest.raises(ValueError, match=r"s/w/p: p took 0.0 MB"):
         beside("s/w/p", "w", "MB", ([1.0], [0.0]), "p")
-
-
-def test_rows_of_peers_and_of_those_that_are_not_here():
-    samples = {"ours": [1.0, 1.0], "x": [2.0, 4.0]}
-    rows = against("s/w", "w", "ms", samples, {"x": "x 1.0"}, missing={"y": "no network"})
-    assert [(row.key, row.peer, row.missing) for row in rows] == [
-        ("s/w/x", "x 1.0", ""),
-        ("s/w/y", "y", "no network"),
-    ]
-    assert rows[0].ratio == Spread(0.375, 0.25, 0.5, 0.25, 2)
-    assert rows[1].ours is None
 
 
 def test_a_row_survives_json():

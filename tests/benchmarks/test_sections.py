@@ -1,6 +1,7 @@
 """Single sections: what fails is a line of the table, or fails the section; never a figure."""
 
 import sys
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import launch
@@ -63,19 +64,13 @@ def test_a_launch_that_fails_says_so_and_is_no_figure(tmp_path):
     programs = launch_programs.Programs(str(tmp_path), {})
     with pytest.raises(launch_programs.LaunchError, match="0 of 2 ranks"):
         programs.until("first-line", ["true"])
-    if sys.platform == "linux":
-        with pytest.raises(launch_programs.LaunchError, match="ended with 3"):
-            launch.peak_of(shell("exit 3"), {})
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="read from /proc")
-def test_the_launcher_s_memory_says_who_is_missing():
-    words = {"ours": shell("sleep 0.2; :"), "mpiexec": shell("exit 3")}
-    titles = {"mpiexec": "mpiexec 1.0"}
-    rows = launch.peaks(words, {}, titles, {"accelerate": "not installable"})
-    said = {row.key: row.missing for row in rows}
-    assert said["launch/memory/accelerate"] == "not installable"
-    assert "ended with 3" in said["launch/memory/mpiexec"]
+    if sys.platform == "linux":  # the launcher's memory is read from /proc
+        words = {"ours": shell("sleep 0.2; :"), "mpiexec": shell("exit 3")}
+        titles = {"mpiexec": "mpiexec 1.0"}
+        rows = launch.peaks(words, {}, titles, {"accelerate": "not installable"})
+        said = {row.key: row.missing for row in rows}
+        assert said["launch/memory/accelerate"] == "not installable"
+        assert "ended with 3" in said["launch/memory/mpiexec"]
 
 
 class SandboxError(Exception):
@@ -83,38 +78,29 @@ class SandboxError(Exception):
 
 
 def sandbox(monkeypatch, *, starts):
-    class Sandbox:
-        def __enter__(self):
-            if not starts:
-                raise SandboxError("slurmd ended with 1; waited up to 30 s\n--- logs")
-            return self
+    @contextmanager
+    def slurm():
+        if not starts:
+            raise SandboxError("slurmd ended with 1; waited up to 30 s\n--- logs")
+        said = {"returncode": 4, "stdout": "", "stderr": "ezpz-launch: no such thing\n"}
+        yield SimpleNamespace(run=lambda *_, **__: SimpleNamespace(**said))
 
-        def __exit__(self, *_):
-            pass
-
-        def run(self, *_, **__):
-            return SimpleNamespace(returncode=4, stdout="", stderr="ezpz-launch: no such thing\n")
-
-    module = SimpleNamespace(missing=list, SandboxError=SandboxError, SlurmSandbox=Sandbox)
+    module = SimpleNamespace(missing=list, SandboxError=SandboxError, SlurmSandbox=slurm)
     monkeypatch.setattr(slurm_here, "_load", lambda: module)
     monkeypatch.setattr("os.geteuid", lambda: 0)
 
 
 def test_a_slurm_that_is_not_there_or_does_not_start_is_a_missing_peer(monkeypatch):
-    with monkeypatch.context() as changed:
-        changed.setattr("os.geteuid", lambda: 1)
-        rows = launch.under_slurm(1)
-        assert all("not root" in row.missing or "not installed" in row.missing for row in rows)
+    monkeypatch.setattr("os.geteuid", lambda: 1)
+    rows = launch.under_slurm(1)
+    assert all("not root" in row.missing or "not installed" in row.missing for row in rows)
     sandbox(monkeypatch, starts=False)
     rows = launch.under_slurm(1)
-    assert [row.key for row in rows] == [
-        f"launch/{n}/srun" for n in ("first-line", "ready", "true")
-    ]
+    keys = [f"launch/{n}/srun" for n in ("first-line", "ready", "true")]
+    assert [row.key for row in rows] == keys
     why = "a private Slurm does not start: slurmd ended with 1; waited up to 30 s"
     assert {row.missing for row in rows} == {why}
-
-
-def test_what_fails_in_a_slurm_fails_the_section(monkeypatch):
+    # What fails in a Slurm fails the section.
     sandbox(monkeypatch, starts=True)
     *rows, section = launch.under_slurm(1)
     assert {row.missing for row in rows} == {"exit status 4: ezpz-launch: no such thing"}

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
+import fire
 import pytest
 import side_by_side
 import table
@@ -17,16 +18,13 @@ from plots import draw
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
-def bench(*words):
-    return subprocess.run(
+def test_a_section_is_measured_shown_written_and_drawn(tmp_path):
+    found, plots = tmp_path / "found.json", tmp_path / "plots"
+    words = ["--only=nodelists", "--runs=2", f"--json={found}", f"--plots={plots}"]
+    done = subprocess.run(
         [sys.executable, str(BENCHMARKS / "side_by_side.py"), *words],
         capture_output=True, text=True, check=False, timeout=300,
     )  # fmt: skip
-
-
-def test_a_section_is_measured_shown_written_and_drawn(tmp_path):
-    found, plots = tmp_path / "found.json", tmp_path / "plots"
-    done = bench("--only=nodelists", "--runs=2", f"--json={found}", f"--plots={plots}")
     assert done.returncode == 0, done.stdout + done.stderr
     document, rows = table.read(str(found))
     assert document["runs"] == 2
@@ -38,6 +36,8 @@ def test_a_section_is_measured_shown_written_and_drawn(tmp_path):
     for row in rows:  # measured, or with the reason why not
         assert (row.ours is not None) != bool(row.missing), row
     assert "goals hold" in done.stdout
+    for row in rows if any(row.ratio for row in rows) else ():
+        assert row.peer in "".join(ET.parse(plots / "nodelists.svg").getroot().itertext())
 
 
 @pytest.mark.parametrize(
@@ -51,13 +51,14 @@ def test_a_section_is_measured_shown_written_and_drawn(tmp_path):
         ("--plots=/dev/null", "is no folder"),
     ],
 )
-def test_a_wrong_option_is_refused_before_anything_is_measured(word, said):
-    done = bench(word)
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
-    assert done.stderr.startswith(word.partition("=")[0])
-    assert said in done.stderr
-    assert done.stdout == ""
+def test_a_wrong_option_is_refused_before_anything_is_measured(word, said, monkeypatch, capsys):
+    monkeypatch.setattr(side_by_side, "run_section", None)
+    with pytest.raises(SystemExit) as status:
+        fire.Fire(side_by_side.main, [word])
+    out, err = capsys.readouterr()
+    assert (status.value.code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(word.partition("=")[0])
+    assert said in err
 
 
 def test_a_section_that_fails_is_a_row_and_the_others_go_on(monkeypatch, capsys):
@@ -84,23 +85,29 @@ finally:
 """
 
 
-def leaving(tmp_path, monkeypatch, then):
-    text = LEAVES.format(pids=str(tmp_path / "pids"), then=then)
-    (tmp_path / "leaves.py").write_text(text)
-    (tmp_path / "temporary").mkdir()
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
-    monkeypatch.setattr(side_by_side.tempfile, "tempdir", None)
-    monkeypatch.setattr(side_by_side, "HERE", tmp_path)
-    monkeypatch.setitem(side_by_side.SECTIONS, "leaves", lambda _: [])
+@pytest.fixture
+def leaves(tmp_path, monkeypatch):
+    """Return what makes a section that leaves such things, and what sees that they are gone."""
+    pids = tmp_path / "pids"
+
+    def make(then):
+        (tmp_path / "leaves.py").write_text(LEAVES.format(pids=str(pids), then=then))
+        (tmp_path / "temporary").mkdir()
+        monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+        monkeypatch.setattr(side_by_side.tempfile, "tempdir", None)
+        monkeypatch.setattr(side_by_side, "HERE", tmp_path)
+        monkeypatch.setitem(side_by_side.SECTIONS, "leaves", lambda _: [])
+
+    yield make
+    wait(lambda: not any(alive(int(word)) for word in pids.read_text().split()))
+    assert not list((tmp_path / "temporary").iterdir())
 
 
-def assert_nothing_is_left(tmp_path):
-    pids = [int(word) for word in (tmp_path / "pids").read_text().split()]
+def wait(is_so):
     deadline = time.monotonic() + 120
-    while any(alive(pid) for pid in pids):
+    while not is_so():
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    assert not list((tmp_path / "temporary").iterdir())
 
 
 def alive(pid):
@@ -117,17 +124,16 @@ def alive(pid):
     [("time.sleep(300)", "not done after"), ("raise OSError('it broke')", "OSError: it broke")],
     ids=["hangs", "fails"],
 )
-def test_a_section_that_hangs_or_fails_leaves_nothing(tmp_path, monkeypatch, then, said):
-    leaving(tmp_path, monkeypatch, then)
+def test_a_section_that_hangs_or_fails_leaves_nothing(leaves, monkeypatch, then, said):
+    leaves(then)
     monkeypatch.setattr(side_by_side, "LIMIT", 5)
     (row,) = side_by_side.run_section("leaves", 1)
     assert said in row.missing
-    assert_nothing_is_left(tmp_path)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
-def test_a_run_that_is_ended_leaves_nothing(tmp_path, monkeypatch, number):
-    leaving(tmp_path, monkeypatch, "time.sleep(300)")
+def test_a_run_that_is_ended_leaves_nothing(leaves, tmp_path, number):
+    leaves("time.sleep(300)")
     code = f"""
 import sys; sys.path.append({str(BENCHMARKS)!r})
 import side_by_side
@@ -138,13 +144,10 @@ side_by_side.end_in_order()
 side_by_side.main(only="leaves")
 """
     with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL) as process:
-        deadline = time.monotonic() + 60
-        while not (tmp_path / "pids").exists() or not (tmp_path / "pids").read_text():
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        pids = tmp_path / "pids"
+        wait(lambda: pids.exists() and pids.read_text())
         process.send_signal(number)
     assert process.returncode != 0
-    assert_nothing_is_left(tmp_path)
 
 
 def test_a_section_without_a_goals_row_or_a_result_is_a_failure(tmp_path, monkeypatch, capsys):
@@ -162,7 +165,7 @@ def test_a_section_without_a_goals_row_or_a_result_is_a_failure(tmp_path, monkey
     assert (row.key, "not a result" in row.missing) == ("nodelists/section", True)
 
 
-def test_plots_are_svg_with_the_names_of_what_is_compared(recorded, tmp_path):
+def test_plots_are_svg_with_the_names_of_what_is_compared(tmp_path):
     rows = [beside("s/w/p", "w", "ms", ([1.0], [2.0]), "p 1.0"), absent("s/w/q", "w", "q", "why")]
     rows.append(absent("t/w/q", "w", "q", "why"))
     (path,), (again,) = draw(rows, tmp_path / "few"), draw(rows, tmp_path / "again")
@@ -170,14 +173,6 @@ def test_plots_are_svg_with_the_names_of_what_is_compared(recorded, tmp_path):
     said = "".join(ET.parse(path).getroot().itertext())
     assert "w / q" in said, "a peer that is not here has its line, too"
     assert "not measured" in said
-    _, rows = table.read(recorded)
-    paths = draw(rows, tmp_path)
-    assert {"nodelists.svg", "launch.svg", "tp.svg"} <= {path.name for path in paths}
-    for path in paths:
-        root = ET.parse(path).getroot()  # made a moment ago
-        said = "".join(root.itertext())
-        shown = [row for row in rows if row.key.startswith(f"{path.stem}/") and row.ratio]
-        assert all(row.peer in said for row in shown)
 
 
 def test_scripts_bench_says_what_it_takes():

@@ -34,11 +34,11 @@ def test_the_table_says_what_holds_and_what_does_not():
     assert also.strip() == "+-3.00 <= 60"
     assert "gone / p: not measured: not installable: no network" in lines[4]
     assert "12.3 ms" in lines[-2]
-
-
-def test_what_is_missed_is_red_where_there_is_colour():
+    # What is missed is red where there is colour.
     missed = [line for line in table.lines(ROWS, GOALS, colour=True) if "MISSED" in line]
     assert [line.count("\033[31mMISSED <= 0.5\033[0m") for line in missed] == [1]
+    numbers = {0: "0", 0.12345: "0.123", 9.876: "9.88", 98.76: "98.8", 987.6: "988"}
+    assert list(map(table._short, numbers)) == list(numbers.values())
 
 
 def test_a_whole_run_fits_100_columns(recorded):
@@ -46,14 +46,6 @@ def test_a_whole_run_fits_100_columns(recorded):
     found = list(table.lines(rows, table.goals_module.load()))
     assert len(found) > len(rows)
     assert max(map(len, found)) <= table.WIDTH
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(0, "0"), (0.12345, "0.123"), (9.876, "9.88"), (98.76, "98.8"), (987.6, "988")],
-)
-def test_three_digits(value, text):
-    assert table._short(value) == text
 
 
 def test_result_and_rows_survive_a_file_and_what_json_cannot_say_is_refused(tmp_path):
@@ -116,23 +108,20 @@ def test_the_schema_of_a_whole_run(document):
         assert row["holds"] == (all(held) if held else None)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        b"", b"[]", b"{}", b'{"schema": 99}', b'{"schema": 1, "rows": []}', b"\xff\xfe",
-        b'{"schema": 1, "machine": {"processor": "", "cores": 2}, "rows": [{"key": "s"}]}',
-    ],
-)  # fmt: skip
-def test_other_files_are_not_results(tmp_path, text):
+def test_other_files_are_not_results(tmp_path):
     path = tmp_path / "r.json"
     with pytest.raises(table.ResultError, match="FileNotFoundError"):
         table.read(str(path))
-    path.write_bytes(text)
-    with pytest.raises(table.ResultError, match=r"r\.json: "):
-        table.read(str(path))
+    for text in (
+        b"", b"[]", b"{}", b'{"schema": 99}', b'{"schema": 1, "rows": []}', b"\xff\xfe",
+        b'{"schema": 1, "machine": {"processor": "", "cores": 2}, "rows": [{"key": "s"}]}',
+    ):  # fmt: skip
+        path.write_bytes(text)
+        with pytest.raises(table.ResultError, match=r"r\.json: "):
+            table.read(str(path))
 
 
-def test_show_counts(capsys, monkeypatch):
+def test_the_verdicts_are_counted_and_in_the_json(capsys, monkeypatch):
     monkeypatch.setattr(table.goals_module, "load", lambda: GOALS)
     table.show(ROWS)
     said = capsys.readouterr().out
@@ -140,10 +129,6 @@ def test_show_counts(capsys, monkeypatch):
     assert "MISSED  slow: 0.9 (goal <= 0.5)" in said
     assert "not measured  gone" in said
     assert "\033" not in said
-
-
-def test_json_of_rows_has_their_verdicts(monkeypatch):
-    monkeypatch.setattr(table.goals_module, "load", lambda: GOALS)
     rows = json.loads(json.dumps(table.document(ROWS)))["rows"]
     assert [row["holds"] for row in rows] == [False, True, None, None]
     assert Spread(**rows[0]["ratio"]).median == 0.9

@@ -3,7 +3,7 @@
 A comment before a block (``<!-- ranks: 2 train.py -->``) marks it:
 
 - ``python``: run in order, in one process and one namespace a page. ``ranks: N NAME``: a script
-  of its own, saved as NAME and run by ezpz-launch on N ranks. ``given: CODE``: not run, but
+  of its own, saved as NAME and run on N ranks. ``given: CODE``: not run, but
   type-checked after CODE; so is ``py``, whose marker must have it.
 - ``text`` is what the block before it prints. Where that is a shell's, it is what the script that
   it launches has printed. ``message``: an error that our sources hold; ``message: torch``, torch's.

@@ -6,7 +6,7 @@ import pytest
 from tests.conftest import load
 
 # In this order: each may import those before it.
-for _name in ("blocks", "messages", "python_blocks", "shell_blocks"):
+for _name in ("blocks", "python_blocks", "shell_blocks"):
     load(f"docs.{_name}")
 
 

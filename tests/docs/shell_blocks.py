@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 import tomllib
+from functools import cache
 from pathlib import Path
 
 from tests.docs.blocks import ROOT
@@ -90,25 +91,21 @@ def _problem_of_ours(name, words, folder):
         if name == "ezpz" and words[:1] == [word]:
             return _problem_of_ours(instead, words[1:], folder)
     if name == "ezpz-launch" and words[:1] != ["history"]:
-        words = (
-            words if {"--dry-run", "--help", "--version"} & set(words) else ["--dry-run", *words]
-        )
+        is_short = {"--dry-run", "--help", "--version"} & set(words)
+        words = words if is_short else ["--dry-run", *words]
     if name in ("ezpz", "ezpz-test") and not {"--help", "--version"} & set(words):
-        return _problem_of_options(name, words, folder)
-    if (
-        name == "ezpz-obs"
-        and words[:1]
-        and not all(Path(folder, word).exists() for word in words[1:2] if not word.startswith("-"))
-    ):
-        return _problem_of_options(name, words, folder)
-    status, said = _run(name, words, folder)
+        return _problem_of_options(name, words)
+    run = [word for word in words[1:2] if not word.startswith("-")]
+    if name == "ezpz-obs" and words and not all(Path(folder, word).exists() for word in run):
+        return _problem_of_options(name, words)
+    status, said = _run(name, *words, folder=folder)
     return f"status {status}\n{said}" if status else ""
 
 
-def _problem_of_options(name, words, folder):
+def _problem_of_options(name, words):
     """Its help page has the sub-command and every option; the command itself takes too long."""
     sub = words[:1] if name != "ezpz-test" and words[:1] and words[0][0] != "-" else []
-    status, page = _run(name, [*sub, "--help"], folder)
+    status, page = _run(name, *sub, "--help")
     lacking = [
         option[0]
         for word in words
@@ -120,8 +117,9 @@ def _problem_of_options(name, words, folder):
     return ""
 
 
-def _run(name, words, folder):
-    """Run a command of ours by what its console script calls."""
+@cache
+def _run(name, *words, folder=ROOT):
+    """Run a command of ours by what its console script calls; a page of help, once for all."""
     module, _, function = _COMMANDS[name].partition(":")
     code = f"import sys; from {module} import {function}; sys.exit({function}())"
     done = subprocess.run(

@@ -1,5 +1,7 @@
 """Every code block of the pages and the READMEs is run, or type-checked; ``blocks`` tells how."""
 
+import ast
+import importlib.util
 import json
 import re
 import subprocess
@@ -8,9 +10,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-import torch
 from tests.docs.blocks import PAGES, ROOT, blocks_of, name_of
-from tests.docs.messages import missing, texts_of
 from tests.docs.python_blocks import (
     BlockError,
     command_before,
@@ -158,9 +158,31 @@ def test_a_text_is_something_that_is_printed():
             assert shown, f"{block.place}: what prints it? If nothing does, mark it"
 
 
+def texts_of(folder):
+    """Every string of the Python files under a folder, with ``…`` for what is put into it."""
+    for path in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                parts = (getattr(part, "value", "…") for part in node.values)
+                yield "".join(part if isinstance(part, str) else "…" for part in parts)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+
+def missing(message, texts):
+    """The fixed parts of a message that no text has, one after another.
+
+    Parts of one text may be left out of a message's end or start, but not of its middle: where a
+    text goes on, the message has ``…``.
+    """
+    parts = [part.strip(" ;,.:()") for part in message.replace("\n", " ").split("…")]
+    return [part for part in parts if part and not any(part in text for text in texts)]
+
+
 def test_messages_are_those_of_the_sources():
-    ours = tuple(text for path in ROOT.glob("packages/*/src") for text in texts_of(path))
-    theirs = texts_of(Path(torch.__file__).parent / "nn" / "parallel")
+    ours = [text for path in ROOT.glob("packages/*/src") for text in texts_of(path)]
+    torch = Path(importlib.util.find_spec("torch").origin).parent  # not imported: it takes seconds
+    theirs = list(texts_of(torch / "nn" / "parallel"))
     quoted = [block for block in EVERY if block.marked("message") is not None]
     assert len(quoted) > 20
     for block in quoted:

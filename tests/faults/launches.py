@@ -93,7 +93,7 @@ class Launch:
             for pid in left:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            time.sleep(0.05)
+            time.sleep(0.2)
 
     @property
     def stdout(self):
@@ -150,11 +150,11 @@ class Launch:
         assert done is None or self.done() == list(done), self.stderr
         self.leaves_nothing(files=files)
 
-    def until(self, is_so, what, seconds):
+    def until(self, is_so, what, seconds, *, every=0.03):
         end = time.monotonic() + seconds
         while not is_so():
             assert time.monotonic() < end, f"waited {seconds} s until {what}\n{self._state()}"
-            time.sleep(0.02)
+            time.sleep(every)
 
     def left(self):
         """Return the processes of this launch that are there."""
@@ -165,14 +165,13 @@ class Launch:
 
         ``files`` may be left by who had no time to remove them.
         """
-        self.until(lambda: not self.left(), "no process is left", within + SLACK)
-        self.until(lambda: not self.place.leftovers(), "nothing is left", within + SLACK)
+        # Every process of the machine is looked at, and Slurm is asked: not fifty times a second.
+        self.until(lambda: not self.left(), "no process is left", within + SLACK, every=0.1)
+        leftovers = self.place.leftovers
+        self.until(lambda: not leftovers(), "nothing is left", within + SLACK, every=0.3)
         if not files:
-            self.until(lambda: not self.files(), "no file is left", within + SLACK)
-
-    def files(self):
-        """Return the names of what lies in the launch's TMPDIR."""
-        return [path.name for path in self.temporary.iterdir()]
+            empty = lambda: not list(self.temporary.iterdir())  # noqa: E731
+            self.until(empty, "no file is left", within + SLACK)
 
     def find(self, word):
         """Return the processes of this launch that have a word that ends so."""

@@ -133,17 +133,11 @@ def test_an_unmodified_torchrun_script_trains(launch):
     started.leaves_nothing(files=True)
 
 
-def test_a_rank_fails(running):
-    started = running(["--grace", "2"], rank_program("dies", "SIGKILL"))
-    started.ends_with(137, within=5)
-    (line,) = (line for line in started.stderr.splitlines() if "first of all ranks" in line)
-    how = "was killed by SIGKILL (exit status 137), first of all ranks"
-    assert line.startswith(f"ezpz-launch: rank 1 on nodeA {how}")
-
-
-def test_survivors_that_ignore_sigterm_are_killed_on_both_hosts(running):
+def test_a_rank_fails_and_survivors_that_ignore_sigterm_are_killed_on_both_hosts(running):
     started = running(["--grace", "1.5"], rank_program("stays_deaf"))
     started.ends_with(3, within=4.5)
+    (line,) = (line for line in started.stderr.splitlines() if "first of all ranks" in line)
+    assert line.startswith("ezpz-launch: rank 1 on nodeA exited with status 3, first of all ranks")
     assert [started.heard(rank) for rank in range(4)] == [["SIGTERM"], [], ["SIGTERM"], ["SIGTERM"]]
 
 
@@ -168,23 +162,24 @@ def test_what_a_rank_leaves_is_ended(running, holds, tmp_path):
     os.close(slave)
 
 
-def test_sigterm_leaves_5_s_for_a_checkpoint(running):
-    started = running([], rank_program("checkpoints", "5"))
-    began = time.monotonic()
+def test_sigterm_leaves_time_for_a_checkpoint(running):
+    started = running([], rank_program("checkpoints", "3"))
     started.process.send_signal(signal.SIGTERM)
     started.ends_with(143, within=7, done=range(4))
-    assert time.monotonic() - began > 4.9
     started.all_hear("SIGTERM")
 
 
-def test_sigusr1_and_sigusr2_reach_the_ranks_of_both_hosts_and_end_nothing(running):
-    started = running([], rank_program("goes_on"))
+def test_neither_sigusr1_and_sigusr2_nor_a_host_that_is_back_in_time_end_anything(running, hosts):
+    started = running([], rank_program("goes_on"), environment={"EZPZ_NODE_TIMEOUT": "30"})
     started.process.send_signal(signal.SIGUSR1)
     started.all_hear("SIGUSR1")
     started.process.send_signal(signal.SIGUSR2)
     started.all_hear("SIGUSR1", "SIGUSR2")
+    hosts.set_link("nodeB", "down")
+    time.sleep(5)
+    hosts.set_link("nodeB", "up")
     (started.said / "go").touch()
-    started.ends_with(0, within=5)
+    started.ends_with(0, within=30)
 
 
 def test_hang(running):
@@ -218,7 +213,7 @@ def test_the_other_host_s_launcher_is_killed(running):
 
 
 def test_a_lost_host_is_named(running, hosts):
-    env = {"EZPZ_NODE_TIMEOUT": "5"}
+    env = {"EZPZ_NODE_TIMEOUT": "3"}
     started = running(["--grace", "1"], rank_program("goes_on"), environment=env)
     # Signals go through the agents, so they are there.
     started.process.send_signal(signal.SIGUSR1)
@@ -226,16 +221,7 @@ def test_a_lost_host_is_named(running, hosts):
     assert "no agent on" not in started.stderr
     hosts.set_link("nodeB", "down")
     assert started.ends(within=20) == 137, started.stderr
-    assert "no answer within 5 s (EZPZ_NODE_TIMEOUT)" in started.stderr
+    assert "no answer within 3 s (EZPZ_NODE_TIMEOUT)" in started.stderr
     assert "rank 2 on nodeB is lost with its node; ending the other ranks" in started.stderr
     # What is on the lost host ends there, by its agent.
     started.leaves_nothing(within=20)
-
-
-def test_a_host_that_is_back_in_time_is_not_lost(running, hosts):
-    started = running([], rank_program("goes_on"), environment={"EZPZ_NODE_TIMEOUT": "30"})
-    hosts.set_link("nodeB", "down")
-    time.sleep(5)
-    hosts.set_link("nodeB", "up")
-    (started.said / "go").touch()
-    started.ends_with(0, within=30)

@@ -2,16 +2,20 @@
 
 import json
 import re
+import sys
+from pathlib import Path
 
 import pytest
+
+PROGRAM = Path(__file__).resolve().parents[1] / "worlds" / "say_topology.py"
 
 TWO_EACH = ["nodeA:2", "nodeB:2"]
 JOB = {"PBS_JOBID": "7.pbs-0001"}
 
 
 @pytest.fixture
-def say(hosts, tool, program, tmp_path):
-    """Start say.py on the ranks that Hydra's hostfile gives; return what each said, by rank."""
+def say(hosts, tool, tmp_path):
+    """Start say_topology on the ranks that Hydra's hostfile gives; return what each said."""
 
     def run(slots, *options, env=None):
         hostfile, said = tmp_path / "hostfile", tmp_path / "said"
@@ -20,7 +24,7 @@ def say(hosts, tool, program, tmp_path):
         ranks = sum(int(line.partition(":")[2]) for line in slots)
         hosts.run(
             [tool("mpiexec"), "--envall", f"--np={ranks}", f"--hostfile={hostfile}",
-             *program("say"), str(said), *options],
+             sys.executable, str(PROGRAM), str(said), "--no-scontrol", *options],
             # Whatever devices this machine has, they are not the hosts'.
             env={"TORCH_DEVICE": "cpu", **(env or {})},
             timeout=300,
@@ -28,7 +32,7 @@ def say(hosts, tool, program, tmp_path):
         reports = [json.loads(file.read_text(encoding="utf-8")) for file in said.iterdir()]
         reports.sort(key=lambda report: int(report["rank"]))
         assert [one["rank"] for one in reports] == list(range(ranks))
-        assert [one["host"] for one in reports] == [
+        assert [one["hostname"] for one in reports] == [
             host for host, _, n in (line.partition(":") for line in slots) for _ in range(int(n))
         ]
         # What every rank calls asks no scheduler and no vendor's tool.
@@ -59,7 +63,7 @@ def place(said):
 
 def row(said, name):
     """Return the value that detect() gives this name where it explains itself."""
-    return said["topology"]["explained"][name][0]
+    return said["explained"][name][0]
 
 
 def is_untold(said):
@@ -78,14 +82,10 @@ def test_ranks_without_a_job_agree_with_mpi(say):
     said = say(TWO_EACH, "--mpi")
     assert [place(one) for one in said] == [(0, 4, 0, 2), (1, 4, 1, 2), (2, 4, 0, 2), (3, 4, 1, 2)]
     for one in said:
-        mpi = one["mpi"]
-        told = (mpi["rank"], mpi["world_size"], mpi["local_rank"], mpi["local_world_size"])
-        assert told == place(one)
-        assert mpi["host"] == one["host"] == one["topology"]["hostname"]
-        assert mpi["hosts"] == ["nodeA", "nodeA", "nodeB", "nodeB"]
+        assert one["mpi"] == [*place(one), one["hostname"]]
         assert are_uncounted(one)
         assert is_untold(one)
-        assert one["topology"]["allocation"]["scheduler"] == "none"
+        assert one["allocation"]["scheduler"] == "none"
         # This host alone would be half an answer.
         assert one["hosts"].startswith("HostfileError: 4 ranks of pmi, not all of them known")
 
@@ -96,12 +96,12 @@ def test_the_node_file_gives_nodes_and_indices_by_name(say, job, order, slots):
     names = [f"{host}.example" for host in order]
     env = job(*(name for name in names for _ in range(slots)))
     for one in say(TWO_EACH, env=env):
-        allocation = one["topology"]["allocation"]
+        allocation = one["allocation"]
         assert (allocation["scheduler"], allocation["job_id"]) == ("pbs", JOB["PBS_JOBID"])
         assert (allocation["hosts"], allocation["slots"]) == (names, [slots, slots])
-        assert allocation["node_name"] == f"{one['host']}.example"
+        assert allocation["node_name"] == f"{one['hostname']}.example"
         if order[0] == "nodeA":
-            assert one["node_index"] == row(one, "node index") == order.index(one["host"])
+            assert one["node_index"] == row(one, "node index") == order.index(one["hostname"])
         else:
             # The ranks begin on the job's second host: whose numbers are meant?
             assert is_untold(one)
@@ -120,7 +120,7 @@ def test_ranks_on_one_host_of_the_job_are_all_on_the_first_node_with_ranks(say, 
         assert one["node_index"] == row(one, "node index") == 0
         assert one["rank_info"]["sources"]["node_rank"] == "every rank is on this node"
         assert one["num_nodes"] == 2, "those of the job"
-        assert one["topology"]["allocation"]["node_name"] == "nodeB.example"
+        assert one["allocation"]["node_name"] == "nodeB.example"
 
 
 UNEVEN = ["nodeA:2", "nodeB:1"]
@@ -146,8 +146,8 @@ def test_a_host_that_is_not_in_the_node_file_does_not_guess_its_node(say, job):
     # What nodeA says is not looked at: it cannot know that nodeB is no node of the job.
     for one in say(TWO_EACH, env=job("nodeA.example", "nodeX.example"))[2:]:
         assert is_untold(one)
-        assert one["topology"]["allocation"]["node_name"] is None
-        (note,) = one["topology"]["allocation"]["notes"]
+        assert one["allocation"]["node_name"] is None
+        (note,) = one["allocation"]["notes"]
         assert "host nodeB is no node of job 7.pbs-0001" in note
 
 
@@ -166,9 +166,9 @@ def test_a_node_without_the_node_file_says_what_it_can_and_asks_nobody(say, host
     said = say(TWO_EACH, env=env)
     assert [place(one) for one in said] == [(0, 4, 0, 2), (1, 4, 1, 2), (2, 4, 0, 2), (3, 4, 1, 2)]
     for one in said:
-        allocation = one["topology"]["allocation"]
+        allocation = one["allocation"]
         assert allocation["scheduler"] == "pbs"
-        if one["host"] == "nodeA":
+        if one["hostname"] == "nodeA":
             assert one["node_index"] == 0
             assert one["num_nodes"] == row(one, "nodes") == 2
             assert allocation["hosts"] == ["nodeA.example", "nodeB.example"]
@@ -183,18 +183,10 @@ def test_a_node_without_the_node_file_says_what_it_can_and_asks_nobody(say, host
     assert not (tmp_path / "asked").exists()
 
 
-def test_torch_sums_over_both_hosts_under_bare_mpiexec(say):
-    # Hydra itself runs on nodeA: rank 0 need not.
-    said = [one["torch"] for one in say(["nodeB:2", "nodeA:2"], "--torch")]
-    assert [one["rank"] for one in said] == [0, 1, 2, 3]
-    for one in said:
-        assert (one["backend"], one["sums"], one["address"]) == ("gloo", [10.0], "nodeB")
-
-
 def test_hosts_that_gloo_cannot_connect_are_an_error_of_set_up(say, sandbox):
     # As where Debian gives a host's own name the address 127.0.1.1: the store is reached.
     with pytest.raises(sandbox.SandboxError) as caught:
-        say(["nodeA:1", "nodeB:1"], "--torch", "--timeout=20", env={"GLOO_SOCKET_IFNAME": "lo"})
+        say(["nodeA:1", "nodeB:1"], "--torch=20", env={"GLOO_SOCKET_IFNAME": "lo"})
     said = str(caught.value)
     assert "did not end within" not in said
     # Who fails first ends the other, too.

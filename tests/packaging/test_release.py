@@ -71,7 +71,7 @@ def clone(origin, tmp_path):
     return tmp_path / "clone"
 
 
-def test_first_release_and_the_next_one(clone):
+def test_first_release_and_the_next_one_which_siblings_exclude(clone):
     before = call("git", "rev-parse", "HEAD", cwd=clone).strip()
     said = release(clone, "ezpz-topo", "0.1.0")
     assert "git push --atomic origin main ezpz-topo-v0.1.0" in said
@@ -89,46 +89,37 @@ def test_first_release_and_the_next_one(clone):
     assert "- Something new." in call("git", "tag", "-n99", "-l", "ezpz-topo-v0.1.0", cwd=clone)
     (sdist,) = (clone / "dist").glob("ezpz_topo-0.1.0.tar.gz")
     with tarfile.open(sdist) as archive:
-        member = archive.extractfile("ezpz_topo-0.1.0/CHANGELOG.md")
-        assert member is not None
-        assert member.read().decode() == changelog
+        assert archive.extractfile("ezpz_topo-0.1.0/CHANGELOG.md").read().decode() == changelog
     assert (clone / "dist" / "ezpz_topo-0.1.0-py3-none-any.whl").is_file()
 
     commit(clone, {"packages/ezpz-topo/news/7.fixed.md": "A bug\nless.\n"})
-    release(clone, "ezpz-topo", "patch")
-    changelog = (package / "CHANGELOG.md").read_text("utf-8")
-    assert "### Fixed\n\n- A bug\n  less. (#7)\n\n## 0.1.0 (20" in changelog
-    assert '"0.1.1"' in (package / "src/ezpz_topo/_version.py").read_text("utf-8")
-    assert call("git", "tag", cwd=clone).split() == ["ezpz-topo-v0.1.0", "ezpz-topo-v0.1.1"]
-    # A dependent package is tried with what was released, the newest that its range allows.
-    release(clone, "ezpz-launch", "0.1.0")
-    assert "ezpz-launch-v0.1.0" in call("git", "tag", cwd=clone).split()
-
-
-def test_a_version_that_siblings_exclude(clone):
     before = state(clone)
     said = release(clone, "ezpz-topo", "minor", status=1)
     assert "ezpz-topo 0.2.0 is outside of what siblings allow: ezpz-device needs ezpz-topo" in said
     assert "ezpz-obs needs ezpz-topo<0.2,>=0.1" in said
     assert "--widen" in said
     assert state(clone) == before
-
     said = release(clone, "ezpz-topo", "minor", "--widen", "--dry-run")
     assert '-__version__ = "0.1.0"\n+__version__ = "0.2.0"' in said
     assert '"ezpz-topo>=0.1,<0.3"' in said
     assert "+## 0.2.0 (20" in said
     assert state(clone) == before
-
     release(clone, "ezpz-topo", "minor", "--widen")
-    assert "ezpz-topo-v0.2.0" in call("git", "tag", cwd=clone).split()
+    changelog = (package / "CHANGELOG.md").read_text("utf-8")
+    assert "### Fixed\n\n- A bug\n  less. (#7)\n\n## 0.1.0 (20" in changelog
+    assert '"0.2.0"' in (package / "src/ezpz_topo/_version.py").read_text("utf-8")
+    assert call("git", "tag", cwd=clone).split() == ["ezpz-topo-v0.1.0", "ezpz-topo-v0.2.0"]
     for sibling in ("device", "dist", "launch", "obs", "suite"):
-        package = clone / "packages" / f"ezpz-{sibling}"
-        assert '"ezpz-topo>=0.1,<0.3"' in (package / "pyproject.toml").read_text("utf-8")
-        told = (package / "news" / "+ezpz-topo-0.2.0.changed.md").read_text("utf-8")
+        other = clone / "packages" / f"ezpz-{sibling}"
+        assert '"ezpz-topo>=0.1,<0.3"' in (other / "pyproject.toml").read_text("utf-8")
+        told = (other / "news" / "+ezpz-topo-0.2.0.changed.md").read_text("utf-8")
         assert told == "Works with ezpz-topo 0.2.0, too.\n"
     # Only that sibling's range: ezpz-dist's other ranges stay.
     dist = (clone / "packages" / "ezpz-dist" / "pyproject.toml").read_text("utf-8")
     assert '"ezpz-tp>=0.1,<0.2"' in dist
+    # A dependent package is tried with what was released, the newest that its range allows.
+    release(clone, "ezpz-launch", "0.1.0")
+    assert "ezpz-launch-v0.1.0" in call("git", "tag", cwd=clone).split()
 
 
 def test_command_takes_words_and_options(clone):
@@ -141,24 +132,29 @@ def test_command_takes_words_and_options(clone):
     (tools / "bin" / "hatch").write_text(f'{hatch}scripts/releases/release.py "$@"\n', "utf-8")
     (tools / "bin" / "hatch").chmod(0o755)
     command = clone / "scripts" / "release"
-    assert "would build, try and commit this, and tag ezpz-topo-v0.2.0" in call(
-        command, "ezpz-topo", "minor", "--widen", "--dry-run", cwd=clone.parent
+    assert "would build, try and commit this, and tag ezpz-topo-v0.1.1" in call(
+        command, "ezpz-topo", "patch", "--dry-run", cwd=clone.parent
     )
     assert "expected PACKAGE BUMP" in call(command, "ezpz-topo", cwd=clone, status=2)
     assert "usage: scripts/release PACKAGE BUMP" in call(command, "--help", cwd=clone)
 
 
+def replace(clone, name, old, new):
+    text = (clone / name).read_text("utf-8")
+    assert old in text
+    commit(clone, {name: text.replace(old, new)})
+
+
 def broken_import(clone):
     name = "packages/ezpz-topo/src/ezpz_topo/__init__.py"
-    text = (clone / name).read_text("utf-8")
-    commit(clone, {name: text.replace("__all__ = [", '__all__ = [\n    "missing",')})
+    line = "    from ._rank import Ancestor as Ancestor\n"
+    replace(clone, name, line, line.replace("Ancestor", "missing") + line)
 
 
 def broken_readme(clone):
-    name = "packages/ezpz-topo/pyproject.toml"
-    text = (clone / name).read_text("utf-8")
     readme = '{ text = "a `b\\n===", content-type = "text/x-rst" }'
-    commit(clone, {name: text.replace('"README.md"\nrequires', f"{readme}\nrequires")})
+    new = f"{readme}\nrequires"
+    replace(clone, "packages/ezpz-topo/pyproject.toml", '"README.md"\nrequires', new)
 
 
 def unknown_fragment(clone):
@@ -166,7 +162,7 @@ def unknown_fragment(clone):
 
 
 def no_fragment(clone):
-    for path in (clone / "packages/ezpz-topo/news").glob("+*.md"):
+    for path in (clone / "packages/ezpz-topo/news").glob("[+0-9]*.md"):
         path.unlink()
     commit(clone)
 

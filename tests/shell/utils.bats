@@ -158,10 +158,18 @@ second_call() {
 @test "bash: a second call changes neither PATH nor options, and is silent at WARNING" { second_call; }
 @test "zsh: a second call changes neither PATH nor options, and is silent at WARNING" { in_zsh second_call; }
 
-@test "pip fails: its last lines, the log, no stamp, no activation; the next call repairs" {
+@test "interrupted while the environment is made, or pip runs; pip fails; its Python goes: the next call repairs" {
   make_clone "$NEW"
+  make_bin slow
+  # the process group is ours: kill the parent when the environment is made
+  make_script slow/python3 "case \"\$*\" in *'-m venv'*) mkdir -p '$NEW/.venv/bin'; kill -INT \$PPID; exit 1 ;; esac" "exec '$PYTHON' \"\$@\""
+  run env -i HOME="$HOME_DIR" PATH="$PWD/slow" bash -c 'source "$1/utils.sh" && ezpz_setup_env' bash "$NEW"
+  [ "$status" -ne 0 ]
+  [ ! -e "$NEW/.venv/bin/python" ]
+  # pip fails: its last lines, the log, no stamp, no activation
   sed -i.old 's/^fire==.*/fire==99.0/' "$NEW/constraints.txt"
   EXPECT=1 in_shell 'source "$1/utils.sh" && ezpz_setup_env' "$NEW"
+  has 'making '
   has 'fire==99.0'
   has "$NEW/.venv/.ezpz/pip.log"
   grep -q '"stamp": ""' "$NEW/.venv/.ezpz/state.json"
@@ -171,8 +179,9 @@ second_call() {
   site=$(echo "$NEW"/.venv/lib/python*/site-packages)
   mkdir "$site/torch-2.13.0.dist-info"
   printf 'Metadata-Version: 2.1\nName: torch\nVersion: 2.13.0\n' >"$site/torch-2.13.0.dist-info/METADATA"
-  in_shell 'source "$1/utils.sh" && ezpz_setup_env' "$NEW"
+  in_shell 'source "$1/utils.sh" && ezpz_setup_env && command -v python' "$NEW"
   has_not 'making '
+  [ "${lines[-1]}" = "$NEW/.venv/bin/python" ]
   [ -e "$site/torch/__init__.py" ]
   # another constraint is another stamp
   local stamp
@@ -181,19 +190,6 @@ second_call() {
   in_shell 'source "$1/utils.sh" && ezpz_setup_env' "$NEW"
   has 'installing the packages'
   [ "$stamp" != "$(cat "$NEW/.venv/.ezpz/state.json")" ]
-}
-
-@test "interrupted while the environment is made, or pip runs: the next call repairs" {
-  make_clone "$NEW"
-  make_bin slow
-  # the process group is ours: kill pip's parent shell when pip starts
-  make_script slow/python3 "case \"\$*\" in *'-m venv'*) mkdir -p '$NEW/.venv/bin'; kill -INT \$PPID; exit 1 ;; esac" "exec '$PYTHON' \"\$@\""
-  run env -i HOME="$HOME_DIR" PATH="$PWD/slow" bash -c 'source "$1/utils.sh" && ezpz_setup_env' bash "$NEW"
-  [ "$status" -ne 0 ]
-  [ ! -e "$NEW/.venv/bin/python" ]
-  in_shell 'source "$1/utils.sh" && ezpz_setup_env && command -v python' "$NEW"
-  has 'making '
-  [ "${lines[-1]}" = "$NEW/.venv/bin/python" ]
   # its Python is gone (a module was replaced): recreated, from inside the active environment too
   rm "$NEW/.venv/bin/python" && ln -s /no/python "$NEW/.venv/bin/python"
   VARS=(VIRTUAL_ENV="$NEW/.venv")
@@ -220,14 +216,19 @@ second_call() {
   [ "$(grep -c 'installing the packages' <<<"$output")" = 1 ]
 }
 
-@test "an environment on PATH that is not active: its torch is not taken for the site's" {
-  "$PYTHON" -m venv own
+# PBS's profile puts its own mpiexec on PATH, a shell script that starts no MPI (OpenPBS 23.06).
+@test "made in a PBS job, another environment on PATH: PBS's own mpiexec is no MPI, that torch not the site's" {
+  "$PYTHON" -m venv --without-pip own
   make_wheel . torch 2.8.0+own
-  own/bin/python -m pip install -q --no-index torch-*.whl
+  "$PYTHON" -m zipfile -e torch-*.whl own/lib/python*/site-packages
   make_clone "$NEW"
-  BIN_DIR=$PWD/own/bin:$BIN in_shell 'source "$1/utils.sh" && ezpz_setup_env' "$NEW"
+  mkdir pbs
+  make_script pbs/mpiexec 'echo pbs_version = 23.06.06'
+  BIN_DIR=$PWD/own/bin:$PWD/pbs:$BIN in_shell 'source "$1/utils.sh" && ezpz_setup_env && command -v mpiexec' "$NEW"
   has 'torch 2.13.0 (installed by pip)'
   has_not 'keeping'
+  has 'MPI: mpich 5.0.2'
+  [ "${lines[-1]}" = "$NEW/.venv/bin/mpiexec" ]
 }
 
 # The user's site-packages belong to the base Python, and an environment sees them only
@@ -265,8 +266,7 @@ second_call() {
   has 'EZPZ_SITE_PACKAGES=0'
 }
 
-# PBS's profile puts its own mpiexec on PATH, a shell script that starts no MPI (OpenPBS 23.06).
-@test "in a PBS job: PBS's own mpiexec is no MPI; what works is not taken out of the environment where PATH differs" {
+@test "what works is not taken out of the environment where PATH differs, as in a PBS job" {
   local where
   mkdir -p pbs mpi
   make_script pbs/mpiexec 'echo pbs_version = 23.06.06'
@@ -282,11 +282,6 @@ second_call() {
   make_bin bare
   BIN_DIR=$PWD/bare in_shell 'source "$1/utils.sh" && ezpz_setup_env && command -v mpiexec' "$CLONE"
   has_not 'installing '
-  # a new one, made in the job
-  make_clone "$NEW"
-  BIN_DIR=$PWD/pbs:$BIN in_shell 'source "$1/utils.sh" && ezpz_setup_env && command -v mpiexec' "$NEW"
-  has 'MPI: mpich 5.0.2'
-  [ "${lines[-1]}" = "$NEW/.venv/bin/mpiexec" ]
 }
 
 # --- form

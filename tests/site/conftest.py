@@ -80,7 +80,7 @@ def in_browser(built, tmp_path):
                 stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             )  # fmt: skip
             try:
-                assert came.wait(90), "the browser told nothing"
+                assert came.wait(300), "the browser told nothing"
             finally:
                 process.terminate()
                 process.wait(120)

@@ -2,9 +2,13 @@
 
 import shlex
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from tests.conftest import lacking, load
+
+SAY = Path(__file__).resolve().parents[1] / "worlds" / "say_topology.py"
 
 # Tests import it by its full name, and find it loaded.
 load("slurm.topology")
@@ -24,8 +28,8 @@ def said_in(tmp_path):
 
 
 @pytest.fixture
-def words(program, said_in):
-    return [*program("say_topology"), str(said_in)]
+def words(said_in):
+    return [sys.executable, str(SAY), str(said_in)]
 
 
 @pytest.fixture

@@ -86,13 +86,10 @@ def test_ranks_are_told_before_the_job_ends_and_ask_to_be_requeued(slurm, ezpz):
     assert "the job's end is near (--signal-before)" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("step", "node"),
-    [
-        ((*ALL, "srun", "-w", "nid002", "-N", "1", "-n", "1"), "nid002"),
-        (("srun", "-w", "nid001", "-n", "1", "-c", "2"), "nid001"),  # of a job of one node
-    ],
-)
+@pytest.mark.parametrize(("step", "node"), [
+    ((*ALL, "srun", "-w", "nid002", "-N", "1", "-n", "1"), "nid002"),
+    (("srun", "-w", "nid001", "-n", "1", "-c", "2"), "nid001"),  # of a job of one node
+])  # fmt: skip
 def test_a_step_of_one_task_starts_its_ranks_on_its_node(slurm, ezpz, step, node):
     done = slurm.run([*step, ezpz, "-n", "2", "printenv", "SLURMD_NODENAME"])
     assert done.stdout.split() == [node, node]

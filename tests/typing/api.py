@@ -27,32 +27,27 @@ import ezpz_tp
 
 def who_am_i() -> None:
     """Ranks, hosts, machine and devices."""
-    assert_type(ezpz.get_rank(), int)
-    assert_type(ezpz.get_local_rank(), int)
-    assert_type(ezpz.get_world_size(), int)
-    assert_type(ezpz.get_world_size(total=True), int)
-    assert_type(ezpz.get_world_size_total(), int)
-    assert_type(ezpz.get_world_size_in_use(), int)
-    assert_type(ezpz.get_num_nodes(), int)
-    assert_type(ezpz.get_node_index(), int)
-    assert_type(ezpz.get_gpus_per_node(), int)
-    assert_type(ezpz.get_cpus_per_node(), int)
-    assert_type(ezpz.get_rank({"RANK": "0"}), int)
-    assert_type(ezpz.get_hostname(), str)
-    assert_type(ezpz.get_machine(), str)
+    for number in (
+        ezpz.get_rank(), ezpz.get_local_rank(), ezpz.get_world_size(),
+        ezpz.get_world_size(total=True), ezpz.get_world_size_total(), ezpz.get_world_size_in_use(),
+        ezpz.get_num_nodes(), ezpz.get_node_index(), ezpz.get_gpus_per_node(),
+        ezpz.get_cpus_per_node(), ezpz.get_rank({"RANK": "0"}),
+    ):  # fmt: skip
+        assert_type(number, int)
+    for text in (
+        ezpz.get_hostname(), ezpz.get_machine(), ezpz.get_torch_device(),
+        ezpz.get_torch_device_type(), ezpz.get_torch_backend(), ezpz.print_dist_setup(),
+    ):  # fmt: skip
+        assert_type(text, str)
     assert_type(ezpz.get_nodes_from_hostfile("nodes"), list[str])
     assert_type(ezpz.get_hostfile_with_fallback(), Path)
     assert_type(ezpz.write_localhost_to_hostfile("nodes"), Path)
     assert_type(ezpz.write_hostfile_from_list_of_hosts(["a", "b"], "nodes"), Path)
-    assert_type(ezpz.get_torch_device(), str)
-    assert_type(ezpz.get_torch_device_type(), str)
-    assert_type(ezpz.get_torch_backend(), str)
     assert_type(ezpz.get_device_properties(), dict[str, Any])
     assert_type(ezpz.get_peak_flops("bf16"), float | None)
     assert_type(ezpz.TORCH_DTYPES_MAP["bf16"], torch.dtype)
     assert_type(ezpz.get_dist_info(), dict[str, Any])
     assert_type(ezpz.query_environment(), dict[str, Any])
-    assert_type(ezpz.print_dist_setup(), str)
 
 
 def collectives(loss: Tensor) -> None:
@@ -112,18 +107,18 @@ def tensor_parallel(tokens: Tensor) -> None:
     ezpz.tp.initialize_tensor_parallel(
         tensor_parallel_size=2, pipeline_parallel_size=2, context_parallel_size=1
     )
-    assert_type(ezpz.tp.get_tensor_parallel_group(), ProcessGroup)
-    assert_type(ezpz.tp.get_tensor_parallel_rank(), int)
-    assert_type(ezpz.tp.get_tensor_parallel_world_size(), int)
-    assert_type(ezpz.tp.get_data_parallel_group(), ProcessGroup)
-    assert_type(ezpz.tp.get_data_parallel_rank(), int)
-    assert_type(ezpz.tp.get_data_parallel_world_size(), int)
-    assert_type(ezpz.tp.get_pipeline_parallel_group(), ProcessGroup)
-    assert_type(ezpz.tp.get_pipeline_parallel_rank(), int)
-    assert_type(ezpz.tp.get_pipeline_parallel_world_size(), int)
-    assert_type(ezpz.tp.get_context_parallel_group(), ProcessGroup)
-    assert_type(ezpz.tp.get_context_parallel_rank(), int)
-    assert_type(ezpz.tp.get_context_parallel_world_size(), int)
+    for group in (
+        ezpz.tp.get_tensor_parallel_group(), ezpz.tp.get_data_parallel_group(),
+        ezpz.tp.get_pipeline_parallel_group(), ezpz.tp.get_context_parallel_group(),
+    ):  # fmt: skip
+        assert_type(group, ProcessGroup)
+    for number in (
+        ezpz.tp.get_tensor_parallel_rank(), ezpz.tp.get_tensor_parallel_world_size(),
+        ezpz.tp.get_data_parallel_rank(), ezpz.tp.get_data_parallel_world_size(),
+        ezpz.tp.get_pipeline_parallel_rank(), ezpz.tp.get_pipeline_parallel_world_size(),
+        ezpz.tp.get_context_parallel_rank(), ezpz.tp.get_context_parallel_world_size(),
+    ):  # fmt: skip
+        assert_type(number, int)
     up = ezpz.tp.ColumnParallelLinear(64, 256, gather_output=False)
     assert_type(up, ezpz_tp.ColumnParallelLinear)
     assert_type(up.weight, nn.Parameter)

@@ -11,7 +11,6 @@ import json
 import sys
 import time
 from array import array
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -77,7 +76,6 @@ def zero1(parameters):
     return ez.wrap_optimizer_for_zero1(torch.optim.AdamW, parameters, lr=1e-2)
 
 
-WRAPPERS: tuple[tuple[Callable[[nn.Module], nn.Module], Callable[..., torch.optim.Optimizer]], ...]
 WRAPPERS = (
     (ez.wrap_model, adamw),
     (lambda model: ez.wrap_model(model, use_fsdp=True), adamw),
@@ -98,19 +96,15 @@ def training(rank, size, folder):
         model = wrap(copy.deepcopy(bare))
         optimizer = optimizer_of(model.parameters())
         found = [ez.all_reduce(loss, "mean") for loss in steps(model, optimizer, x[rank::size])]
-        assert torch.allclose(torch.tensor(found), torch.tensor(expected), rtol=1e-12), (
-            wrap,
-            found,
-        )
+        same = torch.allclose(torch.tensor(found), torch.tensor(expected), rtol=1e-12)
+        assert same, (wrap, found)
         assert ez.describe(model).units
     checkpoints = folder / "checkpoints"
     ez.save_checkpoint(checkpoints, model=model, optimizer=optimizer, step=5, asynchronous=True)
     ez.finish_saving()
     assert ez.verify_checkpoint(checkpoints).step == 5
     assert [one.step for one in ez.list_checkpoints(checkpoints)] == [5]
-    newest = ez.latest_checkpoint(checkpoints)
-    assert newest is not None
-    assert newest.world_size == size
+    assert ez.latest_checkpoint(checkpoints).world_size == size
     loaded = ez.wrap_model_for_ddp(copy.deepcopy(bare))
     assert ez.load_checkpoint(checkpoints, model=loaded) is not None
     weights = loaded.module.state_dict()

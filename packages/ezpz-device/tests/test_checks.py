@@ -76,7 +76,9 @@ def test_a_backend_that_torch_does_not_have_is_an_error(bare):
     assert "TORCH_BACKEND='ucc' is not in this torch" in result.message
 
 
-def test_devices_multiply():
+def test_devices_are_counted_as_torch_does_and_multiply():
+    assert (count_devices("cpu"), count_devices("mps")) == (0, 1)
+    assert count_devices("cuda") == torch.cuda.device_count()
     # The CPU has an index 0, too; the first device is tried however late it is.
     assert try_devices("cpu", 1, time.monotonic() + 60) == (1, "")
     assert try_devices("cpu", 3, time.monotonic() - 1) == (1, "")
@@ -102,9 +104,3 @@ def test_a_backend_that_does_not_start_is_an_error(bare, monkeypatch):
     assert result.status == "error"
     assert "the backend gloo of cpu does not start" in result.message
     assert "hsn7" in result.message
-
-
-def test_devices_are_counted_as_torch_does():
-    assert count_devices("cpu") == 0
-    assert count_devices("mps") == 1
-    assert count_devices("cuda") == torch.cuda.device_count()

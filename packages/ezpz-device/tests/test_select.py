@@ -10,14 +10,11 @@ def test_the_order_in_which_types_are_tried():
     assert list(_select.DEVICE_TYPES) == ["xpu", "cuda", "mps", "cpu"]
 
 
-def test_what_this_machine_has():
-    assert get_torch_device_type({}) == FIRST_USABLE
-    assert torch.zeros(1, device=get_torch_device({})).device.type == FIRST_USABLE
-
-
-def test_torch_device_decides():
+def test_what_this_machine_has_and_what_torch_device_decides():
     assert get_torch_device_type({"TORCH_DEVICE": "cpu"}) == "cpu"
     assert get_torch_device({"TORCH_DEVICE": "cpu:0"}) == "cpu:0"
+    assert get_torch_device_type({}) == FIRST_USABLE
+    assert torch.zeros(1, device=get_torch_device({})).device.type == FIRST_USABLE
 
 
 @pytest.mark.parametrize("wanted", ["gpu", "cuda:x", "meta", "vulkan"])

@@ -39,7 +39,7 @@ sys.modules["__main__"].__file__ = {path!r}
 status = 0
 try:
     with open({path!r}) as file:
-        exec(compile(file.read(), {path!r}, "exec"), {{"__name__": "__main__"}})
+        exec(compile(file.read(), {path!r}, "exec"), {{"__name__": "__main__", "raises": raises}})
 except SystemExit as error:
     status = error.code or 0
 except BaseException:
@@ -75,12 +75,9 @@ def clean_env():
         if not name.startswith(LAUNCHERS) and name not in RANK_VARIABLES
     }
     scripts = sysconfig.get_path("scripts")
-    return {
-        **env,
-        "PATH": os.pathsep.join([scripts, env["PATH"]]),
-        "OMP_NUM_THREADS": "1",
-        "RES_OPTIONS": "timeout:1 attempts:1",
-    }
+    path = os.pathsep.join([scripts, env["PATH"]])
+    # torch looks up the name of every address that it connects to; glibc's own wait is 5 s.
+    return {**env, "PATH": path, "OMP_NUM_THREADS": "1", "RES_OPTIONS": "timeout:1 attempts:1"}
 
 
 @pytest.fixture(scope="session")
@@ -115,16 +112,9 @@ def ranks(fork_server, clean_env, tmp_path):
                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
             }  # fmt: skip
             files = [tmp_path / f"{len(started)}.{name}" for name in ("out", "err")]
-            prelude = PRELUDE.format(
-                out=str(files[0]),
-                err=str(files[1]),
-                env={
-                    **clean_env,
-                    **(place if n > 1 else {}),
-                    **(env or {}),
-                    **((each or {}).get(rank, {})),
-                },
-            )
+            own = {**(place if n > 1 else {}), **(env or {}), **(each or {}).get(rank, {})}
+            out, err = map(str, files)
+            prelude = PRELUDE.format(out=out, err=err, env={**clean_env, **own})
             if program is not None:
                 script = INTERPRETER.format(path=str(program))
             # exec is a function that a fresh process can import; one of ours would not be.

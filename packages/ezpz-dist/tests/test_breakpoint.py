@@ -129,11 +129,17 @@ def test_the_terminal_that_is_found(ranks):
         print(below_a_terminal(lambda: str(find_terminal("none"))))
         print(below_a_terminal(redirected))
         print(below_a_terminal(lambda: child(lambda: os.setpgid(0, 0))))
-        # As ezpz-launch starts ranks; then one whose launcher is in the background.
+        # As ezpz-launch starts ranks, below an agent; then one whose launcher is in the background.
         def rank():
             os.setsid()
             os.dup2(os.open(os.devnull, os.O_RDWR), 0)
-        print(below_a_terminal(lambda: child(rank) + " of " + os.ttyname(1)))
+        def agent():
+            rank()
+            if os.fork():
+                os.wait()
+                os._exit(0)
+            rank()
+        print(below_a_terminal(lambda: child(agent) + " of " + os.ttyname(1)))
         def launcher():
             os.setpgid(0, 0)
             print(child(rank), file=os.fdopen(os.dup(2), "w"))
@@ -151,7 +157,7 @@ def test_the_terminal_that_is_found(ranks):
     assert lines[5] == "('', 'no process above this one has a terminal')"
 
 
-def at_a_terminal(words, typed, env, seconds=60):
+def at_a_terminal(words, typed, env, seconds=300):
     """Run a command in a pty and type a line at each prompt; return its status and the screen."""
     pid, terminal = pty.fork()
     if pid == 0:

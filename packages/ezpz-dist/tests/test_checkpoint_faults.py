@@ -9,18 +9,15 @@ import sys
 import pytest
 import torch
 
-from ezpz_dist import (
-    CheckpointError,
-    list_checkpoints,
-    save_checkpoint,
-)
+from ezpz_dist import CheckpointError, list_checkpoints, save_checkpoint
 
 START = """
 import os
 import torch, torch.distributed as dist
 from ezpz_dist import *
-import resource, signal, shutil, time, logging
+import re, resource, signal, subprocess, time
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 where = {where!r}
 rank = setup_torch(timeout=120)
@@ -28,25 +25,18 @@ rank = setup_torch(timeout=120)
 model = nn.Linear(1024, 1024, bias=False)
 with torch.no_grad():
     model.weight.copy_(torch.arange(1024.0).repeat(1024, 1))
-# Each rank writes a half.
-from torch.distributed.fsdp import fully_shard
 if dist.get_world_size() > 1:
-    fully_shard(model)
+    fully_shard(model)  # each rank writes a half
 
 def entries():
     dist.barrier()
     return sorted(set(os.listdir(where)) - {"owner.json"})
 
-def refused(pattern, **given):
-    import re
+def refused(pattern, path=where, **given):
     start = time.monotonic()
-    try:
-        save_checkpoint(given.pop("path", where), model=model, **given).wait()
-    except CheckpointError as error:
-        assert re.search(pattern, str(error)), error
-        assert time.monotonic() - start < 60
-    else:
-        raise AssertionError("saved")
+    error = raises(CheckpointError, "", save_checkpoint, path, model=model, **given)
+    assert re.search(pattern, str(error)), error
+    assert time.monotonic() - start < 60
     assert entries() == ["latest", "step-00000001"], entries()
 
 class Limit:
@@ -81,19 +71,16 @@ if disk:
     assert not os.listdir(disk), os.listdir(disk)
     dist.barrier()
     if rank == 0:
-        import subprocess
         subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
     dist.barrier()
     refused("rank 0 on .*Read-only file system", step=1, path=disk)
 open(where + "-file", "a").close()
 refused("rank 0 on .*NotADirectoryError", step=1, path=where + "-file/below")
-
 # An asynchronous one returns at once; one goes on at a time.
 first = save_checkpoint(where, model=model, step=2, asynchronous=True)
 second = save_checkpoint(where, model=model, step=3, asynchronous=True)
 assert first.done
 second.wait()
-
 # All ranks fall back together, whoever sees the damage.
 if rank == 0:
     with open(f"{where}/step-00000003/__1_0.distcp", "r+b") as file:
@@ -105,19 +92,10 @@ dist.barrier()
 loaded = load_checkpoint(where, model=model)
 assert loaded.step == 2, loaded
 assert "__1_0.distcp has crc32" in loaded.skipped[0] and f"on {host}" in loaded.skipped[0]
-try:
-    load_checkpoint(where, model=model, step=3)
-except CheckpointError as error:
-    assert "no checkpoint of step 3 in" in str(error) and "__1_0.distcp" in str(error)
-else:
-    raise AssertionError
-try:
-    load_checkpoint(where, model=model, step=2 + rank)
-except CheckpointError as error:
-    assert "load_checkpoint: rank 1 on" in str(error), error
-else:
-    raise AssertionError
-
+given = {"path": where, "model": model}
+error = raises(CheckpointError, "no checkpoint of step 3 in", load_checkpoint, step=3, **given)
+assert "__1_0.distcp" in str(error)
+raises(CheckpointError, "load_checkpoint: rank 1 on", load_checkpoint, step=2 + rank, **given)
 # A URL: the manifest, written last, makes it exist.
 url = "file://" + where + "-url"
 save_checkpoint(url, model=model, step=1)
@@ -126,12 +104,7 @@ with torch.no_grad():
     model.weight.zero_()
 assert load_checkpoint(url, model=model).step == 2 and model.weight.full_tensor()[3, 1023] == 1023
 with Limit(300_000 if rank == 1 else 1 << 40):
-    try:
-        save_checkpoint(url, model=model, step=5)
-    except CheckpointError as error:
-        assert "rank 1 on" in str(error)
-    else:
-        raise AssertionError
+    raises(CheckpointError, "rank 1 on", save_checkpoint, url, model=model, step=5)
 dist.barrier()
 assert [one.step for one in list_checkpoints(url)] == [1, 2]
 files = ["latest", "owner.json", "step-00000001", "step-00000002"]
@@ -139,12 +112,7 @@ assert sorted(os.listdir(where + "-url")) == files
 # cleanup() waits for the save that goes on, and says what became of it.
 with Limit(300_000 if rank == 1 else 1 << 40):
     save_checkpoint(where, model=model, step=6, asynchronous=True)
-    try:
-        cleanup()
-    except CheckpointError as error:
-        assert "rank 1 on" in str(error), error
-    else:
-        raise AssertionError
+    raises(CheckpointError, "rank 1 on", cleanup)
 assert not dist.is_initialized()
 setup_torch(timeout=120)
 # The process ends, and the save it began with it: whole.
@@ -197,33 +165,35 @@ def test_keep_frees_room_on_a_full_disk(disk, caplog):
     ]  # fmt: skip
 
 
-def script(body, where, disk=""):
+def script(body, **told):
     text = START + body
-    return text.replace("{where!r}", repr(str(where))).replace("{disk!r}", repr(disk))
+    for name, value in told.items():
+        text = text.replace(f"{{{name}!r}}", repr(value))
+    return text
 
 
 def test_what_fails_on_one_rank_fails_on_all_and_leaves_nothing(ranks, tmp_path, disk):
-    where = tmp_path / "checkpoints"
+    where = str(tmp_path / "checkpoints")
     program = tmp_path / "program.py"  # which ends as programs do
-    program.write_text(script(ERRORS, where, disk))
+    program.write_text(script(ERRORS, where=where, disk=disk))
     ranks(2, "", program=program)
     after = "print(load_checkpoint(where, model=model).step)"
-    assert [out.split() for out in ranks(1, script(after, where))] == [["7"]]
+    assert [out.split() for out in ranks(1, script(after, where=where))] == [["7"]]
 
 
 DIES = """
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-if {first}:
+if {first!r}:
     save_checkpoint(where, model=model, step=1)
 else:
     assert load_checkpoint(where, model=model).step == 1
-if rank == {dying}:
+if rank == {dying!r}:
     # The kernel ends the process within its write(), as kill -9 would: no handler, no clean-up.
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, resource.RLIM_INFINITY))
 start = time.monotonic()
 try:
-    save_checkpoint(where, model=model, step=2, asynchronous={background}).wait()
+    save_checkpoint(where, model=model, step=2, asynchronous={background!r}).wait()
 except DistError as error:
     print(f"{time.monotonic() - start:.3f}", type(error).__name__, error, flush=True)
 os._exit(3)
@@ -239,19 +209,11 @@ assert entries() == ["latest", "step-00000001", "step-00000002"], entries()
 """
 
 
-def dies(first, dying, background):
-    told = {"{first}": first, "{dying}": dying, "{background}": background}
-    body = DIES
-    for name, value in told.items():
-        body = body.replace(name, repr(value))
-    return body
-
-
 def test_killed_in_the_middle_of_a_write(ranks, tmp_path):
-    where = tmp_path / "checkpoints"
+    where = str(tmp_path / "checkpoints")
     for dying, background, kind in ((1, False, "LostRankError"), (0, True, "CheckpointError")):
-        body = script(dies(not background, dying, background), where)
-        told = ranks(2, body, check=False)
+        told = {"first": not background, "dying": dying, "background": background}
+        told = ranks(2, script(DIES, where=where, **told), check=False)
         assert told[dying][0] < 0, told
         status, said, _ = told[1 - dying]
         assert status == 3, told
@@ -260,7 +222,7 @@ def test_killed_in_the_middle_of_a_write(ranks, tmp_path):
         assert re.search(rf"rank {dying} on \S+ has ended", said), said
     half = [name for name in os.listdir(where) if name.startswith(".step-00000002.tmp-")]
     assert half  # and it is only the next save that removes it
-    ranks(2, script(AGAIN, where))
+    ranks(2, script(AGAIN, where=where))
 
 
 UNHEARD = """
@@ -332,14 +294,6 @@ model, here = torch.nn.Linear(2, 2), "{where}"
 def saves(step):
     save_checkpoint(here, model=model, step=step)
 
-def refused(step, *words):
-    try:
-        saves(step)
-    except CheckpointError as error:
-        assert all(word in str(error) for word in words), error
-    else:
-        raise AssertionError("saved")
-
 def come(number):
     open(f"{here}.{job}.{number}", "w").close()
     until = time.monotonic() + 60
@@ -351,11 +305,12 @@ if job == 0:
     saves(15)
     come(1)
     come(2)
-    refused(20, "11.pbs")  # whose turn it is now
+    raises(CheckpointError, "11.pbs", saves, 20)  # whose turn it is now
     come(3)
 else:
     come(1)
-    refused(15, "10.pbs, process", "which runs and saved step 15", "load_checkpoint() from there")
+    error = str(raises(CheckpointError, "10.pbs, process", saves, 15))
+    assert "which runs and saved step 15" in error and "load_checkpoint() from there" in error
     assert load_checkpoint(here, model=model).step == 15
     saves(16)
     come(2)

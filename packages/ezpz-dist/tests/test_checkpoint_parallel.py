@@ -10,9 +10,14 @@ from ezpz_tp import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedd
 where = {where!r}
 rank = setup_torch(timeout=60)
 
-def forward(model, tokens):
-    gate, up = model.up(model.embed(tokens)).chunk(2, -1)
-    return model.norm(model.down(torch.tanh(gate) * up))
+class Plain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(9, 8), nn.LayerNorm(8)
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(16, 8)
+    def forward(self, tokens):
+        gate, up = self.up(self.embed(tokens)).chunk(2, -1)
+        return self.norm(self.down(torch.tanh(gate) * up))
 
 class Model(nn.Module):
     def __init__(self):
@@ -22,28 +27,16 @@ class Model(nn.Module):
         self.up = ColumnParallelLinear(8, 32, gather_output=False, stride=2)
         self.norm = nn.LayerNorm(8)
         self.down = RowParallelLinear(16, 8, input_is_parallel=True)
-    def forward(self, tokens):
-        return forward(self, tokens)
-
-class Plain(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed, self.norm = nn.Embedding(9, 8), nn.LayerNorm(8)
-        self.up, self.down = nn.Linear(8, 32), nn.Linear(16, 8)
-    def forward(self, tokens):
-        return forward(self, tokens)
+    forward = Plain.forward
 
 def wrapped(kind, seed):
     torch.manual_seed(seed)
     model = Model()
     if kind == "fsdp2":
-        state = ezpz_tp.get_state()
-        mesh = state.to_mesh("cpu")["dp"]
         with ezpz_tp.keep_attributes(model):
-            fully_shard(model, mesh=mesh)
+            fully_shard(model, mesh=ezpz_tp.get_state().to_mesh("cpu")["dp"])
     elif kind == "ddp":
-        model = DistributedDataParallel(
-            model, process_group=ezpz_tp.get_data_parallel_group())
+        model = DistributedDataParallel(model, process_group=ezpz_tp.get_data_parallel_group())
     return model, torch.optim.AdamW(model.parameters(), lr=0.1)
 
 TOKENS = torch.arange(9).view(3, 3)
@@ -52,8 +45,7 @@ def step(model, optimizer):
     loss = model(TOKENS).square().sum() + model(TOKENS)[0].sum()
     loss.backward()
     ezpz_tp.finalize_grads(model)
-    optimizer.step()
-    optimizer.zero_grad()
+    optimizer.step(), optimizer.zero_grad()
 
 def outputs(model, optimizer):
     "Before and after a step of the optimizer: weights and moments are right."
@@ -64,8 +56,7 @@ def outputs(model, optimizer):
         return first, model(TOKENS)
 
 def near(found, expected):
-    for one, other in zip(found, expected):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 """
 
 FOUR = """
@@ -98,7 +89,6 @@ near(outputs(model, optimizer), expected)
 
 def refused(text, model, **given):
     raises(CheckpointError, text, save_checkpoint, where + "/no", model=model, step=1, **given)
-
 # Half of the ranks' shards would be lost without a word.
 bare = Model()
 fully_shard(bare, mesh=ezpz_tp.get_state().to_mesh("cpu")["dp"])
@@ -106,7 +96,6 @@ refused("no parameter of FSDPModel says what it is a part of".replace("FSDPModel
     type(bare).__name__), bare)
 refused("2 tensor-parallel ranks", nn.Linear(2, 2))
 ezpz_tp.destroy_model_parallel()
-
 # Pipeline stages: of one name, only what is tied.
 ezpz_tp.initialize_tensor_parallel(1, 2)
 stage = ezpz_tp.get_state().index("pipeline")

@@ -2,11 +2,10 @@
 
 import json
 
-import pytest
-
 BODY = """
 import hashlib, random, json
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
@@ -29,26 +28,21 @@ def make(kind, seed):
             fully_shard(layer)
         fully_shard(model)
     elif kind == "hsdp":
-        from torch.distributed.device_mesh import init_device_mesh
-        fully_shard(model, mesh=init_device_mesh(
-            "cpu", (2, size // 2), mesh_dim_names=("replicate", "shard")))
+        names = ("replicate", "shard")
+        fully_shard(model, mesh=init_device_mesh("cpu", (2, size // 2), mesh_dim_names=names))
     elif kind == "fsdp1":
-        model = FullyShardedDataParallel(
-            model, use_orig_params=True, device_id=torch.device("cpu"))
+        model = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
     elif kind in ("ddp", "plain_ddp", "zero1"):
         model = DistributedDataParallel(model)
     if kind == "zero1":
-        optimizer = ZeroRedundancyOptimizer(
-            model.parameters(), torch.optim.AdamW, **kinds)
-    else:
-        optimizer = torch.optim.AdamW(model.parameters(), **kinds)
-    return model, optimizer
+        return model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **kinds)
+    return model, torch.optim.AdamW(model.parameters(), **kinds)
 
 class Positions:
     "Shuffled indices, and how far we are."
-    def __init__(self): self.epoch = self.at = 0
-    def state_dict(self): return dict(epoch=self.epoch, at=self.at)
-    def load_state_dict(self, state): self.epoch, self.at = state["epoch"], state["at"]
+    epoch = at = 0
+    def state_dict(self): return dict(vars(self))
+    def load_state_dict(self, state): vars(self).update(state)
     def take(self, count):
         order = torch.randperm(10, generator=torch.Generator().manual_seed(self.epoch))
         found = order[self.at:self.at + count]
@@ -58,27 +52,29 @@ class Positions:
         return found
 
 def whole(model):
-    options = StateDictOptions(full_state_dict=True)
-    return get_model_state_dict(model, options=options)
+    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
 
 def digest(model, losses):
-    found = hashlib.sha256()
-    for name, tensor in sorted(whole(model).items()):
-        data = tensor.reshape(-1).contiguous().view(torch.uint8)
-        found.update(name.encode() + bytes(data.tolist()))
-    return found.hexdigest()[:16], [loss.hex() for loss in losses]
+    state = [(name, tensor.tolist()) for name, tensor in sorted(whole(model).items())]
+    digest = hashlib.sha256(json.dumps(state).encode()).hexdigest()
+    return digest, [loss.hex() for loss in losses]
 
 DATA = torch.sin(torch.arange(60.0)).view(10, 6)
 
-def train(model, optimizer, scheduler, positions, steps):
-    losses = []
+def started(kind, seed):
+    model, optimizer = make(kind, seed)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 12)
+    return dict(model=model, optimizer=optimizer, scheduler=scheduler, data=Positions())
+
+def train(steps, model, optimizer, scheduler=None, data=None):
+    losses, data = [], data or Positions()
     for _ in range(steps):
-        batch = DATA[positions.take(2)] + random.random() * 0.01
+        batch = DATA[data.take(2)] + random.random() * 0.01
         loss = model(batch).square().mean()
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        scheduler.step()
+        optimizer.step(), optimizer.zero_grad()
+        if scheduler:
+            scheduler.step()
         losses.append(loss.item())
     return losses
 """
@@ -86,17 +82,14 @@ def train(model, optimizer, scheduler, positions, steps):
 UNINTERRUPTED = """
 def run(kind, save):
     random.seed(rank)
-    model, optimizer = make(kind, 5)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 12)
-    positions = Positions()
-    given = dict(model=model, optimizer=optimizer, scheduler=scheduler, data=positions)
-    losses = train(model, optimizer, scheduler, positions, 6)
+    parts = started(kind, 5)
+    losses = train(6, **parts)
     if save:
         # In the background: what is saved is the state of now, whatever the training does.
         save_checkpoint(f"{where}/{kind}", step=6, extra=dict(best=losses[-1]),
-            asynchronous=kind == "ddp", **given)
-    losses += train(model, optimizer, scheduler, positions, 6)
-    return digest(model, losses)
+            asynchronous=kind == "ddp", **parts)
+    losses += train(6, **parts)
+    return digest(parts["model"], losses)
 
 found = {}
 for kind in ("ddp", "fsdp2"):
@@ -110,13 +103,10 @@ print(json.dumps(found))
 RESUMED = """
 found = {}
 for kind in ("ddp", "fsdp2"):
-    model, optimizer = make(kind, 77)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 12)
-    positions = Positions()
-    loaded = load_checkpoint(f"{where}/{kind}", model=model, optimizer=optimizer,
-        scheduler=scheduler, data=positions)
+    parts = started(kind, 77)
+    loaded = load_checkpoint(f"{where}/{kind}", **parts)
     assert loaded.step == 6 and loaded.notes == loaded.skipped == (), loaded
-    found[kind] = digest(model, train(model, optimizer, scheduler, positions, 6))
+    found[kind] = digest(parts["model"], train(6, **parts))
 print(json.dumps(found))
 """
 
@@ -139,11 +129,9 @@ def moments(model, optimizer):
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         names = {p: n.removeprefix("module.") for n, p in model.named_parameters()}
         mine = {names[p]: (s["exp_avg"], s["step"]) for p, s in optimizer.optim.state.items()}
-        told = [None] * size
-        dist.all_gather_object(told, mine)
-        return {name: each for one in told for name, each in one.items()}
-    full = get_optimizer_state_dict(model, optimizer,
-        options=StateDictOptions(full_state_dict=True))
+        return {name: each for one in all_gather_object(mine) for name, each in one.items()}
+    options = StateDictOptions(full_state_dict=True)
+    full = get_optimizer_state_dict(model, optimizer, options=options)
     return {name: (state["exp_avg"], state["step"]) for name, state in full["state"].items()}
 
 def expect(model, optimizer, tensors, state):
@@ -164,17 +152,14 @@ def curve(model, optimizer):
         share = DATA.roll(number, 0)[:4].tensor_split(size)[rank]
         loss = model(share).square().mean()
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        optimizer.step(), optimizer.zero_grad()
         losses.append(all_reduce(loss.detach()) / size)
     return torch.stack(losses)
 """
 
 WRITE = """
 model, optimizer = make("plain_ddp", 5)
-class Constant:
-    def step(self): pass
-train(model, optimizer, Constant(), Positions(), 3)
+train(3, model, optimizer)
 for group in optimizer.param_groups:
     group["lr"] = 0.005
 tensors, state = whole(model), moments(model, optimizer)
@@ -207,25 +192,11 @@ for saved in ("ddp", "fsdp2", "fsdp1", "zero1"):
 draws = torch.rand(1).item(), random.random()
 load_checkpoint(f"{where}/zero1", model=model, optimizer=optimizer)
 assert draws == (torch.rand(1).item(), random.random())  # new streams are derived, not drawn
-told = [None] * size
-dist.all_gather_object(told, draws)
-assert len(set(told)) == size, told  # every rank draws its own
+assert len(set(all_gather_object(draws))) == size  # every rank draws its own
 """
 
 
-@pytest.fixture
-def written(ranks, tmp_path):
-    """What two ranks wrote, from every wrapper."""
-    body = BODY.replace("{where!r}", repr(str(tmp_path))) + STATES
-    ranks(2, body + WRITE)
-    return body
-
-
-def test_any_wrapper_on_any_number_of_ranks_loads_what_two_ranks_wrote(ranks, written):
-    ranks(1, written + READ.replace("{kinds!r}", "('bare',)"))
-    ranks(4, written + READ.replace("{kinds!r}", "('plain_ddp', 'hsdp')"))
-
-
+# A module that a model has under two names.
 SHARED = """
 class Shared(nn.Module):
     def __init__(self):
@@ -248,18 +219,21 @@ def shared(wrap, seed):
 compiled = lambda model: torch.compile(DistributedDataParallel(model), backend="eager")
 for kind, wrap in dict(ddp=DistributedDataParallel, fsdp2=fully_shard, compiled=compiled).items():
     model, optimizer = shared(wrap, 1)
-    save_checkpoint(f"{where}/{kind}", model=model, optimizer=optimizer, step=1)
+    save_checkpoint(f"{where}/shared/{kind}", model=model, optimizer=optimizer, step=1)
     other, theirs = shared(wrap, 2)
-    load_checkpoint(f"{where}/{kind}", model=other, optimizer=theirs)
+    load_checkpoint(f"{where}/shared/{kind}", model=other, optimizer=theirs)
     for one, two in zip(model.state_dict().values(), other.state_dict().values(), strict=True):
         assert torch.equal(one, two), kind
     for one, two in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(optimizer.state[one]["exp_avg"], theirs.state[two]["exp_avg"]), kind
     bare = Shared()
-    load_checkpoint(f"{where}/{kind}", model=bare)
+    load_checkpoint(f"{where}/shared/{kind}", model=bare)
     assert bare.b is bare.a and torch.equal(bare.a.weight, whole(model)["a.weight"])
 """
 
 
-def test_a_module_that_a_model_has_under_two_names(ranks, tmp_path):
-    ranks(2, BODY.replace("{where!r}", repr(str(tmp_path))) + SHARED)
+def test_any_wrapper_on_any_number_of_ranks_loads_what_two_ranks_wrote(ranks, tmp_path):
+    body = BODY.replace("{where!r}", repr(str(tmp_path))) + STATES
+    ranks(2, body + WRITE + SHARED)
+    ranks(1, body + READ.replace("{kinds!r}", "('bare',)"))
+    ranks(4, body + READ.replace("{kinds!r}", "('plain_ddp', 'hsdp')"))

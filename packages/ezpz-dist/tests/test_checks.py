@@ -15,21 +15,16 @@ from ezpz_topo import get_rank_info
 
 @pytest.fixture(autouse=True)
 def nothing_is_left():
+    threads = torch.get_num_threads()
     yield
+    torch.set_num_threads(threads)
     assert multiprocessing.active_children() == []
 
 
 def test_two_ranks_add_in_two_ways_and_both_are_told(monkeypatch):
-    monkeypatch.setattr(_checks, "_ways", lambda asked: [("cpu", "gloo"), ("cpu", "gloo")])
-    result = _checks.check(100)
-    assert result.status == "ok"
-    assert result.message.startswith("two ranks add 4 MiB by gloo (")
-    assert result.message.count("gloo (") == 2
-    assert result.details["bytes"] == 4 << 20
-    assert result.details["gloo"]["milliseconds"] > 0
-
-
-def test_a_rank_of_another_launch_has_ranks_of_its_own(monkeypatch):
+    # In a rank of another launch that has computed: a copy of it has none of OpenMP's threads.
+    torch.set_num_threads(2)
+    torch.ones(1 << 20).sum()
     outer = {
         "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
         "TORCHELASTIC_RUN_ID": "x", "EZPZ_RANK": "3", "EZPZ_WORLD_SIZE": "4", "PMI_RANK": "3",
@@ -37,7 +32,13 @@ def test_a_rank_of_another_launch_has_ranks_of_its_own(monkeypatch):
     }  # fmt: skip
     for name, value in outer.items():
         monkeypatch.setenv(name, value)
-    assert _checks.check(100).status == "ok"
+    monkeypatch.setattr(_checks, "_ways", lambda asked: [("cpu", "gloo"), ("cpu", "gloo")])
+    result = _checks.check(100)
+    assert result.status == "ok"
+    assert result.message.startswith("two ranks add 4 MiB by gloo (")
+    assert result.message.count("gloo (") == 2
+    assert result.details["bytes"] == 4 << 20
+    assert result.details["gloo"]["milliseconds"] > 0
 
 
 def test_the_environment_of_a_rank_is_of_that_world_alone():
@@ -106,14 +107,3 @@ def test_devices_that_take_long_are_a_warning(monkeypatch):
         result.message
     )
     assert "--timeout=60" in result.remedy
-
-
-def test_ranks_of_a_process_that_has_computed():
-    # Where the tests run with one thread, OpenMP has none to lose.
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        torch.ones(1 << 20).sum()
-        assert _checks.check(100).status == "ok"
-    finally:
-        torch.set_num_threads(before)

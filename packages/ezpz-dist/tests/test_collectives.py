@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from ezpz_dist import NotSetUpError, all_reduce, barrier, broadcast
-from ezpz_dist._collectives import Flat, all_gather_object, combine, combine_packed, pack
+from ezpz_dist import all_gather_object, all_reduce, barrier, broadcast
+from ezpz_dist._collectives import Flat, combine, combine_packed, pack
 
 pytest_n = pytest.mark.parametrize("n", [1, 3])
 
@@ -15,8 +15,7 @@ pytest_n = pytest.mark.parametrize("n", [1, 3])
 def test_numbers_tensors_and_dicts(ranks, n):
     script = """
         import collections, math
-        from ezpz_dist._collectives import OPS
-        from ezpz_dist._collectives import DTYPES
+        from ezpz_dist._collectives import DTYPES, OPS
         rank, n = setup_torch(timeout=60), dist.get_world_size()
         total = n * (n + 1) // 2
 
@@ -130,9 +129,6 @@ def test_numpy(ranks, n):
 @pytest_n
 def test_objects(ranks, n):
     script = """
-        import dataclasses, types
-        from ezpz_dist._collectives import synchronize
-        from ezpz_dist._collectives import all_gather_object
         rank, n = setup_torch(timeout=60), dist.get_world_size()
         root = n - 1
 
@@ -192,12 +188,10 @@ def test_objects(ranks, n):
 @pytest_n
 def test_before_set_up_no_local_answer_in_a_world_of_several(ranks, n):
     script = """
-        from ezpz_dist._collectives import all_gather_object
         n = int(os.environ.get("WORLD_SIZE", 1))
         calls = (barrier, lambda: all_reduce(1), lambda: broadcast(1), lambda: all_gather_object(1),
                  lambda: all_reduce(1, implementation="mpi"),
                  lambda: wrap_model(torch.nn.Linear(1, 1)))
-        from ezpz_dist import load_on_one_rank
         for call in (data_share, lambda: share_of([1, 2]), lambda: DataParallelSampler(3),
                      lambda: DataLoader([1, 2]), node_group,
                      lambda: scatter_from_one_reader(list), lambda: share_on_node(list),
@@ -207,12 +201,7 @@ def test_before_set_up_no_local_answer_in_a_world_of_several(ranks, n):
                 raises(NotSetUpError, "before setup_torch()", call)
         def all_refuse(text):
             for call in calls:
-                try:
-                    call()
-                except NotSetUpError as error:
-                    assert n > 1 and text in str(error), error
-                else:
-                    assert n == 1
+                raises(NotSetUpError, text, call) if n > 1 else call()
         all_refuse("before setup_torch()")
         if n > 1:
             rank = int(os.environ["RANK"])
@@ -250,8 +239,6 @@ def test_what_numpy_has_and_cannot_be_reduced():
 
 
 def test_unknown_operations_roots_and_implementations():
-    import torch
-
     with pytest.raises(ValueError, match="op 'median'; expected one of sum, mean"):
         all_reduce(1, "median")
     with pytest.raises(ValueError, match=r"mean of a torch\.int64 tensor.*; it is at key 'n'"):
@@ -284,12 +271,6 @@ def test_in_one_process_without_set_up(clean_env, monkeypatch):
     assert (all_reduce(2), all_reduce(2, implementation="mpi"), broadcast("x")) == (2, 2, "x")
     anything = object()
     assert all_gather_object(anything) == [anything]
-
-
-def test_errors_have_one_root():
-    from ezpz_dist import DistError, SetupError, WrapError
-
-    assert all(issubclass(kind, DistError) for kind in (NotSetUpError, SetupError, WrapError))
 
 
 # The arithmetic that every rank does alike, without ranks.
@@ -356,16 +337,9 @@ def test_floats_travel_in_their_order(dtype, op):
     assert lost.results(1)[0].isnan().all()
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
-def test_rows_are_combined_in_one_order(ranks):
+@pytest.mark.parametrize("ranks", [5, 8])
+def test_rows_of_more_ranks_are_combined(ranks):
     rows = torch.rand(ranks, 7)
-    flats = []
-    for row in rows:
-        flat = Flat(torch.float32, [row], "sum")
-        flats.append((flat, flat.load(torch.device("cpu")).raw()))
-    every = [raw for _, raw in flats]
-    for flat, _ in flats:
-        flat.combine_rows(every)
-    results = [flat.results(ranks)[0] for flat, _ in flats]
-    assert all(torch.equal(result, results[0]) for result in results)
-    assert torch.allclose(results[0], rows.sum(0))
+    first, *others = (Flat(torch.float32, [row], "sum").load(torch.device("cpu")) for row in rows)
+    first.combine_rows([flat.raw() for flat in (first, *others)])
+    assert torch.allclose(first.results(ranks)[0], rows.sum(0))

@@ -85,7 +85,7 @@ def test_it_goes_on_in_mid_epoch_with_any_number_of_ranks(steps, then):
     assert next(iter(rest[0])) == broken_off, "a pass that was broken off begins anew"
 
 
-def test_a_large_set_needs_little_and_chunks_do_not_show():
+def test_chunks_do_not_show():
     each = samplers(100_000, 3)
     got = run(each)
     assert sorted(got[:100_000]) == list(range(100_000))
@@ -156,74 +156,56 @@ def test_workers_outlive_the_signals_that_end_a_job():
     assert sum(int(pid) == worker for pid in batches) == 49
 
 
-@pytest.mark.parametrize("degree", [1, 2])
-def test_ranks_of_one_data_parallel_rank_get_the_same(ranks, degree):
-    script = f"""
-        rank = setup_torch(timeout=30, tensor_parallel_size={degree})
-        loader = DataLoader(range(16), 2, shuffle=True)
-        got = [batch.tolist() for batch in loader]
-        print([data_share(), got, share_of("abcde"), list(DataParallelSampler(4))])
-        """
-    done = ranks(4, script)
-    said = [eval(out) for out in done]
-    parts = 4 // degree
-    assert [each[0] for each in said] == [(rank // degree, parts) for rank in range(4)]
-    groups = [said[rank][1:] for rank in range(0, 4, degree)]
-    assert [each[1:] for each in said] == [group for group in groups for _ in range(degree)]
-    batches = [index for group in groups for batch in group[0] for index in batch]
-    assert sorted(batches) == list(range(16))
-    assert sorted(item for group in groups for item in group[1]) == list("abcde")
-    assert sorted(index for group in groups for index in group[2]) == list(range(4))
-
-
 def test_items_are_dealt_out_by_size():
     items, sizes = list("abcdefg"), [1, 9, 2, 8, 3, 7, 6]
     parts = [share_of(items, sizes=sizes, share=(which, 3)) for which in range(3)]
     assert sorted(item for part in parts for item in part) == items
     loads = [sum(sizes[items.index(item)] for item in part) for part in parts]
     assert max(loads) <= 4 / 3 * 36 / 3
-    assert [share_of(range(5), sizes=[0] * 5, share=(which, 5)) for which in range(5)] == [
-        [0], [1], [2], [3], [4],
-    ]  # fmt: skip
+    alone = [share_of(range(5), sizes=[0] * 5, share=(which, 5)) for which in range(5)]
+    assert alone == [[0], [1], [2], [3], [4]]
     assert data_share() == (0, 1)
     assert share_of(items) == items
-    with pytest.raises(DataError, match="2 items for 3 data-parallel ranks; expected at least one"):
-        share_of([1, 2], share=(0, 3))
-    with pytest.raises(ValueError, match="1 sizes; expected one for each of 2 items"):
-        share_of([1, 2], sizes=[1])
-    with pytest.raises(ValueError, match=r"share \(3, 3\); expected \(which, of how many\)"):
-        share_of([1, 2], share=(3, 3))
 
 
-def test_what_they_do_not_take():
-    with pytest.raises(ValueError, match="seed -1; expected 0 to"):
-        DataParallelSampler(3, seed=-1)
-    with pytest.raises(ValueError, match="epoch -1; expected 0 to"):
-        DataParallelSampler(3).set_epoch(-1)
-    with pytest.raises(DataError, match=r"0 samples for 1 data-parallel ranks.*at least one"):
-        DataParallelSampler([])
-    with pytest.raises(
-        DataError, match=r"2 samples for 3 .*drop_last=True; expected at least one e"
-    ):
-        DataParallelSampler(2, drop_last=True, share=(0, 3))
-    sampler = DataParallelSampler(10, seed=1)
-    state = sampler.state_dict()
-    for change in ({"seed": 2}, {"length": 11}, {"shuffle": False}, {"position": 11}):
-        with pytest.raises(DataError, match=r"a sampler's state of .*the order of the samples"):
-            sampler.load_state_dict({**state, **change})
-    with pytest.raises(DataError, match="a sampler's epoch -1; expected 0 to"):
-        sampler.load_state_dict({**state, "epoch": -1})
-    with pytest.raises(DataError, match="a sampler's state without 'length'; expected what"):
-        sampler.load_state_dict({"epoch": 1})
-    with pytest.raises(TypeError, match=r"sampler= for ezpz_dist.DataLoader; it makes its own"):
-        DataLoader([1], sampler=sampler)
+SAMPLER = DataParallelSampler(10, seed=1)
+OTHER = r"a sampler's state of .*the order of the samples"
 
-    class Stream(torch.utils.data.IterableDataset):
-        def __iter__(self):
-            return iter(())
 
-    with pytest.raises(DataError, match="Stream has no indices to deal out"):
-        DataLoader(Stream())
+def loads(**changed):
+    return lambda: SAMPLER.load_state_dict({**SAMPLER.state_dict(), **changed})
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "said"),
+    [
+        (lambda: share_of([1, 2], share=(0, 3)), DataError,
+         "2 items for 3 data-parallel ranks; expected at least one"),
+        (lambda: share_of([1, 2], sizes=[1]), ValueError, "1 sizes; expected one for each of 2"),
+        (lambda: share_of([1, 2], share=(3, 3)), ValueError,
+         r"share \(3, 3\); expected \(which, of how many\)"),
+        (lambda: DataParallelSampler(3, seed=-1), ValueError, "seed -1; expected 0 to"),
+        (lambda: DataParallelSampler(3).set_epoch(-1), ValueError, "epoch -1; expected 0 to"),
+        (lambda: DataParallelSampler([]), DataError,
+         "0 samples for 1 data-parallel ranks.*at least one"),
+        (lambda: DataParallelSampler(2, drop_last=True, share=(0, 3)), DataError,
+         "2 samples for 3 .*drop_last=True; expected at least one e"),
+        (loads(seed=2), DataError, OTHER),
+        (loads(length=11), DataError, OTHER),
+        (loads(shuffle=False), DataError, OTHER),
+        (loads(position=11), DataError, OTHER),
+        (loads(epoch=-1), DataError, "a sampler's epoch -1; expected 0 to"),
+        (lambda: SAMPLER.load_state_dict({"epoch": 1}), DataError,
+         "a sampler's state without 'length'; expected what"),
+        (lambda: DataLoader([1], sampler=SAMPLER), TypeError,
+         "sampler= for ezpz_dist.DataLoader; it makes its own"),
+        (lambda: DataLoader(torch.utils.data.ChainDataset([])), DataError,
+         "ChainDataset has no indices to deal out"),
+    ],
+)  # fmt: skip
+def test_what_they_do_not_take(call, kind, said):
+    with pytest.raises(kind, match=said):
+        call()
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # its import reads all of torch
@@ -269,7 +251,8 @@ loader = DataLoader(Numbers(), batch_size=2, shuffle=True, seed=3, one_reader=Tr
 """
 GO_THROUGH = """
 seen = [batch["x"][:, 0].tolist() for batch in loader]
-print(json.dumps([share, seen, Numbers.read, loader.state_dict(), loader.is_reader]))
+print(json.dumps([share, seen, Numbers.read, loader.state_dict(), loader.is_reader, data_share(),
+    share_of("abcde"), list(DataParallelSampler(4))]))
 cleanup()
 """
 
@@ -281,16 +264,8 @@ def go_through(ranks, n, degrees="", options="", script=GO_THROUGH):
 
 def alone(share, of):
     """What torch gives to the data-parallel rank: every of-th sample of one order."""
-    order = [batch["x"] for batch in DataLoader(Xs(), 1, shuffle=True, seed=3)]
-    return [int(one) for one in order][share::of]
-
-
-class Xs(torch.utils.data.Dataset):
-    def __len__(self):
-        return 20
-
-    def __getitem__(self, index):
-        return {"x": index}
+    order = [int(batch) for batch in DataLoader(range(20), 1, shuffle=True, seed=3)]
+    return order[share::of]
 
 
 @pytest.mark.parametrize(
@@ -305,14 +280,15 @@ class Xs(torch.utils.data.Dataset):
 )
 def test_the_ranks_of_a_model_have_the_samples_of_one_reader(ranks, n, degrees, data):
     done = go_through(ranks, n, degrees)
-    assert sum(reader for *_, reader in done) == data
-    for share, seen, read, state, reader in done:
+    assert sum(each[4] for each in done) == data
+    for share, seen, read, state, reader, share_too, items, samples in done:
+        assert share_too == [share, data]
+        assert items == list("abcde"[share::data])
+        assert samples == list(DataParallelSampler(4, share=(share, data)))
         assert list(chain(*seen)) == alone(share, data)
         assert read == (20 // data if reader else 0)
-        assert state == {
-            "epoch": 1, "position": 0, "length": 20, "shuffle": True, "seed": 3
-        }  # fmt: skip
-    all_read = chain(*(chain(*seen) for _, seen, _, _, reader in done if reader))
+        assert state == dict(epoch=1, position=0, length=20, shuffle=True, seed=3)  # noqa: C408
+    all_read = chain(*(chain(*seen) for _, seen, _, _, reader, *_ in done if reader))
     assert sorted(all_read) == list(range(20))
 
 

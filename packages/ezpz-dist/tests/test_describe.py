@@ -36,12 +36,8 @@ def test_a_bare_model():
         """
     )
     assert str(describe(nn.ReLU())).startswith("ReLU: 0 parameters (0 trainable): 0 B")
-
-
-def test_sizes_are_written_for_people():
     assert describe(nn.Linear(1, 1, dtype=torch.bfloat16)).bytes == 4
-    wide = describe(nn.Linear(3 << 9, 1 << 18, bias=False, device="meta"))
-    assert "1.5 GiB" in str(wide)
+    assert "1.5 GiB" in str(describe(nn.Linear(3 << 9, 1 << 18, bias=False, device="meta")))
 
 
 def test_wrapped_models(ranks):
@@ -102,7 +98,6 @@ for wrap, on_both in (
 cleanup()
 """
     seen = ranks(2, script)
-    print(seen[0])
     assert seen[0].strip("\n") == table(
         """
         Net: 280 parameters (280 trainable), 100.0% of it here: 1.1 KiB, and 0 B of buffers

@@ -4,6 +4,7 @@ import json
 import threading
 import time
 import zlib
+from types import SimpleNamespace
 
 import torch.distributed as dist
 from torch.distributed import DistNetworkError, HashStore
@@ -56,17 +57,16 @@ def test_what_is_told_to_thousands_is_short():
 
 def test_another_threads_collective_is_not_the_main_threads():
     def save():
-        _diagnosis.enter_wait("save")
-        seen.extend(_diagnosis._waits)
-        _diagnosis.leave_wait()
+        with _watch.waiting("save", world):
+            seen.extend(_diagnosis._waits)
 
     seen: list[str] = []
-    _diagnosis.enter_wait("barrier()")
-    thread = threading.Thread(target=save)
-    thread.start()
-    thread.join()
-    assert seen == _diagnosis._waits == ["barrier()"]
-    _diagnosis.leave_wait()
+    world = SimpleNamespace(info=SimpleNamespace(world_size=2))
+    with _watch.waiting("barrier()", world):
+        thread = threading.Thread(target=save)
+        thread.start()
+        thread.join()
+        assert seen == _diagnosis._waits == ["barrier()"]
     assert _diagnosis._waits == []
 
 
@@ -128,16 +128,8 @@ def test_no_request_grows_with_the_number_of_ranks():
     assert set(store.multi_get(MANY[:1000])) == {b"!"}
     assert max(store.asked) <= 1024
     assert len(store.asked) < 3 * len(MANY) / 1000 + 2
-
-
-def test_a_look_ends_at_the_first_part_that_misses_one():
     store = filled(MANY[1:])
-    assert arrived(store, MANY, 0.0) == MANY[1:]
+    assert arrived(store, MANY, 0.0) == MANY[1:], "a look ends at the first part that misses one"
     assert max(store.asked) <= 1024
-
-
-def test_nothing_asked_for_is_there():
     store = filled([])
-    assert arrived(store, [], 1.0) == []
-    assert values(store, []) == []
-    assert store.asked == []
+    assert arrived(store, [], 1.0) == values(store, []) == store.asked == []

@@ -9,64 +9,59 @@ import ezpz_topo
 from ezpz_dist._info import get_dist_info, picture, query_environment
 
 INFO = {
-    "is_set_up": True,
-    "job_id": "1234",
-    "scheduler": "pbs",
-    "launcher": "pals",
-    "machine": "aurora",
-    "device": "xpu:0",
-    "backend": "xccl",
-    "timeout": 600.0,
+    "is_set_up": True, "job_id": "1234", "scheduler": "pbs", "launcher": "pals",
+    "machine": "aurora", "device": "xpu:0", "backend": "xccl", "timeout": 600.0,
     "degrees": {"tensor": 1, "context": 1, "pipeline": 1, "data": 12000},
     "versions": {"torch": "2.13.0", "python": "3.12.1"},
-}
+}  # fmt: skip
+ONE = {
+    "is_set_up": False, "launcher": "none", "job_id": None, "timeout": None,
+    "device": "cpu", "backend": "gloo",
+}  # fmt: skip
+PICTURE_OF_ONE = """\
+1 rank on 1 node
+one process on aurora
+device cpu, backend gloo
+torch 2.13.0, python 3.12.1
+not set up yet: this is what the environment says
+
+node  host    ranks
+   0  laptop  0"""
+EIGHT = {"degrees": {"tensor": 2, "context": 1, "pipeline": 1, "data": 4}}
+PICTURE_OF_EIGHT = """\
+8 ranks on 2 nodes, 4 a node
+started by pals on aurora, pbs job 1234
+device xpu:0, backend xccl, time-out 600 s
+parallel: tensor 2 x context 1 x pipeline 1 x data 4
+torch 2.13.0, python 3.12.1
+
+node  host    ranks
+   0  nid001  0  1  2  3
+   1  nid002  4  5  6  7"""
+PICTURE_OF_THOUSANDS = """\
+12,000 ranks on 1,000 nodes, 12 a node
+started by pals on aurora, pbs job 1234
+device xpu:0, backend xccl, time-out 600 s
+torch 2.13.0, python 3.12.1
+
+node  host   ranks
+   0  x0000  0-11
+   1  x0001  12-23
+   2  x0002  24-35
+ ...  996 more: x[0003-0998], ranks 36-11987
+ 999  x0999  11988-11999"""
 
 
-def test_a_picture_of_one():
-    info = {**INFO, "is_set_up": False, "launcher": "none", "job_id": None, "timeout": None}
-    assert picture({**info, "device": "cpu", "backend": "gloo"}, ["laptop"]).splitlines() == [
-        "1 rank on 1 node",
-        "one process on aurora",
-        "device cpu, backend gloo",
-        "torch 2.13.0, python 3.12.1",
-        "not set up yet: this is what the environment says",
-        "",
-        "node  host    ranks",
-        "   0  laptop  0",
-    ]
-
-
-def test_a_picture_of_eight_ranks_on_two_nodes():
-    degrees = {"tensor": 2, "context": 1, "pipeline": 1, "data": 4}
-    hosts = ["nid001"] * 4 + ["nid002"] * 4
-    assert picture({**INFO, "degrees": degrees}, hosts).splitlines() == [
-        "8 ranks on 2 nodes, 4 a node",
-        "started by pals on aurora, pbs job 1234",
-        "device xpu:0, backend xccl, time-out 600 s",
-        "parallel: tensor 2 x context 1 x pipeline 1 x data 4",
-        "torch 2.13.0, python 3.12.1",
-        "",
-        "node  host    ranks",
-        "   0  nid001  0  1  2  3",
-        "   1  nid002  4  5  6  7",
-    ]
-
-
-def test_a_picture_of_twelve_thousand_ranks_is_short():
-    hosts = [f"x{rank // 12:04}" for rank in range(12_000)]
-    assert picture(INFO, hosts).splitlines() == [
-        "12,000 ranks on 1,000 nodes, 12 a node",
-        "started by pals on aurora, pbs job 1234",
-        "device xpu:0, backend xccl, time-out 600 s",
-        "torch 2.13.0, python 3.12.1",
-        "",
-        "node  host   ranks",
-        "   0  x0000  0-11",
-        "   1  x0001  12-23",
-        "   2  x0002  24-35",
-        " ...  996 more: x[0003-0998], ranks 36-11987",
-        " 999  x0999  11988-11999",
-    ]
+@pytest.mark.parametrize(
+    ("info", "hosts", "expected"),
+    [
+        (ONE, ["laptop"], PICTURE_OF_ONE),
+        (EIGHT, ["nid001"] * 4 + ["nid002"] * 4, PICTURE_OF_EIGHT),
+        ({}, [f"x{rank // 12:04}" for rank in range(12_000)], PICTURE_OF_THOUSANDS),
+    ],
+)
+def test_a_picture(info, hosts, expected):
+    assert picture({**INFO, **info}, hosts) == expected
 
 
 def test_a_picture_of_an_odd_world():
@@ -104,8 +99,6 @@ def test_query_environment_names_its_sources():
 
 
 def test_a_job_whose_hosts_only_a_command_could_tell(monkeypatch):
-    for name in ("PBS_JOBID", "PBS_ENVIRONMENT", "PBS_NODEFILE"):
-        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PBS_JOBID", "7.server")
     monkeypatch.setenv("PBS_NODEFILE", "/nowhere/7.server")
     monkeypatch.setenv("PBS_ENVIRONMENT", "PBS_BATCH")

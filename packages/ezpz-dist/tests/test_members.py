@@ -13,6 +13,8 @@ from ezpz_dist import _members
 from ezpz_dist._members import fold_hosts, pack, unfold_hosts
 
 HOST = socket.gethostname()
+SET_UP = "import ezpz_dist\nezpz_dist.setup_torch(timeout=300)\n"
+SMALL = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
 
 
 def test_differences_are_told_on_every_rank_by_rank_and_host(programs):
@@ -96,30 +98,24 @@ ezpz_dist.setup_torch(timeout=2)
     assert "rank 0" in ends[1][2]
 
 
-def test_worlds_of_different_size(programs):
-    # rank 0 of a plain init_process_group reports success
-    script = "import ezpz_dist\nezpz_dist.setup_torch(timeout=120)\nezpz_dist.barrier()\n"
-    ends = programs(2, script, each={1: {"WORLD_SIZE": "3"}})
-    for status, _, errors in ends:
-        assert status == 1
-        assert f"rank 1: world size 3 on {HOST}, rank 0 2 on {HOST}" in errors
-
-
-def test_a_rank_beyond_rank_0s_world_is_told(programs):
-    script = "import ezpz_dist\nezpz_dist.setup_torch(timeout=120)\nezpz_dist.barrier()\n"
-    small = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    ends = programs(3, script, each={0: small, 1: small})
-    assert ends[2][0] == 1
-    assert (
-        f"rank 2 on {HOST} was started in a world of 3, rank 0 on {HOST} in one of 2"
-        in (ends[2][2])
-    )
+@pytest.mark.parametrize(
+    ("told", "each", "said"),
+    [
+        # rank 0 of a plain init_process_group reports success
+        ([0, 1], {1: {"WORLD_SIZE": "3"}}, f"rank 1: world size 3 on {HOST}, rank 0 2 on {HOST}"),
+        ([2], {0: SMALL, 1: SMALL}, "was started in a world of 3, rank 0 on {HOST} in one of 2"),
+    ],
+)
+def test_worlds_of_different_size(programs, told, each, said):
+    ends = programs(max(told) + 1, f"{SET_UP}ezpz_dist.barrier()\n", each=each)
+    for rank in told:
+        assert ends[rank][0] == 1
+        assert said.format(HOST=HOST) in ends[rank][2]
 
 
 def test_a_rank_that_is_there_twice(programs):
-    script = "import ezpz_dist\nezpz_dist.setup_torch(timeout=300)\n"
     began = time.monotonic()
-    ends = programs(3, script, each={2: {"RANK": "1"}})
+    ends = programs(3, SET_UP, each={2: {"RANK": "1"}})
     assert time.monotonic() - began < 120, "told at once, though rank 2 is missing"
     twice = rf"rank 1 of 3 is there twice: process \d+ on {HOST}, and process \d+ on {HOST};"
     assert all(status == 1 and re.search(twice, errors) for status, _, errors in ends), ends
@@ -146,9 +142,8 @@ ezpz_dist.setup_torch(timeout=300, backend="smoke" if rank == {guilty} else None
 @pytest.mark.parametrize("guilty", [0, 1])
 def test_a_rank_that_fails_in_torchs_own_set_up_ends_the_others(programs, guilty):
     # They wait in torch for its address, and would until their time is over.
-    script = "import ezpz_dist\nezpz_dist.setup_torch(timeout=300)\n"
     began = time.monotonic()
-    ends = programs(2, script, each={guilty: {"GLOO_SOCKET_IFNAME": "none0"}})
+    ends = programs(2, SET_UP, each={guilty: {"GLOO_SOCKET_IFNAME": "none0"}})
     assert time.monotonic() - began < 120
     assert [status for status, _, _ in ends] == [1, 1]
     assert f"SetupError: rank {guilty} of 2 could not meet the others" in ends[guilty][2]
@@ -206,13 +201,8 @@ def aurora(nodes):
     "hosts",
     [
         [],
-        ["one"],
         ["a", "a", "b", "a"],
-        ["n9", "n10", "n11", "n010", "n09", "n9"],
-        ["n099", "n100", "n1000", "n999", "n001"],
-        ["10.0.0.9", "10.0.0.10", "10.0.1.1"],
-        ["n-1", "n1", "n0", "n٣", "n4"],
-        ["", "7", "n7m", "n7", "7n7"],
+        ["n9", "n10", "n11", "n010", "n09", "n9", "n-1", "n٣", "10.0.0.10", "", "7n7"],
         ["n999999999999999", "n1000000000000000", "n12345678901234567890", "n12345678901234567891"],
         [f"node{n % 5}.site" for n in range(23)],
         [host for host in aurora(100) for _ in range(12)],
@@ -220,11 +210,8 @@ def aurora(nodes):
 )
 def test_what_is_folded_comes_back(hosts):
     assert unfold_hosts(json.loads(json.dumps(fold_hosts(hosts)))) == tuple(hosts)
-
-
-def test_any_names_come_back():
-    chance = random.Random(0)
-    for _ in range(500):
+    chance = random.Random(len(hosts))
+    for _ in range(50):
         names = ["".join(chance.choices("a019-", k=chance.randrange(6))) for _ in range(20)]
         assert unfold_hosts(fold_hosts(names)) == tuple(names)
 
@@ -239,7 +226,6 @@ def test_the_hosts_of_a_whole_machine_are_short():
 
 CAUGHT = """
 import time
-from ezpz_dist._collectives import all_gather_object
 from ezpz_dist._world import find_world
 rank, n = setup_torch(timeout=60), dist.get_world_size()
 store = find_world().store
@@ -404,22 +390,7 @@ cleanup()
     ranks(3, CAUGHT + script)
 
 
-def test_the_ranks_are_named_though_the_store_is_gone(ranks):
-    script = """
-class Gone:
-    def set(self, *arguments):
-        raise dist.DistNetworkError("gone")
-
-import dataclasses
-from ezpz_dist import _world
-_world.enter(dataclasses.replace(find_world(), store=Gone()))
-who, text = caught(MismatchError, lambda: barrier(), lambda: all_reduce(1.0))
-assert who == (1,) and "calls something else at ?" in text, text
-"""
-    ranks(2, CAUGHT + script)
-
-
-def test_groups(ranks):
+def test_groups_and_a_store_that_is_gone(ranks):
     script = """
 import ezpz_tp
 pair, alone = dist.new_group([0, 2]), dist.new_group([1])
@@ -462,6 +433,18 @@ error = raises(HangError, "", barrier, groups[rank % 2], timeout=0.5 if rank == 
 assert error.ranks == (0, 2) if rank == 1 else 1 in error.ranks, error
 assert rank != 1 or f", in barrier() in group {groups[0].group_name}" in str(error), error
 barrier()  # whoever ends is gone for those who still ask
+
+# the ranks are named though the store is gone
+class Gone:
+    def set(self, *arguments):
+        raise dist.DistNetworkError("gone")
+    wait = add = set
+
+import dataclasses
+from ezpz_dist import _world
+_world.enter(dataclasses.replace(find_world(), store=Gone()))
+who, text = caught(MismatchError, lambda: barrier(), lambda: all_reduce(1.0), lambda: barrier())
+assert who == (1,) and "calls something else at ?" in text, text
 """
     ranks(3, CAUGHT + script)
 
@@ -522,6 +505,7 @@ def test_a_barrier_that_one_rank_does_not_come_to(ranks):
         store, start = dist.distributed_c10d._get_default_store(), time.monotonic()
         if rank == 1:
             store.wait(["told/0", "told/2"])
+            barrier()
         else:
             error = raises((HangError, LostRankError), "", barrier, timeout=1)
             assert 1 in error.ranks and "rank 1" in str(error), error
@@ -529,6 +513,7 @@ def test_a_barrier_that_one_rank_does_not_come_to(ranks):
             assert time.monotonic() - start < 60
             store.set(f"told/{rank}", "")
             store.wait(["told/0", "told/2"])
+        assert all_reduce(1) == 3, "it has come after all: the group can be used further"
 
         # more time than the group's own
         from datetime import timedelta

@@ -33,8 +33,6 @@ from ezpz_dist._rendezvous import (
 )
 from ezpz_topo import RankInfo, get_hostname
 
-# torch looks up the name of every address that it connects to; glibc's own wait is 5 s.
-QUICK_NAMES = {"RES_OPTIONS": "timeout:1 attempts:1"}
 SECOND = timedelta(seconds=1)
 
 
@@ -97,7 +95,7 @@ def launch(clean_env, tmp_path):
         started = [
             subprocess.Popen(
                 [path, *launcher[1:], str(script), *case],
-                env=clean_env | QUICK_NAMES, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                env=clean_env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE, text=True,
             )
             for case in cases
@@ -225,8 +223,6 @@ STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "local
              f"MASTER_PORT='{port}'; expected a port number")
             for port in ("x", "0", "65536", "-1")
         ),
-        ("torchrun", {"MASTER_ADDR": "no-such-host.invalid", "MASTER_PORT": "1"},
-         f"rank 1 of 2 on {get_hostname()}: MASTER_ADDR is 'no-such-host.invalid', which does not"),
         ("slurm", {**STEP, "SLURM_STEP_NODELIST": "no-such-host.invalid,b"},
          f"rank 1 of 2 on {get_hostname()}: the step's first host is 'no-such-host.invalid', whic"),
     ],
@@ -302,7 +298,7 @@ def test_whoever_holds_the_port_the_ranks_meet_elsewhere(ranks, listener, store)
         print("met", kind, met.master_port, time.monotonic() - start)
     leave(met.store)
     """
-    said = ranks(2, MEET + script, env=QUICK_NAMES)
+    said = ranks(2, MEET + script)
     met = [re.findall(r"met (.+) (\d+) (\S+)", one) for one in said]
     for zero, one in zip(*met, strict=True):
         assert zero[:2] == one[:2]
@@ -312,8 +308,8 @@ def test_whoever_holds_the_port_the_ranks_meet_elsewhere(ranks, listener, store)
         logged = f"rank 0 listens on port {port}, for 127.0.0.1:{ports[kind]} (MASTER_ADDR and MAS"
         assert logged in said[0]
         assert logged not in said[1]
-    assert "process" in said[0]
-    assert "(Slurm job 8, not 7)" in said[0]
+    what = rf"held by the store of another job, by process {os.getpid()} on \S+ \(Slurm job 8, not"
+    assert re.search(what, said[0])
 
 
 def test_addresses_of_ipv6_and_names(ranks):
@@ -330,21 +326,6 @@ def test_addresses_of_ipv6_and_names(ranks):
     """
     said = ranks(2, MEET + script)
     assert said == ["::1\n::1\nlocalhost\n"] * 2
-
-
-def test_rank_0_is_there_twice(ranks):
-    done = ranks(
-        2,
-        MEET + "\n    rendezvous(info, sixty)\n    print('met', os.getpid(), flush=True)\n"
-        "    time.sleep(1)\n",
-        env={"RANK": "0"},
-        check=False,
-    )
-    (_, met, _), (_, _, error) = sorted(done, key=lambda one: one[0])
-    assert sorted(code for code, _, _ in done) == [0, 1]
-    first = met.split()[1]
-    said = f"SetupError: rank 0 of 2 is there twice: process {first} on {get_hostname()} holds port"
-    assert said in error
 
 
 def test_rank_0_never_comes(monkeypatch, caplog):
@@ -374,11 +355,9 @@ def test_rank_0_never_comes(monkeypatch, caplog):
 
 def test_torchruns_agent_holds_the_store(store):
     env = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-    }
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",
+    }  # fmt: skip
     first = [rendezvous(info(rank=rank), SECOND, env) for rank in (0, 1)]
     first[0].store.set("k", "old")
     assert first[1].store.get("k") == b"old"
@@ -463,38 +442,19 @@ def test_candidates_are_the_same_everywhere(port):
     assert candidates(port + 1)[1:] != tuple(others)
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
-@pytest.mark.parametrize("kind", ["silent", "http", "resets"])
-def test_a_taken_port_is_passed_over(listener, caplog, kind, nodes):
-    port = listener(kind)
-    zero = info(rank=0, local_world_size=2 // nodes)
-    with caplog.at_level(logging.WARNING):
-        opened, address, found = open_store(place(port, 0), zero, SECOND)
+@pytest.mark.parametrize("local_world_size", [1, 2])
+def test_a_taken_port_is_passed_over(listener, caplog, local_world_size):
+    port = listener("http")
+    zero = info(rank=0, local_world_size=local_world_size)
+    opened, address, found = open_store(place(port, 0), zero, SECOND)
     assert address == "127.0.0.1"
     assert found == opened.port != port
-    (record,) = caplog.records
-    said = (
-        f"rank 0 listens on port {found}, for there:{port} (a test) is taken ({port}: held by a l"
-    )
-    assert record.getMessage().startswith(said)
-
-
-def test_a_port_that_is_bound_and_not_listened_at_is_passed_over(caplog):
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
+        with pytest.raises(RefusedError, match="connection refused"):
+            probe("127.0.0.1", bound.getsockname()[1], 1.0)
         open_store(place(bound.getsockname()[1], 0), ZERO, SECOND)
     assert "held by a process that does not listen" in caplog.text
-
-
-def test_another_jobs_store_is_passed_over(caplog):
-    other = Job({"user": "1", "port": "2", "PBS job": "8"}, "h", 77)
-    first, _, port = open_store(place(0, job=other), ZERO, SECOND)
-    mine = Job({"user": "1", "port": "2", "PBS job": "7"}, "h", 78)
-    second, _, found = open_store(place(port, 0, job=mine), ZERO, SECOND)
-    assert found != port
-    said = f"{port}: held by the store of another job, by process 77 on h (PBS job 8, not 7)"
-    assert said in caplog.text
-    del first, second
 
 
 def test_a_second_rank_0_is_an_error_that_names_the_first():
@@ -543,9 +503,7 @@ def test_rank_0_on_another_host_than_it_is_looked_for(caplog):
     warn_of_a_foreign_address(place(1, addresses=("127.0.0.1", "192.0.2.1")))
     assert not caplog.records
     warn_of_a_foreign_address(place(1, addresses=("192.0.2.1",)))
-    said = (
-        f"rank 0 is on {get_hostname()}, and the other ranks look for it at there:1 (a test), whi"
-    )
+    said = f"rank 0 is on {get_hostname()}, and the other ranks look for it at there:1 (a test), "
     assert said in caplog.text
 
 
@@ -614,13 +572,6 @@ def test_a_listener_that_is_no_store(listener, kind, limit, what):
     with pytest.raises(NotOurStoreError, match=what):
         connect("127.0.0.1", listener(kind), limit, SECOND, OURS)
     assert time.monotonic() - start < 60  # torch's own client: for ever
-
-
-def test_no_listener():
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        with pytest.raises(RefusedError, match="connection refused"):
-            probe("127.0.0.1", bound.getsockname()[1], 1.0)
 
 
 # What a name stands for, and which address of this host others can reach.

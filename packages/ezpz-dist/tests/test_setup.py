@@ -37,6 +37,7 @@ def test_set_up_twice_clean_up_and_again(ranks, n):
         dist.destroy_process_group()
         sys.excepthook = hook
 
+        import ezpz_tp
         refused("", Exception, tensor_parallel_size=3)
         refused("failed half-way before", tensor_parallel_size=3)
         cleanup()
@@ -47,6 +48,7 @@ def test_set_up_twice_clean_up_and_again(ranks, n):
                 return 3
         assert setup_torch(seed=Index(), timeout=60) == own == dist.get_rank()
         assert dist.get_world_size() == n
+        assert not ezpz_tp.tensor_parallel_is_initialized(), "not requested"
         assert setup_torch(seed=3, timeout=60) == own
         refused("call cleanup() in between", seed=4)
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK",
@@ -65,6 +67,20 @@ def test_set_up_twice_clean_up_and_again(ranks, n):
         assert setup_torch(seed=5, timeout=60) == own, "anew: the script took the group down itself"
         assert all_reduce(1) == n
         cleanup()
+
+        # A degree of one has its groups too; the node's cores are shared among its ranks, unless
+        # a launcher bound this one to its cores and so has shared them already.
+        os.environ.pop("OMP_NUM_THREADS", None)
+        os.cpu_count = lambda: 6
+        for allowed, threads in ((6, 5 if n == 1 else 3), (3, 5)):
+            ezpz_dist._setup.get_cpu_count = lambda: allowed
+            torch.set_num_threads(5)
+            setup_torch(timeout=60, tensor_parallel_size=1)
+            assert torch.get_num_threads() == threads
+            assert ezpz_tp.get_tensor_parallel_world_size() == 1
+            assert ezpz_tp.get_data_parallel_world_size() == n
+            cleanup()
+            assert not ezpz_tp.tensor_parallel_is_initialized()
         """
     ranks(n, REFUSED + textwrap.dedent(script))
 
@@ -86,38 +102,6 @@ def test_many_set_ups_with_a_model_that_outlives_the_group(ranks):
         faulthandler.cancel_dump_traceback_later()
         """
     ranks(2, script)
-
-
-@pytest.mark.parametrize("n", [1, 2])
-def test_the_nodes_cores_are_shared_among_its_ranks(ranks, n):
-    script = """
-        os.environ.pop("OMP_NUM_THREADS", None)
-        os.cpu_count = lambda: 6
-        for allowed in (6, 3):
-            ezpz_dist._setup.get_cpu_count = lambda: allowed
-            torch.set_num_threads(5)
-            setup_torch(timeout=60)
-            print(torch.get_num_threads())
-            cleanup()
-        """
-    # Where a launcher bound this rank to its cores, it has shared them already.
-    assert [text.split() for text in ranks(n, script)] == [["5" if n == 1 else "3", "5"]] * n
-
-
-@pytest.mark.parametrize("n", [1, 2])
-def test_a_degree_of_one_has_its_groups_too(ranks, n):
-    script = """
-        import ezpz_tp
-        setup_torch(timeout=60, tensor_parallel_size=1)
-        assert ezpz_tp.get_tensor_parallel_world_size() == 1
-        assert ezpz_tp.get_data_parallel_world_size() == dist.get_world_size()
-        cleanup()
-        assert not ezpz_tp.tensor_parallel_is_initialized()
-        setup_torch(timeout=60)
-        assert not ezpz_tp.tensor_parallel_is_initialized(), "nobody asked"
-        cleanup()
-    """
-    ranks(n, script)
 
 
 def test_ranks_that_are_functions_of_multiprocessing_clean_up_too(ranks):

@@ -17,13 +17,9 @@ PARTS = """
                     if path.stat().st_size in (7168, 64, 128)]
 
     def refused(call, *words):
-        try:
-            call()
-        except DataError as error:
-            print(error)
-            assert all(word in str(error) for word in words), error
-        else:
-            raise AssertionError(words)
+        error = raises(DataError, words[0], call)
+        print(error)
+        assert all(word in str(error) for word in words), error
 """
 
 
@@ -174,11 +170,11 @@ def test_by_mpi_io(clean_env, folder):
         pytest.skip("no mpiexec here")
     script = folder / "script.py"
     script.write_text(READ)
-    # With an address, so that set-up has no need of MPI: the first read starts it.
-    env = {**clean_env, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        env["MASTER_PORT"] = str(probe.getsockname()[1])
+        port = str(probe.getsockname()[1])
+    # With an address, so that set-up has no need of MPI: the first read starts it.
+    env = {**clean_env, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     done = subprocess.run(
         [mpiexec, "-n", "2", sys.executable, str(script), str(folder), "mpi"], env=env,
         stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=100, check=False,
@@ -189,13 +185,11 @@ def test_by_mpi_io(clean_env, folder):
 def test_mpi_where_there_is_none(ranks, folder):
     script = f"""
         setup_torch(timeout=30)
-        try:
-            read_share("{folder}/7", torch.int32, (7, 6), implementation="mpi")
-        except CollectiveError as error:
-            print(error)
+        said = "expected MPI's world to be this job's; start the ranks with"
+        given = {{"dtype": torch.int32, "shape": (7, 6), "implementation": "mpi"}}
+        raises(CollectiveError, said, read_share, "{folder}/7", **given)
         """
-    done = ranks(2, script)
-    assert all("expected MPI's world to be this job's; start the ranks with" in out for out in done)
+    ranks(2, script)
 
 
 def test_in_one_process_without_set_up(folder, clean_env, monkeypatch):

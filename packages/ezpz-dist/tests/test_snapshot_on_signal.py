@@ -1,7 +1,8 @@
 """A signal reaches some ranks in some step: all save at one step and exit with 75."""
 
+import re
 import signal
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -17,14 +18,15 @@ BEGIN = """
         os.kill(os.getpid(), getattr(signal, name))
 """
 
-ONE_RANK = {1: {3: "SIGUSR1"}}
-ALL_RANKS = {rank: {4: "SIGTERM"} for rank in range(4)}
-SOME_RANKS = {0: {2: "SIGTERM"}, 3: {3: "SIGUSR1", 5: "SIGTERM"}}
-
 
 @pytest.mark.parametrize(
     ("n", "signals"),
-    [(1, {0: {3: "SIGTERM"}}), (2, ONE_RANK), (4, SOME_RANKS), (4, ALL_RANKS)],
+    [
+        (1, {0: {3: "SIGTERM"}}),
+        (2, {1: {3: "SIGUSR1"}}),
+        (4, {0: {2: "SIGTERM"}, 3: {3: "SIGUSR1", 5: "SIGTERM"}}),
+        (4, {rank: {4: "SIGTERM"} for rank in range(4)}),
+    ],
     ids=["alone", "one", "some", "all"],
 )
 def test_all_ranks_save_at_one_step_whoever_got_the_signal(ranks, n, signals):
@@ -67,12 +69,8 @@ def test_who_is_behind_catches_up_and_later_signals_change_nothing(ranks, tmp_pa
                 time.sleep(0.005)
             snapshot.step(step)
     """
-    done = ranks(
-        3,
-        BEGIN + script,
-        check=False,
-        env={"AHEAD": str(tmp_path / "ahead"), "ASKED": str(tmp_path / "asked")},
-    )
+    env = {"AHEAD": str(tmp_path / "ahead"), "ASKED": str(tmp_path / "asked")}
+    done = ranks(3, BEGIN + script, check=False, env=env)
     assert [(code, out) for code, out, _ in done] == [(75, "saved 17\n")] * 3, done
 
 
@@ -100,7 +98,6 @@ def test_undisturbed_it_sends_nothing_and_puts_handlers_back(ranks):
         assert time.monotonic() < deadline, "its thread ends with it"
     send("SIGUSR1")
     assert heard == [signal.SIGUSR1]
-
     # A second one, with one rank done with its steps: the other goes on to its end.
     snapshot = SnapshotOnSignal(saved, signals=["SIGUSR2"])
     snapshot.step(0)
@@ -112,6 +109,7 @@ def test_undisturbed_it_sends_nothing_and_puts_handlers_back(ranks):
         time.sleep(0.1)
         snapshot.step(1), snapshot.step(2)
         snapshot.close(), snapshot.close()
+    send("SIGUSR2")  # a warning that comes too late ends no rank
     barrier()
     """
     done = ranks(2, BEGIN + script, check=False)
@@ -120,45 +118,32 @@ def test_undisturbed_it_sends_nothing_and_puts_handlers_back(ranks):
     assert said == [0, 1], "the second time, on the rank that was not done"
 
 
-def test_a_save_that_fails_on_one_rank_fails_on_all(ranks):
+def test_what_fails_on_one_rank_fails_on_all(ranks):
+    """A save; and steps of two names."""
     script = """
     def save(step):
         if rank == 1:
             raise OSError("disk full")
-    try:
-        with SnapshotOnSignal(save) as snapshot:
-            send("SIGUSR1")
-            for step in range(1000):
-                time.sleep(0.002)
-                all_reduce(1)
-                snapshot.step(step)
-    except (OSError, CheckpointError) as error:
-        print(type(error).__name__, error)
-    barrier()
+    for saves, apart in ((save, 0), (saved, 1000)):
+        try:
+            with SnapshotOnSignal(saves) as snapshot:
+                send("SIGUSR1")
+                for step in range(1000):
+                    time.sleep(0.002)
+                    snapshot.step(step + apart * rank)
+                    all_reduce(1)
+        except (OSError, MismatchError, CheckpointError) as error:
+            print(type(error).__name__, error)
+        barrier()
     """
-    done = ranks(2, BEGIN + script)
-    assert done[1] == "OSError disk full\n"
-    assert "CheckpointError the snapshot at step" in done[0]
-    assert "failed on rank 1 on" in done[0]
-    assert "OSError: disk full; expected every rank to save" in done[0]
-
-
-def test_steps_of_two_names_are_told(ranks):
-    script = """
-    try:
-        with SnapshotOnSignal(saved) as snapshot:
-            send("SIGUSR1")
-            for step in range(1000):
-                time.sleep(0.002)
-                snapshot.step(step + 1000 * rank)
-                all_reduce(1)
-    except (MismatchError, CheckpointError) as error:
-        print(error)
-    barrier()
-    """
-    done = ranks(2, BEGIN + script)
-    assert all("where another rank calls step(" in out for out in done), done
-    assert sum("the snapshot at step" in out for out in done) == 1
+    first, second = (out.splitlines() for out in ranks(2, BEGIN + script))
+    assert second[0] == "OSError disk full"
+    failed = (
+        r"CheckpointError the snapshot at step \d+ failed on rank 1 on \S+: OSError: disk full; "
+    )
+    assert re.match(failed + "expected every rank to save", first[0])
+    assert all("where another rank calls step(" in said[-1] for said in (first, second))
+    assert sum("the snapshot at step" in said[-1] for said in (first, second)) == 1
 
 
 def test_it_gives_up_after_a_while_and_says_where_it_stands(ranks):
@@ -180,58 +165,15 @@ def test_it_gives_up_after_a_while_and_says_where_it_stands(ranks):
     assert "giving up with exit status 124" in text
 
 
-def test_an_interrupted_run_ends_as_the_uninterrupted(ranks, tmp_path):
-    """In the middle of an epoch, with workers that fetch ahead, and dropout: bit for bit."""
-
-    def run(name, stop):
-        script = f"""
-    where = "{tmp_path}/{name}"
-    torch.manual_seed(7 + rank)
-    model = wrap_model(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5)))
-    optimizer = torch.optim.AdamW(model.parameters())
-    loader = DataLoader(torch.arange(96.0).view(24, 4), 3, shuffle=True, num_workers=1,
-        multiprocessing_context="fork")  # as usual; the ranks of these tests would not
-    parts = dict(model=model, optimizer=optimizer, data=loader)
-    loaded = load_checkpoint(where, **parts)
-    step = loaded.step + 1 if loaded else 0
-    with SnapshotOnSignal(lambda step: save_checkpoint(where, step=step, **parts)) as snapshot:
-        for epoch in range(loader.epoch, 2):
-            for batch in loader:
-                model(batch).square().mean().backward()
-                optimizer.step(), optimizer.zero_grad()
-                if step == {stop} and rank == 1:
-                    send("SIGUSR1"), time.sleep(0.1)
-                snapshot.step(step)
-                step += 1
-    print(step, [part.tolist() for part in model.parameters()])
-    """
-        return ranks(2, BEGIN + script, check=False)
-
-    whole = run("whole", -1)
-    assert [code for code, _, _ in whole] == [0, 0], whole
-    stopped = run("stopped", 1)
-    assert [code for code, _, _ in stopped] == [75, 75], stopped
-    assert [out for _, out, _ in run("stopped", -1)] == [out for _, out, _ in whole]
-
-
 def test_what_it_does_not_take():
-    with pytest.raises(ValueError, match="signal 'SIGKILL'; expected the name of one that can be"):
-        SnapshotOnSignal(print, signals=["SIGKILL"])
-    with pytest.raises(ValueError, match="signal 'USR1'; expected the name"):
-        SnapshotOnSignal(print, signals=["USR1"])
-    with pytest.raises(ValueError, match="within 0; expected a positive number of seconds"):
-        SnapshotOnSignal(print, within=0)
-    caught = []
+    def refuse(said, **given):
+        with pytest.raises(ValueError, match=said):
+            SnapshotOnSignal(print, **given)
 
-    def elsewhere():
-        try:
-            SnapshotOnSignal(print)
-        except ValueError as error:
-            caught.append(str(error))
-
-    thread = threading.Thread(target=elsewhere, name="other")
-    thread.start()
-    thread.join()
-    assert len(caught) == 1
-    assert "in thread 'other'; expected the main thread: Python handles signals there" in caught[0]
+    refuse("signal 'SIGKILL'; expected the name of one that can be", signals=["SIGKILL"])
+    refuse("signal 'USR1'; expected the name", signals=["USR1"])
+    refuse("within 0; expected a positive number of seconds", within=0)
+    said = "in thread 'other_0'; expected the main thread: Python handles signals there"
+    with ThreadPoolExecutor(thread_name_prefix="other") as pool:
+        pool.submit(refuse, said).result()
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL

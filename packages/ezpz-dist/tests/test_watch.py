@@ -20,33 +20,25 @@ def be_impatient():  # only now: a busy machine may need more to set up
 """.lstrip()
 
 
-def test_an_uncaught_exception_ends_all_ranks(programs):
-    # The others compute, and wait for no other rank: only the responder can end them. Its words
-    # are not those of a collective, though they sound so.
-    body = """
-if rank == 1:
-    raise RuntimeError("Connection to the database timed out")
-time.sleep(50)
-"""
-    ends = programs(3, START + body, timeout=30)
-    assert [status for status, _, _ in ends] == [1, 1, 1]
-    why = "RuntimeError: Connection to the database timed out"
-    assert why in ends[1][2]
-    said = f"ezpz: rank 1 on {HOST} failed at train.py:10 in <module>: {why}"
-    assert f"{said}; the other ranks end too" in ends[0][2]
-    assert "Traceback" not in ends[2][2]
+# What sounds like a collective's error is none.
+DATABASE = "RuntimeError('Connection to the database timed out')"
+SAID = "RuntimeError: Connection to the database timed out"
 
 
-def test_an_interrupted_rank_ends_all_ranks(programs):
-    body = """
-if rank == 0:
-    raise KeyboardInterrupt
-time.sleep(50)
-"""
-    ends = programs(2, START + body, timeout=30)
-    assert ends[1][0] == 130
-    said = f"ezpz: rank 0 on {HOST} failed at train.py:10 in <module>: KeyboardInterrupt; the"
-    assert said in ends[1][2]
+@pytest.mark.parametrize(
+    ("guilty", "error", "status", "why"),
+    [(1, DATABASE, 1, SAID), (0, "KeyboardInterrupt", 130, "KeyboardInterrupt")],
+)
+def test_an_uncaught_exception_ends_all_ranks(programs, guilty, error, status, why):
+    # The others compute, and wait for no other rank: only the responder can end them.
+    body = f"if rank == {guilty}:\n    raise {error}\ntime.sleep(50)\n"
+    ends = programs(3, f"{START}\n{body}", timeout=30)
+    assert why in ends[guilty][2]
+    told, other = (ends[rank] for rank in range(3) if rank != guilty)
+    assert (ends[guilty][0], told[0], other[0]) == (1, status, status)
+    said = f"ezpz: rank {guilty} on {HOST} failed at train.py:10 in <module>: {why}"
+    assert f"{said}; the other ranks end too" in told[2]
+    assert "Traceback" not in other[2]
 
 
 @pytest.mark.parametrize("guilty", [0, 1])
@@ -186,24 +178,6 @@ def test_sigterm_at_exit_prints_no_traceback(programs, tmp_path):
     assert [(status, errors) for status, _, errors in ends] == [(0, "")] * 2
 
 
-def test_a_handler_of_the_users_own_stays(programs):
-    body = """
-import signal
-print(signal.getsignal(signal.SIGTERM).__name__)
-ez.cleanup()
-print(signal.getsignal(signal.SIGTERM).__name__, sys.excepthook is sys.__excepthook__)
-"""
-    before = """
-import signal, sys
-def handler(*_): ...
-signal.signal(signal.SIGTERM, handler)
-"""
-    ends = programs(2, before.lstrip() + START + body)
-    assert [(status, output) for status, output, _ in ends] == [
-        (0, "handler\nhandler True\n")
-    ] * 2, ends
-
-
 def test_a_forked_child_has_no_part_in_it(programs):
     body = """
 import multiprocessing, signal
@@ -252,19 +226,25 @@ print(sum(int(each) for each in loader), ez.all_reduce(rank))
     assert "ValueError: in the child" in ends[1][2]
 
 
-def test_after_clean_up_nothing_of_ours_is_left(programs):
+def test_after_clean_up_nothing_of_ours_is_left_and_a_users_handler_stays(programs):
+    before = """
+import os, signal, threading
+if os.environ["RANK"] == "1":
+    signal.signal(signal.SIGTERM, lambda *_: ...)
+handler = signal.getsignal(signal.SIGTERM)
+"""
     body = """
-import signal, threading
+assert (signal.getsignal(signal.SIGTERM) is handler) == (rank == 1)
 ez.cleanup()
-assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+assert signal.getsignal(signal.SIGTERM) is handler and sys.excepthook is sys.__excepthook__
 assert [t.name for t in threading.enumerate() if t.name.startswith("ezpz")] == []
 if rank == 1:
     raise ValueError("later")
 time.sleep(1)
 print("went on")
 """
-    ends = programs(2, START + body)
-    assert [status for status, _, _ in ends] == [0, 1]
+    ends = programs(2, before + START + body)
+    assert [status for status, _, _ in ends] == [0, 1], ends
     assert ends[0][1] == "went on\n"
     assert "[c10d]" not in ends[0][2] + ends[1][2], "no connection broke under a watcher"
 

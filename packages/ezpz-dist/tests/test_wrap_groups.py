@@ -101,7 +101,6 @@ for (name, one), other in zip(model.named_parameters(), Net().parameters()):
     assert torch.equal(one.full_tensor(), other), name
 assert model.blocks[0].down.weight.partition_dim == 1
 ezpz_tp.destroy_tensor_parallel()
-
 # Context parallel ranks hold the same parameters: gradients are averaged over them too.
 ezpz_tp.initialize_tensor_parallel(context_parallel_size=2)
 state = ezpz_tp.get_state()
@@ -115,7 +114,6 @@ wrapped = wrap_model_for_ddp(nn.Linear(2, 2))
 wrapped(torch.full((1, 2), float(rank))).sum().backward()
 assert torch.equal(wrapped.module.weight.grad, torch.full((2, 2), 1.5)), "averaged over all four"
 ezpz_tp.destroy_tensor_parallel()
-
 # One data-parallel rank: nothing is shared, and nothing of another tensor-parallel rank's is taken.
 ezpz_tp.initialize_tensor_parallel(tensor_parallel_size=4)
 torch.manual_seed(rank)
@@ -124,7 +122,6 @@ start = model.weight.detach().clone()
 assert wrap_model(model) is model and torch.equal(model.weight, start)
 assert torch.equal(wrap_model_for_fsdp2(model).weight.full_tensor(), start)
 ezpz_tp.destroy_tensor_parallel()
-
 # Pipeline stages are different models, each over its own two ranks; hybrid needs groups for all.
 ezpz_tp.initialize_tensor_parallel(pipeline_parallel_size=2)
 stage = ezpz_tp.get_state().index("pipeline")

@@ -93,7 +93,6 @@ local = weight.to_local().clone()
 shards = [torch.empty_like(local) for _ in range(size)]
 dist.all_gather(shards, local)
 assert all(not torch.equal(a, b) for a in shards for b in shards if a is not b)
-
 # No rank ever holds more whole tensors than one module has.
 class Watched(nn.Linear):
     def reset_parameters(self):
@@ -105,7 +104,6 @@ held = []
 tall = on_meta(lambda: nn.Sequential(*(Watched(16, 16) for _ in range(4))))
 wrap_model_for_fsdp2(tall)
 assert held == [16 * 17] * 4
-
 # A module that draws into its children, which are shards by then.
 class Redraws(nn.Module):
     def __init__(self):
@@ -146,7 +144,6 @@ first_ranks_seed()
 frozen = wrap_model(on_meta(nn.Linear, 3, 4).requires_grad_(False))
 torch.manual_seed(100)
 equal(frozen, nn.Linear(3, 4))
-
 # A part with data keeps it, those of the first rank.
 class Half(nn.Module):
     def __init__(self):
@@ -165,7 +162,6 @@ for wrap in (wrap_model_for_fsdp2, wrap_model_for_ddp):
     wrapped = wrap(half)
     equal(half.loaded, loaded)
     equal(half.fresh, loaded)
-
 # What cannot be filled is an error that names it.
 class Rotary(nn.Module):
     def __init__(self):

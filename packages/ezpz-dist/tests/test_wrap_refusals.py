@@ -38,7 +38,6 @@ for wrap in (*ALL, wrap_model):
             wrap, nn.Linear, kind=TypeError)
     refused("1.weight of Sequential has no shape yet: it is lazy", wrap,
             nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(2)))
-
 # The minimal example of old: torch refuses device_ids on CPUs, and so do we, with the remedy.
 try:
     nn.parallel.DistributedDataParallel(net(), device_ids=[0])
@@ -80,8 +79,9 @@ for bad in (1, 3, 0, "2", 2.0, None):
                 shard_size=bad)
     refused(f"reshard_after_forward={bad!r}; expected True, False or a divisor of {size}",
             wrap_model_for_fsdp2, net(), reshard_after_forward=bad)
-refused("dtype torch.int32; expected a floating-point type", wrap_model_for_fsdp2, net(),
-        dtype=torch.int32, kind=ValueError)
+for wrap, more in ((wrap_model_for_fsdp2, {}), (wrap_model, {"use_fsdp": True})):
+    refused("dtype torch.int32; expected a floating-point type", wrap, net(), dtype=torch.int32,
+            kind=ValueError, **more)
 refused("reduce_dtype torch.int8; expected", wrap_model_for_fsdp2, net(), dtype="bf16",
         reduce_dtype=torch.int8, kind=ValueError)
 refused("dtype 'bf15'", wrap_model_for_fsdp, net(), dtype="bf15", kind=ValueError)

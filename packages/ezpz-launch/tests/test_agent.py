@@ -288,15 +288,11 @@ def hanging(process, until, tmp_path):
 LOADED = "import sys; sys.path.append(sys.argv[1]); import rank_output as r; r.main(sys.argv[2:])"
 
 
-@pytest.mark.parametrize(
-    ("script", "between"),
-    [
-        ('"$@"', []),
-        ('(exec "$@")', [PUMP, "0", "h", "--prefix", "--"]),
-        ('"$@"', ["-c", LOADED, os.path.dirname(PUMP), "0", "h", "--"]),
-    ],
-    ids=["alone", "pump", "loaded pump"],
-)
+@pytest.mark.parametrize(("script", "between"), [
+    ('"$@"', []),
+    ('(exec "$@")', [PUMP, "0", "h", "--prefix", "--"]),
+    ('"$@"', ["-c", LOADED, os.path.dirname(PUMP), "0", "h", "--"]),
+], ids=["alone", "pump", "loaded pump"])  # fmt: skip
 def test_the_training_below_the_shim(hanging, hang, script, between):
     pump = [sys.executable, "-I", "-S", *between] if between else []
     pid = hanging(script, *pump, *hang, "rank_output.py")
@@ -392,17 +388,16 @@ REFUSED = {
 }
 
 
-def test_no_dump_without_a_py_spy_that_works(hanging, hang, program):
+def test_no_dump_without_a_python_process_or_a_py_spy_that_works(
+    *, hanging, hang, program, tmp_path, py_spy
+):
+    pid = hanging('touch "$1"; sleep 600', tmp_path / "other", started=("other",))
+    assert module.python_processes(pid) == ([], [])
+    assert module.dump(pid, py_spy, bound=1.0) is None
     pid = hanging('"$@"', *hang)
     for path in (*(program(how, line) for how, line in REFUSED.items()), "/absent/py-spy", None):
         assert module.dump(pid, path, bound=1.0) is None, path
         assert len(module.python_processes(pid)[0]) == 1
-
-
-def test_no_dump_without_a_python_process(hanging, tmp_path, py_spy):
-    pid = hanging('touch "$1"; sleep 600', tmp_path / "on")
-    assert module.python_processes(pid) == ([], [])
-    assert module.dump(pid, py_spy, bound=1.0) is None
 
 
 def test_without_py_spy_the_training_tells_by_itself(hanging, hang, tmp_path, monkeypatch, ranks):

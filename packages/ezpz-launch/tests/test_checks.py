@@ -67,24 +67,17 @@ def test_two_ranks_of_the_real_mpi_also_inside_a_rank_of_another_launch(clean_en
     assert result.details["library"] in result.message
 
 
-@pytest.mark.parametrize(
-    ("body", "seconds", "said"),
-    [
-        # as Open MPI's mpiexec does with MPICH's library: two processes, and no one tells them
-        (
-            VERSION.format('"mpiexec (Open MPI) 5.0.11"')
-            + 'while [ "$1" != -P ]; do last=$1; shift; done\n"$last" "$@" & "$last" "$@"; wait',
-            60,
-            "mpiexec (openmpi) starts ranks of another MPI: each of two is rank 0 of a world of 1",
-        ),
-        (
-            VERSION.format("HYDRA") + "echo no such fabric >&2; exit 5",
-            60,
-            "end with 5: no such fabric",
-        ),
-        (VERSION.format("HYDRA") + "exec sleep 1000", 1, "did not end in 0.8 s"),
-    ],
-)
+@pytest.mark.parametrize(("body", "seconds", "said"), [
+    # as Open MPI's mpiexec does with MPICH's library: two processes, and no one tells them
+    (
+        VERSION.format('"mpiexec (Open MPI) 5.0.11"')
+        + 'while [ "$1" != -P ]; do last=$1; shift; done\n"$last" "$@" & "$last" "$@"; wait',
+        60,
+        "mpiexec (openmpi) starts ranks of another MPI: each of two is rank 0 of a world of 1",
+    ),
+    (VERSION.format("HYDRA") + "echo no such fabric >&2; exit 5", 60, "end with 5: no such fabric"),
+    (VERSION.format("HYDRA") + "exec sleep 1000", 1, "did not end in 0.8 s"),
+])  # fmt: skip
 @pytest.mark.usefixtures("mpi4py")
 def test_an_mpiexec_that_is_anothers_fails_or_hangs(clean_env, program, body, seconds, said):
     path = os.path.dirname(program("bin/mpiexec", body))
@@ -131,8 +124,7 @@ def test_a_workstation_without_any_mpi_needs_none(elsewhere, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("library", "status"),
-    [("CRAY MPICH version 8.1.28", "ok"), ("Open MPI v5.0.11", "error")],
+    ("library", "status"), [("CRAY MPICH version 8.1.28", "ok"), ("Open MPI v5.0.11", "error")]
 )
 def test_pals_outside_of_a_job_is_judged_by_name(
     *, library, status, tmp_path, clean_env, program, monkeypatch
@@ -246,18 +238,15 @@ def test_what_the_program_says_is_read():
 OTHERS = {"n3": {"torch": "2.6.0"}, "n4": {"torch": "not installed"}}
 
 
-@pytest.mark.parametrize(
-    ("hosts", "ended", "status", "message"),
-    [
-        (4, Ended(0, told(n1={}, n2={}, **OTHERS), ""), "error",
-         "torch is 1.0 on n[1-2], 2.6.0 on n3, not installed on n4"),
-        (2, Ended(None, told(n1={}), ""), "warning", "1 of 2 hosts answered in 3.5 s"),
-        (2, Ended(1, told(n1={}), "rank 1 on n2: exit 127\n"), "error",
-         "1 of 2 hosts told their versions, and ezpz-launch ended with 1: rank 1 on n2: exit 127"),
-        (2, Ended(0, told(n1={}, n2={}), ""), "ok",
-         "Python 3.11.2, torch 1.0 and ezpz's packages are the same on 2 hosts"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("hosts", "ended", "status", "message"), [
+    (4, Ended(0, told(n1={}, n2={}, **OTHERS), ""), "error",
+     "torch is 1.0 on n[1-2], 2.6.0 on n3, not installed on n4"),
+    (2, Ended(None, told(n1={}), ""), "warning", "1 of 2 hosts answered in 3.5 s"),
+    (2, Ended(1, told(n1={}), "rank 1 on n2: exit 127\n"), "error",
+     "1 of 2 hosts told their versions, and ezpz-launch ended with 1: rank 1 on n2: exit 127"),
+    (2, Ended(0, told(n1={}, n2={}), ""), "ok",
+     "Python 3.11.2, torch 1.0 and ezpz's packages are the same on 2 hosts"),
+])  # fmt: skip
 def test_hosts_that_differ_or_are_silent(hosts, ended, status, message):
     result = judge(tuple(f"n{k + 1}" for k in range(hosts)), ended, 5)
     assert (result.status, result.message) == (status, message)

@@ -44,18 +44,15 @@ CONTRADICTING = replace(
 )
 
 
-@pytest.mark.parametrize(
-    ("machine", "names", "kind", "message"),
-    [
-        ("aurora", ["scal"], "", r"--option scal: aurora has no .*: no-vni, scale$"),
-        ("workstation", ["scale"], "", r"workstation has no such option; .* own: none$"),
-        ("aurora", ["no-vni"], "hydra", r"\(--no-vni\) are for pals, and the launcher is hydra"),
-        (CONTRADICTING, ["depth", "by-numa"], "",
-         "--option by-numa binds by numa, --option depth by none"),
-        (CONTRADICTING, ["nccl-ofi", "no-net"], "",
-         "--option no-net sets NCCL_NET=Socket, --option nccl-ofi AWS Libfabric"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("machine", "names", "kind", "message"), [
+    ("aurora", ["scal"], "", r"--option scal: aurora has no .*: no-vni, scale$"),
+    ("workstation", ["scale"], "", r"workstation has no such option; .* own: none$"),
+    ("aurora", ["no-vni"], "hydra", r"\(--no-vni\) are for pals, and the launcher is hydra"),
+    (CONTRADICTING, ["depth", "by-numa"], "",
+     "--option by-numa binds by numa, --option depth by none"),
+    (CONTRADICTING, ["nccl-ofi", "no-net"], "",
+     "--option no-net sets NCCL_NET=Socket, --option nccl-ofi AWS Libfabric"),
+])  # fmt: skip
 def test_options_that_cannot_be(machine, names, kind, message):
     with pytest.raises(UsageError, match=message):
         chosen(machine, *names, kind=kind)
@@ -73,46 +70,37 @@ def planned(machine, kind, *, env=None, **options):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("options", "bound", "why"),
-    [
-        ({}, 12, "pytorch: default_cpu_bind"),
-        ({"cpu_bind": "running-jobs"}, 12, "running-jobs: --cpu-bind"),
-        ({"cpu_bind": "none"}, 0, "--cpu-bind"),
-        ({"cpu_bind": "0-7:8-15", "ppn": 2}, 2, "0-7:8-15: --cpu-bind"),
-        ({"ppn": 13}, 0, "13 ranks a host are more than the 12 ranges"),
-    ],
-)
+@pytest.mark.parametrize(("options", "bound", "why"), [
+    ({}, 12, "pytorch: default_cpu_bind"),
+    ({"cpu_bind": "running-jobs"}, 12, "running-jobs: --cpu-bind"),
+    ({"cpu_bind": "none"}, 0, "--cpu-bind"),
+    ({"cpu_bind": "0-7:8-15", "ppn": 2}, 2, "0-7:8-15: --cpu-bind"),
+    ({"ppn": 13}, 0, "13 ranks a host are more than the 12 ranges"),
+])  # fmt: skip
 def test_cpu_binding(options, bound, why):
     told = planned("aurora", "pals", **options)
     assert len(told.cpu_bind) == bound
     assert why in told.sources["cpu_bind"]
 
 
-@pytest.mark.parametrize(
-    ("kind", "wrong", "message"),
-    [
-        *(("pals", wrong, "expected") for wrong in ("pytorhc", "depth", "7-0", "0-7")),
-        ("hydra", "pytorch", "hydra takes no list of cores"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "wrong", "message"), [
+    *(("pals", wrong, "expected") for wrong in ("pytorhc", "depth", "7-0", "0-7")),
+    ("hydra", "pytorch", "hydra takes no list of cores"),
+])  # fmt: skip
 def test_a_binding_that_cannot_be(kind, wrong, message):
     with pytest.raises(UsageError, match=message):
         planned("aurora", kind, cpu_bind=wrong)
 
 
-@pytest.mark.parametrize(
-    ("machine", "kind", "options", "threads"),
-    [
-        ("aurora", "pals", {"cpu_bind": "running-jobs"}, "8"),  # the fewest of its list
-        ("frontier", "srun", {}, "7"),
-        ("frontier", "srun", {"cpu_bind": "none"}, "64 cores / 8 ranks"),
-        ("perlmutter", "srun", {}, "32"),  # -c 32
-        ("perlmutter", "srun", {"ppn": 2}, "64"),
-        ("crux", "pals", {"ppn": 4}, "32"),  # --depth
-        ("polaris", "pals", {"options": ("depth",)}, "8"),
-    ],
-)
+@pytest.mark.parametrize(("machine", "kind", "options", "threads"), [
+    ("aurora", "pals", {"cpu_bind": "running-jobs"}, "8"),  # the fewest of its list
+    ("frontier", "srun", {}, "7"),
+    ("frontier", "srun", {"cpu_bind": "none"}, "64 cores / 8 ranks"),
+    ("perlmutter", "srun", {}, "32"),  # -c 32
+    ("perlmutter", "srun", {"ppn": 2}, "64"),
+    ("crux", "pals", {"ppn": 4}, "32"),  # --depth
+    ("polaris", "pals", {"options": ("depth",)}, "8"),
+])  # fmt: skip
 def test_threads_are_the_cores_that_a_rank_is_bound_to(machine, kind, options, threads):
     told = planned(machine, kind, **options)
     if "cores" in threads:
@@ -129,16 +117,13 @@ PBS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("changed", "own"),
-    [
-        ({}, set()),
-        ({"OMP_NUM_THREADS": "4"}, {"OMP_NUM_THREADS"}),
-        ({"TMPDIR": "/scratch/me"}, {"TMPDIR"}),
-        ({"PBS_ENVIRONMENT": ""}, {"OMP_NUM_THREADS", "TMPDIR"}),
-        ({"NCPUS": ""}, {"OMP_NUM_THREADS"}),
-    ],
-)
+@pytest.mark.parametrize(("changed", "own"), [
+    ({}, set()),
+    ({"OMP_NUM_THREADS": "4"}, {"OMP_NUM_THREADS"}),
+    ({"TMPDIR": "/scratch/me"}, {"TMPDIR"}),
+    ({"PBS_ENVIRONMENT": ""}, {"OMP_NUM_THREADS", "TMPDIR"}),
+    ({"NCPUS": ""}, {"OMP_NUM_THREADS"}),
+])  # fmt: skip
 def test_what_pbs_sets_for_every_job_is_no_choice(changed, own):
     assert users_own({**PBS, **changed}) & {"OMP_NUM_THREADS", "TMPDIR"} == own
 
@@ -173,13 +158,6 @@ def test_variables_of_an_option_outrank_the_machines_and_not_the_users():
 # The port.
 
 
-def test_it_can_be_bound_and_is_no_ephemeral_one():
-    port = free_port()
-    assert 20000 <= port < 30000
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", port))
-
-
 @pytest.mark.parametrize(
     ("family", "address"),
     [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET, ""), (socket.AF_INET6, "")],
@@ -212,5 +190,8 @@ def test_launches_at_once_have_a_port_each_and_the_next_one_what_they_leave(proc
     # Each would choose the same, and none of their ranks listens yet.
     (first, one), (_, two), (_, three) = choose(), choose(), choose()
     assert len({one, two, three}) == 3
+    assert 20000 <= int(one) < 30000, "no ephemeral one"
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", int(one)))
     first.communicate("\n", timeout=60)
     assert choose()[1] == one

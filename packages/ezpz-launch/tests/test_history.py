@@ -7,7 +7,8 @@ import time
 import pytest
 
 from ezpz_launch import LaunchError, UsageError
-from ezpz_launch._record import USAGE, Record, command, iso_time, new_id, process_start, to_json
+from ezpz_launch._agent import birth_of
+from ezpz_launch._record import USAGE, Record, command, iso_time, new_id, to_json
 from ezpz_topo import get_hostname
 
 START = 1795227043.25
@@ -19,7 +20,7 @@ def record(number=0, *, took=None, **changes):
         id=new_id(start), command=("python", "train.py", "--lr", "1e-4", "a b"),
         cwd="/home/alice/run", machine="m", scheduler="slurm", job_id="12", hosts="nid[001-004]",
         nproc=16, ppn=4, launcher="srun", argv=("srun",), environment={}, host=get_hostname(),
-        pid=os.getpid(), pid_start=process_start(os.getpid()), start=iso_time(start),
+        pid=os.getpid(), pid_start=int(birth_of(os.getpid()) or 0) or None, start=iso_time(start),
         end=None if took is None else iso_time(start + took),
     )  # fmt: skip
     return plain._replace(**changes)
@@ -121,7 +122,7 @@ def test_a_command_does_not_move_the_cursor(env, write):
 
 def test_one_that_runs_and_is_killed(env, write, process):
     child = process("sleep", "600")
-    one = record(pid=child.pid, pid_start=process_start(child.pid))
+    one = record(pid=child.pid, pid_start=int(birth_of(child.pid) or 0) or None)
     write(one)
     assert told(env)[0]["state"] == "running"
     child.kill()
@@ -133,30 +134,16 @@ def test_one_that_runs_and_is_killed(env, write, process):
     assert "never ended" in command([], env)
 
 
-@pytest.mark.parametrize(
-    ("changes", "state"),
-    [
-        ({"pid_start": 1}, "never ended"),  # another process with its number
-        ({"pid_start": None}, "running"),  # macOS, which does not tell
-        ({"pid_start": None, "pid": 0}, "never ended"),
-        ({"pid_start": None, "pid": 2**70}, "never ended"),
-        ({"host": "some-other-host"}, "unknown"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "state"), [
+    ({"pid_start": 1}, "never ended"),  # another process with its number
+    ({"pid_start": None}, "running"),  # macOS, which does not tell
+    ({"pid_start": None, "pid": 0}, "never ended"),
+    ({"pid_start": None, "pid": 2**70}, "never ended"),
+    ({"host": "some-other-host"}, "unknown"),
+])  # fmt: skip
 def test_whether_it_runs(env, write, changes, state):
     write(record(**changes))
     assert told(env)[0]["state"] == state
-
-
-def test_a_launch_that_was_killed(background, clean_env, until, tmp_path):
-    launch = background("-n", "1", "sh", "-c", f"touch {tmp_path}/started; sleep 600")
-    until((tmp_path / "started").exists)
-    (found,) = until(lambda: told(clean_env))
-    assert (found["state"], found["exit_status"]) == ("running", None)
-    launch.kill()
-    launch.wait(120)
-    (found,) = told(clean_env)
-    assert (found["state"], found["end"]) == ("never ended", None)
 
 
 # What OpenPBS 23.06 and Slurm 22.05.8 answered about a job that is over, and about one that runs.
@@ -167,15 +154,12 @@ OVER = {
 RUNS = """echo '{"Jobs":{"12":{"job_state":"R","exec_host":"x1n0/0*2"}}}'"""
 
 
-@pytest.mark.parametrize(
-    ("scheduler", "answer", "state"),
-    [
-        ("pbs", OVER["pbs"][1], "ended by the scheduler"),
-        ("slurm", OVER["slurm"][1], "ended by the scheduler"),
-        ("pbs", RUNS, "unknown"),
-        ("pbs", "echo cannot connect to server pbs-0001 >&2; exit 111", "unknown"),
-    ],
-)
+@pytest.mark.parametrize(("scheduler", "answer", "state"), [
+    ("pbs", OVER["pbs"][1], "ended by the scheduler"),
+    ("slurm", OVER["slurm"][1], "ended by the scheduler"),
+    ("pbs", RUNS, "unknown"),
+    ("pbs", "echo cannot connect to server pbs-0001 >&2; exit 111", "unknown"),
+])  # fmt: skip
 def test_another_host_whose_job_is_over(*, env, write, program, tmp_path, scheduler, answer, state):
     write(record(host="some-other-host", scheduler=scheduler))
     program(OVER[scheduler][0], answer)
@@ -188,15 +172,11 @@ def test_another_host_whose_job_is_over(*, env, write, program, tmp_path, schedu
 # Damage.
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        *(b"", b"{", b"[]", b"null", b"{}", b"\xff\xfe", b"[" * 100_000),
-        *({"command": "python"}, {"command": [1]}, {"start": "soon"}, {"start": None}),
-        *({"end": "soon"}, {"nproc": "16"}, {"pid": None}, {"hosts": None}),
-    ],
-    ids=lambda damage: repr(damage)[:30],
-)
+@pytest.mark.parametrize("damage", [
+    *(b"", b"{", b"[]", b"null", b"{}", b"\xff\xfe", b"[" * 100_000),
+    *({"command": "python"}, {"command": [1]}, {"start": "soon"}, {"start": None}),
+    *({"end": "soon"}, {"nproc": "16"}, {"pid": None}, {"hosts": None}),
+], ids=lambda damage: repr(damage)[:30])  # fmt: skip
 def test_a_damaged_file_is_left_out_and_counted(env, write, tmp_path, damage):
     good = record(**ENDED)
     if isinstance(damage, dict):

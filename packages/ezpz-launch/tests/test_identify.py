@@ -10,12 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from ezpz_launch import (
-    CommandNotExecutableError,
-    CommandNotFoundError,
-    LaunchError,
-    Request,
-)
+from ezpz_launch import CommandNotExecutableError, CommandNotFoundError, LaunchError, Request
 from ezpz_launch._identify import (
     choose_launcher,
     find_mpiexec,
@@ -24,7 +19,7 @@ from ezpz_launch._identify import (
     outside_of_launch,
     require_command,
 )
-from ezpz_launch._launchers import Launcher, find_command
+from ezpz_launch._launchers import find_command
 from ezpz_launch._placement import arrange
 from ezpz_topo import FAMILIES, get_rank_info, imagine
 
@@ -38,26 +33,16 @@ def program(path, text):
     return str(path)
 
 
-@pytest.mark.parametrize(
-    ("answer", "kind", "flavour"),
-    [
-        ("HYDRA build details:\n    Version: 5.0.2", "hydra", ""),
-        ("HYDRA build details\n  Launchers available:   ssh rsh fork pbs manual\n", "hydra", "tm"),
-        ("Intel(R) MPI Library for Linux* OS, Version 2021.9 Build 20230307", "hydra", "intel"),
-        ("mpiexec (Open MPI) 5.0.11", "openmpi", ""),
-        ("mpiexec (OpenRTE) 4.1.4", "openmpi", ""),
-    ],
-)
+@pytest.mark.parametrize(("answer", "kind", "flavour"), [
+    ("HYDRA build details:\n    Version: 5.0.2", "hydra", ""),
+    ("HYDRA build details\n  Launchers available:   ssh rsh fork pbs manual\n", "hydra", "tm"),
+    ("Intel(R) MPI Library for Linux* OS, Version 2021.9 Build 20230307", "hydra", "intel"),
+    ("mpiexec (Open MPI) 5.0.11", "openmpi", ""),
+    ("mpiexec (OpenRTE) 4.1.4", "openmpi", ""),
+])  # fmt: skip
 def test_an_mpiexec_is_asked_whose_it_is(tmp_path, answer, kind, flavour):
     found = identify(program(tmp_path / "mpiexec", answer))
     assert (found.kind, found.flavour) == (kind, flavour)
-
-
-def test_whether_it_is_the_machines_own():
-    for kind, of_machine in (("pals", "pals"), ("hydra", "mpiexec")):
-        assert Launcher("x", kind, "").is_of(of_machine)
-    for kind, of_machine in (("hydra", "pals"), ("spawn", "mpiexec")):
-        assert not Launcher("x", kind, "").is_of(of_machine)
 
 
 def test_pbss_own_mpiexec_is_passed_over_where_an_mpis_follows(tmp_path):
@@ -118,35 +103,32 @@ def chosen(tmp_path, topology, programs, *, launcher="auto", more=(), **options)
     return choose_launcher(arrangement, topology=topology, request=request, env=env, beside="")
 
 
-@pytest.mark.parametrize(
-    ("machine", "programs", "options", "kind"),
-    [
-        ("workstation 1", ANSWERS, {}, "hydra"),
-        ("sophia 1", ANSWERS, {}, "openmpi"),
-        ("sophia 2", ANSWERS, {}, "openmpi"),
-        ("generic-pbs 2", ANSWERS, {}, "hydra"),
-        # Slurm's own reaches other nodes; here mpiexec needs no cores that a step holds
-        ("generic-slurm 2", ANSWERS, {}, "srun"),
-        ("generic-slurm 1", ANSWERS, {}, "hydra"),
-        ("generic-slurm 2", ANSWERS, {"nodes": 1}, "hydra"),
-        ("generic-slurm 2", ANSWERS, {"nproc": 1}, "hydra"),
-        ("generic-slurm 2", ANSWERS, {"exclude": "node0001"}, "srun"),
-        # a named machine's flags are srun's, also on one node
-        ("frontier 1", ANSWERS, {}, "srun"),
-        # without mpiexec srun gives MPI its world
-        ("generic-slurm 1", ["srun"], {}, "srun"),
-        ("frontier 1", ["srun"], {}, "srun"),
-        # the user's word
-        ("workstation 1", ANSWERS, {"launcher": "mpiexec"}, "hydra"),
-        ("workstation 1", ANSWERS, {"launcher": "hydra"}, "hydra"),
-        ("workstation 1", ANSWERS, {"launcher": "srun"}, "srun"),
-        ("workstation 1", ANSWERS, {"launcher": "torchrun"}, "torchrun"),
-        ("workstation 1", ANSWERS, {"launcher": "spawn"}, "spawn"),
-        ("generic-pbs 2", (), {}, "no mpiexec on PATH"),
-        ("generic-slurm 2", (), {}, "no srun"),
-        ("aurora 1", ["mpiexec"], {"launcher": "pals"}, "--launcher pals: .* is hydra"),
-    ],
-)
+@pytest.mark.parametrize(("machine", "programs", "options", "kind"), [
+    ("workstation 1", ANSWERS, {}, "hydra"),
+    ("sophia 1", ANSWERS, {}, "openmpi"),
+    ("sophia 2", ANSWERS, {}, "openmpi"),
+    ("generic-pbs 2", ANSWERS, {}, "hydra"),
+    # Slurm's own reaches other nodes; here mpiexec needs no cores that a step holds
+    ("generic-slurm 2", ANSWERS, {}, "srun"),
+    ("generic-slurm 1", ANSWERS, {}, "hydra"),
+    ("generic-slurm 2", ANSWERS, {"nodes": 1}, "hydra"),
+    ("generic-slurm 2", ANSWERS, {"nproc": 1}, "hydra"),
+    ("generic-slurm 2", ANSWERS, {"exclude": "node0001"}, "srun"),
+    # a named machine's flags are srun's, also on one node
+    ("frontier 1", ANSWERS, {}, "srun"),
+    # without mpiexec srun gives MPI its world
+    ("generic-slurm 1", ["srun"], {}, "srun"),
+    ("frontier 1", ["srun"], {}, "srun"),
+    # the user's word
+    ("workstation 1", ANSWERS, {"launcher": "mpiexec"}, "hydra"),
+    ("workstation 1", ANSWERS, {"launcher": "hydra"}, "hydra"),
+    ("workstation 1", ANSWERS, {"launcher": "srun"}, "srun"),
+    ("workstation 1", ANSWERS, {"launcher": "torchrun"}, "torchrun"),
+    ("workstation 1", ANSWERS, {"launcher": "spawn"}, "spawn"),
+    ("generic-pbs 2", (), {}, "no mpiexec on PATH"),
+    ("generic-slurm 2", (), {}, "no srun"),
+    ("aurora 1", ["mpiexec"], {"launcher": "pals"}, "--launcher pals: .* is hydra"),
+])  # fmt: skip
 def test_which_is_chosen(tmp_path, machine, programs, options, kind):
     name, nodes = machine.split()
     topology = imagine(name, int(nodes), {})
@@ -159,18 +141,15 @@ def test_which_is_chosen(tmp_path, machine, programs, options, kind):
         assert found.path.startswith(str(tmp_path)) or kind == "spawn"
 
 
-def test_a_host_elsewhere_is_no_host_here(tmp_path):
-    # The hosts in use decide, not the job's: a login node is none of them.
-    topology = imagine("generic-slurm", 1, {})
-    login = replace(topology, allocation=replace(topology.allocation, node_name=None))
-    assert chosen(tmp_path, login, ANSWERS).kind == "srun"
-
-
 def test_without_any_mpi_this_hosts_ranks_are_plain_processes(tmp_path):
     found = chosen(tmp_path, imagine("workstation", 1, {}), ())
     assert (found.kind, found.path) == ("spawn", sys.executable)
     assert found.source == "no mpiexec on PATH or in this environment"
     assert "a program that uses MPI itself would be a world of one" in found.notes[0]
+    # The hosts in use decide, not the job's: a login node is none of them.
+    topology = imagine("generic-slurm", 1, {})
+    login = replace(topology, allocation=replace(topology.allocation, node_name=None))
+    assert chosen(tmp_path, login, ANSWERS).kind == "srun"
 
 
 def in_job(tmp_path, **more):
@@ -195,16 +174,13 @@ def test_other_nodes_of_a_pbs_job_are_reached_through_pbs_then_by_ssh(tmp_path):
     assert chosen(tmp_path / "ssh", topology, (), more=env).pbs_tmrsh == str(tmrsh)
 
 
-@pytest.mark.parametrize(
-    ("more", "options"),
-    [
-        ({"HYDRA_LAUNCHER": "ssh"}, {}),
-        ({"HYDRA_BOOTSTRAP_EXEC": "/x"}, {}),
-        ({}, {"launcher_args": ("-launcher", "manual")}),
-        ({}, {"nproc": 1}),  # here
-        ({"PBS_JOBID": ""}, {}),
-    ],
-)
+@pytest.mark.parametrize(("more", "options"), [
+    ({"HYDRA_LAUNCHER": "ssh"}, {}),
+    ({"HYDRA_BOOTSTRAP_EXEC": "/x"}, {}),
+    ({}, {"launcher_args": ("-launcher", "manual")}),
+    ({}, {"nproc": 1}),  # here
+    ({"PBS_JOBID": ""}, {}),
+])  # fmt: skip
 def test_where_it_is_told_or_needs_none(tmp_path, more, options):
     env = in_job(tmp_path, **more)
     found = chosen(tmp_path, imagine("generic-pbs", 2, {}), ["mpiexec"], more=env, **options)
@@ -222,15 +198,12 @@ def test_nothing_reaches_the_other_nodes_of_a_pbs_job_but_hydra_that_knows_pbs(
     assert (found.pbs_tmrsh, found.flavour) == ("", "tm")
 
 
-@pytest.mark.parametrize(
-    ("machine", "launcher", "kind", "source"),
-    [
-        ("frontier", "auto", "srun", "frontier.toml, not looked for"),
-        ("frontier", "mpiexec", "hydra", "--launcher mpiexec, not looked for"),
-        ("aurora", "mpiexec", "pals", "--launcher mpiexec, not looked for"),
-        ("frontier", "spawn", "spawn", "--launcher spawn, not looked for"),
-    ],
-)
+@pytest.mark.parametrize(("machine", "launcher", "kind", "source"), [
+    ("frontier", "auto", "srun", "frontier.toml, not looked for"),
+    ("frontier", "mpiexec", "hydra", "--launcher mpiexec, not looked for"),
+    ("aurora", "mpiexec", "pals", "--launcher mpiexec, not looked for"),
+    ("frontier", "spawn", "spawn", "--launcher spawn, not looked for"),
+])  # fmt: skip
 def test_one_that_is_hypothetical(machine, launcher, kind, source):
     found = imagine_launcher(imagine(machine, 1, {}), Request(("true",), launcher=launcher))
     assert (found.kind, found.source) == (kind, source)
@@ -258,21 +231,18 @@ def test_what_can_be_executed(folder):
         require_command(name, env)
 
 
-@pytest.mark.parametrize(
-    ("program", "error", "text"),
-    [
-        ("absent", CommandNotFoundError, "'absent': not found on PATH"),
-        ("/absent/x", CommandNotFoundError, "'/absent/x': no such file"),
-        ("", CommandNotFoundError, "'': not found on PATH"),
-        ("program", CommandNotFoundError,
-         "'program': not found on PATH; try: ezpz-launch ./program"),
-        ("train.py", CommandNotFoundError,
-         "'train.py': not found on PATH; try: ezpz-launch python train.py"),
-        ("./train.py", CommandNotExecutableError,
-         "./train.py is not executable; try: ezpz-launch python ./train.py"),
-        ("./data", CommandNotExecutableError, "./data is not executable; try: chmod +x ./data"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("program", "error", "text"), [
+    ("absent", CommandNotFoundError, "'absent': not found on PATH"),
+    ("/absent/x", CommandNotFoundError, "'/absent/x': no such file"),
+    ("", CommandNotFoundError, "'': not found on PATH"),
+    ("program", CommandNotFoundError,
+     "'program': not found on PATH; try: ezpz-launch ./program"),
+    ("train.py", CommandNotFoundError,
+     "'train.py': not found on PATH; try: ezpz-launch python train.py"),
+    ("./train.py", CommandNotExecutableError,
+     "./train.py is not executable; try: ezpz-launch python ./train.py"),
+    ("./data", CommandNotExecutableError, "./data is not executable; try: chmod +x ./data"),
+])  # fmt: skip
 def test_what_cannot_be_executed(folder, program, error, text):
     with pytest.raises(error) as caught:
         require_command(program, {"PATH": "/absent"})
@@ -340,17 +310,12 @@ def test_what_makes_a_rank_goes(told):
     assert env == {**STAYS, **variables(told)}
 
 
-@pytest.mark.parametrize("family", [f for f in FAMILIES if f.name != "slurm"], ids=lambda f: f.name)
-def test_every_name_of_the_table_goes(family):
-    names = [
-        *(*family.rank, *family.world_size, *family.local_rank),
-        *(*family.local_world_size, *family.node_rank, *family.num_nodes),
-    ]
-    assert names
-    assert outside_of_launch(dict.fromkeys(names, "1")) == {}
-
-
 def test_what_is_left_is_no_rank():
+    for family in [each for each in FAMILIES if each.name != "slurm"]:
+        names = family.rank + family.world_size + family.local_rank + family.local_world_size
+        assert (
+            outside_of_launch(dict.fromkeys(names + family.node_rank + family.num_nodes, "1")) == {}
+        )
     told = " ".join(RANKS[launcher] for launcher in ("slurm", "hydra", "ezpz", "torchrun"))
     env = {**STAYS, **variables(told)}
     assert get_rank_info(env).rank == 1

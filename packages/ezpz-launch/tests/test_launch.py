@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from ezpz_launch import UsageError
-from ezpz_launch._agent import is_running
 from ezpz_launch._launch import ENDING, Control, fold_ranks, pause, signals
 from ezpz_topo import get_hostname
 
@@ -57,10 +56,10 @@ def test_each_rank_has_its_place_the_arguments_and_the_environment(launch, more)
     assert {env["TEST_VALUE"] for _, env in shown(done)} == {value}
 
 
-def test_arguments_that_are_no_text(launch):
-    code = "import os, sys; os.write(1, os.fsencode(sys.argv[1]))"
-    done = launch("-n", "1", sys.executable, "-c", code, b"\xff\xfe", text=False)
-    assert done.stdout == b"\xff\xfe"
+def test_arguments_that_are_no_text_and_no_temporary_directory(launch, tmp_path):
+    words = ("printf", "%s", b"\xff\xfe")
+    done = launch("-n", "1", *words, text=False, env={"TMPDIR": str(tmp_path / "absent")})
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"\xff\xfe", b"")
 
 
 @pytest.mark.parametrize("host", [get_hostname(), "x1n7"])
@@ -80,23 +79,6 @@ def test_a_shell_on_a_jobs_node_is_told_of_the_job(
     assert ("for the job's: export PBS_JOBID=7.pbs" in done.stderr) is (host != "x1n7")
 
 
-@pytest.mark.parametrize(
-    ("script", "status", "said"),
-    [
-        ("[ $RANK = 1 ] && exit 7; exit 0", 7, "status 7, first of all ranks"),
-        # Hydra by itself would say 1 | 6 = 7
-        ("[ $RANK = 1 ] && exit 6; sleep 0.5; exit 1", 6, "status 6, first of all"),
-        ("[ $RANK = 1 ] && kill -9 $$; exec sleep 600", 137, "was killed by SIGKILL"),
-    ],
-    ids=["one fails", "statuses are not mixed", "kill -9"],
-)
-def test_the_first_rank_that_fails_gives_the_exit_status(launch, script, status, said):
-    done = launch("-n", "2", "sh", "-c", script)
-    assert done.returncode == status
-    (line,) = (line for line in done.stderr.splitlines() if said in line)
-    assert "rank 1 on" in line
-
-
 def test_ranks_do_not_cut_each_others_lines(launch):
     # Unbuffered, print writes what it is given and the line's end one after the other.
     code = "for _ in range(5000): print('one', 'line')"
@@ -106,62 +88,15 @@ def test_ranks_do_not_cut_each_others_lines(launch):
     assert done.stdout.count("\n") == 15_000
 
 
-WAIT = """
-import os, pathlib, sys, time
-path = pathlib.Path(sys.argv[1], os.environ["RANK"])
-path.with_suffix(".new").write_text(str(os.getpid()))
-path.with_suffix(".new").rename(path)
-time.sleep(600)
-"""
-HEARS = f"""
-import pathlib, signal, sys
-for number in (2, 15):  # and does not end
-    signal.signal(number, lambda *_: pathlib.Path(sys.argv[1], "told.first").touch())
-{WAIT}
-"""
-
-
-@pytest.fixture
-def waiting(clean_env, mpiexec, process, until, tmp_path):
-    """Start two ranks that wait; return ezpz-launch and their process ids. They end with it."""
-    known = []
-
-    def start(code=WAIT, **options):
-        words = [sys.executable, "-m", "ezpz_launch", "-n", "2", sys.executable, "-c", code]
-        started = process(*words, tmp_path, env=clean_env, stdout=-1, stderr=-1, **options)
-        until(lambda: len([path for path in tmp_path.iterdir() if not path.suffix]) == 2, 60)
-        known.extend(int(path.read_text()) for path in tmp_path.iterdir())
-        return started, known
-
-    yield start
-    until(lambda: not any(map(is_running, known)), 120)
-
-
-@pytest.mark.parametrize("number", ENDING)
-def test_a_signal_ends_every_rank(waiting, number):
-    started, _ = waiting()
-    started.send_signal(number)
-    assert started.wait(timeout=120) == 128 + number
-
-
-def test_ctrl_c_twice_says_one_line(waiting, until, tmp_path):
-    started, _ = waiting(HEARS)
-    started.send_signal(signal.SIGINT)
-    # Two at once would be one, for the kernel as for Python: wait until the first is passed on.
-    until((tmp_path / "told.first").exists, 120)
-    started.send_signal(signal.SIGINT)
-    said = started.communicate(timeout=120)
-    assert (started.returncode, said) == (130, (b"", b"ezpz-launch: ended by SIGINT\n"))
-
-
-def test_nohup_is_respected(waiting):
-    started, pids = waiting(preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
-    started.send_signal(signal.SIGHUP)
-    time.sleep(0.5)  # what must not happen has half a second to happen
-    assert started.poll() is None
-    assert all(map(is_running, pids))
-    started.terminate()
-    assert started.wait(timeout=120) == 143
+def test_nohup_is_respected(background, until, tmp_path):
+    words = ["-n", "2", "sh", "-c", f"touch {tmp_path}/$RANK; exec sleep 600"]
+    launch = background(*words, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    until(lambda: len(list(tmp_path.iterdir())) == 2)
+    launch.send_signal(signal.SIGHUP)
+    with pytest.raises(subprocess.TimeoutExpired):  # what must not happen has half a second
+        launch.wait(0.5)
+    launch.terminate()
+    assert launch.wait(timeout=120) == 143
 
 
 def test_a_folder_that_is_gone_is_told_in_one_line(clean_env, mpiexec, tmp_path):
@@ -174,11 +109,6 @@ def test_a_folder_that_is_gone_is_told_in_one_line(clean_env, mpiexec, tmp_path)
     )
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
     assert "the current directory cannot be read" in done.stderr
-
-
-def test_on_one_host_no_temporary_directory_is_needed(launch, tmp_path):
-    done = launch("-n", "1", "true", env={"TMPDIR": str(tmp_path / "absent")})
-    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_dry_run_explains_and_starts_nothing(launch, tmp_path):
@@ -229,19 +159,11 @@ def test_one_field_a_line_and_none_empty():
 
 @pytest.mark.parametrize(
     ("fields", "is_pumped"),
-    [
-        ({}, False),
-        ({"files": "/f"}, False),
-        ({"files": "/f", "prefix": True}, False),
-        ({"files": "/f", "tee": True}, True),
-        ({"prefix": True}, True),
-    ],
-)
+    [({}, False), ({"files": "/f"}, False), ({"files": "/f", "prefix": True}, False),
+     ({"files": "/f", "tee": True}, True), ({"prefix": True}, True)],
+)  # fmt: skip
 def test_a_program_pumps_only_where_sh_cannot(fields, is_pumped):
     assert (Control("ID.0", 5, **fields).value().split("\n")[9] != "-") is is_pumped
-
-
-def test_a_path_with_a_line_break():
     with pytest.raises(UsageError, match="holds a line break; expected a path without one"):
         Control("ID.0", 5, files="/a\nb").value()
 

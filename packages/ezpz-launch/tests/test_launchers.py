@@ -35,14 +35,11 @@ def test_spawn_is_a_program_of_ours_on_this_host():
     assert words[words.index("sh") + 2 :] == ["spawn", "3", "3", *names, "--", "true"]
 
 
-@pytest.mark.parametrize(
-    ("kind", "options", "message"),
-    [
-        ("spawn", {}, "spawn starts ranks on this host, not on 2 hosts"),
-        ("spawn", {"exclude": "node0001"}, "on this host, not on node0002, another host"),
-        ("torchrun", {}, "torchrun starts ranks on one host, not on 2 from here"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "options", "message"), [
+    ("spawn", {}, "spawn starts ranks on this host, not on 2 hosts"),
+    ("spawn", {"exclude": "node0001"}, "on this host, not on node0002, another host"),
+    ("torchrun", {}, "torchrun starts ranks on one host, not on 2 from here"),
+])  # fmt: skip
 def test_what_reaches_no_other_host(kind, options, message):
     with pytest.raises(LaunchError, match=message):
         argv(planned(kind, of=2, **options))
@@ -57,14 +54,11 @@ def test_no_binding_is_said_to_a_launcher_that_binds_by_itself(machine, kind):
     assert planned("hydra", machine=machine, of=1).cpu_bind == ()
 
 
-@pytest.mark.parametrize(
-    ("hosts", "options", "nodelist"),
-    [
-        (None, {}, ""),
-        (None, {"nodes": 2}, "node[0001-0002]"),
-        (("NODE0002.example", "node0003"), {}, "node[0002-0003]"),
-    ],
-)
+@pytest.mark.parametrize(("hosts", "options", "nodelist"), [
+    (None, {}, ""),
+    (None, {"nodes": 2}, "node[0001-0002]"),
+    (("NODE0002.example", "node0003"), {}, "node[0002-0003]"),
+])  # fmt: skip
 def test_srun_is_told_the_hosts_in_slurms_own_names(hosts, options, nodelist):
     told = planned("srun", hosts=hosts, ppn=2, **options)
     words = own_words(told)
@@ -74,15 +68,12 @@ def test_srun_is_told_the_hosts_in_slurms_own_names(hosts, options, nodelist):
     )
 
 
-@pytest.mark.parametrize(
-    ("hosts", "options", "lines"),
-    [
-        # out of the job's order: srun would sort them
-        (("node0003.x", "node0001"), {"ppn": 2}, ["node0003", "node0003", "node0001", "node0001"]),
-        # uneven: srun would even them out
-        (None, {"nproc": 3, "nodes": 2}, ["node0001", "node0001", "node0002"]),
-    ],
-)
+@pytest.mark.parametrize(("hosts", "options", "lines"), [
+    # out of the job's order: srun would sort them
+    (("node0003.x", "node0001"), {"ppn": 2}, ["node0003", "node0003", "node0001", "node0001"]),
+    # uneven: srun would even them out
+    (None, {"nproc": 3, "nodes": 2}, ["node0001", "node0001", "node0002"]),
+])  # fmt: skip
 def test_srun_reads_the_host_of_each_rank(hosts, options, lines):
     told = planned("srun", hosts=hosts, **options)
     assert hostfile_of(told) == lines
@@ -107,15 +98,12 @@ def test_a_nodelist_that_is_too_long_for_one_word_goes_into_the_file():
     assert len(hostfile_of(told)) == 4000
 
 
-@pytest.mark.parametrize(
-    ("machine", "hosts", "error", "message"),
-    [
-        ("generic-slurm", ("node0001", "login1"), UsageError,
-         r"login1 \(argument\): not in Slurm job hypothetical, which has node"),
-        ("generic-slurm", ("node0001", "node0001.x"), UsageError, "two of these are one node"),
-        ("workstation", None, LaunchError, "srun starts ranks in a Slurm job, and there is none"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("machine", "hosts", "error", "message"), [
+    ("generic-slurm", ("node0001", "login1"), UsageError,
+     r"login1 \(argument\): not in Slurm job hypothetical, which has node"),
+    ("generic-slurm", ("node0001", "node0001.x"), UsageError, "two of these are one node"),
+    ("workstation", None, LaunchError, "srun starts ranks in a Slurm job, and there is none"),
+])  # fmt: skip
 def test_srun_reaches_the_jobs_own_hosts_only(machine, hosts, error, message):
     with pytest.raises(error, match=message):
         planned("srun", machine, 1 if hosts is None else 4, hosts=hosts, ppn=1)
@@ -143,13 +131,10 @@ def test_open_mpi_is_told_the_launchs_own_variable_only_where_it_is_set():
     assert "-x" not in own_words(planned("openmpi", of=1))
 
 
-@pytest.mark.parametrize(
-    ("nodes", "words"),
-    [
-        (1, ["x", "-n", "2", "-bootstrap", "fork", "-hosts", "localhost"]),
-        (2, ["x", "-n", "4", "-ppn", "2", "-hostfile", "/tmp/hosts"]),
-    ],
-)
+@pytest.mark.parametrize(("nodes", "words"), [
+    (1, ["x", "-n", "2", "-bootstrap", "fork", "-hosts", "localhost"]),
+    (2, ["x", "-n", "4", "-ppn", "2", "-hostfile", "/tmp/hosts"]),
+])  # fmt: skip
 def test_intels_hydra_gets_no_flag_of_mpichs(nodes, words):
     intel = Launcher("x", "hydra", "", flavour="intel")
     told = planned(intel, machine="generic-pbs", of=nodes)
@@ -173,15 +158,12 @@ def test_hydra_reaches_other_nodes_as_it_is_told():
     assert done.stdout == """x1 /bin/sh -c "/bin/true" it's\n"""
 
 
-@pytest.mark.parametrize(
-    ("machine", "env", "wanted"),
-    [
-        ("generic-slurm", {"SLURM_CPUS_PER_TASK": "8"}, ["--cpus-per-task=8"]),
-        ("generic-slurm", {"SLURM_CPUS_PER_TASK": "tasks"}, []),
-        ("generic-slurm", {}, []),
-        ("perlmutter", {"SLURM_CPUS_PER_TASK": "8"}, ["-c", "32"]),
-    ],
-)
+@pytest.mark.parametrize(("machine", "env", "wanted"), [
+    ("generic-slurm", {"SLURM_CPUS_PER_TASK": "8"}, ["--cpus-per-task=8"]),
+    ("generic-slurm", {"SLURM_CPUS_PER_TASK": "tasks"}, []),
+    ("generic-slurm", {}, []),
+    ("perlmutter", {"SLURM_CPUS_PER_TASK": "8"}, ["-c", "32"]),
+])  # fmt: skip
 def test_srun_is_told_the_cores_that_the_job_asked_for(machine, env, wanted):
     told = planned("srun", machine=machine, env=env, ppn=4)
     words = own_words(told)

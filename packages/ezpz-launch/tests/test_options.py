@@ -18,69 +18,60 @@ def requested(*words):
     return request_of(*split([*words, "true"]))
 
 
-@pytest.mark.parametrize(
-    ("words", "options", "command"),
-    [
-        *(
-            ([*ours, *separator, *USER], options, USER)
-            for separator in ([], ["--"])
-            for ours, options in (
-                ([], {}),
-                (["-n", "2"], {"nproc": "2"}),
-                (["-n2"], {"nproc": "2"}),
-                (["-n=2"], {"nproc": "2"}),
-                (["--nproc=2", "--dry-run"], {"nproc": "2", "dry-run": True}),
-            )
-        ),
-        ([], {}, []),
-        (["--", "--", "x"], {}, ["--", "x"]),
-        (["--env", "A=1", "--env=B= 2", "x"], {"env": ["A=1", "B= 2"]}, ["x"]),
-        (["-m", "train", "-n", "5"], {}, [sys.executable, "-m", "train", "-n", "5"]),
-        (["--module=train", "--", "x"], {}, [sys.executable, "-m", "train", "--", "x"]),
-    ],
-)
+@pytest.mark.parametrize(("words", "options", "command"), [
+    *(
+        ([*ours, *separator, *USER], options, USER)
+        for separator in ([], ["--"])
+        for ours, options in (
+            ([], {}),
+            (["-n", "2"], {"nproc": "2"}),
+            (["-n2"], {"nproc": "2"}),
+            (["-n=2"], {"nproc": "2"}),
+            (["--nproc=2", "--dry-run"], {"nproc": "2", "dry-run": True}),
+        )
+    ),
+    ([], {}, []),
+    (["--", "--", "x"], {}, ["--", "x"]),
+    (["--env", "A=1", "--env=B= 2", "x"], {"env": ["A=1", "B= 2"]}, ["x"]),
+    (["-m", "train", "-n", "5"], {}, [sys.executable, "-m", "train", "-n", "5"]),
+    (["--module=train", "--", "x"], {}, [sys.executable, "-m", "train", "--", "x"]),
+])  # fmt: skip
 def test_the_users_words_are_untouched(words, options, command):
     assert split(words) == (options, tuple(command))
 
 
-@pytest.mark.parametrize(
-    ("code", "run"),
-    [
-        ("'import os; os.getpid()'", "import os; os.getpid()"),  # as quotes within quotes arrive
-        ('"print(1)"', "print(1)"),
-        *((code, code) for code in ("print('x')", "'a' in 'b' or exit('b')", "'a' + f('b')",
-                                    "'a' 'b'", "'a\\nb'", "'", "")),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("code", "run"), [
+    ("'import os; os.getpid()'", "import os; os.getpid()"),  # as quotes within quotes arrive
+    ('"print(1)"', "print(1)"),
+    *((code, code) for code in ("print('x')", "'a' in 'b' or exit('b')", "'a' + f('b')",
+                                "'a' 'b'", "'a\\nb'", "'", "")),
+])  # fmt: skip
 def test_quotes_around_the_whole_code_are_taken_off(code, run):
     assert split(["-c", code, "'x'"]) == ({}, (sys.executable, "-c", run, "'x'"))
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--nprocs", "2", "true"], "unknown option '--nprocs'; did you mean --nproc? options of"),
-        (["--zzz", "true"], "unknown option '--zzz'; see ezpz-launch --help; options of"),
-        (["-nfour", "true"], "unknown option '-nfour'"),
-        (["-n"], "-n needs a value; expected -n N"),
-        (["-n", "--", "true"], "-n needs a value"),
-        (["-n", "1", "--nproc", "2", "true"], "--nproc is given twice"),
-        (["--dry-run=yes", "true"], "--dry-run='yes': --dry-run takes no value"),
-        *(
-            ([word, "2", "true"], f"unknown option {word!r}; did you mean {meant}? ")
-            for meant, words in {
-                "-n": ["-np", "-np=2", "--np", "--ntasks=2"],
-                "--ppn": ["-ppn", "--nproc-per-node", "--nproc_per_node=2", "--ntasks-per-node"],
-                "-N": ["--nnodes"],
-                "--nodes": ["-nodes"],
-                "--machine": ["-machine"],
-                "--env": ["-env", "-x"],
-                "--hostfile": ["-hostfile", "-f"],
-            }.items()
-            for word in words
-        ),
-    ],
-)
+@pytest.mark.parametrize(("words", "message"), [
+    (["--nprocs", "2", "true"], "unknown option '--nprocs'; did you mean --nproc? options of"),
+    (["--zzz", "true"], "unknown option '--zzz'; see ezpz-launch --help; options of"),
+    (["-nfour", "true"], "unknown option '-nfour'"),
+    (["-n"], "-n needs a value; expected -n N"),
+    (["-n", "--", "true"], "-n needs a value"),
+    (["-n", "1", "--nproc", "2", "true"], "--nproc is given twice"),
+    (["--dry-run=yes", "true"], "--dry-run='yes': --dry-run takes no value"),
+    *(
+        ([word, "2", "true"], f"unknown option {word!r}; did you mean {meant}? ")
+        for meant, words in {
+            "-n": ["-np", "-np=2", "--np", "--ntasks=2"],
+            "--ppn": ["-ppn", "--nproc-per-node", "--nproc_per_node=2", "--ntasks-per-node"],
+            "-N": ["--nnodes"],
+            "--nodes": ["-nodes"],
+            "--machine": ["-machine"],
+            "--env": ["-env", "-x"],
+            "--hostfile": ["-hostfile", "-f"],
+        }.items()
+        for word in words
+    ),
+])  # fmt: skip
 def test_what_is_no_option_of_ours(words, message):
     with pytest.raises(UsageError) as caught:
         split(words)
@@ -131,16 +122,13 @@ def test_times(text, seconds):
     assert requested("--idle-timeout", text).idle_timeout == seconds
 
 
-@pytest.mark.parametrize(
-    ("flag", "texts", "message"),
-    [
-        ("--grace", ["", "s", ".", "-1", "1e3", "nan", "inf", "1_0", "10 m", "1d", "٣"],
-         "expected a time of 0 or more: 90, 1.5, 90s, 10m, 2h"),
-        ("-n", ["two", "", "1.5", "1_0", "٣"], "expected a whole number"),
-        ("--only-ranks", ["3-1", "", "1-", "a", "٣"], "expected ranges such as 0,4-7"),
-        ("--launcher-args", ["--x 'y"], "No closing quotation; expected words quoted as in a"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("flag", "texts", "message"), [
+    ("--grace", ["", "s", ".", "-1", "1e3", "nan", "inf", "1_0", "10 m", "1d", "٣"],
+     "expected a time of 0 or more: 90, 1.5, 90s, 10m, 2h"),
+    ("-n", ["two", "", "1.5", "1_0", "٣"], "expected a whole number"),
+    ("--only-ranks", ["3-1", "", "1-", "a", "٣"], "expected ranges such as 0,4-7"),
+    ("--launcher-args", ["--x 'y"], "No closing quotation; expected words quoted as in a"),
+])  # fmt: skip
 def test_text_that_is_no_value_of_its_option(flag, texts, message):
     for text in texts:
         with pytest.raises(LaunchError) as caught:
@@ -149,26 +137,23 @@ def test_text_that_is_no_value_of_its_option(flag, texts, message):
         assert message in str(caught.value), text
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"nproc": 0}, "-n 0: expected at least 1 rank"),
-        ({"ppn": -1}, "--ppn -1: expected at least 1 rank"),
-        ({"nodes": 0}, "-N 0: expected at least 1 host"),
-        ({"retries": -1}, "--retries -1: expected 0 or more"),
-        ({"grace": -1.0}, "--grace -1.0: expected 0 seconds or more"),
-        ({"idle_timeout": float("nan")}, "--idle-timeout nan: expected 0 seconds or more"),
-        ({"signal_before": float("inf")}, "--signal-before inf: expected 0 seconds or more"),
-        ({"only_ranks": ()}, "--only-ranks (): expected ranks from 0"),
-        ({"only_ranks": (-1,)}, "--only-ranks"),
-        ({"launcher": "mpirun"}, "--launcher mpirun: expected one of auto, mpiexec, hydra, "),
-        ({"env": ("A=1", "A")}, "--env 'A': expected NAME=VALUE"),
-        ({"env": ("1A=b",)}, "--env '1A=b': expected NAME=VALUE"),
-        ({"tee": True}, "--tee: expected --log-dir DIR beside it"),
-        ({"json": True}, "--json: expected --dry-run beside it"),
-        ({"command": ()}, "no command"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    ({"nproc": 0}, "-n 0: expected at least 1 rank"),
+    ({"ppn": -1}, "--ppn -1: expected at least 1 rank"),
+    ({"nodes": 0}, "-N 0: expected at least 1 host"),
+    ({"retries": -1}, "--retries -1: expected 0 or more"),
+    ({"grace": -1.0}, "--grace -1.0: expected 0 seconds or more"),
+    ({"idle_timeout": float("nan")}, "--idle-timeout nan: expected 0 seconds or more"),
+    ({"signal_before": float("inf")}, "--signal-before inf: expected 0 seconds or more"),
+    ({"only_ranks": ()}, "--only-ranks (): expected ranks from 0"),
+    ({"only_ranks": (-1,)}, "--only-ranks"),
+    ({"launcher": "mpirun"}, "--launcher mpirun: expected one of auto, mpiexec, hydra, "),
+    ({"env": ("A=1", "A")}, "--env 'A': expected NAME=VALUE"),
+    ({"env": ("1A=b",)}, "--env '1A=b': expected NAME=VALUE"),
+    ({"tee": True}, "--tee: expected --log-dir DIR beside it"),
+    ({"json": True}, "--json: expected --dry-run beside it"),
+    ({"command": ()}, "no command"),
+])  # fmt: skip
 def test_requests_that_cannot_be(options, message):
     with pytest.raises(UsageError) as caught:
         Request(**{"command": ("python", "train.py"), **options})

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -113,27 +112,9 @@ def test_little_is_held_back():
     for chunk in (start, *[b"x" * 7] * 1000, b"\x1e" * 1000, *[start] * 1000):
         reports.feed(chunk)
         assert len(reports._held) < 200
-
-
-def test_megabytes_of_anything_with_reports_between():
-    chance = random.Random(1)
-    pieces = [os.urandom(1 << 16) for _ in range(40)]
-    stream = b"".join(piece + twice("start", rank, 1) for rank, piece in enumerate(pieces))
-    chunks, at = [], 0
-    while at < len(stream):
-        size = chance.randrange(1, 1 << 16)
-        chunks.append(stream[at : at + size])
-        at += size
-    kept, found = sifted(*chunks)
-    assert kept == b"".join(pieces)
-    assert found == [("start", rank, 1) for rank in range(40) for _ in range(2)]
-
-
-def test_a_megabyte_of_separators_is_no_work():
-    began = time.process_time()
-    chunk = b"\x1e" * (1 << 16)
+    began, chunk = time.process_time(), b"\x1e" * (1 << 16)
     assert sifted(*[chunk] * 4) == (chunk * 4, [])
-    assert time.process_time() - began < 20
+    assert time.process_time() - began < 20, "separators are no work"
 
 
 # copying
@@ -179,14 +160,6 @@ def copied(first, second, patience=60, **streams):
     return out, err, seen
 
 
-def test_every_byte(tmp_path):
-    (tmp_path / "data").write_bytes(data := os.urandom(10 << 20))
-    out, err, seen = copied(f"cat {tmp_path}/data", f"cat {tmp_path}/data")
-    assert out == data
-    assert err == data
-    assert seen == [[], False, 8192, True]
-
-
 def test_reports_are_taken_out_of_both_streams_and_what_looks_like_one_is_not():
     # some launchers can be told to merge them
     text = r"printf 'a\036ezpz ID end 3 7|end 3 7\037\nb\036ez'"
@@ -206,15 +179,11 @@ def test_no_one_reads(stream, ends):
     assert (err if ends else out, seen[1]) == (b"still here\n", ends)
 
 
-def test_a_full_disk_is_said_once():
+def test_a_full_disk_is_said_once_and_ends_nothing(background):
     with open("/dev/full", "wb") as full:
         _, err, seen = copied("seq 300000", "true", stdout=full)
-    assert err == b"ezpz-launch: cannot write the output: No space left on device\n"
-    assert seen[1] is False
-
-
-def test_a_full_disk_for_both(background):
-    with open("/dev/full", "wb") as full:
+        assert err == b"ezpz-launch: cannot write the output: No space left on device\n"
+        assert seen[1] is False
         script = "seq 300000; seq 300000 >&2; exit 3"
         launch = background("-n", "2", "sh", "-c", script, stdout=full, stderr=full)
         assert launch.wait(120) == 3

@@ -18,31 +18,25 @@ def selected(**options):
     return [int(host[3:6]) for host in hosts], why
 
 
-@pytest.mark.parametrize(
-    ("options", "hosts", "why"),
-    [
-        ({}, [1, 2, 3, 4], "PBS_NODEFILE"),
-        ({"include": "nid[002,004]"}, [2, 4], "PBS_NODEFILE, --include nid[002,004]"),
-        ({"include": "nid004,nid001"}, [1, 4], "PBS_NODEFILE, --include nid004,nid001"),
-        ({"exclude": "nid001"}, [2, 3, 4], "PBS_NODEFILE, --exclude nid001"),
-        ({"nodes": 2}, [1, 2], "the first 2 of 4: PBS_NODEFILE"),
-        ({"nodes": 1, "exclude": "nid001"}, [2],
-         "the first 1 of 3: PBS_NODEFILE, --exclude nid001"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("options", "hosts", "why"), [
+    ({}, [1, 2, 3, 4], "PBS_NODEFILE"),
+    ({"include": "nid[002,004]"}, [2, 4], "PBS_NODEFILE, --include nid[002,004]"),
+    ({"include": "nid004,nid001"}, [1, 4], "PBS_NODEFILE, --include nid004,nid001"),
+    ({"exclude": "nid001"}, [2, 3, 4], "PBS_NODEFILE, --exclude nid001"),
+    ({"nodes": 2}, [1, 2], "the first 2 of 4: PBS_NODEFILE"),
+    ({"nodes": 1, "exclude": "nid001"}, [2],
+     "the first 1 of 3: PBS_NODEFILE, --exclude nid001"),
+])  # fmt: skip
 def test_which_hosts_and_why(options, hosts, why):
     assert selected(**options) == (hosts, why)
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"include": "nid009"}, UsageError, "--include nid009: none of the hosts nid001.hsn"),
-        ({"exclude": "nid[001-004]"}, UsageError, "no host is left of 4"),
-        ({"nodes": 5}, UsageError, r"-N 5: there are 4 hosts \(PBS_NODEFILE\); .* from 1 to 4"),
-        ({"include": "nid[001-"}, NodelistError, "not closed"),
-    ],
-)
+@pytest.mark.parametrize(("options", "error", "message"), [
+    ({"include": "nid009"}, UsageError, "--include nid009: none of the hosts nid001.hsn"),
+    ({"exclude": "nid[001-004]"}, UsageError, "no host is left of 4"),
+    ({"nodes": 5}, UsageError, r"-N 5: there are 4 hosts \(PBS_NODEFILE\); .* from 1 to 4"),
+    ({"include": "nid[001-"}, NodelistError, "not closed"),
+])  # fmt: skip
 def test_hosts_that_cannot_be(options, error, message):
     with pytest.raises(error, match=message):
         selected(**options)
@@ -68,23 +62,20 @@ def test_ten_thousand_of_ten_thousand():
 # Ranks.
 
 
-@pytest.mark.parametrize(
-    ("hosts", "nproc", "ppn", "ranks", "sources"),
-    [
-        (4, None, None, (4, 4, 4, 4), ("4 x 4: devices", "devices")),
-        (4, None, 2, (2, 2, 2, 2), ("4 x 2: --ppn", "--ppn")),
-        (1, None, None, (4,), ("devices", "devices")),
-        # filled in order: the others get none
-        (4, 8, None, (4, 4), ("-n", "devices")),
-        (4, 7, None, (4, 3), ("-n", "devices")),
-        (4, 2, None, (2,), ("-n", "devices")),
-        (4, 5, 2, (2, 2, 1), ("-n", "--ppn")),
-        # more than there are devices, as evenly as it goes
-        (1, 6, None, (6,), ("-n", "-n 6 / 1 hosts")),
-        (2, 9, None, (5, 4), ("-n", "-n 9 / 2 hosts")),
-        (2, 8, 8, (8,), ("-n", "--ppn")),
-    ],
-)
+@pytest.mark.parametrize(("hosts", "nproc", "ppn", "ranks", "sources"), [
+    (4, None, None, (4, 4, 4, 4), ("4 x 4: devices", "devices")),
+    (4, None, 2, (2, 2, 2, 2), ("4 x 2: --ppn", "--ppn")),
+    (1, None, None, (4,), ("devices", "devices")),
+    # filled in order: the others get none
+    (4, 8, None, (4, 4), ("-n", "devices")),
+    (4, 7, None, (4, 3), ("-n", "devices")),
+    (4, 2, None, (2,), ("-n", "devices")),
+    (4, 5, 2, (2, 2, 1), ("-n", "--ppn")),
+    # more than there are devices, as evenly as it goes
+    (1, 6, None, (6,), ("-n", "-n 6 / 1 hosts")),
+    (2, 9, None, (5, 4), ("-n", "-n 9 / 2 hosts")),
+    (2, 8, 8, (8,), ("-n", "--ppn")),
+])  # fmt: skip
 def test_ranks_of_each_host(hosts, nproc, ppn, ranks, sources):
     names = NIDS[:hosts]
     placement = place(names, nproc=nproc, ppn=ppn, default_ppn=4, why_default="devices")
@@ -111,23 +102,20 @@ HERE = job(1, machine="workstation", cpu_source="affinity")
 CUDA = Accelerators("cuda", 4, "4 x /dev/nvidia<N>")
 
 
-@pytest.mark.parametrize(
-    ("topology", "options", "here", "cores", "ranks"),
-    [
-        # this host has the cores that this process may use, others those of a node
-        (HERE, {}, True, (2, "affinity"), (2,)),
-        (job(2), {}, False, (8, "SLURM_CPUS_ON_NODE"), (4, 4)),
-        (job(2), {"exclude": "node0001"}, False, (8, "SLURM_CPUS_ON_NODE"), (4,)),
-        (job(2, cpu_source="affinity"), {"nproc": 1}, True, (2, "affinity"), (1,)),
-        # Crux's file says 128; the login node's own 8 are no fact of its nodes
-        (job(2, on_node=False, machine="crux"), {}, False,
-         (128, "cores_per_node of crux.toml"), (64, 64)),
-        # cores are not hardware threads, and part of a node is no whole one
-        (job(2, machine="crux", cpus_per_node=256), {}, False,
-         (128, "cores_per_node of crux.toml"), (64, 64)),
-        (job(2, machine="crux", cpus_per_node=16), {}, False, (16, "SLURM_CPUS_ON_NODE"), (8, 8)),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("topology", "options", "here", "cores", "ranks"), [
+    # this host has the cores that this process may use, others those of a node
+    (HERE, {}, True, (2, "affinity"), (2,)),
+    (job(2), {}, False, (8, "SLURM_CPUS_ON_NODE"), (4, 4)),
+    (job(2), {"exclude": "node0001"}, False, (8, "SLURM_CPUS_ON_NODE"), (4,)),
+    (job(2, cpu_source="affinity"), {"nproc": 1}, True, (2, "affinity"), (1,)),
+    # Crux's file says 128; the login node's own 8 are no fact of its nodes
+    (job(2, on_node=False, machine="crux"), {}, False,
+     (128, "cores_per_node of crux.toml"), (64, 64)),
+    # cores are not hardware threads, and part of a node is no whole one
+    (job(2, machine="crux", cpus_per_node=256), {}, False,
+     (128, "cores_per_node of crux.toml"), (64, 64)),
+    (job(2, machine="crux", cpus_per_node=16), {}, False, (16, "SLURM_CPUS_ON_NODE"), (8, 8)),
+])  # fmt: skip
 def test_whose_cores_count(topology, options, here, cores, ranks):
     told = arranged(topology, **options)
     assert (told.on_this_host, (told.cores, told.cores_source)) == (here, cores)
@@ -144,14 +132,9 @@ def test_without_devices_one_rank_per_two_cores_at_least_two():
 
 @pytest.mark.parametrize(
     ("first", "slots", "options", "ranks"),
-    [
-        (0, (1, 4, 6), {}, (1, 1, 1)),
-        (0, (1, 4, 6), {"exclude": "node0001"}, (4, 4)),
-        (0, (1, 4, 6), {"include": "node0003"}, (6,)),
-        (1, (0, 6), {}, (6, 6)),
-        (1, 3, {}, (3, 3)),
-    ],
-)
+    [(0, (1, 4, 6), {}, (1, 1, 1)), (0, (1, 4, 6), {"exclude": "node0001"}, (4, 4)),
+     (0, (1, 4, 6), {"include": "node0003"}, (6,)), (1, (0, 6), {}, (6, 6)), (1, 3, {}, (3, 3))],
+)  # fmt: skip
 def test_slots_of_a_hostfile_are_those_of_the_hosts_in_use(first, slots, options, ranks):
     hosts = job(3).allocation.hosts[first:]
     told = arranged(job(3), hosts, slots=slots, source="argument", **options)
@@ -162,16 +145,13 @@ def test_slots_of_a_hostfile_are_those_of_the_hosts_in_use(first, slots, options
 PBS_JOB = job(2, machine="generic-pbs", cpus_per_node=6, cpus_per_node_source="exec_host and NCPUS")
 
 
-@pytest.mark.parametrize(
-    ("slots", "ranks"),
-    [
-        ((3, 2), (3, 2)),  # 1:ncpus=3:mpiprocs=3+1:ncpus=2:mpiprocs=2
-        ((2, 2), (2, 2)),
-        ((3, 1), (3, 1)),
-        ((1, 1), (3, 3)),  # no mpiprocs: by ncpus
-        ((1, 3), (1, 1)),
-    ],
-)
+@pytest.mark.parametrize(("slots", "ranks"), [
+    ((3, 2), (3, 2)),  # 1:ncpus=3:mpiprocs=3+1:ncpus=2:mpiprocs=2
+    ((2, 2), (2, 2)),
+    ((3, 1), (3, 1)),
+    ((1, 1), (3, 3)),  # no mpiprocs: by ncpus
+    ((1, 3), (1, 1)),
+])  # fmt: skip
 def test_mpiprocs_of_a_pbs_job_decide(slots, ranks):
     told = arranged(PBS_JOB, slots=slots)
     assert told.placement.ranks == ranks
@@ -194,12 +174,9 @@ def test_a_job_of_one_cpu_has_one_rank():
     assert (told.placement.ranks, told.cores, told.cores_source) == ((1,), 1, "NCPUS")
 
 
-@pytest.mark.parametrize(("slots", "ppn"), [((2, 2), 2), ((1, 1), 4), ((8, 8), 4)])
-def test_mpiprocs_where_there_are_devices_are_at_most_one_a_device(slots, ppn):
-    assert arranged(replace(PBS_JOB, accelerators=CUDA), slots=slots).placement.ppn == ppn
-
-
 def test_one_rank_a_device():
+    for slots, ppn in (((2, 2), 2), ((1, 1), 4), ((8, 8), 4)):  # mpiprocs may be fewer
+        assert arranged(replace(PBS_JOB, accelerators=CUDA), slots=slots).placement.ppn == ppn
     told = arranged(replace(HERE, accelerators=CUDA)).placement
     assert (told.ranks, told.source) == ((4,), "one a device: 4 x /dev/nvidia<N>")
     uncounted = replace(HERE, accelerators=Accelerators("xpu", 0, "TORCH_DEVICE=xpu"))
@@ -207,26 +184,21 @@ def test_one_rank_a_device():
         arranged(uncounted)
     assert arranged(uncounted, nproc=12).placement.ranks == (12,)
     assert arranged(job(2, accelerators=CUDA), one_device=True).placement.ranks == (4, 4)
-
-
-def test_so_many_hosts_are_requested_and_so_many_are_used():
+    # but so many hosts are requested, and so many are used
     told = arranged(imagine("aurora", 4, {}), nproc=4, nodes=4).placement
     assert (told.ranks, told.source_per_host) == ((1, 1, 1, 1), "-n 4 / -N 4")
 
 
-@pytest.mark.parametrize(
-    ("topology", "options", "message"),
-    [
-        (job(3), {"nproc": 7, "ppn": 2}, "-n 7 with --ppn 2 on 3 hosts: room for 6 ranks"),
-        (job(3), {"nproc": 4, "nodes": 3}, "-n 4 on -N 3 hosts: 2 ranks each .* fill 2 of them"),
-        (job(3), {"nproc": 4, "nodes": 2, "ppn": 4}, r"-n 4 on -N 2 .*: 4 ranks each \(--ppn\) f"),
-        (job(3), {"nproc": 2, "nodes": 3}, "-n 2 on -N 3 hosts: 1 ranks .* expected -N 2, or -n f"),
-        (job(3), {"nproc": 4, "only_ranks": (0, 4)}, r"--only-ranks 4: .* 4 ranks \(-n\); .*to 3"),
-        (job(3), {"one_device": True}, "--one-device: no device to show"),
-        (job(2, accelerators=CUDA), {"one_device": True, "ppn": 8},
-         r"--one-device with 8 ranks a host \(--ppn\): there are 4"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("topology", "options", "message"), [
+    (job(3), {"nproc": 7, "ppn": 2}, "-n 7 with --ppn 2 on 3 hosts: room for 6 ranks"),
+    (job(3), {"nproc": 4, "nodes": 3}, "-n 4 on -N 3 hosts: 2 ranks each .* fill 2 of them"),
+    (job(3), {"nproc": 4, "nodes": 2, "ppn": 4}, r"-n 4 on -N 2 .*: 4 ranks each \(--ppn\) f"),
+    (job(3), {"nproc": 2, "nodes": 3}, "-n 2 on -N 3 hosts: 1 ranks .* expected -N 2, or -n f"),
+    (job(3), {"nproc": 4, "only_ranks": (0, 4)}, r"--only-ranks 4: .* 4 ranks \(-n\); .*to 3"),
+    (job(3), {"one_device": True}, "--one-device: no device to show"),
+    (job(2, accelerators=CUDA), {"one_device": True, "ppn": 8},
+     r"--one-device with 8 ranks a host \(--ppn\): there are 4"),
+])  # fmt: skip
 def test_numbers_that_contradict_each_other(topology, options, message):
     with pytest.raises(UsageError, match=message):
         arranged(topology, **options)

@@ -66,16 +66,13 @@ def test_each_line_of_both_streams_has_the_prefix():
     assert done.stderr == HEAD + b"b\n"
 
 
-@pytest.mark.parametrize(
-    ("written", "shown"),
-    [
-        (b"a\r\nb\r\n", [b"a\r\n", b"b\r\n"]),
-        (b"\xff\xfe\0\x80\n", [b"\xff\xfe\0\x80\n"]),
-        (b"no end", [b"no end\n"]),
-        (b"", []),
-        (b"a\x0bb\x0cc\x1cd\x85e\xe2\x80\xa8f\n", [b"a\x0bb\x0cc\x1cd\x85e\xe2\x80\xa8f\n"]),
-    ],
-)
+@pytest.mark.parametrize(("written", "shown"), [
+    (b"a\r\nb\r\n", [b"a\r\n", b"b\r\n"]),
+    (b"\xff\xfe\0\x80\n", [b"\xff\xfe\0\x80\n"]),
+    (b"no end", [b"no end\n"]),
+    (b"", []),
+    (b"a\x0bb\x0cc\x1cd\x85e\xe2\x80\xa8f\n", [b"a\x0bb\x0cc\x1cd\x85e\xe2\x80\xa8f\n"]),
+])  # fmt: skip
 def test_what_a_line_is(written, shown):
     code = f"import os; os.write(1, {written!r})"
     assert pump(*python(code)).stdout == b"".join(HEAD + line for line in shown)
@@ -113,9 +110,7 @@ def test_a_prompt_is_shown_and_can_be_answered(running):
     pump.stdin.write(b"Ann\n")
     pump.stdin.close()
     assert text_until(pump.stdout, b"Ann\n") == b"Ann\n"
-
-
-def test_a_line_that_never_rests_is_shown_too(running):
+    # and a line that never rests
     code = "import os, time\nwhile True: os.write(1, b'.'); time.sleep(0.05)"
     assert text_until(running(*python(code)).stdout, b".").startswith(HEAD)
 
@@ -214,15 +209,12 @@ def test_a_terminal_that_is_gone_does_not_stop_the_command(running, tmp_path, op
 # how it ends
 
 
-@pytest.mark.parametrize(
-    ("script", "status"),
-    [
-        *((f"exit {status}", status) for status in (0, 1, 75, 255)),
-        # a signal is 128 more
-        *((f"kill -{number} $$; echo alive", 128 + number) for number in (9, 15, 11, 13)),
-        ("exec >&- 2>&-; sleep 0.3; exit 6", 6),
-    ],
-)
+@pytest.mark.parametrize(("script", "status"), [
+    *((f"exit {status}", status) for status in (0, 1, 75, 255)),
+    # a signal is 128 more
+    *((f"kill -{number} $$; echo alive", 128 + number) for number in (9, 15, 11, 13)),
+    ("exec >&- 2>&-; sleep 0.3; exit 6", 6),
+])  # fmt: skip
 def test_the_commands_own_exit_status(script, status):
     assert pump("sh", "-c", script).returncode == status
 
@@ -295,7 +287,8 @@ def test_a_killed_pump_takes_the_command_with_it(running, until):
 # the command
 
 
-def test_words_are_untouched():
+def test_words_and_standard_input_are_untouched():
+    assert pump("cat", options=[], input=b"\0words\n").stdout == b"\0words\n"
     words = [b"a b", b"", b"$(exit 3)", b"it's", b'"', b"new\nline", b"--", b"*", b"\xff\xfe"]
     assert pump("printf", r"%s\0", *words, options=[]).stdout.split(b"\0")[:-1] == words
 
@@ -308,19 +301,12 @@ def test_the_environment_is_untouched(more):
     assert dict(pair.split("=", 1) for pair in out.split("\0")[:-1]) == env
 
 
-def test_standard_input_is_the_commands():
-    assert pump("cat", options=[], input=b"\0words\n").stdout == b"\0words\n"
-
-
-@pytest.mark.parametrize(
-    ("name", "status", "message"),
-    [
-        ("no-such-program", 127, "'no-such-program': not found on PATH"),
-        ("./no-such-program", 127, "'./no-such-program': no such file"),
-        ("./", 126, "'./': Permission denied"),
-        ("./plain", 126, "'./plain': Permission denied"),
-    ],
-)
+@pytest.mark.parametrize(("name", "status", "message"), [
+    ("no-such-program", 127, "'no-such-program': not found on PATH"),
+    ("./no-such-program", 127, "'./no-such-program': no such file"),
+    ("./", 126, "'./': Permission denied"),
+    ("./plain", 126, "'./plain': Permission denied"),
+])  # fmt: skip
 def test_a_command_that_cannot_be_run(tmp_path, name, status, message):
     (tmp_path / "plain").write_text("text")
     done = pump(name, cwd=tmp_path, options=[])
@@ -383,16 +369,10 @@ def test_each_rank_knows_its_place_and_has_none_of_our_files():
 
 @pytest.mark.parametrize(
     ("script", "status"),
-    [
-        ("exit 0", 0),
-        ("exit $EZPZ_SPAWN_RANK", 2),
-        ("exit 255", 255),
-        ("kill -9 $$", 137),
-        ("kill -TERM $$", 143),
-        ("[ $EZPZ_SPAWN_RANK = 1 ] && kill -9 $$; exit 3", 137),
-        ("exec no-such-program 2>&-", 127),
-    ],
-)
+    [("exit 0", 0), ("exit $EZPZ_SPAWN_RANK", 2), ("exit 255", 255), ("kill -9 $$", 137),
+     ("kill -TERM $$", 143), ("[ $EZPZ_SPAWN_RANK = 1 ] && kill -9 $$; exit 3", 137),
+     ("exec no-such-program 2>&-", 127)],
+)  # fmt: skip
 def test_the_largest_exit_status(script, status):
     assert spawned(3, "sh", "-c", script).returncode == status
 
@@ -409,11 +389,6 @@ def test_lines_of_several_ranks_are_whole():
     for stream in (done.stdout, done.stderr):
         lines = sorted(stream.split(b"\n"))
         assert lines == [b""] + [b"%d" % rank * 800 for rank in range(3) for _ in range(300)]
-
-
-def test_ten_megabytes_without_a_line():
-    code = "import os\nfor _ in range(10): os.write(1, bytes(1 << 20))"
-    assert spawned(2, sys.executable, "-I", "-S", "-c", code).stdout == bytes(20 << 20)
 
 
 def test_sigterm_reaches_every_rank_and_what_it_started(process, until):

@@ -122,12 +122,6 @@ def test_what_leaked_is_overridden(variables):
     assert variables(leaked, family="torchrun")["TORCHELASTIC_RUN_ID"] == "x"
 
 
-def test_our_own_variables_stay_ours(variables):
-    seen = variables(control={"attempt": 0})
-    assert not any(name.startswith("ezpz_") for name in seen)
-    assert "EZPZ_CONTROL" not in seen
-
-
 @pytest.mark.parametrize("form", ["--", "--escaped"])
 @pytest.mark.parametrize("control", [None, {"prefix": False}], ids=["alone", "told"])
 def test_words_are_untouched(shim, form, control):
@@ -154,6 +148,9 @@ def test_the_program_of_that_name_and_not_the_shells_own(shim):
     assert shim("test", "-e", "/").returncode == 0
     done = shim("no-such-program")
     assert (done.returncode, b"no-such-program" in done.stderr) == (127, True)
+    # which fails, and is held for no longer than this
+    done = shim("sh", "-c", "exit 3", control={"hold": 1, "attempt": 0})
+    assert (done.returncode, reports(done.stderr)[1]) == (3, b"")
 
 
 def test_reports(shim):
@@ -203,11 +200,6 @@ def test_a_rank_that_leaves_because_of_another(shim, tmp_path, word, cause):
     assert not list(tmp_path.iterdir())
 
 
-def test_the_hold_ends_by_itself(shim):
-    done = shim("sh", "-c", "exit 3", control={"hold": 1, "attempt": 0})
-    assert (done.returncode, reports(done.stderr)[1]) == (3, b"")
-
-
 @pytest.mark.parametrize("is_killed", [False, True])
 def test_nothing_is_left_of_a_hold_and_it_makes_no_noise(held, until, is_killed):
     shim, _ = held("exit 3", hold=2 if is_killed else 10)
@@ -239,6 +231,8 @@ def test_attempt_job_and_progress(variables):
     assert (seen["EZPZ_ATTEMPT"], seen["TORCHELASTIC_RESTART_COUNT"]) == ("2", "2")
     assert (seen["EZPZ_JOB_ID"], seen["EZPZ_PROGRESS_FILE"]) == ("12[3].pbs", "/a b/*")
     assert seen["EZPZ_LAUNCH_ID"] == ID
+    # our own stay ours
+    assert not any(name.startswith(("ezpz_", "EZPZ_CONTROL")) for name in seen)
     leaked = {"EZPZ_JOB_ID": "1", "EZPZ_PROGRESS_FILE": "/x"}
     assert not set(leaked) & set(variables(leaked, control={"attempt": 0}))
 
@@ -250,36 +244,33 @@ CUDA, HIP, ROCR = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_D
 ZE = "ZE_AFFINITY_MASK"
 
 
-@pytest.mark.parametrize(
-    ("control", "local", "env", "seen"),
-    [
-        # no list: devices by number
-        (GPUS, 1, {}, ("1", {})),
-        (ONE, 1, {}, ("0", {CUDA: "1"})),
-        (ONE, 5, {}, ("0", {CUDA: "1"})),
-        (GPUS, 5, {}, ("1", {})),
-        # a list that the user made, to hide them
-        (ONE, 1, {CUDA: ""}, ("1", {CUDA: ""})),
-        # a list that the scheduler made
-        (GPUS, 1, {CUDA: "2,3"}, ("1", {CUDA: "2,3"})),
-        (GPUS, 3, {CUDA: "2,3"}, ("1", {CUDA: "2,3"})),
-        (GPUS, 3, {CUDA: "7"}, ("0", {CUDA: "7"})),
-        (ONE, 3, {CUDA: "2,3"}, ("0", {CUDA: "3"})),
-        (ONE, 1, {CUDA: "GPU-1a,MIG-2b/3/4"}, ("0", {CUDA: "MIG-2b/3/4"})),
-        (ONE, 1, {CUDA: "0, 1"}, ("0", {CUDA: " 1"})),
-        # AMD
-        (ONE, 1, {HIP: "2,3"}, ("0", {HIP: "3"})),
-        (GPUS, 3, {HIP: "2,3"}, ("1", {HIP: "2,3"})),
-        (GPUS, 3, {ROCR: "2,3"}, ("1", {ROCR: "2,3"})),
-        (ONE, 3, {ROCR: "2,3"}, ("0", {ROCR: "2,3", CUDA: "1"})),
-        # Intel
-        (XPUS, 5, {}, ("0", {ZE: "1"})),
-        (XPUS, 1, {ZE: "0.0,0.1", CUDA: "9"}, ("0", {ZE: "0.1", CUDA: "9"})),
-        # none
-        ({"attempt": 0}, 3, {CUDA: "2"}, ("3", {CUDA: "2"})),
-        ({**ONE, "devices": 0}, 3, {}, ("0", {CUDA: "0"})),
-    ],
-)
+@pytest.mark.parametrize(("control", "local", "env", "seen"), [
+    # no list: devices by number
+    (GPUS, 1, {}, ("1", {})),
+    (ONE, 1, {}, ("0", {CUDA: "1"})),
+    (ONE, 5, {}, ("0", {CUDA: "1"})),
+    (GPUS, 5, {}, ("1", {})),
+    # a list that the user made, to hide them
+    (ONE, 1, {CUDA: ""}, ("1", {CUDA: ""})),
+    # a list that the scheduler made
+    (GPUS, 1, {CUDA: "2,3"}, ("1", {CUDA: "2,3"})),
+    (GPUS, 3, {CUDA: "2,3"}, ("1", {CUDA: "2,3"})),
+    (GPUS, 3, {CUDA: "7"}, ("0", {CUDA: "7"})),
+    (ONE, 3, {CUDA: "2,3"}, ("0", {CUDA: "3"})),
+    (ONE, 1, {CUDA: "GPU-1a,MIG-2b/3/4"}, ("0", {CUDA: "MIG-2b/3/4"})),
+    (ONE, 1, {CUDA: "0, 1"}, ("0", {CUDA: " 1"})),
+    # AMD
+    (ONE, 1, {HIP: "2,3"}, ("0", {HIP: "3"})),
+    (GPUS, 3, {HIP: "2,3"}, ("1", {HIP: "2,3"})),
+    (GPUS, 3, {ROCR: "2,3"}, ("1", {ROCR: "2,3"})),
+    (ONE, 3, {ROCR: "2,3"}, ("0", {ROCR: "2,3", CUDA: "1"})),
+    # Intel
+    (XPUS, 5, {}, ("0", {ZE: "1"})),
+    (XPUS, 1, {ZE: "0.0,0.1", CUDA: "9"}, ("0", {ZE: "0.1", CUDA: "9"})),
+    # none
+    ({"attempt": 0}, 3, {CUDA: "2"}, ("3", {CUDA: "2"})),
+    ({**ONE, "devices": 0}, 3, {}, ("0", {CUDA: "0"})),
+])  # fmt: skip
 def test_devices(variables, control, local, env, seen):
     place = {"PMI_RANK": str(local), "MPI_LOCALRANKID": str(local), "PMI_SIZE": "8"}
     found = variables({**env, **place}, control=control, nproc=8, ppn=8)
@@ -309,9 +300,7 @@ def test_files(shim, tmp_path):
         assert (done.returncode, done.stdout, reports(done.stderr)[1]) == (0, b"", b"")
     assert (folder / "rank-1.out").read_bytes() == b"out\n" * 2
     assert (folder / "rank-1.err").read_bytes() == b"err\n" * 2
-
-
-def test_a_folder_that_this_node_does_not_have(shim, tmp_path):
+    # one that this node does not have
     done = shim(*SAYS, control={"hold": 0, "files": str(tmp_path / "absent" / "logs")})
     made = (tmp_path / "absent" / "logs" / "rank-1.out").exists()
     assert made or b"absent" in done.stderr
@@ -365,17 +354,10 @@ def test_pals_with_pmix_tells_no_size_and_the_plan_does(shim):
 
 @pytest.mark.parametrize(
     ("env", "nproc"),
-    [
-        ({"PMI_SIZE": "8"}, 4),
-        ({"MPI_LOCALRANKID": "0"}, 4),
-        ({}, 8),
-        ({"PMI_RANK": "5"}, 4),
-        ({"MPI_LOCALRANKID": "x"}, 4),
-        ({"PMI_RANK": "abc"}, 4),
-        ({"PMI_RANK": "-1"}, 4),
-        ({"MPI_LOCALRANKID": ""}, 4),
-    ],
-)
+    [({"PMI_SIZE": "8"}, 4), ({"MPI_LOCALRANKID": "0"}, 4), ({}, 8), ({"PMI_RANK": "5"}, 4),
+     ({"MPI_LOCALRANKID": "x"}, 4), ({"PMI_RANK": "abc"}, 4), ({"PMI_RANK": "-1"}, 4),
+     ({"MPI_LOCALRANKID": ""}, 4)],
+)  # fmt: skip
 def test_a_launcher_that_places_ranks_elsewhere_than_planned(shim, env, nproc):
     done = shim("true", env=env, nproc=nproc)
     why = b"pmi set no MPI_LOCALRANKID" if "" in env.values() else b"contradicts the plan"

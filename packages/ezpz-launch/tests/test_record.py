@@ -32,7 +32,7 @@ PLAN = plan(
     Launcher("/usr/bin/srun", "srun", "srun on PATH"), hosts=JOB.hosts, hosts_source="made up",
     hostfile="/tmp/hosts", port=29500, user_env={},
 )  # fmt: skip
-RECORD = record_of(PLAN, ["srun", "sh"], JOB)
+RECORD = record_of("id", PLAN, ["srun", "sh"], JOB)
 
 
 @pytest.fixture
@@ -132,14 +132,11 @@ def test_ids_sort_by_time_and_are_unique():
 # Where nothing can be written.
 
 
-@pytest.mark.parametrize(
-    ("env", "why"),
-    [
-        ({"EZPZ_STATE_DIR": "{tmp}/file"}, "{tmp}/file/launches cannot be written ("),
-        ({"EZPZ_STATE_DIR": "/proc/none"}, "/proc/none/launches cannot be written ("),
-        ({"EZPZ_STATE_DIR": "", "XDG_STATE_HOME": "", "HOME": "alice"}, "HOME='alice'; expected"),
-    ],
-)
+@pytest.mark.parametrize(("env", "why"), [
+    ({"EZPZ_STATE_DIR": "{tmp}/file"}, "{tmp}/file/launches cannot be written ("),
+    ({"EZPZ_STATE_DIR": "/proc/none"}, "/proc/none/launches cannot be written ("),
+    ({"EZPZ_STATE_DIR": "", "XDG_STATE_HOME": "", "HOME": "alice"}, "HOME='alice'; expected"),
+])  # fmt: skip
 def test_nowhere_to_write_is_one_warning(spawned, tmp_path, env, why):
     (tmp_path / "file").touch()
     env = {name: value.format(tmp=tmp_path) for name, value in env.items()}
@@ -223,20 +220,17 @@ def test_many_launches_at_once_make_one_folder(background, history, tmp_path):
 # What a script reports of its progress.
 
 
-@pytest.mark.parametrize(
-    ("text", "step"),
-    [
-        (b"0", 0),
-        (b"1200", 1200),
-        (b" 7 \r\n", 7),
-        (b"000012", 12),
-        (b"9" * 18, 10**18 - 1),
-        *((text, None) for text in (b"", b"\n", b"-1", b"+1", b"1.5", b"1e3", b"1_000")),
-        *((text, None) for text in (b"12 13", b"12\n13\n", b"step 12", b"9" * 19)),
-        *((text, None) for text in (b"1" + b" " * 100 + b"2", b"\xff\xfe1\x00", b"\x00" * 4096)),
-        ("١٢".encode(), None),
-    ],
-)
+@pytest.mark.parametrize(("text", "step"), [
+    (b"0", 0),
+    (b"1200", 1200),
+    (b" 7 \r\n", 7),
+    (b"000012", 12),
+    (b"9" * 18, 10**18 - 1),
+    *((text, None) for text in (b"", b"\n", b"-1", b"+1", b"1.5", b"1e3", b"1_000")),
+    *((text, None) for text in (b"12 13", b"12\n13\n", b"step 12", b"9" * 19)),
+    *((text, None) for text in (b"1" + b" " * 100 + b"2", b"\xff\xfe1\x00", b"\x00" * 4096)),
+    ("١٢".encode(), None),
+])  # fmt: skip
 def test_what_counts_as_a_step(tmp_path, text, step):
     path = tmp_path / "progress"
     path.write_bytes(text)

@@ -33,20 +33,17 @@ from ezpz_topo import Allocation, detect, get_allocation
 # What is tried again.
 
 
-@pytest.mark.parametrize(
-    ("exit_status", "more", "pause", "why"),
-    [
-        (2, {}, None, "usage error"),
-        (75, {}, None, "means checkpointed, to be requeued"),
-        (126, {}, None, "cannot be executed"),
-        (127, {}, None, "not found"),
-        (143, {"told": True}, None, "told to end"),
-        (1, {"told": True}, None, "told to end"),
-        (1, {"import_error": True}, None, "failed import"),
-        *((status, {}, 1.0, f"exit status {status}: retry 1 of 5 in 1 s")
-          for status in (1, 3, 124, 134, 137, 139, 143, 255)),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("exit_status", "more", "pause", "why"), [
+    (2, {}, None, "usage error"),
+    (75, {}, None, "means checkpointed, to be requeued"),
+    (126, {}, None, "cannot be executed"),
+    (127, {}, None, "not found"),
+    (143, {"told": True}, None, "told to end"),
+    (1, {"told": True}, None, "told to end"),
+    (1, {"import_error": True}, None, "failed import"),
+    *((status, {}, 1.0, f"exit status {status}: retry 1 of 5 in 1 s")
+      for status in (1, 3, 124, 134, 137, 139, 143, 255)),
+])  # fmt: skip
 def test_what_another_attempt_may_mend(exit_status, more, pause, why):
     waited, said = Retries(5).decide(exit_status, **more)
     assert (waited, why in said) == (pause, True), said
@@ -61,20 +58,17 @@ def test_the_pause_doubles_up_to_a_minute_and_no_more_than_allowed():
     assert decisions[-1] == (None, "all retries are used (2000)")
 
 
-@pytest.mark.parametrize(
-    ("steps", "retried"),
-    [
-        ([None, None], [True, False]),
-        ([0, 0, 0], [True, True, False]),
-        ([10, 20, 30, 30, 30], [True, True, True, True, False]),
-        ([10, 10, 20, 20, 30], [True] * 5),
-        # a restart from an earlier checkpoint is no progress until it is past the highest
-        ([10, 5, 7], [True, True, False]),
-        ([10, 5, 11, 5, 12], [True] * 5),
-        ([10, None, None], [True, True, False]),
-        ([None, 10, None, None], [True, True, True, False]),
-    ],
-)
+@pytest.mark.parametrize(("steps", "retried"), [
+    ([None, None], [True, False]),
+    ([0, 0, 0], [True, True, False]),
+    ([10, 20, 30, 30, 30], [True, True, True, True, False]),
+    ([10, 10, 20, 20, 30], [True] * 5),
+    # a restart from an earlier checkpoint is no progress until it is past the highest
+    ([10, 5, 7], [True, True, False]),
+    ([10, 5, 11, 5, 12], [True] * 5),
+    ([10, None, None], [True, True, False]),
+    ([None, 10, None, None], [True, True, True, False]),
+])  # fmt: skip
 def test_two_attempts_in_a_row_without_progress_are_the_last(steps, retried):
     retries = Retries(100)
     highest = max((step for step in steps if step is not None), default=None)
@@ -85,20 +79,17 @@ def test_two_attempts_in_a_row_without_progress_are_the_last(steps, retried):
         assert (f"2 attempts in a row without progress ({best})" in why) is not expected
 
 
-@pytest.mark.parametrize(
-    ("code", "expected"),
-    [
-        ("import no_such_module_at_all", True),
-        ("from os import no_such_name", True),
-        ("raise ImportError('two\\n\\nlines: of it')", True),
-        ("class MyImportError(Exception): pass\nraise MyImportError('x')", False),
-        ("try:\n import no_such_module\nexcept ImportError:\n raise RuntimeError('x')", False),
-        ("try:\n 1 / 0\nexcept ZeroDivisionError:\n import no_such_module", True),
-        ("raise ValueError('ImportError: not really')", False),
-        ("print('ModuleNotFoundError: said, not raised')", False),
-        ("pass", False),
-    ],
-)
+@pytest.mark.parametrize(("code", "expected"), [
+    ("import no_such_module_at_all", True),
+    ("from os import no_such_name", True),
+    ("raise ImportError('two\\n\\nlines: of it')", True),
+    ("class MyImportError(Exception): pass\nraise MyImportError('x')", False),
+    ("try:\n import no_such_module\nexcept ImportError:\n raise RuntimeError('x')", False),
+    ("try:\n 1 / 0\nexcept ZeroDivisionError:\n import no_such_module", True),
+    ("raise ValueError('ImportError: not really')", False),
+    ("print('ModuleNotFoundError: said, not raised')", False),
+    ("pass", False),
+])  # fmt: skip
 def test_python_that_cannot_import(code, expected):
     words = [sys.executable, "-c", code]
     stderr = subprocess.run(words, capture_output=True, check=False, timeout=60).stderr
@@ -269,14 +260,10 @@ def attempts(clean_env):
 
 @pytest.mark.parametrize(
     ("more", "times"),
-    [
-        ({"free_at": 3}, 3),
-        ({}, 5),
-        ({"told": signal.SIGTERM}, 1),
-        ({"sources": {"MASTER_PORT": "--env"}}, 1),
-    ],
+    [({"free_at": 3}, 3), ({}, 5), ({"told": signal.SIGTERM}, 1),
+     ({"sources": {"MASTER_PORT": "--env"}}, 1)],
     ids=str,
-)
+)  # fmt: skip
 def test_a_taken_port_is_replaced_but_not_for_ever(attempts, more, times):
     ports = []
     if "sources" in more:
@@ -291,23 +278,15 @@ def test_a_taken_port_is_replaced_but_not_for_ever(attempts, more, times):
     assert len(ports) == len(set(ports)) == times
 
 
-@pytest.fixture
-def reads_a_hostfile(monkeypatch):
+def test_a_hostfile_that_somebody_removes_and_nowhere_to_write_it(attempts, tmp_path, monkeypatch):
     monkeypatch.setattr("ezpz_launch._retry.needs_hostfile", lambda _: True)
     monkeypatch.setattr("ezpz_launch._retry.hostfile_of", lambda _: ["alpha", "beta"])
-
-
-def test_a_hostfile_that_somebody_removes(attempts, tmp_path, reads_a_hostfile):
     with _hostfile(attempts._planned, str(tmp_path)) as ready:
         path = tmp_path / os.path.basename(ready.hostfile)
         assert path.read_text() == "alpha\nbeta\n"
         path.unlink()  # what cleans /tmp finds it old
-
-
-def test_nowhere_to_write_the_hostfile(attempts, tmp_path, reads_a_hostfile):
-    absent = str(tmp_path / "absent")
     expected = pytest.raises(LaunchError, match="set TMPDIR to one")
-    with expected, _hostfile(attempts._planned, absent):
+    with expected, _hostfile(attempts._planned, str(tmp_path / "absent")):
         pytest.fail("not reached")
 
 
@@ -353,15 +332,11 @@ def test_a_log_folder_that_is_none_or_not_ours(spawned, tmp_path, why):
 FILL = "head -c 4000000 /dev/zero >x 2>/dev/null"
 
 
-@pytest.mark.parametrize(
-    ("begins", "status", "why"),
-    [
-        (FILL, 2, "--log-dir logs: No space left on device; expected a folder"),
-        ("true", 3, "--log-dir logs: No space left on device; the ranks' last words may"),
-        ("ln -s /absent/x logs/rank-0.out", 2, "rank-0.out"),
-    ],
-    ids=["full", "with room", "without a file"],
-)
+@pytest.mark.parametrize(("begins", "status", "why"), [
+    (FILL, 2, "--log-dir logs: No space left on device; expected a folder"),
+    ("true", 3, "--log-dir logs: No space left on device; the ranks' last words may"),
+    ("ln -s /absent/x logs/rank-0.out", 2, "rank-0.out"),
+], ids=["full", "with room", "without a file"])  # fmt: skip
 def test_a_log_folder_on_a_full_disk_is_told(clean_env, tmp_path, begins, status, why):
     words = ["unshare", "--mount", "--map-root-user", "sh", "-c"]
     small = 'mount -t tmpfs -o size=2m none "$0"'
@@ -415,18 +390,15 @@ def scheduler(program, tmp_path):
 EXTENDED = SCONTROL.format(end="2026-11-21T02:15:43")
 
 
-@pytest.mark.parametrize(
-    ("env", "served", "end"),
-    [
-        ({**SLURM, "SLURM_JOB_END_TIME": str(int(END))}, ("scontrol", ""), END),
-        # the limit was extended after the job had started; and it has none
-        ({**SLURM, "SLURM_JOB_END_TIME": str(int(END) - 3600)}, ("scontrol", EXTENDED), END),
-        ({**SLURM, "SLURM_JOB_END_TIME": str(2**32 - 1)}, ("scontrol", EXTENDED), END),
-        (SLURM, ("scontrol", EXTENDED), END),
-        (PBS, ("qstat", qstat(walltime="00:05:00")), END),
-        (PBS, ("qstat", qstat(walltime=60)), END - 240),
-    ],
-)
+@pytest.mark.parametrize(("env", "served", "end"), [
+    ({**SLURM, "SLURM_JOB_END_TIME": str(int(END))}, ("scontrol", ""), END),
+    # the limit was extended after the job had started; and it has none
+    ({**SLURM, "SLURM_JOB_END_TIME": str(int(END) - 3600)}, ("scontrol", EXTENDED), END),
+    ({**SLURM, "SLURM_JOB_END_TIME": str(2**32 - 1)}, ("scontrol", EXTENDED), END),
+    (SLURM, ("scontrol", EXTENDED), END),
+    (PBS, ("qstat", qstat(walltime="00:05:00")), END),
+    (PBS, ("qstat", qstat(walltime=60)), END - 240),
+])  # fmt: skip
 def test_the_end(tmp_path, scheduler, env, served, end):
     env = {**env, **scheduler(*served)}
     assert job_end(get_allocation(env), env, NOW) == end
@@ -434,17 +406,14 @@ def test_the_end(tmp_path, scheduler, env, served, end):
     assert (tmp_path / "asked").exists() == bool(served[1])
 
 
-@pytest.mark.parametrize(
-    ("env", "served", "said", "later"),
-    [
-        (SLURM, ("scontrol", SCONTROL.format(end="Unknown")), "job 12 has no time limit", False),
-        (SLURM, ("scontrol", "slurm_load_jobs error: Invalid"), "the end of job 12", True),
-        (PBS, ("qstat", qstat()), "job 1.pbs-0001 has no time limit", False),
-        (PBS, ("qstat", "qstat: Unknown Job Id"), "end is not known: .* qstat -f -F json", True),
-        ({}, ("squeue", ""), "no job here", False),
-        ({}, ("qselect", "?"), "end is not known: PBS job id", False),
-    ],
-)
+@pytest.mark.parametrize(("env", "served", "said", "later"), [
+    (SLURM, ("scontrol", SCONTROL.format(end="Unknown")), "job 12 has no time limit", False),
+    (SLURM, ("scontrol", "slurm_load_jobs error: Invalid"), "the end of job 12", True),
+    (PBS, ("qstat", qstat()), "job 1.pbs-0001 has no time limit", False),
+    (PBS, ("qstat", "qstat: Unknown Job Id"), "end is not known: .* qstat -f -F json", True),
+    ({}, ("squeue", ""), "no job here", False),
+    ({}, ("qselect", "?"), "end is not known: PBS job id", False),
+])  # fmt: skip
 def test_an_end_that_is_not_told(scheduler, env, served, said, later):
     job = Allocation("pbs" if env is PBS else "slurm" if env else "none", None, ())
     with pytest.raises(LaunchError, match=said) as caught:
@@ -459,30 +428,22 @@ def test_an_end_that_is_not_told(scheduler, env, served, said, later):
 
 @pytest.mark.parametrize(
     ("start", "end", "limit"),
-    [
-        ("1795227043", "1795227343", 300.0),
-        ("1795227043", "4294967295", None),
-        ("1795227043", "", None),
-        ("", "1795227343", None),
-        ("1795227343", "1795227043", None),
-        ("soon", "1795227343", None),
-    ],
-)
+    [("1795227043", "1795227343", 300.0), ("1795227043", "4294967295", None),
+     ("1795227043", "", None), ("", "1795227343", None), ("1795227343", "1795227043", None),
+     ("soon", "1795227343", None)],
+)  # fmt: skip
 def test_the_limit_by_slurms_variables(start, end, limit):
     assert time_limit({"SLURM_JOB_START_TIME": start, "SLURM_JOB_END_TIME": end}) == limit
     assert time_limit({}) is None
 
 
-@pytest.mark.parametrize(
-    ("left", "before", "limit", "wait", "note"),
-    [
-        (300, 60, None, 240.0, ""),
-        (300, 299.5, 300, 0.5, ""),
-        (300, 300, 3600, 0.0, "300 s of the job are left"),
-        (300, 500, None, 0.0, "300 s of the job are left"),
-        (-5, 60, None, 0.0, "its end was 5 s ago"),
-    ],
-)
+@pytest.mark.parametrize(("left", "before", "limit", "wait", "note"), [
+    (300, 60, None, 240.0, ""),
+    (300, 299.5, 300, 0.5, ""),
+    (300, 300, 3600, 0.0, "300 s of the job are left"),
+    (300, 500, None, 0.0, "300 s of the job are left"),
+    (-5, 60, None, 0.0, "its end was 5 s ago"),
+])  # fmt: skip
 def test_when(left, before, limit, wait, note):
     waited, said = when_to_signal(END, before, END - left, limit=limit)
     assert (waited, note in said, bool(said)) == (wait, True, bool(note))

@@ -31,8 +31,7 @@ def test_not_installed_is_well(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("variables", "netrc", "status", "message"),
     [
-        ({}, "", "warning", NONE),
-        ({"WANDB_MODE": "offline"}, "", "ok", "offline"),
+        ({}, "", "warning", NONE), ({"WANDB_MODE": "offline"}, "", "ok", "offline"),
         ({"WANDB_MODE": "dryrun"}, "", "ok", "offline"),
         ({"WANDB_MODE": "disabled"}, "", "ok", "disabled"),
         ({"WANDB_DISABLED": "true"}, "", "ok", "disabled"),

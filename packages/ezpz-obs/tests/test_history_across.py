@@ -10,6 +10,15 @@ import ezpz_obs
 from ezpz_obs import History, HistoryError
 
 STATISTICS = ("mean", "std", "min", "max", "min_rank", "max_rank")
+BEGIN = """
+import math, os, time, ezpz_obs
+from ezpz_obs import History, HistoryError, _across as across
+across.GATHERED, across.is_ring = {few}, lambda *_: False  # as of NCCL, in place of gloo
+def last(metrics):
+    history = History(cross_rank=True)
+    history.update(metrics)
+    return history.last
+"""
 
 
 @pytest.fixture(params=["gathered", "reduced"])
@@ -18,9 +27,7 @@ def ranks(request, ranks):
     few = {"gathered": 1024, "reduced": 1}[request.param]
 
     def start(code, size, **options):
-        begin = f"from ezpz_obs import _across as across\nacross.GATHERED = {few}\n"
-        begin += "across.is_ring = lambda *_: False\n"  # as of NCCL, in place of gloo
-        return start_ranks(begin + textwrap.dedent(code), size, **options)
+        return start_ranks(BEGIN.format(few=few) + textwrap.dedent(code), size, **options)
 
     start_ranks = ranks
     start.how = request.param
@@ -31,8 +38,7 @@ def test_every_statistic(ranks, tmp_path):
     out = tmp_path / "run"
     done = ranks(
         f"""
-        import ezpz_obs
-        with ezpz_obs.History({str(out)!r}, cross_rank=True) as history:
+        with History({str(out)!r}, cross_rank=True) as history:
             history.update({{"y": 1e15 + RANK % 2}})
             say(history.last["y/std"])
             say(history.update({{"loss": 1e5 + 20 * RANK, "n": RANK == 2}}))
@@ -56,32 +62,45 @@ def test_every_statistic(ranks, tmp_path):
     assert not list(out.glob("metrics-rank*")), "rank 0 writes"
 
 
-def test_what_is_not_finite(ranks):
-    (one, _) = ranks(
+def test_what_two_ranks_record(ranks):
+    done = ranks(
         """
-        import ezpz_obs, math
-        history = ezpz_obs.History(cross_rank=True)
-        history.update({"x": [1.0, math.nan][RANK], "y": [math.inf, 2.0][RANK], "z": 10 ** 400})
-        say({name: str(value) for name, value in history.last.items()})
+        found = last({"x": [1.0, math.nan][RANK], "y": [math.inf, 2.0][RANK], "z": 10 ** 400})
+        say({name: str(value) for name, value in found.items()})
+        found = last([{"a": 1.0, "b": 100.0}, {"b": 100.0, "a": 1.0}][RANK])
+        say([found["a/mean"], found["b/mean"]])
+        say(last([{"loss": 1.0}, {"loss/mean": 9.0}][RANK])["loss/mean"])
+        found = last([{"a\\0b": 1.0, "\\udcff": 2.0}, {"a": 5.0, "b": 7.0, "\\udcff": 4.0}][RANK])
+        say({name: value for name, value in found.items() if "mean" in name})
+        history = History(cross_rank=True)
+        for count in (3, 40, [50, 200][RANK], 3, 500):
+            history.update({f"m{i:03}": float(i + RANK) for i in range(count)})
+            say([history.last["m002/mean"], history.last.get(f"m{count - 1:03}/mean")])
         """,
         2,
     )
-    (said,) = one.said
-    assert (said["x/mean"], said["x/max_rank"]) == ("nan", "1"), "who has it is named"
-    assert (said["y/mean"], said["y/max_rank"], said["y/min"]) == ("inf", "0", "2.0")
-    assert said["z"] == "1" + "0" * 400
-    assert said["z/mean"] == "inf"
-    assert "Warning" not in one.err
+    for rank, (odd, order, alone, named, *room) in enumerate(one.said for one in done):
+        assert (odd["x/mean"], odd["x/max_rank"]) == ("nan", "1"), "who has it is named"
+        assert (odd["y/mean"], odd["y/max_rank"], odd["y/min"]) == ("inf", "0", "2.0")
+        assert odd["z"] == "1" + "0" * 400
+        assert odd["z/mean"] == "inf"
+        assert order == [1.0, 100.0], "in another order they are not mixed"
+        assert alone == [1.0, 9.0][rank], "its own number is not overwritten"
+        assert named == {"a/mean": 5.0, "a\0b/mean": 1.0, "b/mean": 7.0, "\udcff/mean": 3.0}
+        most = [49.5, 200.0][rank]  # alone with it
+        assert room == [[2.5, 2.5], [2.5, 39.5], [2.5, most], [2.5, 2.5], [2.5, 499.5]]
+    assert "Warning" not in done[0].err
+    assert done[0].err.count("metrics differ between ranks") == 3, done[0].err
+    assert "'a' only on rank 1" in done[0].err
 
 
 def test_the_collectives_of_an_update_and_of_one_in_every_n(ranks):
     (one, _) = ranks(
         """
-        import ezpz_obs
         from torch.profiler import profile
         names = {f"m{i}": 1.0 for i in range(10)}
         for every in (1, 3):
-            history = ezpz_obs.History(cross_rank=True, every=every)
+            history = History(cross_rank=True, every=every)
             with profile() as trace:
                 have = []
                 for step in range(6):
@@ -97,84 +116,42 @@ def test_the_collectives_of_an_update_and_of_one_in_every_n(ranks):
     assert one.said[1] == [2 * each, [name], [True, False, False] * 2]
 
 
-def test_keys_in_another_order_are_not_mixed(ranks):
-    (one, other) = ranks(
-        """
-        import ezpz_obs
-        history = ezpz_obs.History(cross_rank=True)
-        history.update([{"a": 1.0, "b": 100.0}, {"b": 100.0, "a": 1.0}][RANK])
-        say([history.last["a/mean"], history.last["b/mean"]])
-        """,
-        2,
-    )
-    assert one.said == other.said == [[1.0, 100.0]]
-    assert one.err == ""
-
-
-def test_keys_that_differ_are_named_once_and_never_mixed(ranks, tmp_path):
+def test_names_and_steps_that_differ_are_said_once(ranks, tmp_path):
     done = ranks(
         f"""
-        import ezpz_obs
-        history = ezpz_obs.History({str(tmp_path / "run")!r}, cross_rank=True)
+        history = History({str(tmp_path / "run")!r}, cross_rank=True)
         for step in range(3):
-            metrics = {{"b": 1.0 + RANK, "a": 10.0}}
-            if RANK == 2:
-                metrics["c"] = 5.0
-            if RANK == 1:
-                del metrics["a"]
-            history.update(metrics)
+            more = [{{"a": 10.0}}, {{}}, {{"a": 10.0, "c": 5.0}}][RANK]
+            history.update({{"b": 1.0 + RANK, **more}})
         say(history.last)
         history.update({{"b": 1.0}})  # and together again
         say(history.last["b/mean"])
         history.close()
+        history = History(cross_rank=True)
+        for step in range(3):
+            history.update({{"loss": 1.0}}, step=step + (RANK == 2))
+            say(sorted(history.last))
         """,
         3,
     )
     assert [one.status for one in done] == [0, 0, 0], done[0].err
-    last = done[0].said[0]
-    assert (last["b/mean"], last["a/mean"], last["c/mean"]) == (2.0, 10.0, 5.0)
+    last, together, *steps = done[0].said
+    assert (last["b/mean"], last["a/mean"], last["c/mean"], together) == (2.0, 10.0, 5.0, 1.0)
     assert (last["b/max_rank"], last["c/min_rank"], last["c/max_rank"]) == (2, 2, 2)
-    assert done[0].said[1] == 1.0
     assert done[0].err.count("metrics differ between ranks") == 1, done[0].err
     assert "'a' not on rank 1 (" in done[0].err
     assert "'c' only on rank 2 (" in done[0].err
     (warning,) = [e for e in ezpz_obs.read_run(tmp_path / "run").events if e["event"] == "warning"]
     assert "'a' not on rank 1" in warning["message"]
-
-
-def test_more_metrics_than_there_was_room_for(ranks):
-    (one, other) = ranks(
-        """
-        import ezpz_obs
-        history = ezpz_obs.History(cross_rank=True)
-        for count in (3, 40, [50, 200][RANK], 3, 500):
-            history.update({f"m{i:03}": float(i + RANK) for i in range(count)})
-            say([history.last["m002/mean"], history.last.get(f"m{count - 1:03}/mean")])
-        """,
-        2,
-    )
-    assert one.said == [[2.5, 2.5], [2.5, 39.5], [2.5, 49.5], [2.5, 2.5], [2.5, 499.5]], one.err
-    assert other.said[2] == [2.5, 200.0], "alone with it"
-
-
-def test_ranks_at_different_steps(ranks):
-    done = ranks(
-        """
-        import ezpz_obs
-        history = ezpz_obs.History(cross_rank=True)
-        for step in range(3):
-            history.update({"loss": 1.0}, step=step + (RANK == 2))
-            say(sorted(history.last))
-        """,
-        3,
-    )
-    assert done[0].said == [["loss", "step", "time"]] * 3
+    assert steps == [["loss", "step", "time"]] * 3
     assert done[0].err.count("ranks record different steps: rank 2 (") == 1, done[0].err
     assert "at step 1, the others at step 0" in done[0].err
 
 
-@pytest.mark.parametrize("dist", [False, True], ids=["alone", "with ezpz_dist"])
-@pytest.mark.parametrize("how", ["stays away", "dies", "rank 0 dies"])
+@pytest.mark.parametrize(
+    ("how", "dist"),
+    [("stays away", False), ("stays away", True), ("dies", True), ("rank 0 dies", False)],
+)
 def test_a_rank_that_stops_calling(ranks, how, dist):
     """Alone the others have torch's error; where ezpz_dist is set up it says who is missing."""
     if dist:
@@ -184,8 +161,7 @@ def test_a_rank_that_stops_calling(ranks, how, dist):
     done = ranks(
         f"""
         {begin}
-        import ezpz_obs, os, time
-        history = ezpz_obs.History(cross_rank=True, timeout=2)
+        history = History(cross_rank=True, timeout=2)
         for step in range(5):
             if step == 3 and RANK == {guilty}:
                 if "dies" in {how!r}:
@@ -193,7 +169,7 @@ def test_a_rank_that_stops_calling(ranks, how, dist):
                 time.sleep(60)
             try:
                 history.update({{"loss": 1.0}})
-            except ezpz_obs.HistoryError as error:
+            except HistoryError as error:
                 say(str(error))
                 say(history.last["step"])
                 break
@@ -214,37 +190,38 @@ def test_a_rank_that_stops_calling(ranks, how, dist):
         assert "torch says: " in text
 
 
-def test_deferred_statistics_come_a_step_later(ranks, tmp_path):
-    (one, _) = ranks(
+def test_deferred_statistics_and_a_restart(ranks, tmp_path):
+    with History(tmp_path / "again") as history:
+        history.update({"loss": 1.0}, step=41)
+    done = ranks(
         f"""
-        import ezpz_obs
-        with ezpz_obs.History({str(tmp_path / "run")!r}, cross_rank=True, deferred=True) as history:
+        say(History({str(tmp_path / "again")!r}, cross_rank=True).update({{"loss": 1.0}}))
+        with History({str(tmp_path / "run")!r}, cross_rank=True, deferred=True) as history:
             for step in range(4):
                 say(history.update({{"loss": float(step + RANK)}}))
         """,
         2,
     )
-    assert one.said == ["", "step=0 loss=0.5±0.5", "step=1 loss=1.5±0.5", "step=2 loss=2.5±0.5"]
+    again, *said = done[0].said
+    assert again == done[1].said[0] == "step=42 loss=1", "it goes on at one step on all ranks"
+    assert said == ["", "step=0 loss=0.5±0.5", "step=1 loss=1.5±0.5", "step=2 loss=2.5±0.5"]
     records = History.read(tmp_path / "run")
     assert [(r["step"], r["loss"], r["loss/mean"]) for r in records] == [
         (step, float(step), step + 0.5) for step in range(4)
     ]
 
 
-def test_every_rank_a_file_of_its_own(ranks, tmp_path):
-    ranks(
-        f"""
-        import ezpz_obs
-        with ezpz_obs.History({str(tmp_path / "run")!r}, per_rank=True) as history:
-            history.update({{"loss": float(RANK)}})
-        """,
-        3, set_up=False,
-    )  # fmt: skip
-    run = ezpz_obs.read_run(tmp_path / "run")
-    assert [path.name for path in run.rank_files] == [
-        "metrics-rank00001.jsonl", "metrics-rank00002.jsonl",
-    ]  # fmt: skip
+def test_every_rank_a_file_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    for rank in range(3):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        with History(tmp_path, per_rank=True) as history:
+            history.update({"loss": float(rank)})
+    run = ezpz_obs.read_run(tmp_path)
+    names = ["metrics.jsonl", "metrics-rank00001.jsonl", "metrics-rank00002.jsonl"]
     files = [run.path, *run.rank_files]
+    assert [path.name for path in files] == names
     assert [History.read(path)[0]["loss"] for path in files] == [0.0, 1.0, 2.0]
     assert [ezpz_obs.read_run(path).headers[0]["rank"] for path in files] == [0, 1, 2]
 
@@ -264,61 +241,18 @@ def test_one_rank_has_the_same_names(tmp_path):
     assert {f"loss/{name}" for name in STATISTICS} <= record.keys()
 
 
-def test_a_restart_goes_on_at_one_step_on_all_ranks(ranks, tmp_path):
-    with History(tmp_path / "run") as history:
-        history.update({"loss": 1.0}, step=41)
-    done = ranks(
-        f"""
-        import ezpz_obs
-        history = ezpz_obs.History({str(tmp_path / "run")!r}, cross_rank=True)
-        say(history.update({{"loss": 1.0}}))
-        """,
-        2,
-    )
-    assert [one.said for one in done] == [["step=42 loss=1"]] * 2, done[0].err
-
-
-def test_whatever_is_in_a_name(ranks):
-    (one, other) = ranks(
-        """
-        import ezpz_obs
-        history = ezpz_obs.History(cross_rank=True)
-        history.update([{"a\\0b": 1.0, "\\udcff": 2.0}, {"a": 5.0, "b": 7.0, "\\udcff": 4.0}][RANK])
-        say({name: value for name, value in history.last.items() if "mean" in name})
-        """,
-        2,
-    )
-    expected = {"a/mean": 5.0, "a\0b/mean": 1.0, "b/mean": 7.0, "\udcff/mean": 3.0}
-    assert one.said == other.said == [expected], one.err
-    assert "'a' only on rank 1" in one.err
-
-
-def test_a_name_that_another_rank_has_for_a_statistic(ranks):
-    done = ranks(
-        """
-        import ezpz_obs
-        history = ezpz_obs.History(cross_rank=True)
-        history.update([{"loss": 1.0}, {"loss/mean": 9.0}][RANK])
-        say(history.last["loss/mean"])
-        """,
-        2,
-    )
-    assert [one.said for one in done] == [[1.0], [9.0]], "its own number is not overwritten"
-
-
 @pytest.mark.parametrize("deferred", [False, True])
 def test_no_number_of_ones_own_is_lost_where_another_rank_is(ranks, tmp_path, deferred):
     ranks(
         f"""
-        import ezpz_obs, time
         out = {str(tmp_path / "run")!r}
-        history = ezpz_obs.History(out, cross_rank=True, timeout=1, deferred={deferred})
+        history = History(out, cross_rank=True, timeout=1, deferred={deferred})
         for step in range(5):
             if RANK == 1 and step == 2:
                 time.sleep(60)
             try:
                 history.update({{"a": float(step)}})
-            except ezpz_obs.HistoryError:
+            except HistoryError:
                 say(step)
         history.close()
         """,
@@ -330,8 +264,7 @@ def test_no_number_of_ones_own_is_lost_where_another_rank_is(ranks, tmp_path, de
 def test_the_end_does_not_wait_for_a_rank_that_is_late(ranks, tmp_path):
     (one, _) = ranks(
         f"""
-        import ezpz_obs, time
-        history = ezpz_obs.History({str(tmp_path / "run")!r}, cross_rank=True, deferred=True)
+        history = History({str(tmp_path / "run")!r}, cross_rank=True, deferred=True)
         history.update({{"a": 1.0}})
         if RANK == 0:
             history.update({{"a": 2.0}})
@@ -351,12 +284,11 @@ def test_the_end_does_not_wait_for_a_rank_that_is_late(ranks, tmp_path):
 def test_a_rank_that_fails_before_it_has_a_history_is_missed(ranks):
     (_, other) = ranks(
         """
-        import ezpz_obs, time
         if RANK == 0:
             time.sleep(60)
         try:
-            ezpz_obs.History(cross_rank=True, timeout=1)
-        except ezpz_obs.HistoryError as error:
+            History(cross_rank=True, timeout=1)
+        except HistoryError as error:
             say(str(error))
         """,
         2, wait=[1],

@@ -50,7 +50,7 @@ for step in range(60):
         history.update(metrics)
     if found := differences(*both):
         say([step, found])
-say(both[1]._recorder._across._slots)
+say(both[1]._across._slots)
 """, 3)  # fmt: skip
     assert [one.status for one in done] == [0] * 3, done[0].err
     assert [one.said for one in done] == [[[]]] * 3, "and no room is made for what others have"
@@ -80,7 +80,7 @@ for step in range(4):
         history.update({"a": 1e15 + RANK})
     say(differences(*both))
     if RANK == step:
-        both[1]._recorder._across.reduction._centres.clear()
+        both[1]._across.reduction._centres.clear()
 """, 3)  # fmt: skip
     assert [one.said for one in done] == [[{}] * 4] * 3, done[0].err
 
@@ -141,7 +141,7 @@ from ezpz_obs import _across as across
 across.GATHERED = 1
 history = ezpz_obs.History(cross_rank=True)
 history.update({"a": RANK})
-say([history._recorder._across.reduction, history.last["a/mean"]])
+say([history._across.reduction, history.last["a/mean"]])
 """,
         2,
     )

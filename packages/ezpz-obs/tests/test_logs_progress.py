@@ -38,6 +38,9 @@ def test_a_line_at_the_end_and_seldom_in_between(capsys):
     first, *_, last = told(capsys)
     assert re.match(r"1/4 \(25%\), \S+ it/s, 0:00 left", first)
     assert "done after" in last
+    assert list(progress([])) == []
+    assert list(progress([1, 2, 3], total=1, every=0.0)) == [1, 2, 3], "more than expected"
+    assert "done after" in told(capsys)[-1]
 
 
 def test_a_generator_of_unknown_length(capsys):
@@ -88,12 +91,6 @@ def test_break_and_exceptions_end_it(capsys):
     first, second = told(capsys)
     assert first.startswith("3/10 (30%)")
     assert "stopped after" in second
-
-
-def test_nothing_and_more_than_expected(capsys):
-    assert list(progress([])) == []
-    assert list(progress([1, 2, 3], total=1, every=0.0)) == [1, 2, 3]
-    assert "done after" in told(capsys)[-1]
 
 
 @pytest.mark.usefixtures("rank_1")

@@ -50,9 +50,6 @@ def test_it_is_logged_with_its_rank(run):
     assert "rank=1" in said
     assert "host=" in said
     assert err.count("Traceback") == 1
-
-
-def test_as_json_the_line_has_the_traceback(run):
     err, _ = run(FAIL, **RANK_1, EZPZ_LOG_FORMAT="json")
     (line,) = [json.loads(shown) for shown in err.splitlines()]
     assert line["event"] == "uncaught ValueError: boom"
@@ -93,8 +90,7 @@ def test_an_exception_in_a_thread(run, form):
 
 
 @pytest.mark.parametrize(
-    ("code", "status", "tracebacks"),
-    [("raise KeyboardInterrupt", -2, 1), ("sys.exit(3)", 3, 0)],
+    ("code", "status", "tracebacks"), [("raise KeyboardInterrupt", -2, 1), ("sys.exit(3)", 3, 0)]
 )
 def test_what_is_no_error(run, code, status, tracebacks):
     err, lines = run(f"configure_logs(directory='logs'); {code}", status=status)
@@ -137,9 +133,6 @@ def test_an_exception_that_cannot_say_what_it_is(run):
     )
     assert line["event"] == "uncaught Odd"
     assert err.count("Traceback") == 1
-
-
-# Real ranks, one of which fails or is killed.
 
 
 @pytest.fixture

@@ -3,15 +3,13 @@ import pytest
 import ezpz_obs
 
 HEAVY = ("torch", "matplotlib", "jinja2", "wandb", "mlflow", "tensorboard", "xarray",
-         "plotext", "pyarrow", "fire")  # fmt: skip
+         "plotext", "pyarrow", "fire", "trackio", "requests")  # fmt: skip
 
 
 def test_all_is_what_is_there():
     for name in ezpz_obs.__all__:
         assert getattr(ezpz_obs, name) is not None
-    assert set(ezpz_obs._LATER) <= set(ezpz_obs.__all__) <= set(dir(ezpz_obs))
-    with pytest.raises(AttributeError, match="no attribute 'Histroy'"):
-        ezpz_obs.Histroy  # noqa: B018
+    assert {"History", "get_logger"} < set(ezpz_obs.__all__) <= set(dir(ezpz_obs))
 
 
 @pytest.mark.parametrize(

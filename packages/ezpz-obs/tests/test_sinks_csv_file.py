@@ -82,14 +82,11 @@ def test_a_restarted_run_goes_on_and_the_later_rows_win(tmp_path):
     assert [int(row["loss"]) for row in found] == [*range(7), *range(-7, -12, -1)]
 
 
-def test_another_table_is_left_alone(tmp_path):
+def test_another_table_is_left_alone_and_a_run_without_a_folder_is_told(tmp_path, warned):
     (tmp_path / "metrics.csv").write_text("name,value\na,1\n")
     with pytest.raises(SinkError, match=r"has the columns \['name', 'value'\]"):
         write(tmp_path, [{"a": 1}])
     assert (tmp_path / "metrics.csv").read_text() == "name,value\na,1\n"
-
-
-def test_a_run_without_a_folder_is_told(warned):
     with History(sinks=["csv"]) as history:
         history.record({"loss": 1})
     assert "expected History(outdir=...)" in warned()[0]

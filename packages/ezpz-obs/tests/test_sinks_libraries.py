@@ -115,11 +115,10 @@ class TestMlflow:
         assert len(self.runs(tmp_path)[1]) == 2
 
     def test_names_that_mlflow_does_not_take(self):
-        from ezpz_obs._sinks.mlflow import MlflowSink
+        from ezpz_obs._sinks.mlflow import _shown
 
-        sink = MlflowSink()
         names = ["loss", "a/b.c-d e:f", "a$", "a%", "x" * 300, "../../up", "/root", "a//b", "."]
-        shown = [sink._shown(name) for name in names]
+        shown = [_shown(name) for name in names]
         assert shown[:2] == names[:2]
         assert len(set(shown)) == len(names)
         assert all(len(name) <= 250 and ".." not in name for name in shown)

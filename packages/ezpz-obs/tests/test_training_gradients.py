@@ -1,3 +1,4 @@
+import inspect
 import math
 import sys
 import textwrap
@@ -14,8 +15,9 @@ def model():
     return torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.ReLU(), torch.nn.Linear(5, 3))
 
 
-def with_gradients(module):
-    module(torch.arange(14.0).reshape(2, 7)).square().sum().backward()
+def with_gradients(module, x=None):
+    x = torch.arange(14.0).reshape(2, 7) if x is None else x
+    module(x).square().sum().backward()
     return module
 
 
@@ -28,28 +30,20 @@ def test_it_is_torchs_own(order):
         assert found.shape == ()
         torch.testing.assert_close(found, expected)
     assert not found.requires_grad
-
-
-def test_one_parameter_and_some_without_a_gradient():
-    module = with_gradients(model())
-    module[0].weight.grad = None
-    expected = torch.nn.utils.get_total_norm(
-        [one.grad for one in module.parameters() if one.grad is not None]
-    )
-    torch.testing.assert_close(gradient_norm(module), expected)
     bias = module[2].bias
-    torch.testing.assert_close(gradient_norm(bias), bias.grad.norm())
+    torch.testing.assert_close(gradient_norm(bias, order), bias.grad.norm(order))
+    module[0].weight.grad = None
+    grads = [one.grad for one in module.parameters() if one.grad is not None]
+    expected = torch.nn.utils.get_total_norm(grads, order)
+    torch.testing.assert_close(gradient_norm(module, order), expected)
 
 
-def test_half_precision_is_summed_in_single():
-    parameter = torch.nn.Parameter(torch.zeros(100_000, dtype=torch.bfloat16))
-    parameter.grad = torch.ones_like(parameter)
-    found = gradient_norm([parameter])
+def test_dtypes_an_empty_one_and_sparse_gradients():
+    half = torch.nn.Parameter(torch.zeros(100_000, dtype=torch.bfloat16))
+    half.grad = torch.ones_like(half)
+    found = gradient_norm([half])
     assert found.dtype == torch.float32
-    assert found.item() == pytest.approx(100_000**0.5, rel=1e-5)
-
-
-def test_several_dtypes_and_an_empty_one():
+    assert found.item() == pytest.approx(100_000**0.5, rel=1e-5), "summed in single precision"
     dtypes = (torch.float16, torch.float32, torch.float64, torch.complex64)
     parameters = [torch.nn.Parameter(torch.zeros(4, dtype=dtype)) for dtype in dtypes]
     parameters.append(torch.nn.Parameter(torch.zeros(0)))
@@ -59,9 +53,6 @@ def test_several_dtypes_and_an_empty_one():
     assert found.dtype == torch.float64
     assert found.item() == pytest.approx((4 * 4 * 9) ** 0.5)
     assert gradient_norm(parameters, math.inf).item() == 3
-
-
-def test_sparse_gradients():
     table = torch.nn.Embedding(10, 4, sparse=True)
     table(torch.tensor([1, 1, 3])).sum().backward()
     assert gradient_norm(table).item() == pytest.approx((4 * 2**2 + 4) ** 0.5)
@@ -75,17 +66,14 @@ def test_what_is_not_finite_is_seen(value, order):
     assert not gradient_norm(module, order).isfinite()
 
 
-def test_no_gradient_at_all_is_no_norm_of_zero():
+def test_what_is_refused(monkeypatch):
     with pytest.raises(ObsError, match=r"none of 4 parameters has a gradient; .*backward\(\)"):
         gradient_norm(model())
-    with pytest.raises(ValueError, match="norm_type 0"):
-        gradient_norm(with_gradients(model()), 0)
-
-
-def test_megatrons_parts_without_ezpz_tp(monkeypatch):
-    monkeypatch.delitem(sys.modules, "ezpz_tp", raising=False)
     module = with_gradients(model())
-    module[0].weight.tensor_model_parallel = True
+    with pytest.raises(ValueError, match="norm_type 0"):
+        gradient_norm(module, 0)
+    monkeypatch.delitem(sys.modules, "ezpz_tp", raising=False)
+    module[0].weight.tensor_model_parallel = True  # Megatron's parts, without ezpz_tp
     with pytest.raises(ObsError, match=r"ezpz_tp\.get_grad_norm"):
         gradient_norm(module)
 
@@ -93,13 +81,7 @@ def test_megatrons_parts_without_ezpz_tp(monkeypatch):
 MODEL = """
 import math
 from ezpz_obs import gradient_norm
-def model():
-    torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.ReLU(), torch.nn.Linear(5, 3))
-def with_gradients(module, x=None):
-    module(torch.arange(14.0).reshape(2, 7) if x is None else x).square().sum().backward()
-    return module
-"""
+""" + "\n".join(map(inspect.getsource, (model, with_gradients)))
 
 
 def test_fsdp2_on_two_ranks(ranks):
@@ -134,12 +116,11 @@ def test_fsdp2_on_two_ranks(ranks):
 def test_replicated_and_partial_dtensors(ranks):
     code = """
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
     mesh = init_device_mesh("cpu", (2, 2))
     whole = torch.arange(1.0, 13.0).reshape(4, 3)
     for placements in ([Replicate(), Replicate()], [Shard(0), Replicate()], [Replicate(), Shard(1)],
                        [Shard(0), Shard(1)], [Shard(0), Shard(0)]):
-        from torch.distributed.tensor import distribute_tensor
         one = torch.nn.Parameter(distribute_tensor(torch.zeros(4, 3), mesh, placements))
         one.grad = distribute_tensor(whole, mesh, placements)
         say([gradient_norm([one]).item(), gradient_norm([one], math.inf).item()])
@@ -172,9 +153,7 @@ def test_fsdp1_is_no_silently_local_norm(ranks, originals):
     """
     for rank in ranks(MODEL + textwrap.dedent(code), 2):
         assert rank.status == 0, rank.err
-        assert rank.said[0].startswith("ObsError: parameters of FullyShardedDataParallel"), (
-            rank.said
-        )
+        assert rank.said[0].startswith("ObsError: parameters of FullyShardedDataParallel")
 
 
 def test_ezpz_tps_shards_are_counted_by_ezpz_tp(ranks):
@@ -203,8 +182,7 @@ def test_ezpz_tps_shards_are_counted_by_ezpz_tp(ranks):
 def test_ddp_is_the_averaged_gradients(ranks):
     code = """
     module = torch.nn.parallel.DistributedDataParallel(model())
-    x = torch.arange(28.0).reshape(2, 2, 7)
-    with_gradients(module, x[RANK])
+    with_gradients(module, torch.arange(28.0).reshape(2, 2, 7)[RANK])
     say(gradient_norm(module).item())
     """
     found = ranks(MODEL + textwrap.dedent(code), 2)

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import socket
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -63,30 +64,25 @@ def ranks(fork_server, clean_env, tmp_path):
             # Held, without listening, so that no test beside this one is given the same port.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-            mine = []
+            port, local, mine = probe.getsockname()[1], n // nodes, []
             for rank in range(n):
-                files = [tmp_path / f"{len(started)}.{name}" for name in ("out", "err")]
-                local = n // nodes
+                files = [str(tmp_path / f"{len(started)}.{name}") for name in ("out", "err")]
                 env = {
                     **clean_env,
                     "RANK": str(rank), "WORLD_SIZE": str(n), "LOCAL_RANK": str(rank % local),
                     "LOCAL_WORLD_SIZE": str(local), "GROUP_RANK": str(rank // local),
                     "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
                 }  # fmt: skip
-                text = PRELUDE.format(
-                    out=str(files[0]), err=str(files[1]), env=env, cwd=str(cwd or os.getcwd())
-                )
-                process = fork_server.Process(
-                    target=exec, args=(text + textwrap.dedent(script), {"__name__": "__rank__"})
-                )
+                where = {"out": files[0], "err": files[1], "cwd": str(cwd or os.getcwd())}
+                text = PRELUDE.format(env=env, **where) + textwrap.dedent(script)
+                process = fork_server.Process(target=exec, args=(text, {"__name__": "__rank__"}))
                 process.start()
                 started.append(process)
                 mine.append((process, files))
             done = []
             for process, files in mine:
                 process.join(timeout)
-                out, err = (path.read_text() for path in files)
+                out, err = (Path(file).read_text() for file in files)
                 assert process.exitcode is not None, f"still running after {timeout} s: {err}"
                 assert not check or process.exitcode == 0, err
                 done.append(out if check else (process.exitcode, out, err))

@@ -86,28 +86,32 @@ def test_an_error_of_ours_brings_its_remedy():
 # The scheduler.
 
 
-@pytest.mark.parametrize(
-    ("env", "status", "message", "remedy"),
-    [
-        ({}, "ok", "none, and no job", ""),
-        ({"EZPZ_MACHINE": "aurora"}, "warning", "aurora has PBS, and 'qstat' cannot be started",
-         "add /opt/pbs/bin to PATH"),
-        ({**IN_JOB, "PBS_JOBID": "1.x"}, "error", "expected one job",
-         "unset the one that is left over from another shell"),
-    ],
-)  # fmt: skip
-def test_without_a_schedulers_commands(env, status, message, remedy):
-    result = check_scheduler(5, {**NOTHING, **env})
-    assert result.status == status
-    assert message in result.message
-    assert remedy in result.remedy
+TWO_JOBS = {**IN_JOB, "PBS_JOBID": "1.x"}
 
 
-def test_outside_of_a_job_the_controller_is_asked(slurm):
-    assert check_scheduler(5, slurm()).message == "Slurm answers; no job in this shell"
-    down = check_scheduler(5, slurm("DOWN"))
-    assert down.status == "warning"
-    assert "'Slurmctld(primary) at head is DOWN'" in down.message
+@pytest.mark.parametrize(("scontrol", "env", "status", "message", "remedy"), [
+    (None, {}, "ok", "none, and no job", ""),
+    (None, {"EZPZ_MACHINE": "aurora"}, "warning",
+     "aurora has PBS, and 'qstat' cannot be started", "add /opt/pbs/bin to PATH"),
+    (None, TWO_JOBS, "error", "expected one job", "unset the one that is left over from"),
+    # outside of a job the controller is asked
+    (["UP", 0], {}, "ok", "Slurm answers; no job in this shell", ""),
+    (["DOWN", 0], {}, "warning", "'Slurmctld(primary) at head is DOWN'", "nothing, if you"),
+    # in one it knows that; where it is silent the variables do
+    (["UP", 0], IN_JOB, "ok", "job 7 has 2 hosts: nid[001-002], ends at 2026-11-21 02:05", ""),
+    (["DOWN", 1], IN_JOB, "warning",
+     "job 7 of Slurm, by its variables; but 'scontrol ping' ended with", "try again later"),
+    (None, IN_JOB, "warning", "cannot be started", "to PATH"),
+    # a job that is over
+    (["UP", 0], {**IN_JOB, "SLURM_JOB_ID": "8"}, "error",
+     "'scontrol show job 8' ended with exit status 1", "Invalid job id"),
+])  # fmt: skip
+def test_the_scheduler(*, slurm, scontrol, env, status, message, remedy):
+    result = check_scheduler(5, {**(slurm(*scontrol) if scontrol else NOTHING), **env})
+    assert (result.status, message in result.message) == (status, True), result
+    assert remedy in f"{result.message} {result.remedy}"
+    if env == IN_JOB:
+        assert result.details["hosts"] == ["nid001", "nid002"]
 
 
 def test_a_controller_that_hangs_is_not_waited_for(tmp_path, command):
@@ -122,28 +126,6 @@ def test_another_schedulers_client_that_is_not_set_up_hides_none_that_answers(tm
     command("qstat", "exit 0")
     result = check_scheduler(5, {"PATH": f"{tmp_path}:/usr/bin:/bin"})
     assert (result.status, result.message) == ("ok", "PBS answers; no job in this shell")
-
-
-def test_in_a_job_the_controller_knows_it(slurm):
-    result = check_scheduler(5, {**slurm(), **IN_JOB})
-    assert result.status == "ok"
-    assert "job 7 has 2 hosts: nid[001-002], ends at 2026-11-21 02:05 UTC" in result.message
-    assert result.details["hosts"] == ["nid001", "nid002"]
-
-
-def test_in_a_job_whose_controller_is_silent_the_variables_do(slurm):
-    result = check_scheduler(5, {**slurm("DOWN", 1), **IN_JOB})
-    assert result.status == "warning"
-    assert "job 7 of Slurm, by its variables; but 'scontrol ping' ended with" in result.message
-    gone = check_scheduler(5, {**NOTHING, **IN_JOB})
-    assert (gone.status, "cannot be started" in gone.message) == ("warning", True)
-
-
-def test_a_job_that_is_over_is_an_error(slurm):
-    result = check_scheduler(5, {**slurm(), **IN_JOB, "SLURM_JOB_ID": "8"})
-    assert result.status == "error"
-    assert "'scontrol show job 8'" in result.message
-    assert "Invalid job id" in result.message
 
 
 def test_pbs_is_asked_for_its_job(pbs, tmp_path):
@@ -168,39 +150,27 @@ def test_without_a_hostfile_and_a_job_this_host_is_used(tmp_path):
     assert "unset the variable that names it" in absent.remedy
 
 
-@pytest.mark.parametrize(
-    ("text", "status", "said"),
-    [
-        ("nid002\n", "ok", "1 of the 2 hosts of job 7"),
-        ("nid001.site.gov\nNID002\n", "ok", "2 of the 2 hosts of job 7"),
-        ("nid001\nnid003\n", "error", "names nid003, which job 7 does not have: nid001, nid002"),
-    ],
-)
-def test_a_hostfile_is_held_to_the_job(slurm, tmp_path, text, status, said):
+STALE = {**IN_JOB, "SLURM_JOB_NODELIST": "nid[003-004]", "SLURM_NODELIST": "nid[003-004]"}
+
+
+@pytest.mark.parametrize(("text", "env", "answers", "status", "said"), [
+    ("nid002\n", IN_JOB, True, "ok", "1 of the 2 hosts of job 7"),
+    ("nid001.site.gov\nNID002\n", IN_JOB, True, "ok", "2 of the 2 hosts of job 7"),
+    ("nid001\nnid003\n", IN_JOB, True, "error",
+     "names nid003, which job 7 does not have: nid001, nid002 (slurm's server)"),
+    ("", IN_JOB, True, "ok", "2 of the 2 hosts"),
+    # variables of another job
+    ("", STALE, True, "error",
+     "Slurm's variables name nid003, nid004, which job 7 does not have: nid001, nid002 (slurm"),
+    # where the server is silent the variables are compared with
+    ("", IN_JOB, False, "ok", "its server did not tell: 'scontrol' cannot be started"),
+    ("nid009\n", IN_JOB, False, "error", "(SLURM_JOB_NODELIST)"),
+])  # fmt: skip
+def test_a_hostfile_is_held_to_the_job(*, slurm, tmp_path, text, env, answers, status, said):
     (tmp_path / "hosts").write_text(text)
-    result = check_hostfile(5, {**slurm(), **IN_JOB, "HOSTFILE": str(tmp_path / "hosts")})
-    assert result.status == status
-    assert said in result.message
-    assert "(slurm's server)" in result.message or status == "ok"
-
-
-def test_variables_of_another_job_are_seen(slurm):
-    stale = {**IN_JOB, "SLURM_JOB_NODELIST": "nid[003-004]", "SLURM_NODELIST": "nid[003-004]"}
-    result = check_hostfile(5, {**slurm(), **stale})
-    assert result.status == "error"
-    assert "Slurm's variables name nid003, nid004, which job 7 does not have" in result.message
-    assert check_hostfile(5, {**slurm(), **IN_JOB}).status == "ok"
-
-
-def test_where_the_server_is_silent_the_variables_are_compared_with(tmp_path):
-    (tmp_path / "hosts").write_text("nid009\n")
-    env = {**NOTHING, **IN_JOB}
-    silent = check_hostfile(5, env)
-    assert silent.status == "ok"
-    assert "its server did not tell: 'scontrol' cannot be started" in silent.message
-    wrong = check_hostfile(5, {**env, "HOSTFILE": str(tmp_path / "hosts")})
-    assert wrong.status == "error"
-    assert "(SLURM_JOB_NODELIST)" in wrong.message
+    named = {"HOSTFILE": str(tmp_path / "hosts")} if text else {}
+    result = check_hostfile(5, {**(slurm() if answers else NOTHING), **env, **named})
+    assert (result.status, said in result.message) == (status, True), result
 
 
 def test_the_node_file_of_pbs_is_held_to_exec_host(pbs, tmp_path):
@@ -218,19 +188,16 @@ def test_the_node_file_of_pbs_is_held_to_exec_host(pbs, tmp_path):
 LOOPBACK = next(name for _, name in socket.if_nameindex() if name in ("lo", "lo0"))
 
 
-@pytest.mark.parametrize(
-    ("form", "text", "names", "missing"),
-    [
-        ("names", "eth0,lo", ("eth0", "lo"), ()),
-        ("names", "eth0,ib9", ("eth0",), ("ib9",)),
-        ("prefixes", "eth", ("eth0", "eth1"), ()),
-        ("prefixes", "ib,eth1", ("eth1",), ()),
-        ("prefixes", "=eth", (), ("eth",)),
-        ("prefixes", "=eth1", ("eth1",), ()),
-        ("prefixes", "^lo", ("eth0", "eth1"), ()),
-        ("prefixes", "^=eth0,lo", ("eth1",), ()),
-    ],
-)
+@pytest.mark.parametrize(("form", "text", "names", "missing"), [
+    ("names", "eth0,lo", ("eth0", "lo"), ()),
+    ("names", "eth0,ib9", ("eth0",), ("ib9",)),
+    ("prefixes", "eth", ("eth0", "eth1"), ()),
+    ("prefixes", "ib,eth1", ("eth1",), ()),
+    ("prefixes", "=eth", (), ("eth",)),
+    ("prefixes", "=eth1", ("eth1",), ()),
+    ("prefixes", "^lo", ("eth0", "eth1"), ()),
+    ("prefixes", "^=eth0,lo", ("eth1",), ()),
+])  # fmt: skip
 def test_interfaces_are_chosen_as_each_library_does(form, text, names, missing):
     assert chosen(form, text, ["lo", "eth0", "eth1"]) == (names, missing)
 
@@ -239,24 +206,21 @@ EVERY = ",".join(name for _, name in socket.if_nameindex())
 AURORA = {"EZPZ_MACHINE": "aurora"}
 
 
-@pytest.mark.parametrize(
-    ("env", "status", "message"),
-    [
-        ({}, "ok", "nothing is set"),
-        ({"GLOO_SOCKET_IFNAME": LOOPBACK}, "ok", "1 variables of the network are set"),
-        *(({name: "hsn7"}, "error", f"{name}=hsn7: no interface hsn7; this host has")
-          for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")),
-        ({**IN_JOB, "GLOO_SOCKET_IFNAME": LOOPBACK}, "error", "loopback alone does not reach the"),
-        ({"NCCL_SOCKET_IFNAME": f"^{EVERY}"}, "error", "no interface is left"),
-        # what the machine's file has
-        (AURORA, "ok", "ezpz-launch sets CCL_PROCESS_LAUNCHER"),
-        ({**AURORA, "FI_MR_CACHE_MONITOR": "memhooks"}, "warning",
-         "=memhooks, where aurora.toml has userfaultfd"),
-        ({**AURORA, "FI_MR_CACHE_MONITOR": "userfaultfd"}, "ok", "for each rank"),
-        ({"NCCL_P2P_DISABLE": "1"}, "warning", "NCCL copies between GPUs of a host"),
-        ({"NCCL_P2P_DISABLE": "0"}, "ok", "1 variables"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("env", "status", "message"), [
+    ({}, "ok", "nothing is set"),
+    ({"GLOO_SOCKET_IFNAME": LOOPBACK}, "ok", "1 variables of the network are set"),
+    *(({name: "hsn7"}, "error", f"{name}=hsn7: no interface hsn7; this host has")
+      for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")),
+    ({**IN_JOB, "GLOO_SOCKET_IFNAME": LOOPBACK}, "error", "loopback alone does not reach the"),
+    ({"NCCL_SOCKET_IFNAME": f"^{EVERY}"}, "error", "no interface is left"),
+    # what the machine's file has
+    (AURORA, "ok", "ezpz-launch sets CCL_PROCESS_LAUNCHER"),
+    ({**AURORA, "FI_MR_CACHE_MONITOR": "memhooks"}, "warning",
+     "=memhooks, where aurora.toml has userfaultfd"),
+    ({**AURORA, "FI_MR_CACHE_MONITOR": "userfaultfd"}, "ok", "for each rank"),
+    ({"NCCL_P2P_DISABLE": "1"}, "warning", "NCCL copies between GPUs of a host"),
+    ({"NCCL_P2P_DISABLE": "0"}, "ok", "1 variables"),
+])  # fmt: skip
 def test_variables_of_the_network(env, status, message):
     result = check_network(5, {**NOTHING, **env})
     assert result.status == status

@@ -1,5 +1,6 @@
 """The command itself, as a process of its own."""
 
+import io
 import json
 import os
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import ezpz_topo
+from ezpz_topo._cli import main
 
 COMMAND = str(Path(sys.executable).parent / "ezpz-topo")
 CLEAN = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
@@ -42,35 +44,27 @@ def test_json_says_the_same():
     assert isinstance(facts["notes"], list)
 
 
-@pytest.mark.parametrize(
-    ("words", "given", "env", "said"),
-    [
-        (["expand", "nid[008-010],login1"], "", {}, "nid008\nnid009\nnid010\nlogin1\n"),
-        (["expand", "007"], "", {}, "007\n"),
-        (["fold", "007", "008", "1e5"], "", {}, "[007-008],1e5\n"),
-        (["fold", "nid001", "nid002", "nid003"], "", {}, "nid[001-003]\n"),
-        (["fold"], "nid001\nnid002\n\nnid9\n", {}, "nid[001-002,9]\n"),
-        # names that the terminal cannot show
-        (["expand", "é"], "", {"PYTHONIOENCODING": "ascii"}, "\\xe9\n"),
-        (["--version"], "", {}, f"{ezpz_topo.__version__}\n"),
-    ],
-)
+@pytest.mark.parametrize(("words", "given", "env", "said"), [
+    (["expand", "nid[008-010],login1"], "", {}, "nid008\nnid009\nnid010\nlogin1\n"),
+    (["expand", "007"], "", {}, "007\n"),
+    (["fold", "007", "008", "1e5"], "", {}, "[007-008],1e5\n"),
+    (["fold", "nid001", "nid002", "nid003"], "", {}, "nid[001-003]\n"),
+    (["fold"], "nid001\nnid002\n\nnid9\n", {}, "nid[001-002,9]\n"),
+    # names that the terminal cannot show
+    (["expand", "é"], "", {"PYTHONIOENCODING": "ascii"}, "\\xe9\n"),
+    (["--version"], "", {}, f"{ezpz_topo.__version__}\n"),
+])  # fmt: skip
 def test_what_is_said(words, given, env, said):
     done = run(*words, given=given, env=env)
     assert (done.returncode, done.stdout, done.stderr) == (0, said, "")
 
 
-@pytest.mark.parametrize(
-    ("env", "facts"),
-    [
-        (
-            {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "nid[001-002]", "EZPZ_MACHINE": "frontier"},
-            ["7", "slurm", "2", "8", "nid001", "nid002"],
-        ),
-        ({"PBS_JOBID": "40[1].pbs", "PBS_NODEFILE": "a; b"}, ["40[1].pbs", "pbs", "1", "0", "x1"]),
-        ({"TORCH_DEVICE": "cpu"}, ["none", "none", "1", "0", "localhost"]),
-    ],
-)
+@pytest.mark.parametrize(("env", "facts"), [
+    ({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "nid[001-002]", "EZPZ_MACHINE": "frontier"},
+     ["7", "slurm", "2", "8", "nid001", "nid002"]),
+    ({"PBS_JOBID": "40[1].pbs", "PBS_NODEFILE": "a; b"}, ["40[1].pbs", "pbs", "1", "0", "x1"]),
+    ({"TORCH_DEVICE": "cpu"}, ["none", "none", "1", "0", "localhost"]),
+])  # fmt: skip
 def test_shell_sets_variables_that_a_shell_evaluates(tmp_path, env, facts):
     (tmp_path / "a; b").write_text("x1\nx1\n")
     script = f'eval "$("{COMMAND}" --shell)"; printf "%s\\n" '
@@ -94,33 +88,22 @@ def test_machines_lists_yours_too(tmp_path):
 
 @pytest.mark.parametrize(
     ("words", "what"),
-    [
-        (["expand", "nid[001-"], "is not closed"),
-        (["expand", "n[1-100000000]"], "expected at most"),
-        (["expand"], "nodelist"),
-        (["expand", "a", "b"], "b"),
-        (["expand", "a", "upper"], "upper"),
-        (["fold", "a,b"], "a,b"),
-        (["machines", "aurora"], "aurora"),
-        (["--jsn"], "--jsn"),
-        (["nonsense"], "nonsense"),
-        (["--json=maybe"], "maybe"),
-        (["--json", "maybe"], "maybe"),
-        (["--shell", "--json"], "--shell alone"),
-        (["--", "--interactive"], "--"),
-        (["--", "--completion"], "--"),
-        (["-"], "-"),
-        (["expand", "--nodelist"], "--nodelist"),
-        (["expand", ""], "no host"),
-        (["fold", "--", "a"], "--"),
-        (["fold"], "no host"),
-        ([], "half-set pmi environment"),
-    ],
-)
-def test_bad_input_is_one_line_and_exit_2(words, what):
-    done = run(*words, env={} if words else {"PMI_RANK": "1"})
-    assert (done.returncode, done.stdout) == (2, "")
-    (line,) = done.stderr.splitlines()
+    [(["expand", "nid[001-"], "is not closed"), (["expand", "n[1-100000000]"], "expected at most"),
+     (["expand"], "nodelist"), (["expand", "a", "b"], "b"), (["expand", "a", "upper"], "upper"),
+     (["fold", "a,b"], "a,b"), (["machines", "aurora"], "aurora"), (["--jsn"], "--jsn"),
+     (["nonsense"], "nonsense"), (["--json=maybe"], "maybe"), (["--json", "maybe"], "maybe"),
+     (["--shell", "--json"], "--shell alone"), (["--", "--interactive"], "--"),
+     (["--", "--completion"], "--"), (["-"], "-"), (["expand", "--nodelist"], "--nodelist"),
+     (["expand", ""], "no host"), (["fold", "--", "a"], "--"), (["fold"], "no host"),
+     ([], "half-set pmi environment")],
+)  # fmt: skip
+def test_bad_input_is_one_line_and_exit_2(capsys, monkeypatch, words, what):
+    if not words:
+        monkeypatch.setenv("PMI_RANK", "1")
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    status, said = main(words), capsys.readouterr()
+    assert (status, said.out) == (2, "")
+    (line,) = said.err.splitlines()
     assert line.startswith("ezpz-topo: ")
     assert what in line
 

@@ -75,18 +75,15 @@ def test_a_failure_is_tried_again(tmp_path, env, command):
     assert len(calls(tmp_path)) == 2
 
 
-@pytest.mark.parametrize(
-    ("body", "times", "message"),
-    [
-        ('echo one >&2; echo "cannot connect" >&2; exit 111', 2,
-         r"exit status 111 \(2 attempts\).*'cannot connect'"),
-        # a wrapper without its command
-        ("exit 127", 1, r"exit status 127 \(1 attempt\) and said nothing"),
-        ("kill -9 $$", 2, "signal 9"),
-        ("exec cat /dev/zero", 1, "more than 64 MiB"),
-        ("exit 153", 1, None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("body", "times", "message"), [
+    ('echo one >&2; echo "cannot connect" >&2; exit 111', 2,
+     r"exit status 111 \(2 attempts\).*'cannot connect'"),
+    # a wrapper without its command
+    ("exit 127", 1, r"exit status 127 \(1 attempt\) and said nothing"),
+    ("kill -9 $$", 2, "signal 9"),
+    ("exec cat /dev/zero", 1, "more than 64 MiB"),
+    ("exit 153", 1, None),
+])  # fmt: skip
 def test_failures_and_how_often_they_are_tried(*, tmp_path, env, command, body, times, message):
     command("qstat", f'echo x >> "$HERE/calls"; {body}')
     if message is None:
@@ -107,14 +104,11 @@ def hang(tmp_path, env):
     return [int(pid) for pid in calls(tmp_path)]
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        'sleep 600 & echo $! $$ >> "$HERE/calls"; wait',
-        'sleep 600 & echo $! > "$HERE/calls"',  # which keeps the pipe of a command that ended
-        'echo $$ > "$HERE/calls"; exec sleep 600 >/dev/null 2>&1',
-    ],
-)
+@pytest.mark.parametrize("body", [
+    'sleep 600 & echo $! $$ >> "$HERE/calls"; wait',
+    'sleep 600 & echo $! > "$HERE/calls"',  # which keeps the pipe of a command that ended
+    'echo $$ > "$HERE/calls"; exec sleep 600 >/dev/null 2>&1',
+])  # fmt: skip
 def test_a_hanging_command_is_ended_with_its_children(tmp_path, env, command, body):
     command("qstat", body)
     for pid in hang(tmp_path, env):

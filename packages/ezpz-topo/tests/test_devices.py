@@ -5,12 +5,7 @@ import os
 
 import pytest
 
-from ezpz_topo import (
-    InvalidVariableError,
-    get_accelerators,
-    get_cpu_count,
-    get_cpus_per_node,
-)
+from ezpz_topo import InvalidVariableError, get_accelerators, get_cpu_count, get_cpus_per_node
 from ezpz_topo._devices import ask_vendor_tool, cpu_count_with_source, cpus_per_node_with_source
 
 # CPUs of this process and of this node, under every kind of cgroup.
@@ -43,14 +38,6 @@ def test_the_affinity_of_a_rank_is_not_the_node(tmp_path):
         os.sched_setaffinity(0, before)
 
 
-@pytest.mark.parametrize("text", ["50000 100000\n", "100000 100000\n", "150000 100000\n"])
-def test_a_quota_is_rounded_down_but_never_to_nothing(text, tmp_path):
-    root = tree(tmp_path, "0::/\n", {"cpu.max": text})
-    assert get_cpu_count(root) == 1
-    # 64 CPUs, so that the quota is what binds however few this computer has
-    assert get_cpus_per_node({**SLURM, "SLURM_CPUS_ON_NODE": "64"}, root=root) == 1
-
-
 @pytest.mark.parametrize("where", ["", "system.slice/", "system.slice/job_7/"])
 def test_the_tightest_cgroup_around_us_binds(where, tmp_path):
     root = tree(tmp_path, V2, {
@@ -65,23 +52,24 @@ def test_the_tightest_cgroup_around_us_binds(where, tmp_path):
     )
 
 
-@pytest.mark.parametrize(
-    ("cgroup", "files", "cpus"),
-    [
-        *(("0::/\n", {"cpu.max": text}, 6)
-          for text in ("", "max 100000\n", "max\n", "rubbish", "100000\n", "-1 100000\n",
-                       "0 100000\n", "100000 0\n", "1e5 100000\n", "٣ ٣\n", "\x00\xff")),
-        *((text, {}, 6) for text in ("", "rubbish\n", "0\n", "::\n", "0::/../../out\n", "0::\n")),
-        # a path outside the namespace leaves the mount point
-        ("0::/../../outside\n", {"cpu.max": "300000 100000\n"}, 3),
-        # version 1 in a container that sees its cgroup at the mount point
-        ("2:cpu,cpuacct:/docker/0123abcd\n",
-         {"cpu/cpu.cfs_quota_us": "200000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 2),
-        (V1, {"cpu/cpu.cfs_quota_us": "200000\n"}, 6),  # without its period
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("cgroup", "files", "cpus"), [
+    *(("0::/\n", {"cpu.max": text}, 6)
+      for text in ("", "max 100000\n", "max\n", "rubbish", "100000\n", "-1 100000\n",
+                   "0 100000\n", "100000 0\n", "1e5 100000\n", "٣ ٣\n", "\x00\xff")),
+    *((text, {}, 6) for text in ("", "rubbish\n", "0\n", "::\n", "0::/../../out\n", "0::\n")),
+    # rounded down, but never to nothing
+    *(("0::/\n", {"cpu.max": f"{quota} 100000\n"}, 1) for quota in (50_000, 100_000, 150_000)),
+    # a path outside the namespace leaves the mount point
+    ("0::/../../outside\n", {"cpu.max": "300000 100000\n"}, 3),
+    # version 1 in a container that sees its cgroup at the mount point
+    ("2:cpu,cpuacct:/docker/0123abcd\n",
+     {"cpu/cpu.cfs_quota_us": "200000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 2),
+    (V1, {"cpu/cpu.cfs_quota_us": "200000\n"}, 6),  # without its period
+])  # fmt: skip
 def test_files_of_cgroups(cgroup, files, cpus, tmp_path):
-    assert get_cpus_per_node(SLURM, root=tree(tmp_path, cgroup, files)) == cpus
+    root = tree(tmp_path, cgroup, files)
+    assert get_cpus_per_node(SLURM, root=root) == cpus
+    assert cpus > 1 or get_cpu_count(root) == 1
 
 
 @pytest.mark.parametrize("mount", ["cpu,cpuacct", "cpu"])
@@ -97,15 +85,12 @@ def test_version_1(mount, tmp_path):
     )
 
 
-@pytest.mark.parametrize(
-    ("env", "expected"),
-    [
-        (SLURM, (6, "SLURM_CPUS_ON_NODE")),
-        ({"SLURM_CPUS_ON_NODE": "6"}, (ALL, "os.cpu_count()")),  # outside its job
-        # PBS, select=1:ncpus=64:mpiprocs=64:ompthreads=1: the threads of one rank, not the node
-        ({"PBS_JOBID": "1.x", "NCPUS": "1", "OMP_NUM_THREADS": "1"}, (ALL, "os.cpu_count()")),
-    ],
-)
+@pytest.mark.parametrize(("env", "expected"), [
+    (SLURM, (6, "SLURM_CPUS_ON_NODE")),
+    ({"SLURM_CPUS_ON_NODE": "6"}, (ALL, "os.cpu_count()")),  # outside its job
+    # PBS, select=1:ncpus=64:mpiprocs=64:ompthreads=1: the threads of one rank, not the node
+    ({"PBS_JOBID": "1.x", "NCPUS": "1", "OMP_NUM_THREADS": "1"}, (ALL, "os.cpu_count()")),
+])  # fmt: skip
 def test_what_the_scheduler_tells(env, expected, tmp_path):
     assert cpus_per_node_with_source(env, root=str(tmp_path)) == expected
 
@@ -200,31 +185,27 @@ def found(env, root, **options):
     return devices.device_type, devices.count
 
 
-@pytest.mark.parametrize(
-    ("make", "expected"),
-    [
-        (lambda root: root, ("cpu", 0)),
-        (lambda root: nvidia(root, 2), ("cuda", 2)),
-        (lambda root: mi250(root, 2), ("cuda", 2)),
-        # the host's KFD in a container without its device, and nodes that are no GPUs
-        (lambda root: amd(root, "simd_count 304\n", device=False), ("cpu", 0)),
-        (lambda root: amd(root, "", "simd_count\n", "cpu_cores_count 64\n"), ("cpu", 0)),
-        (lambda root: intel(root, 1), ("xpu", 2)),
-        (lambda root: card(root, below=XE_TILES), ("xpu", 2)),
-        (lambda root: card(root, LAPTOP, below=["tile0"]), ("xpu", 1)),  # as a discrete Arc
-        # A laptop's graphics, also as a second card, whose class is a data-centre card's.
-        (lambda root: card(root, LAPTOP, address="0000:00:02.0"), ("cpu", 0)),
-        (lambda root: card(root, PVC, address="0000:00:02.0"), ("cpu", 0)),
-        (lambda root: card(root, {**PVC, "PCI_ID": "1A03:2000"}), ("cpu", 0)),  # a console
-        (lambda root: card(root, {**PVC, "PCI_CLASS": "120000"}), ("cpu", 0)),  # no GPU
-        (lambda root: card(root, {}), ("cpu", 0)),
-        # A container sees the host's sysfs but not its devices.
-        (lambda root: card(card(root, below=["tile0"]), number=1, given=False), ("xpu", 1)),
-        # nvidia before amd before intel
-        (lambda root: intel(mi250(nvidia(root, 1), 2), 3), ("cuda", 1)),
-    ],
-    ids=range(15),
-)  # fmt: skip
+@pytest.mark.parametrize(("make", "expected"), [
+    (lambda root: root, ("cpu", 0)),
+    (lambda root: nvidia(root, 2), ("cuda", 2)),
+    (lambda root: mi250(root, 2), ("cuda", 2)),
+    # the host's KFD in a container without its device, and nodes that are no GPUs
+    (lambda root: amd(root, "simd_count 304\n", device=False), ("cpu", 0)),
+    (lambda root: amd(root, "", "simd_count\n", "cpu_cores_count 64\n"), ("cpu", 0)),
+    (lambda root: intel(root, 1), ("xpu", 2)),
+    (lambda root: card(root, below=XE_TILES), ("xpu", 2)),
+    (lambda root: card(root, LAPTOP, below=["tile0"]), ("xpu", 1)),  # as a discrete Arc
+    # A laptop's graphics, also as a second card, whose class is a data-centre card's.
+    (lambda root: card(root, LAPTOP, address="0000:00:02.0"), ("cpu", 0)),
+    (lambda root: card(root, PVC, address="0000:00:02.0"), ("cpu", 0)),
+    (lambda root: card(root, {**PVC, "PCI_ID": "1A03:2000"}), ("cpu", 0)),  # a console
+    (lambda root: card(root, {**PVC, "PCI_CLASS": "120000"}), ("cpu", 0)),  # no GPU
+    (lambda root: card(root, {}), ("cpu", 0)),
+    # A container sees the host's sysfs but not its devices.
+    (lambda root: card(card(root, below=["tile0"]), number=1, given=False), ("xpu", 1)),
+    # nvidia before amd before intel
+    (lambda root: intel(mi250(nvidia(root, 1), 2), 3), ("cuda", 1)),
+], ids=range(15))  # fmt: skip
 def test_what_the_kernel_shows(make, expected, bare):
     devices = look({}, make(bare))
     assert (devices.device_type, devices.count) == expected
@@ -245,79 +226,68 @@ def test_nodes_outside_the_jobs_cgroup_are_passed_over(bare):
 # Variables where there is no /dev to compare them with.
 
 
-@pytest.mark.parametrize(
-    ("env", "expected"),
-    [
-        ({"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, ("cuda", 4)),
-        ({"CUDA_VISIBLE_DEVICES": "2"}, ("cuda", 1)),
-        ({"CUDA_VISIBLE_DEVICES": "0, 1"}, ("cuda", 2)),
-        ({"CUDA_VISIBLE_DEVICES": "0,1,"}, ("cuda", 2)),
-        ({"CUDA_VISIBLE_DEVICES": "0,-1,2"}, ("cuda", 1)),
-        ({"CUDA_VISIBLE_DEVICES": "-1"}, ("cpu", 0)),
-        ({"CUDA_VISIBLE_DEVICES": ""}, ("cpu", 0)),
-        ({"CUDA_VISIBLE_DEVICES": "void"}, ("cpu", 0)),
-        ({"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, ("cpu", 0)),
-        ({"CUDA_VISIBLE_DEVICES": "GPU-8932f937,GPU-1d2b"}, ("cuda", 2)),
-        ({"ROCR_VISIBLE_DEVICES": "0,1"}, ("cuda", 2)),
-        ({"ROCR_VISIBLE_DEVICES": "0,GPU-4b2c1a9f"}, ("cuda", 2)),
-        ({"ZE_AFFINITY_MASK": "0,1,2"}, ("xpu", 3)),
-        ({"CUDA_VISIBLE_DEVICES": "", "ZE_AFFINITY_MASK": "0,1"}, ("xpu", 2)),
-        ({"TORCH_DEVICE": "xpu", "CUDA_VISIBLE_DEVICES": "0,1"}, ("xpu", 0)),
-        ({"TORCH_DEVICE": "cuda:1", "CUDA_VISIBLE_DEVICES": "0,1"}, ("cuda", 2)),
-        ({"TORCH_DEVICE": "cpu", "CUDA_VISIBLE_DEVICES": "0,1"}, ("cpu", 0)),
-    ],
-)
+@pytest.mark.parametrize(("env", "expected"), [
+    ({"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, ("cuda", 4)),
+    ({"CUDA_VISIBLE_DEVICES": "2"}, ("cuda", 1)),
+    ({"CUDA_VISIBLE_DEVICES": "0, 1"}, ("cuda", 2)),
+    ({"CUDA_VISIBLE_DEVICES": "0,1,"}, ("cuda", 2)),
+    ({"CUDA_VISIBLE_DEVICES": "0,-1,2"}, ("cuda", 1)),
+    ({"CUDA_VISIBLE_DEVICES": "-1"}, ("cpu", 0)),
+    ({"CUDA_VISIBLE_DEVICES": ""}, ("cpu", 0)),
+    ({"CUDA_VISIBLE_DEVICES": "void"}, ("cpu", 0)),
+    ({"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, ("cpu", 0)),
+    ({"CUDA_VISIBLE_DEVICES": "GPU-8932f937,GPU-1d2b"}, ("cuda", 2)),
+    ({"ROCR_VISIBLE_DEVICES": "0,1"}, ("cuda", 2)),
+    ({"ROCR_VISIBLE_DEVICES": "0,GPU-4b2c1a9f"}, ("cuda", 2)),
+    ({"ZE_AFFINITY_MASK": "0,1,2"}, ("xpu", 3)),
+    ({"CUDA_VISIBLE_DEVICES": "", "ZE_AFFINITY_MASK": "0,1"}, ("xpu", 2)),
+    ({"TORCH_DEVICE": "xpu", "CUDA_VISIBLE_DEVICES": "0,1"}, ("xpu", 0)),
+    ({"TORCH_DEVICE": "cuda:1", "CUDA_VISIBLE_DEVICES": "0,1"}, ("cuda", 2)),
+    ({"TORCH_DEVICE": "cpu", "CUDA_VISIBLE_DEVICES": "0,1"}, ("cpu", 0)),
+])  # fmt: skip
 def test_variables_decide(env, expected, tmp_path):
     assert found(env, tmp_path) == expected
 
 
-@pytest.mark.parametrize("bogus", ["gpu", "CPU", "meta"])
-def test_a_device_type_that_does_not_exist(bogus, tmp_path):
-    with pytest.raises(InvalidVariableError, match=f"TORCH_DEVICE='{bogus}'; expected one of xpu"):
-        found({"TORCH_DEVICE": bogus}, tmp_path)
-
-
-@pytest.mark.parametrize("twice", ["0,0", "1,0,1", "GPU-8932,GPU-8932"])
-def test_a_device_named_twice(twice, tmp_path):
-    with pytest.raises(InvalidVariableError, match="names a device twice"):
-        found({"CUDA_VISIBLE_DEVICES": twice}, tmp_path)
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [*(("TORCH_DEVICE", text, f"='{text}'; expected one of x") for text in ("gpu", "CPU", "meta")),
+     *(("CUDA_VISIBLE_DEVICES", text, "names a device twice")
+       for text in ("0,0", "1,0,1", "GPU-8932,GPU-8932"))],
+)  # fmt: skip
+def test_variables_that_cannot_be(name, text, expected, tmp_path):
+    with pytest.raises(InvalidVariableError, match=f"{name}.*{expected}"):
+        found({name: text}, tmp_path)
 
 
 # Variables against what the host has.
 
 
-@pytest.mark.parametrize(
-    ("env", "make", "fallback", "expected"),
-    [
-        ({"CUDA_VISIBLE_DEVICES": "0,7,1"}, lambda root: nvidia(root, 4), None, ("cuda", 1)),
-        ({"CUDA_VISIBLE_DEVICES": "GPU-1,GPU-2"}, lambda root: nvidia(root, 1), None, ("cuda", 1)),
-        ({"CUDA_VISIBLE_DEVICES": "0"}, lambda root: intel(root, 6), None, ("xpu", 12)),
-        ({}, lambda root: nvidia(root, 2), MACHINE, ("cuda", 2)),
-        ({}, lambda root: root, ("cpu", 0, "machines/crux.toml"), ("cpu", 0)),
-        ({"TORCH_DEVICE": "cuda"}, lambda root: root, MACHINE, ("cuda", 0)),
-        ({"TORCH_DEVICE": "xpu"}, lambda root: root, MACHINE, ("xpu", 12)),
-    ],
-    ids=range(7),
-)
+@pytest.mark.parametrize(("env", "make", "fallback", "expected"), [
+    ({"CUDA_VISIBLE_DEVICES": "0,7,1"}, lambda root: nvidia(root, 4), None, ("cuda", 1)),
+    ({"CUDA_VISIBLE_DEVICES": "GPU-1,GPU-2"}, lambda root: nvidia(root, 1), None, ("cuda", 1)),
+    ({"CUDA_VISIBLE_DEVICES": "0"}, lambda root: intel(root, 6), None, ("xpu", 12)),
+    ({}, lambda root: nvidia(root, 2), MACHINE, ("cuda", 2)),
+    ({}, lambda root: root, ("cpu", 0, "machines/crux.toml"), ("cpu", 0)),
+    ({"TORCH_DEVICE": "cuda"}, lambda root: root, MACHINE, ("cuda", 0)),
+    ({"TORCH_DEVICE": "xpu"}, lambda root: root, MACHINE, ("xpu", 12)),
+], ids=range(7))  # fmt: skip
 def test_what_is_left_of_what_the_host_has(bare, env, make, fallback, expected):
     assert found(env, make(bare), fallback=fallback) == expected
 
 
-@pytest.mark.parametrize(
-    ("gpus", "visible", "count", "source", "note"),
-    [
-        (2, "0,1,2,3", 2, "=0,1,2,3", "stops at '2', because 2 devices are here"),
-        (4, "0,-1", 1, "=0,-1", ""),  # that is meant
-        # indices of the host in a container with two devices
-        (2, "2,3", 0, "='2,3' hides every device of 2", ""),
-        # leftovers where there is no GPU, or a driver without one
-        (None, "0", 0, "no accelerator", "set aside: CUDA_VISIBLE_DEVICES=0"),
-        (0, "0", 0, "no accelerator", "a driver is there"),
-        (1, "MIG-1", 1, "=MIG-1", ""),
-        (1, "MIG-1,MIG-2", 1, "=MIG-1,MIG-2", "MIG among them"),
-        (1, "MIG-1,MIG-2,GPU-3", 1, "=MIG-1,MIG-2,GPU-3", "MIG among them"),
-    ],
-)
+@pytest.mark.parametrize(("gpus", "visible", "count", "source", "note"), [
+    (2, "0,1,2,3", 2, "=0,1,2,3", "stops at '2', because 2 devices are here"),
+    (4, "0,-1", 1, "=0,-1", ""),  # that is meant
+    # indices of the host in a container with two devices
+    (2, "2,3", 0, "='2,3' hides every device of 2", ""),
+    # leftovers where there is no GPU, or a driver without one
+    (None, "0", 0, "no accelerator", "set aside: CUDA_VISIBLE_DEVICES=0"),
+    (0, "0", 0, "no accelerator", "a driver is there"),
+    (1, "MIG-1", 1, "=MIG-1", ""),
+    (1, "MIG-1,MIG-2", 1, "=MIG-1,MIG-2", "MIG among them"),
+    (1, "MIG-1,MIG-2,GPU-3", 1, "=MIG-1,MIG-2,GPU-3", "MIG among them"),
+])  # fmt: skip
 def test_what_is_said_of_a_variable(bare, *, gpus, visible, count, source, note):
     devices = look({"CUDA_VISIBLE_DEVICES": visible}, bare if gpus is None else nvidia(bare, gpus))
     assert (devices.device_type, devices.count) == ("cuda" if count else "cpu", count)
@@ -328,21 +298,18 @@ def test_what_is_said_of_a_variable(bare, *, gpus, visible, count, source, note)
 # ROCm.
 
 
-@pytest.mark.parametrize(
-    ("env", "expected"),
-    [
-        ({"ROCR_VISIBLE_DEVICES": "4,5,6,7", "HIP_VISIBLE_DEVICES": "0,1"}, 2),
-        ({"ROCR_VISIBLE_DEVICES": "4,5", "HIP_VISIBLE_DEVICES": "4,5"}, 0),
-        ({"ROCR_VISIBLE_DEVICES": "0,1", "HIP_VISIBLE_DEVICES": "0,1,2"}, 2),
-        ({"HIP_VISIBLE_DEVICES": "0", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}, 1),
-        ({"CUDA_VISIBLE_DEVICES": "0,1,2"}, 3),
-        # Slurm without AutoDetect sets all of them to the same list.
-        ({"ROCR_VISIBLE_DEVICES": "2,3", "CUDA_VISIBLE_DEVICES": "2,3"}, 0),
-        # OpenCL's, whatever stands beside it
-        ({"GPU_DEVICE_ORDINAL": "0"}, 8),
-        ({"ROCR_VISIBLE_DEVICES": ""}, 0),
-    ],
-)
+@pytest.mark.parametrize(("env", "expected"), [
+    ({"ROCR_VISIBLE_DEVICES": "4,5,6,7", "HIP_VISIBLE_DEVICES": "0,1"}, 2),
+    ({"ROCR_VISIBLE_DEVICES": "4,5", "HIP_VISIBLE_DEVICES": "4,5"}, 0),
+    ({"ROCR_VISIBLE_DEVICES": "0,1", "HIP_VISIBLE_DEVICES": "0,1,2"}, 2),
+    ({"HIP_VISIBLE_DEVICES": "0", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}, 1),
+    ({"CUDA_VISIBLE_DEVICES": "0,1,2"}, 3),
+    # Slurm without AutoDetect sets all of them to the same list.
+    ({"ROCR_VISIBLE_DEVICES": "2,3", "CUDA_VISIBLE_DEVICES": "2,3"}, 0),
+    # OpenCL's, whatever stands beside it
+    ({"GPU_DEVICE_ORDINAL": "0"}, 8),
+    ({"ROCR_VISIBLE_DEVICES": ""}, 0),
+])  # fmt: skip
 def test_hip_counts_within_what_rocr_left(env, expected, bare):
     assert look(env, mi250(bare, 8)).count == expected
 
@@ -350,26 +317,23 @@ def test_hip_counts_within_what_rocr_left(env, expected, bare):
 # Level Zero.
 
 
-@pytest.mark.parametrize(
-    ("hierarchy", "mask", "expected"),
-    [
-        ("", None, 12),
-        ("FLAT", None, 12),
-        ("COMBINED", None, 12),
-        ("COMPOSITE", None, 6),
-        ("flat", None, 12),  # the driver takes what it does not know for the default
-        ("FLAT", "0,1,11", 3),
-        ("FLAT", "0, 12", 1),
-        ("FLAT", "0,0", 1),
-        ("FLAT", "12", 0),
-        ("FLAT", "", 12),
-        ("FLAT", "default", 12),
-        ("COMPOSITE", "0", 1),
-        ("COMPOSITE", "0.0,0.1", 1),
-        ("COMPOSITE", "0.0,1.1,2", 3),
-        ("COMPOSITE", "0,6", 1),
-    ],
-)
+@pytest.mark.parametrize(("hierarchy", "mask", "expected"), [
+    ("", None, 12),
+    ("FLAT", None, 12),
+    ("COMBINED", None, 12),
+    ("COMPOSITE", None, 6),
+    ("flat", None, 12),  # the driver takes what it does not know for the default
+    ("FLAT", "0,1,11", 3),
+    ("FLAT", "0, 12", 1),
+    ("FLAT", "0,0", 1),
+    ("FLAT", "12", 0),
+    ("FLAT", "", 12),
+    ("FLAT", "default", 12),
+    ("COMPOSITE", "0", 1),
+    ("COMPOSITE", "0.0,0.1", 1),
+    ("COMPOSITE", "0.0,1.1,2", 3),
+    ("COMPOSITE", "0,6", 1),
+])  # fmt: skip
 def test_affinity_mask_in_each_hierarchy(hierarchy, mask, expected, bare):
     env = {"ZE_FLAT_DEVICE_HIERARCHY": hierarchy}
     if mask is not None:
@@ -377,14 +341,11 @@ def test_affinity_mask_in_each_hierarchy(hierarchy, mask, expected, bare):
     assert look(env, intel(bare, 6)).count == expected
 
 
-@pytest.mark.parametrize(
-    ("hierarchy", "mask", "expected"),
-    [
-        *(("COMPOSITE", mask, "cards and their tiles")
-          for mask in ("a", "0,,1", "0.1.2.3", "-1", "0.", "٣")),
-        *((flat, "0.1", r"'0\.1' in it; expected tile") for flat in ("", "FLAT", "COMBINED")),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("hierarchy", "mask", "expected"), [
+    *(("COMPOSITE", mask, "cards and their tiles")
+      for mask in ("a", "0,,1", "0.1.2.3", "-1", "0.", "٣")),
+    *((flat, "0.1", r"'0\.1' in it; expected tile") for flat in ("", "FLAT", "COMBINED")),
+])  # fmt: skip
 def test_a_mask_that_does_not_parse(hierarchy, mask, expected, bare):
     env = {"ZE_AFFINITY_MASK": mask, "ZE_FLAT_DEVICE_HIERARCHY": hierarchy}
     with pytest.raises(InvalidVariableError, match=f"ZE_AFFINITY_MASK=.*{expected}"):
@@ -420,20 +381,16 @@ FAILED = "Failed to initialize NVML: Driver/library version mismatch"
 DEV = "4 x /dev/nvidia<N>"
 
 
-@pytest.mark.parametrize(
-    ("said", "status", "expected", "notes"),
-    [
-        # /dev of the host is bound into a container that may use one device
-        ("GPU 0: NVIDIA A100 (UUID: GPU-5d5b)\n", 0, ("cuda", 1, "nvidia-smi -L"),
-         (f"set aside: {DEV}, because nvidia-smi -L lists 1",)),
-        (FAILED, 18, ("cuda", 4, DEV),
-         (f"nvidia-smi -L failed with exit status 18: {FAILED}", f"counted instead: {DEV}")),
-        # a job that was given no GPU on a node that has some
-        ("No devices found.", 0, ("cpu", 0, "nvidia-smi -L lists no device"),
-         (f"set aside: {DEV}, because nvidia-smi -L lists 0",)),
-    ],
-    ids=["fewer", "it fails", "none"],
-)  # fmt: skip
+@pytest.mark.parametrize(("said", "status", "expected", "notes"), [
+    # /dev of the host is bound into a container that may use one device
+    ("GPU 0: NVIDIA A100 (UUID: GPU-5d5b)\n", 0, ("cuda", 1, "nvidia-smi -L"),
+     (f"set aside: {DEV}, because nvidia-smi -L lists 1",)),
+    (FAILED, 18, ("cuda", 4, DEV),
+     (f"nvidia-smi -L failed with exit status 18: {FAILED}", f"counted instead: {DEV}")),
+    # a job that was given no GPU on a node that has some
+    ("No devices found.", 0, ("cpu", 0, "nvidia-smi -L lists no device"),
+     (f"set aside: {DEV}, because nvidia-smi -L lists 0",)),
+], ids=["fewer", "it fails", "none"])  # fmt: skip
 def test_the_tool_knows_better_than_dev(*, bare, fake, said, status, expected, notes):
     env = fake("nvidia-smi", said, status=status)
     devices = look(env, nvidia(bare, 4), fallback=("cuda", 4, "machines/polaris.toml"))
@@ -441,14 +398,11 @@ def test_the_tool_knows_better_than_dev(*, bare, fake, said, status, expected, n
     assert devices.notes == notes
 
 
-@pytest.mark.parametrize(
-    ("gpus", "env", "options", "expected"),
-    [
-        (4, {"CUDA_VISIBLE_DEVICES": "0,1"}, {}, ("cuda", 2)),  # a variable tells
-        (4, {}, {"tools": False}, ("cuda", 4)),  # told so
-        (None, {}, {}, ("cpu", 0)),  # no driver
-    ],
-)
+@pytest.mark.parametrize(("gpus", "env", "options", "expected"), [
+    (4, {"CUDA_VISIBLE_DEVICES": "0,1"}, {}, ("cuda", 2)),  # a variable tells
+    (4, {}, {"tools": False}, ("cuda", 4)),  # told so
+    (None, {}, {}, ("cpu", 0)),  # no driver
+])  # fmt: skip
 def test_where_no_tool_is_started(*, bare, fake, gpus, env, options, expected):
     for name in ("nvidia-smi", "amd-smi", "rocm-smi", "xpu-smi"):
         path = fake(name, "", status=1)
@@ -494,29 +448,19 @@ def test_the_machine_is_not_asked_where_a_variable_hides_every_device(name, valu
 
 # The vendors' tools, played by executables that print what documentation shows.
 
-NVIDIA = """GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-5d5ba0d6-d33d-2b2c-524d-9e3d8d2b8a77)
-GPU 1: NVIDIA A100-SXM4-40GB (UUID: GPU-0aa11ebd-627f-af3f-1a0d-4e1fd92fd7b0)
-"""
-NVIDIA_MIG = """GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-5d5ba0d6)
-  MIG 1g.5gb      Device  0: (UUID: MIG-c6d4f1ef)
+A100 = "GPU {}: NVIDIA A100-SXM4-40GB (UUID: GPU-5d5ba0d6-d33d-2b2c-524d-9e3d8d2b8a7{})\n"
+NVIDIA = A100.format(0, 0) + A100.format(1, 1)
+NVIDIA_MIG = f"""{A100.format(0, 0)}  MIG 1g.5gb      Device  0: (UUID: MIG-c6d4f1ef)
   MIG 1c.3g.20gb  Device  1: (UUID: MIG-cba663e8)
 """
-AMD = """GPU: 0
-    BDF: 0000:23:00.0
-    UUID: 00ff74a1-0000-1000-8000-000000000000
-GPU: 1
-    BDF: 0000:26:00.0
-    UUID: 01ff74a1-0000-1000-8000-000000000000
-"""
+AMD = "".join(f"GPU: {n}\n    BDF: 0000:2{n}:00.0\n    UUID: 0{n}ff74a1-0000\n" for n in (0, 1))
 ROCM = """
-
 ============================ ROCm System Management Interface ============================
 =========================================== ID ===========================================
 GPU[0]\t\t: Device Name: \t\tAMD Instinct MI300A
 GPU[0]\t\t: Device ID: \t\t0x74a0
 GPU[1]\t\t: Device Name: \t\tAMD Instinct MI300A
 GPU[1]\t\t: Device ID: \t\tN/A
-==========================================================================================
 ================================== End of ROCm SMI Log ===================================
 """
 
@@ -525,25 +469,22 @@ def xpu_entry(address, kind="physical"):
     return {"device_function_type": kind, "device_id": 0, "pci_bdf_address": address}
 
 
-@pytest.mark.parametrize(
-    ("vendor", "tool", "text", "count", "source", "note"),
-    [
-        ("nvidia", "nvidia-smi", NVIDIA, 2, "nvidia-smi -L", ""),
-        ("nvidia", "nvidia-smi", NVIDIA_MIG, 1, "nvidia-smi -L", "2 MIG devices on 1 GPUs"),
-        ("nvidia", "nvidia-smi", "No devices found.\n", 0, "nvidia-smi -L", ""),
-        ("amd", "amd-smi", AMD, 2, "amd-smi list", ""),
-        ("amd", "rocm-smi", ROCM, 2, "rocm-smi --showid", ""),  # several lines a GPU
-        ("intel", "xpu-smi", '{"device_list": null}', 0,
-         "xpu-smi discovery: 0 tiles of 0 cards", ""),
-        # not installed
-        *((vendor, "other", "", None, "", "") for vendor in ("nvidia", "amd", "intel", "apple")),
-        # an unknown output is a failure and not a zero
-        *((*tool, text, None, "", tool[1])
-          for tool in (("nvidia", "nvidia-smi"), ("amd", "amd-smi"), ("amd", "rocm-smi"),
-                       ("intel", "xpu-smi"))
-          for text in ("", "something else\n", "[]", "{}", '{"device_list": 3}')),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("vendor", "tool", "text", "count", "source", "note"), [
+    ("nvidia", "nvidia-smi", NVIDIA, 2, "nvidia-smi -L", ""),
+    ("nvidia", "nvidia-smi", NVIDIA_MIG, 1, "nvidia-smi -L", "2 MIG devices on 1 GPUs"),
+    ("nvidia", "nvidia-smi", "No devices found.\n", 0, "nvidia-smi -L", ""),
+    ("amd", "amd-smi", AMD, 2, "amd-smi list", ""),
+    ("amd", "rocm-smi", ROCM, 2, "rocm-smi --showid", ""),  # several lines a GPU
+    ("intel", "xpu-smi", '{"device_list": null}', 0,
+     "xpu-smi discovery: 0 tiles of 0 cards", ""),
+    # not installed
+    *((vendor, "other", "", None, "", "") for vendor in ("nvidia", "amd", "intel", "apple")),
+    # an unknown output is a failure and not a zero
+    *((*tool, text, None, "", tool[1])
+      for tool in (("nvidia", "nvidia-smi"), ("amd", "amd-smi"), ("amd", "rocm-smi"),
+                   ("intel", "xpu-smi"))
+      for text in ("", "something else\n", "[]", "{}", '{"device_list": 3}')),
+])  # fmt: skip
 def test_what_tools_print(fake, *, vendor, tool, text, count, source, note):
     env = fake(tool, text)
     before = dict(env)
@@ -557,7 +498,7 @@ def test_what_tools_print(fake, *, vendor, tool, text, count, source, note):
     ("vendor", "tool"),
     [("nvidia", "nvidia-smi"), ("amd", "amd-smi"), ("amd", "rocm-smi"), ("intel", "xpu-smi")],
 )
-def test_a_failure_is_told_with_its_status_and_words(vendor, tool, fake):
+def test_a_failure_is_told_with_its_status_and_words(vendor, tool, fake, bare):
     told = ask_vendor_tool(vendor, fake(tool, "\n  no driver\nsecond line\n", status=9))
     assert told.count is None
     assert "failed with exit status 9: no driver" in told.notes[0]
@@ -565,13 +506,12 @@ def test_a_failure_is_told_with_its_status_and_words(vendor, tool, fake):
     hanging = ask_vendor_tool(vendor, fake(tool, "", then="/bin/sleep 60"), time_limit=0.3)
     assert hanging.count is None
     assert hanging.notes[0].endswith(" failed: no answer in 0.3 s")
+    (bare / "bin" / tool).write_text("#!/nonexistent/sh\n")
+    told = ask_vendor_tool(vendor, {"PATH": str(bare / "bin")})
+    assert (told.count, " failed: No such file" in told.notes[0]) == (None, True)
 
 
-def test_a_tool_that_cannot_be_started_and_rocm_smi_where_amd_smi_fails(fake, tmp_path):
-    env = fake("nvidia-smi", NVIDIA)
-    (tmp_path / "bin/nvidia-smi").write_text("#!/nonexistent/sh\n")
-    told = ask_vendor_tool("nvidia", env)
-    assert (told.count, "nvidia-smi -L failed: " in told.notes[0]) == (None, True)
+def test_rocm_smi_where_amd_smi_fails(fake):
     fake("amd-smi", "AMDSMI_STATUS_INIT_ERROR\n", status=1)
     told = ask_vendor_tool("amd", fake("rocm-smi", ROCM))
     assert told.count == 2

@@ -3,9 +3,8 @@
 import os
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.configuration import set_hypothesis_home_dir
 
 from ezpz_topo import (
     HostfileError,
@@ -49,26 +48,22 @@ def test_one_line(lines, expected):
         assert pairs(f"# hosts\n\n{line}\n   # indented\n\n") == [expected]
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("\ufeff# top\r\n\r\n\t\r\nx1n0\r\nx1n1", [("x1n0", None), ("x1n1", None)]),
-        # A PBS node file has a line for each slot.
-        ("x0.gov\nx0.gov\nx1.gov\nx1.gov\n", [("x0.gov", 2), ("x1.gov", 2)]),
-        ("b\na\nb\na\nb\n", [("b", 3), ("a", 2)]),
-        ("h:2\nh:2", [("h", 4)]),
-        ("h slots=2\nh", [("h", 3)]),
-        ("h\nh:4", [("h", 5)]),
-        ("h 2\nh max_slots=3", [("h", 5)]),
-        # Names are compared short, and the first spelling stays.
-        ("X1n0:2\nx1\nx1n0.hsn.example:2\nx1.site\nx10", [("X1n0", 4), ("x1", 2), ("x10", None)]),
-        # Addresses are compared whole.
-        ("10.0.0.1\n10.0.0.2\n[0::1]:3", [("10.0.0.1", None), ("10.0.0.2", None), ("0::1", 3)]),
-        ("::1\n::2\n[0:0::1]:3", [("::1", 4), ("::2", None)]),
-        ("a\n" * 100_000 + "#" * 30_000_000 + "\n", [("a", 100_000)]),
-    ],
-    ids=range(11),
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "expected"), [
+    ("\ufeff# top\r\n\r\n\t\r\nx1n0\r\nx1n1", [("x1n0", None), ("x1n1", None)]),
+    # A PBS node file has a line for each slot.
+    ("x0.gov\nx0.gov\nx1.gov\nx1.gov\n", [("x0.gov", 2), ("x1.gov", 2)]),
+    ("b\na\nb\na\nb\n", [("b", 3), ("a", 2)]),
+    ("h:2\nh:2", [("h", 4)]),
+    ("h slots=2\nh", [("h", 3)]),
+    ("h\nh:4", [("h", 5)]),
+    ("h 2\nh max_slots=3", [("h", 5)]),
+    # Names are compared short, and the first spelling stays.
+    ("X1n0:2\nx1\nx1n0.hsn.example:2\nx1.site\nx10", [("X1n0", 4), ("x1", 2), ("x10", None)]),
+    # Addresses are compared whole.
+    ("10.0.0.1\n10.0.0.2\n[0::1]:3", [("10.0.0.1", None), ("10.0.0.2", None), ("0::1", 3)]),
+    ("::1\n::2\n[0:0::1]:3", [("::1", 4), ("::2", None)]),
+    ("a\n" * 100_000 + "#" * 30_000_000 + "\n", [("a", 100_000)]),
+], ids=range(11))  # fmt: skip
 def test_several_lines(text, expected):
     assert pairs(text) == expected
 
@@ -111,18 +106,14 @@ def test_errors_tell_file_line_part_and_remedy(line, expected):
     assert len(message) < 250
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        *((text, "names no host; expected") for text in ("", "\n", "# x\n", " \t\r\n", "\ufeff")),
-        ("x1n0 # \0\n", "NUL"),
-        ("\n" * 5_000_000, "more than 4194304 lines"),
-        ("a\nb\nb\nc\nd\n", "'d' is host 4; expected at most 3"),
-        # A regular expression that tried every blank, or every label, would not end.
-        *((char * 1_000_000, "expected (one )?host") for char in (" ", "a.", "=", "[")),
-    ],
-    ids=range(12),
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "message"), [
+    *((text, "names no host; expected") for text in ("", "\n", "# x\n", " \t\r\n", "\ufeff")),
+    ("x1n0 # \0\n", "NUL"),
+    ("\n" * 5_000_000, "more than 4194304 lines"),
+    ("a\nb\nb\nc\nd\n", "'d' is host 4; expected at most 3"),
+    # A regular expression that tried every blank, or every label, would not end.
+    *((char * 1_000_000, "expected (one )?host") for char in (" ", "a.", "=", "[")),
+], ids=range(12))  # fmt: skip
 def test_no_hostfile(monkeypatch, text, message):
     monkeypatch.setattr("ezpz_topo._hostfile.MAX_HOSTS", 3)
     with pytest.raises(HostfileError, match=message):
@@ -179,15 +170,6 @@ def test_bytes_that_are_no_text(tmp_path, content):
 
 # Whatever a hostfile holds: an answer or a HostfileError, and what is written is read again.
 
-# Not even its caches go into the working directory.
-set_hypothesis_home_dir(os.devnull)
-QUIET = settings(
-    database=None,
-    deadline=None,
-    derandomize=True,
-    max_examples=200,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
 WORDS = ["x1n0", "x1n0.hsn", "X1N1", "10.0.0.1", "::1", "[::1]", "n[1-3]", "slots", "max_slots",
          "cpu", "=", ":", "0", "2", "17", "#", "@", ",", "-", ".", " ", "\t", "\n", "\r\n", "\0",
          "\ufeff", "\x1c", "\u2028", "\xa0"]  # fmt: skip
@@ -200,7 +182,6 @@ ADDRESSES = st.one_of(st.ip_addresses(v=4), st.ip_addresses(v=6)).map(str)
 HOSTS = st.one_of(NAMES, ADDRESSES).filter(is_host)
 
 
-@QUIET
 @given(ANY_TEXT)
 def test_parsing_answers_or_raises_hostfile_error(text):
     if is_host(text):
@@ -215,14 +196,12 @@ def test_parsing_answers_or_raises_hostfile_error(text):
     assert len({host_key(entry.host) for entry in entries}) == len(entries)
 
 
-@QUIET
 @given(st.lists(HOSTS, min_size=1, max_size=20, unique_by=host_key))
 def test_what_is_written_is_read_again(tmp_path, hosts):
     path = write_hostfile_from_list_of_hosts(hosts, tmp_path / "hosts")
     assert read_hostfile(path) == tuple(map(HostSlots, hosts))
 
 
-@QUIET
 @given(st.lists(st.tuples(HOSTS, st.integers(1, 9)), min_size=1, max_size=20), st.randoms())
 def test_slots_are_the_sum_whatever_the_form(lines, rng):
     forms = ("{} {}", "{} slots={}", "{}  slots = {} max_slots=999 # {}", "\t{} cpu={}\r")

@@ -67,15 +67,12 @@ def test_a_client_that_is_not_set_up_hides_no_other_schedulers_answer(tmp_path, 
         get_allocation(env, ask=True)
 
 
-@pytest.mark.parametrize(
-    ("env", "message"),
-    [
-        ({"SLURM_JOBID": "7"}, "without SLURM_JOB_ID"),
-        ({"SLURM_JOB_NODELIST": "nid001"}, "without SLURM_JOB_ID"),
-        ({"PBS_ENVIRONMENT": "PBS_BATCH", "PBS_NODEFILE": "/none"}, "without PBS_JOBID"),
-        ({"PBS_JOBID": "1.pbs", "SLURM_JOB_ID": "7"}, "SLURM_JOB_ID=7 and PBS_JOBID=1.pbs.*unset"),
-    ],
-)
+@pytest.mark.parametrize(("env", "message"), [
+    ({"SLURM_JOBID": "7"}, "without SLURM_JOB_ID"),
+    ({"SLURM_JOB_NODELIST": "nid001"}, "without SLURM_JOB_ID"),
+    ({"PBS_ENVIRONMENT": "PBS_BATCH", "PBS_NODEFILE": "/none"}, "without PBS_JOBID"),
+    ({"PBS_JOBID": "1.pbs", "SLURM_JOB_ID": "7"}, "SLURM_JOB_ID=7 and PBS_JOBID=1.pbs.*unset"),
+])  # fmt: skip
 def test_half_of_a_jobs_variables_or_two_jobs_are_an_error(env, message):
     with pytest.raises(InvalidVariableError, match=message):
         get_allocation(env)
@@ -157,19 +154,16 @@ def test_a_named_file_is_never_passed_over(files, env, name, content):
             call(path, env)
 
 
-@pytest.mark.parametrize(
-    ("env", "who"),
-    [
-        ({"FLUX_JOB_ID": "f1"}, "flux"),
-        ({"LSB_JOBID": "9"}, "lsf"),
-        ({"COBALT_JOBID": "9"}, "cobalt"),
-        ({"FLUX_TASK_RANK": "0", "FLUX_JOB_SIZE": "8", "FLUX_TASK_LOCAL_ID": "0"}, "flux"),
-        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "torchrun"),
-        ({"PMI_RANK": "0", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}, "pmi"),
-        ({"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4",
-          "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, "openmpi"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("env", "who"), [
+    ({"FLUX_JOB_ID": "f1"}, "flux"),
+    ({"LSB_JOBID": "9"}, "lsf"),
+    ({"COBALT_JOBID": "9"}, "cobalt"),
+    ({"FLUX_TASK_RANK": "0", "FLUX_JOB_SIZE": "8", "FLUX_TASK_LOCAL_ID": "0"}, "flux"),
+    ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "torchrun"),
+    ({"PMI_RANK": "0", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}, "pmi"),
+    ({"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4",
+      "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, "openmpi"),
+])  # fmt: skip
 def test_a_job_without_a_scheduler_is_not_this_host(env, who):
     with pytest.raises(TopoError, match=f"{who}.*; expected .*HOSTFILE"):
         get_hosts(env=env)
@@ -194,18 +188,15 @@ def test_writing_a_list(tmp_path):
     assert (tmp_path / "link").is_symlink()
 
 
-@pytest.mark.parametrize(
-    ("hosts", "match"),
-    [
-        *((["a", host], "expected a name of letters") for host in (
-            "", " ", "a b", "a\tb", "a\n", "a,b", "a\0", "-n", "--hostfile=x", "#a", "n[1-2]",
-            "h:2", "12")),
-        ([], "list of hosts is empty"),
-        ("x1n0", "expected a list of names"),
-        # without end: the list is not made first
-        (map("n{}".format, itertools.count()), "at most 3"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("hosts", "match"), [
+    *((["a", host], "expected a name of letters") for host in (
+        "", " ", "a b", "a\tb", "a\n", "a,b", "a\0", "-n", "--hostfile=x", "#a", "n[1-2]",
+        "h:2", "12")),
+    ([], "list of hosts is empty"),
+    ("x1n0", "expected a list of names"),
+    # without end: the list is not made first
+    (map("n{}".format, itertools.count()), "at most 3"),
+])  # fmt: skip
 def test_hosts_that_are_not_written(monkeypatch, tmp_path, hosts, match):
     monkeypatch.setattr("ezpz_topo._hostfile.MAX_HOSTS", 3)
     with pytest.raises(HostfileError, match=match):
@@ -273,10 +264,16 @@ def test_a_list_without_a_file_goes_to_the_private_folder(files, monkeypatch):
     assert sorted(files.iterdir()) == before
 
 
-@pytest.mark.parametrize("kind", ["link", "file", "open"])
-def test_a_folder_that_is_not_mine_alone(files, job, kind):
-    folder = files / "run" / f"ezpz-{os.geteuid()}"
-    if kind == "link":
+@pytest.mark.parametrize("kind", ["link", "file", "open", "theirs"])
+def test_a_folder_that_is_not_mine_alone(files, job, monkeypatch, kind):
+    me = os.geteuid()
+    folder, message = files / "run" / f"ezpz-{me}", "expected a folder drwx------ of user"
+    if kind == "theirs":
+        get_hostfile_with_fallback(env=job)
+        folder.rename(files / "run" / f"ezpz-{me + 1}")
+        monkeypatch.setattr(os, "geteuid", lambda: me + 1)
+        message = f"of user {me}; expected .* of user {me + 1}"
+    elif kind == "link":
         (files / "elsewhere").mkdir(mode=0o700)
         folder.symlink_to(files / "elsewhere")
     elif kind == "file":
@@ -284,16 +281,7 @@ def test_a_folder_that_is_not_mine_alone(files, job, kind):
     else:
         folder.mkdir()
         folder.chmod(0o777)
-    with pytest.raises(HostfileError, match="expected a folder drwx------ of user"):
-        get_hostfile_with_fallback(env=job)
-
-
-def test_a_folder_of_somebody_else(files, job, monkeypatch):
-    get_hostfile_with_fallback(env=job)
-    me = os.geteuid()
-    (files / "run" / f"ezpz-{me}").rename(files / "run" / f"ezpz-{me + 1}")
-    monkeypatch.setattr(os, "geteuid", lambda: me + 1)
-    with pytest.raises(HostfileError, match=f"of user {me}; expected .* of user {me + 1}"):
+    with pytest.raises(HostfileError, match=message):
         get_hostfile_with_fallback(env=job)
 
 

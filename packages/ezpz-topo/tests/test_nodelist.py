@@ -1,13 +1,10 @@
 """Names of hosts, and Slurm's nodelists; what scontrol itself says is compared in tests/slurm."""
 
-import os
-import subprocess
 import tracemalloc
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.configuration import set_hypothesis_home_dir
 
 from ezpz_topo import (
     InvalidVariableError,
@@ -15,7 +12,6 @@ from ezpz_topo import (
     expand_nodelist,
     first_host,
     fold_nodelist,
-    get_hostname,
     same_host,
     short_name,
 )
@@ -24,69 +20,51 @@ from ezpz_topo._nodelist import find_host, is_host, tasks_on_node
 # Names of hosts: short ones, the same one, and what is none.
 
 
-def test_hostname_is_what_hostname_prints():
-    printed = subprocess.run(["uname", "-n"], capture_output=True, text=True, check=True).stdout
-    assert get_hostname() == printed.strip()
-
-
-@pytest.mark.parametrize(
-    ("host", "short"),
-    [
-        ("x1000c0s0b0n0.hsn.cm.aurora.alcf.anl.gov", "x1000c0s0b0n0"),
-        ("nid001", "nid001"),
-        ("nid001.", "nid001"),
-        ("10.example", "10"),
-        # the first number of an address is no name
-        ("10.0.0.1", "10.0.0.1"),
-        ("::1", "::1"),
-        ("::ffff:10.0.0.1", "::ffff:10.0.0.1"),
-    ],
-)
+@pytest.mark.parametrize(("host", "short"), [
+    ("x1000c0s0b0n0.hsn.cm.aurora.alcf.anl.gov", "x1000c0s0b0n0"),
+    ("nid001", "nid001"),
+    ("nid001.", "nid001"),
+    ("10.example", "10"),
+    # the first number of an address is no name
+    ("10.0.0.1", "10.0.0.1"),
+    ("::1", "::1"),
+    ("::ffff:10.0.0.1", "::ffff:10.0.0.1"),
+])  # fmt: skip
 def test_short_name(host, short):
     assert short_name(host) == short
     assert same_host(host, short)
 
 
-@pytest.mark.parametrize(
-    ("one", "other", "same"),
-    [
-        ("x1n0.hsn.site.gov", "x1n0.site.gov", True),
-        ("X1N0", "x1n0", True),
-        ("x1n0.site.gov.", "x1n0", True),
-        ("10.0.0.1", "10.0.0.1", True),
-        ("FE80::1", "fe80:0:0::1", True),
-        ("[::1]", "::1", True),
-        ("x1n0", "x1n01", False),
-        ("x1n0", "x1n1.site.gov", False),
-        ("10.0.0.1", "10.0.0.2", False),
-        ("10.0.0.1", "10", False),
-        ("::1", "::2", False),
-        ("localhost", "127.0.0.1", False),  # nothing is looked up
-    ],
-)
+@pytest.mark.parametrize(("one", "other", "same"), [
+    ("x1n0.hsn.site.gov", "x1n0.site.gov", True),
+    ("X1N0", "x1n0", True),
+    ("x1n0.site.gov.", "x1n0", True),
+    ("10.0.0.1", "10.0.0.1", True),
+    ("FE80::1", "fe80:0:0::1", True),
+    ("[::1]", "::1", True),
+    ("x1n0", "x1n01", False),
+    ("x1n0", "x1n1.site.gov", False),
+    ("10.0.0.1", "10.0.0.2", False),
+    ("10.0.0.1", "10", False),
+    ("::1", "::2", False),
+    ("localhost", "127.0.0.1", False),  # nothing is looked up
+])  # fmt: skip
 def test_same_host(one, other, same):
     assert same_host(one, other) == same_host(other, one) == same
     assert find_host(one, ["a", other, "b"]) == (other if same else None)
 
 
-@pytest.mark.parametrize(
-    "host",
-    ["a", "n-1", "my_host", "1e3", "x1n0.hsn.site.gov", "x1n0.site.", "0.0.0.0", "255.1.2.3", "::1",
-     "2001:db8::7", "::ffff:1.2.3.4", "a" * 254],
-)  # fmt: skip
+NAMES = ["a", "n-1", "my_host", "1e3", "x1n0.hsn.site.gov", "x1n0.site.", "0.0.0.0", "255.1.2.3",
+         "::1", "2001:db8::7", "::ffff:1.2.3.4", "a" * 254]  # fmt: skip
+NO_NAMES = ["", " ", ".", "-n", "--np=2", "#a", "a b", "a\tb", "a,b", "a\0", "a\n", "a.b..c", ".a",
+            "a.-b", "n[1-2]", "h:2", "u@h", "a/b", "a;b", "$(a)", "12", "10.0.0", "1.2.3.4.5",
+            "10.0.0.256", "010.0.0.1", "10.0.0.1.", "٣", "é", "a\xa0b", "::1%eth0", "::1/64", ":",
+            "1:2", "g::1", "a" * 255]  # fmt: skip
+
+
+@pytest.mark.parametrize("host", NAMES + NO_NAMES)
 def test_is_host(host):
-    assert is_host(host)
-
-
-@pytest.mark.parametrize(
-    "host",
-    ["", " ", ".", "-n", "--np=2", "#a", "a b", "a\tb", "a,b", "a\0", "a\n", "a.b..c", ".a", "a.-b",
-     "n[1-2]", "h:2", "u@h", "a/b", "a;b", "$(a)", "12", "10.0.0", "1.2.3.4.5", "10.0.0.256",
-     "010.0.0.1", "10.0.0.1.", "٣", "é", "a\xa0b", "::1%eth0", "::1/64", ":", "1:2", "g::1",
-     "a" * 255],
-)  # fmt: skip
-def test_is_no_host(host):
-    assert not is_host(host)
+    assert is_host(host) == (host in NAMES)
 
 
 # Slurm's nodelists.
@@ -128,35 +106,19 @@ def test_as_slurm_does(nodelist, hosts):
 
 @pytest.mark.parametrize(
     ("nodelist", "part"),
-    [
-        ("n[3-1]", "'3-1'"),
-        ("n[]", "''"),
-        ("a,n[1-2", r"position 3.*is not closed"),
-        ("n[[1]]", r"position 1.*is not closed, or holds another"),
-        ("n]", r"position 1.*was not opened"),
-        ("n[1]]", r"position 4.*was not opened"),
-        ("n[0x1-0x3]", "'0x1-0x3'"),
-        ("n[1-5/2]", "'1-5/2'"),
-        ("n[-1]", "'-1'"),
-        ("n[1-]", "'1-'"),
-        ("n[1-2-3]", "'1-2-3'"),
-        ("n[ 1-2]", "' 1-2'"),
-        ("n[1,,2]", "''"),
-        ("n[٣]", "'٣'"),
-        ("n[1-" + "9" * 5000 + "]", "is no range"),
-    ],
-)
+    [("n[3-1]", "'3-1'"), ("n[]", "''"), ("a,n[1-2", r"position 3.*is not closed"),
+     ("n[[1]]", r"position 1.*is not closed, or holds another"),
+     ("n]", r"position 1.*was not opened"), ("n[1]]", r"position 4.*was not opened"),
+     ("n[0x1-0x3]", "'0x1-0x3'"), ("n[1-5/2]", "'1-5/2'"), ("n[-1]", "'-1'"), ("n[1-]", "'1-'"),
+     ("n[1-2-3]", "'1-2-3'"), ("n[ 1-2]", "' 1-2'"), ("n[1,,2]", "''"), ("n[٣]", "'٣'"),
+     ("n[1-" + "9" * 5000 + "]", "is no range")],
+)  # fmt: skip
 def test_what_does_not_parse_is_named(nodelist, part):
     for read in (expand_nodelist, first_host):
         if nodelist.startswith("a,") and read is first_host:
             continue  # its first name is in order
         with pytest.raises(NodelistError, match=part):
             read(nodelist)
-
-
-def test_no_host_at_all():
-    with pytest.raises(NodelistError, match="names no host"):
-        first_host(" , ")
 
 
 @pytest.mark.parametrize(
@@ -182,33 +144,32 @@ def test_the_largest_machine_and_one_too_large():
     assert len(hosts) == len(set(hosts)) == 10_080
     # A product that cannot be printed.
     with pytest.raises(NodelistError, match="expected at most 1048576"):
-        expand_nodelist("n[1-2]" * 100_000)
-    assert first_host("n[1-2]" * 100_000) == "n1" * 100_000
+        expand_nodelist("n[1-2]" * 20_000)
+    assert first_host("n[1-2]" * 20_000) == "n1" * 20_000
+    with pytest.raises(NodelistError, match="names no host"):
+        first_host(" , ")
     with pytest.raises(NodelistError, match="3 hosts or more; expected at most 2"):
         expand_nodelist("a,b,c", max_hosts=2)
 
 
-@pytest.mark.parametrize(
-    ("hosts", "folded"),
-    [
-        ([], ""),
-        (["a"], "a"),
-        (["n1"], "n1"),
-        (["n1", "n2", "n3"], "n[1-3]"),
-        (["n9", "n10", "n11"], "n[9-11]"),
-        (["n09", "n10", "n11"], "n[09-11]"),
-        (["n1", "n02"], "n[1,02]"),
-        (["n2", "n1"], "n[2,1]"),
-        (["n1", "n1"], "n[1,1]"),
-        (["n1", "m1", "n2"], "n1,m1,n2"),
-        (["x1c0", "x1c1", "x2c0"], "x1c[0-1],x2c0"),
-        (["n1-ib", "n2-ib"], "n1-ib,n2-ib"),
-        (["n99", "n100"], "n[99-100]"),
-        # A name without a number is not folded with its neighbour.
-        (["n00", "n"], "n00,n"),
-        (["n", "n0", "n1"], "n,n[0-1]"),
-    ],
-)
+@pytest.mark.parametrize(("hosts", "folded"), [
+    ([], ""),
+    (["a"], "a"),
+    (["n1"], "n1"),
+    (["n1", "n2", "n3"], "n[1-3]"),
+    (["n9", "n10", "n11"], "n[9-11]"),
+    (["n09", "n10", "n11"], "n[09-11]"),
+    (["n1", "n02"], "n[1,02]"),
+    (["n2", "n1"], "n[2,1]"),
+    (["n1", "n1"], "n[1,1]"),
+    (["n1", "m1", "n2"], "n1,m1,n2"),
+    (["x1c0", "x1c1", "x2c0"], "x1c[0-1],x2c0"),
+    (["n1-ib", "n2-ib"], "n1-ib,n2-ib"),
+    (["n99", "n100"], "n[99-100]"),
+    # A name without a number is not folded with its neighbour.
+    (["n00", "n"], "n00,n"),
+    (["n", "n0", "n1"], "n,n[0-1]"),
+])  # fmt: skip
 def test_fold(hosts, folded):
     assert fold_nodelist(hosts) == folded
     assert expand_nodelist(folded) == hosts
@@ -222,13 +183,9 @@ def test_what_is_no_host_name(host):
 
 # Whatever a nodelist holds: the hosts or a NodelistError, and back again.
 
-# Not even its caches go into the working directory.
-set_hypothesis_home_dir(os.devnull)
-QUIET = settings(database=None, deadline=None, derandomize=True, max_examples=200)
 ANY_TEXT = st.one_of(st.text(max_size=100), st.text("[]-,0123456789abc \t", max_size=60))
 
 
-@QUIET
 @given(ANY_TEXT)
 def test_expanding_answers_or_raises_nodelist_error(text):
     short_name(text)
@@ -241,7 +198,6 @@ def test_expanding_answers_or_raises_nodelist_error(text):
     assert not hosts or hosts[0] == first_host(text)
 
 
-@QUIET
 @given(
     st.lists(st.one_of(ANY_TEXT, st.from_regex("(n|a-|7)[0-9]{0,3}", fullmatch=True)), max_size=20)
 )

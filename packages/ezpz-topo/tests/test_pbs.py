@@ -106,19 +106,16 @@ def test_job_by_its_variables_and_node_file_starts_no_command(tmp_path, pbs, var
     assert env == before
 
 
-@pytest.mark.parametrize(
-    ("told", "cpus"),
-    [
-        # As OpenPBS 23.06 gave them: NCPUS is a chunk's, or its ompthreads.
-        (((1,), "3", ""), (3, 3)),  # 1:ncpus=3
-        (((1,), "1", ""), (1, 1)),  # 1:ncpus=1, also on a node of many
-        (((2, 2), "4", "{}/0*4+x1n1/0*4"), (4, 4)),  # 2:ncpus=4:mpiprocs=2
-        (((2,), "1", "{}/0*4"), (2, 2)),  # 1:ncpus=4:mpiprocs=2:ompthreads=1
-        (((2,), "2", "{}/0*2+{}/1*2"), (4, 4)),  # 2:ncpus=2, packed
-        (((3, 2), "3", "{}/0*3+x1n1/0*2"), (3, 2)),  # ncpus=3:mpiprocs=3+ncpus=2:mpiprocs=2
-        (((2,), "2", None), (2, 2)),  # the server does not answer
-    ],
-)
+@pytest.mark.parametrize(("told", "cpus"), [
+    # As OpenPBS 23.06 gave them: NCPUS is a chunk's, or its ompthreads.
+    (((1,), "3", ""), (3, 3)),  # 1:ncpus=3
+    (((1,), "1", ""), (1, 1)),  # 1:ncpus=1, also on a node of many
+    (((2, 2), "4", "{}/0*4+x1n1/0*4"), (4, 4)),  # 2:ncpus=4:mpiprocs=2
+    (((2,), "1", "{}/0*4"), (2, 2)),  # 1:ncpus=4:mpiprocs=2:ompthreads=1
+    (((2,), "2", "{}/0*2+{}/1*2"), (4, 4)),  # 2:ncpus=2, packed
+    (((3, 2), "3", "{}/0*3+x1n1/0*2"), (3, 2)),  # ncpus=3:mpiprocs=3+ncpus=2:mpiprocs=2
+    (((2,), "2", None), (2, 2)),  # the server does not answer
+])  # fmt: skip
 def test_the_chunks_cpus_are_all_that_the_job_has(tmp_path, monkeypatch, pbs, told, cpus):
     lines, ncpus, exec_host = told
     for asked_for in ("cpu_count_with_source", "cpus_per_node_with_source"):
@@ -137,14 +134,11 @@ def test_the_chunks_cpus_are_all_that_the_job_has(tmp_path, monkeypatch, pbs, to
     assert len(asked(tmp_path)) == count
 
 
-@pytest.mark.parametrize(
-    ("text", "hosts", "slots", "on_node"),
-    [
-        ("x1n0.site.gov\nx1n0.site.gov\n", ("x1n0.site.gov",), (2,), False),  # packed
-        ("b.x\r\na.x\r\n\r\nb.x", ("b.x", "a.x"), (2, 1), False),  # not grouped, no last line end
-        (f"x1.gov\n{HERE.upper()}.other\n", ("x1.gov", f"{HERE.upper()}.other"), (1, 1), True),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "hosts", "slots", "on_node"), [
+    ("x1n0.site.gov\nx1n0.site.gov\n", ("x1n0.site.gov",), (2,), False),  # packed
+    ("b.x\r\na.x\r\n\r\nb.x", ("b.x", "a.x"), (2, 1), False),  # not grouped, no last line end
+    (f"x1.gov\n{HERE.upper()}.other\n", ("x1.gov", f"{HERE.upper()}.other"), (1, 1), True),
+])  # fmt: skip
 def test_node_files(tmp_path, text, hosts, slots, on_node):
     # A job array's file has brackets in its name, as its id.
     path = node_file(tmp_path, text, name="40[1].pbs-0001")
@@ -157,16 +151,10 @@ def test_node_files(tmp_path, text, hosts, slots, on_node):
 
 @pytest.mark.parametrize(
     ("text", "what"),
-    [
-        ("", "names no host"),
-        ("\n \n", "names no host"),
-        ("a.x\n-b\n", "line 2"),
-        ("a,b\n", "line 1"),
-        (b"a.x\n\x7fELF\x02\x01\x00\xff\xfe", "cannot be read"),
-        (b"\x00" * 100_000, "NUL bytes"),
-        ("x" * 300, "line 1"),
-    ],
-)
+    [("", "names no host"), ("\n \n", "names no host"), ("a.x\n-b\n", "line 2"),
+     ("a,b\n", "line 1"), (b"a.x\n\x7fELF\x02\x01\x00\xff\xfe", "cannot be read"),
+     (b"\x00" * 100_000, "NUL bytes"), ("x" * 300, "line 1")],
+)  # fmt: skip
 def test_a_node_file_that_is_none_is_an_error_and_asks_nobody(tmp_path, pbs, text, what):
     path = node_file(tmp_path, text)
     env = {**BATCH, **pbs(**{"1_pbs-0001": JOB}), "PBS_NODEFILE": path}
@@ -214,25 +202,22 @@ def test_a_name_that_looks_like_a_number_is_still_text(pbs, name, told):
     assert get_allocation(env).name == told
 
 
-@pytest.mark.parametrize(
-    ("exec_host", "select", "mpiprocs", "slots"),
-    [
-        ("x1n0/0+x1n0/1", "2:ncpus=1", "2", (2,)),
-        ("x1n0/0+x1n0/1", "2:ncpus=1", None, (2,)),
-        ("x1n0/0*2+x1n1/0*2", "2:ncpus=2", None, (1, 1)),
-        ("x1n0/0*8+x1n1/0*8", "ncpus=8:mpiprocs=4+ncpus=8:mpiprocs=2", "6", (4, 2)),
-        ("x1n0/0*8+x1n1/0*8", "1:ncpus=8:mpiprocs=4+1:ncpus=8", "5", (4, 1)),
-        # What does not add up is not known.
-        ("x1n0/0*2+x1n1/0*2", "2:ncpus=2:mpiprocs=2", "8", None),
-        ("x1n0/0*2+x1n1/0*2", "3:ncpus=2:mpiprocs=2", None, None),
-        ("x1n0/0*2+x1n1/0*2", "1:ncpus=2", None, None),
-        ("x1n0/0*2+x1n1/0*2", "999999:ncpus=2:mpiprocs=2", None, None),
-        ("x1n0/0*2+x1n1/0*2", "2:ncpus=0", None, None),
-        ("x1n0/0*2+x1n1/0*2", "2:ncpus=2:mpiprocs=two", None, None),
-        ("x1n0/0*2+x1n1/0*2", None, "2", None),
-        ("x1n0/0*2+x1n1/0*2", "x1n0+x1n1", None, None),
-    ],
-)
+@pytest.mark.parametrize(("exec_host", "select", "mpiprocs", "slots"), [
+    ("x1n0/0+x1n0/1", "2:ncpus=1", "2", (2,)),
+    ("x1n0/0+x1n0/1", "2:ncpus=1", None, (2,)),
+    ("x1n0/0*2+x1n1/0*2", "2:ncpus=2", None, (1, 1)),
+    ("x1n0/0*8+x1n1/0*8", "ncpus=8:mpiprocs=4+ncpus=8:mpiprocs=2", "6", (4, 2)),
+    ("x1n0/0*8+x1n1/0*8", "1:ncpus=8:mpiprocs=4+1:ncpus=8", "5", (4, 1)),
+    # What does not add up is not known.
+    ("x1n0/0*2+x1n1/0*2", "2:ncpus=2:mpiprocs=2", "8", None),
+    ("x1n0/0*2+x1n1/0*2", "3:ncpus=2:mpiprocs=2", None, None),
+    ("x1n0/0*2+x1n1/0*2", "1:ncpus=2", None, None),
+    ("x1n0/0*2+x1n1/0*2", "999999:ncpus=2:mpiprocs=2", None, None),
+    ("x1n0/0*2+x1n1/0*2", "2:ncpus=0", None, None),
+    ("x1n0/0*2+x1n1/0*2", "2:ncpus=2:mpiprocs=two", None, None),
+    ("x1n0/0*2+x1n1/0*2", None, "2", None),
+    ("x1n0/0*2+x1n1/0*2", "x1n0+x1n1", None, None),
+])  # fmt: skip
 def test_slots_by_select_and_mpiprocs(pbs, exec_host, select, mpiprocs, slots):
     told = job(exec_host=exec_host, Resource_List={"select": select, "mpiprocs": mpiprocs})
     found = get_allocation({**pbs(**{"1_pbs-0001": told}), "PBS_JOBID": "1.pbs-0001"})
@@ -243,27 +228,24 @@ def test_slots_by_select_and_mpiprocs(pbs, exec_host, select, mpiprocs, slots):
 WAITS = {key: JOB[key] for key in ("Job_Name", "Job_Owner", "queue", "Resource_List")}
 
 
-@pytest.mark.parametrize(
-    ("told", "message"),
-    [
-        *((job(exec_host=text), "exec_host")
-          for text in ("x1n0", "x1n0/0+", "x1n0/0*2 x1n1/0*2", "x1n0/a", "[x]/0")),
-        ({**WAITS, "job_state": "Q"}, "no exec_host and is in state 'Q'"),
-        (job(job_state="F"), "1.pbs-0001 has finished.*unset PBS_JOBID"),
-        (None, "PBS_NODEFILE.*1.pbs-0001 is unknown.*unset"),
-        ("exit 153", "unset PBS_JOBID"),
-        ("exit 35", "unset PBS_JOBID"),
-        ("echo qstat.bin: not found >&2; exit 127", r"127 \(1 attempt\).*not found"),
-        ("echo qstat: cannot connect to server pbs-0001 >&2; exit 111",
-         r"exit status 111 \(2 attempts\).*cannot connect"),
-        ("exec sleep 600", "PBS_NODEFILE.*no answer in 0.4 s"),
-        *((f"printf '%s' '{text}'", "no JSON object")
-          for text in ("", "[1]", "{", "Job Id: 1.pbs-0001", '{"Jobs":', '{"a":"b"c"}')),
-        ("head -c 100000 /dev/zero | tr '\\0' '['", "no JSON object"),
-        *((f"echo '{text}'", "not in the answer")
-          for text in ("{}", '{"Jobs":7}', '{"Jobs":{"1.pbs-0001":7}}')),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("told", "message"), [
+    *((job(exec_host=text), "exec_host")
+      for text in ("x1n0", "x1n0/0+", "x1n0/0*2 x1n1/0*2", "x1n0/a", "[x]/0")),
+    ({**WAITS, "job_state": "Q"}, "no exec_host and is in state 'Q'"),
+    (job(job_state="F"), "1.pbs-0001 has finished.*unset PBS_JOBID"),
+    (None, "PBS_NODEFILE.*1.pbs-0001 is unknown.*unset"),
+    ("exit 153", "unset PBS_JOBID"),
+    ("exit 35", "unset PBS_JOBID"),
+    ("echo qstat.bin: not found >&2; exit 127", r"127 \(1 attempt\).*not found"),
+    ("echo qstat: cannot connect to server pbs-0001 >&2; exit 111",
+     r"exit status 111 \(2 attempts\).*cannot connect"),
+    ("exec sleep 600", "PBS_NODEFILE.*no answer in 0.4 s"),
+    *((f"printf '%s' '{text}'", "no JSON object")
+      for text in ("", "[1]", "{", "Job Id: 1.pbs-0001", '{"Jobs":', '{"a":"b"c"}')),
+    ("head -c 100000 /dev/zero | tr '\\0' '['", "no JSON object"),
+    *((f"echo '{text}'", "not in the answer")
+      for text in ("{}", '{"Jobs":7}', '{"Jobs":{"1.pbs-0001":7}}')),
+])  # fmt: skip
 def test_what_qstat_may_say_instead(tmp_path, pbs, command, told, message):
     env = {
         **pbs(**({"1_pbs-0001": told} if isinstance(told, dict) else {})),
@@ -350,18 +332,15 @@ def print_json(tmp_path, pbs, command):
     return make
 
 
-@pytest.mark.parametrize(
-    ("part", "text"),
-    [
-        *(("variable", text) for text in (
-            '"LEVEL":007', '"LEVEL":nan', '"LEVEL":-007', r'"PS1":"\u@\h:\w\$ "', r'"LIST":"a\,b"',
-            r'"QUOTE":"it\'s"', r'"WINDOWS":"C:\"', '"QUOTE":"say "x""',
-            '"CONTROL":"a\x01\x1b[0mb\tc"', '"LATIN1":"caf\udce9"',
-            '"BASH_FUNC_module()":"() {  eval `x`\\n}"')),
-        *(("name", text) for text in ("007", "nan", "Infinity", "1.50", r'"a\.b"')),
-        ("arguments", '"-v X=\x01\n2 run.sh"'),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("part", "text"), [
+    *(("variable", text) for text in (
+        '"LEVEL":007', '"LEVEL":nan', '"LEVEL":-007', r'"PS1":"\u@\h:\w\$ "', r'"LIST":"a\,b"',
+        r'"QUOTE":"it\'s"', r'"WINDOWS":"C:\"', '"QUOTE":"say "x""',
+        '"CONTROL":"a\x01\x1b[0mb\tc"', '"LATIN1":"caf\udce9"',
+        '"BASH_FUNC_module()":"() {  eval `x`\\n}"')),
+    *(("name", text) for text in ("007", "nan", "Infinity", "1.50", r'"a\.b"')),
+    ("arguments", '"-v X=\x01\n2 run.sh"'),
+])  # fmt: skip
 def test_what_openpbs_does_not_escape(print_json, part, text):
     found = get_allocation(print_json(**{part: text}))
     name = text.strip('"') if part == "name" else "probe"
@@ -422,21 +401,15 @@ def test_a_shell_on_a_jobs_node(tmp_path, pbs):
     assert found.on_node
     assert found.ends_at == datetime(2026, 11, 21, 2, 15, 43, tzinfo=UTC)
     assert found.sources["hosts"] == f"qselect, {QSTAT}"
-    assert asked(tmp_path) == [
-        "qselect -T -u alice -s R",
-        "qstat -f -F json 1.pbs-0001 2.pbs-0001",
-    ]
+    assert asked(tmp_path) == ["qselect -T -u alice -s R", "qstat -f -F json 1.pbs-0001 2.pbs-0001"]
 
 
-@pytest.mark.parametrize(
-    ("jobs", "host", "found"),
-    [
-        ({"40[1]_pbs-0001": JOB}, "x1n0", "40[1].pbs-0001"),
-        ({}, "x1n0", None),
-        ({"1_pbs-0001": JOB}, "login1", None),
-        ({"1_pbs-0001": JOB}, "x1n10", None),  # x1n1 is no part of it
-    ],
-)
+@pytest.mark.parametrize(("jobs", "host", "found"), [
+    ({"40[1]_pbs-0001": JOB}, "x1n0", "40[1].pbs-0001"),
+    ({}, "x1n0", None),
+    ({"1_pbs-0001": JOB}, "login1", None),
+    ({"1_pbs-0001": JOB}, "x1n10", None),  # x1n1 is no part of it
+])  # fmt: skip
 def test_jobs_of_a_host(tmp_path, pbs, jobs, host, found):
     assert getattr(_pbs.job_of_this_host(pbs(**jobs), host), "job_id", None) == found
     assert asked(tmp_path)[0] == "qselect -T -u alice -s R"

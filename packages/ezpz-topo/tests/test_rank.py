@@ -14,6 +14,7 @@ from ezpz_topo import (
     IncompleteLauncherError,
     InvalidVariableError,
     LauncherConflictError,
+    family,
     get_local_device,
     get_local_world_size,
     get_rank_info,
@@ -77,7 +78,9 @@ def test_each_launcher_alone(launcher):
     assert info.notes == ()
 
 
-def test_no_launcher_is_one_process():
+def test_no_launcher_is_one_process_and_no_process_two_launchers():
+    claimed = [name for each in FAMILIES for name in each.processes]
+    assert len(set(claimed)) == len(claimed)
     info = get_rank_info({})
     assert (info.rank, info.world_size, info.local_world_size, info.launcher) == (0, 1, 1, "none")
     assert "no launcher" in info.sources["rank"]
@@ -149,21 +152,18 @@ def test_leftover_export_never_outranks_a_launcher(leftover, launcher):
     assert any("set aside" in note for note in info.notes)
 
 
-@pytest.mark.parametrize(
-    ("env", "facts"),
-    [
-        # which is not rank modulo ranks a node where Slurm deals them out in turn
-        ({**SRUN, "SLURM_LOCALID": "2"}, {"local_rank": 2}),
-        # DeepSpeed's word
-        ({**BY_HAND, "WORLD_SIZE": "8", "LOCAL_SIZE": "4"}, {"local_world_size": 4}),
-        ({**HYDRA, "MPI_LOCALNRANKS": "8"}, {"node_rank": 0, "num_nodes": 1}),
-        (BY_HAND, {"local_world_size": 1, "node_rank": 0, "num_nodes": 1}),
-        # Open MPI's is the rank on the node, not the node's index.
-        ({**OPENMPI, "OMPI_COMM_WORLD_NODE_RANK": "3"}, {"node_rank": None}),
-        ({"PMI_RANK": "5", "PMI_SIZE": "8", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "4"},
-         {"local_rank": 1, "local_world_size": 4}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("env", "facts"), [
+    # which is not rank modulo ranks a node where Slurm deals them out in turn
+    ({**SRUN, "SLURM_LOCALID": "2"}, {"local_rank": 2}),
+    # DeepSpeed's word
+    ({**BY_HAND, "WORLD_SIZE": "8", "LOCAL_SIZE": "4"}, {"local_world_size": 4}),
+    ({**HYDRA, "MPI_LOCALNRANKS": "8"}, {"node_rank": 0, "num_nodes": 1}),
+    (BY_HAND, {"local_world_size": 1, "node_rank": 0, "num_nodes": 1}),
+    # Open MPI's is the rank on the node, not the node's index.
+    ({**OPENMPI, "OMPI_COMM_WORLD_NODE_RANK": "3"}, {"node_rank": None}),
+    ({"PMI_RANK": "5", "PMI_SIZE": "8", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "4"},
+     {"local_rank": 1, "local_world_size": 4}),
+])  # fmt: skip
 def test_where_a_launcher_has_its_own_words(env, facts):
     info = get_rank_info(env)
     assert {key: getattr(info, key) for key in facts} == facts
@@ -178,33 +178,30 @@ DAEMON = Ancestor("openmpi", "prted (pid 14)")
 DEEPSPEED = {"RANK": "3", "WORLD_SIZE": "16", "LOCAL_RANK": "3", "LOCAL_SIZE": "8"}
 
 
-@pytest.mark.parametrize(
-    ("env", "above", "expected", "note"),
-    [
-        ({**OPENMPI, **OTHER_HYDRA}, [PROXY, DAEMON], ("pmi", 1, 2), "pmi before openmpi"),
-        ({**OPENMPI, **OTHER_HYDRA}, [DAEMON, PROXY], ("openmpi", 5, 8), "openmpi is nearer"),
-        # srun inside a rank of mpiexec, and mpiexec inside a step
-        ({**HYDRA_OF_ONE, **SRUN}, [STEP, PROXY], ("slurm", 5, 8), "slurmstepd (pid 11) is"),
-        ({**OTHER_HYDRA, **SRUN}, [PROXY, STEP], ("pmi", 1, 2), "set aside, pmi is nearer"),
-        ({**HYDRA, **PROXYS_STEP}, [], ("pmi", 5, 8), "slurm says 0 of 2, local rank 0: set aside"),
-        # inside a launch of one rank by ezpz-launch
-        ({**LAUNCH_OF_ONE, **HYDRA_OF_ONE, **SRUN}, [STEP, PROXY], ("slurm", 5, 8), "before ezpz"),
-        ({**LAUNCH_OF_ONE, **HYDRA_OF_ONE, **SRUN}, [PROXY, STEP], ("ezpz", 0, 1), "nearer"),
-        ({**LAUNCH_OF_ONE, **HYDRA}, [PROXY, PROXY], ("pmi", 5, 8), "before ezpz"),
-        ({**LAUNCH, **TORCHRUN, "EZPZ_RANK": "0", "EZPZ_WORLD_SIZE": "2", "EZPZ_LOCAL_RANK": "0",
-          "EZPZ_LOCAL_WORLD_SIZE": "2"}, [], ("torchrun", 5, 8), "below rank 0"),
-        # mp.spawn and the like: the shim had set the three as ezpz-launch has them
-        *(({**LAUNCH_OF_ONE, **HYDRA_OF_ONE, **other, "RANK": "1", "WORLD_SIZE": "2",
-            "LOCAL_RANK": "1"},
-           above, ("torchrun", 1, 2), "below rank 0 of an ezpz-launch")
-          for other in ({}, {"LOCAL_WORLD_SIZE": "1", "LOCAL_SIZE": "2"})
-          for above in ([], [PROXY])),
-        # DeepSpeed's agent below srun; mpiexec inside a worker of torchrun
-        ({**SRUN, **DEEPSPEED}, [AGENT, STEP], ("torchrun", 3, 16), "torchrun before slurm"),
-        ({**TORCHRUN, **OTHER_HYDRA}, [PROXY, AGENT], ("pmi", 1, 2), "pmi before torchrun"),
-        ({**TORCHRUN, **OTHER_HYDRA}, [AGENT, PROXY], ("torchrun", 5, 8), "torchrun is nearer"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("env", "above", "expected", "note"), [
+    ({**OPENMPI, **OTHER_HYDRA}, [PROXY, DAEMON], ("pmi", 1, 2), "pmi before openmpi"),
+    ({**OPENMPI, **OTHER_HYDRA}, [DAEMON, PROXY], ("openmpi", 5, 8), "openmpi is nearer"),
+    # srun inside a rank of mpiexec, and mpiexec inside a step
+    ({**HYDRA_OF_ONE, **SRUN}, [STEP, PROXY], ("slurm", 5, 8), "slurmstepd (pid 11) is"),
+    ({**OTHER_HYDRA, **SRUN}, [PROXY, STEP], ("pmi", 1, 2), "set aside, pmi is nearer"),
+    ({**HYDRA, **PROXYS_STEP}, [], ("pmi", 5, 8), "slurm says 0 of 2, local rank 0: set aside"),
+    # inside a launch of one rank by ezpz-launch
+    ({**LAUNCH_OF_ONE, **HYDRA_OF_ONE, **SRUN}, [STEP, PROXY], ("slurm", 5, 8), "before ezpz"),
+    ({**LAUNCH_OF_ONE, **HYDRA_OF_ONE, **SRUN}, [PROXY, STEP], ("ezpz", 0, 1), "nearer"),
+    ({**LAUNCH_OF_ONE, **HYDRA}, [PROXY, PROXY], ("pmi", 5, 8), "before ezpz"),
+    ({**LAUNCH, **TORCHRUN, "EZPZ_RANK": "0", "EZPZ_WORLD_SIZE": "2", "EZPZ_LOCAL_RANK": "0",
+      "EZPZ_LOCAL_WORLD_SIZE": "2"}, [], ("torchrun", 5, 8), "below rank 0"),
+    # mp.spawn and the like: the shim had set the three as ezpz-launch has them
+    *(({**LAUNCH_OF_ONE, **HYDRA_OF_ONE, **other, "RANK": "1", "WORLD_SIZE": "2",
+        "LOCAL_RANK": "1"},
+       above, ("torchrun", 1, 2), "below rank 0 of an ezpz-launch")
+      for other in ({}, {"LOCAL_WORLD_SIZE": "1", "LOCAL_SIZE": "2"})
+      for above in ([], [PROXY])),
+    # DeepSpeed's agent below srun; mpiexec inside a worker of torchrun
+    ({**SRUN, **DEEPSPEED}, [AGENT, STEP], ("torchrun", 3, 16), "torchrun before slurm"),
+    ({**TORCHRUN, **OTHER_HYDRA}, [PROXY, AGENT], ("pmi", 1, 2), "pmi before torchrun"),
+    ({**TORCHRUN, **OTHER_HYDRA}, [AGENT, PROXY], ("torchrun", 5, 8), "torchrun is nearer"),
+])  # fmt: skip
 def test_the_nearest_launcher_above_decides(env, above, expected, note):
     info = get_rank_info(env, ancestors=above)
     assert (info.launcher, info.rank, info.world_size) == expected
@@ -212,21 +209,18 @@ def test_the_nearest_launcher_above_decides(env, above, expected, note):
     assert info.local_world_size == 2 or "LOCAL_SIZE" not in env or env["LOCAL_SIZE"] == "8"
 
 
-@pytest.mark.parametrize(
-    ("env", "above", "message"),
-    [
-        ({**OPENMPI, **OTHER_HYDRA}, [], r"openmpi says rank 5.*pmi says 1"),
-        ({**OPENMPI, **OTHER_HYDRA}, [STEP], r"openmpi says rank 5.*pmi says 1"),
-        # Eight tasks cannot be the proxies of two ranks.
-        ({**OTHER_HYDRA, **SRUN}, [], r"pmi says rank 1 of 2.*slurm says 5 of 8"),
-        ({**LAUNCH, **HYDRA, **BY_HAND}, [], r"ezpz says rank 5 of 8.*torchrun says 0 of 1"),
-        ({**LAUNCH, **OTHER_HYDRA}, [], r"ezpz says rank 5 of 8.*pmi says 1 of 2"),
-        *(({**LAUNCH_OF_ONE, **inner}, [], r"ezpz says rank 0 of 1.*says 5 of 8")
-          for inner in (OPENMPI, MVAPICH2, JSRUN)),
-        ({**OPENMPI, **BY_HAND, "TORCHELASTIC_RUN_ID": "none"}, [],
-         r"torchrun says rank 0 of 1.*openmpi says 5 of 8"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("env", "above", "message"), [
+    ({**OPENMPI, **OTHER_HYDRA}, [], r"openmpi says rank 5.*pmi says 1"),
+    ({**OPENMPI, **OTHER_HYDRA}, [STEP], r"openmpi says rank 5.*pmi says 1"),
+    # Eight tasks cannot be the proxies of two ranks.
+    ({**OTHER_HYDRA, **SRUN}, [], r"pmi says rank 1 of 2.*slurm says 5 of 8"),
+    ({**LAUNCH, **HYDRA, **BY_HAND}, [], r"ezpz says rank 5 of 8.*torchrun says 0 of 1"),
+    ({**LAUNCH, **OTHER_HYDRA}, [], r"ezpz says rank 5 of 8.*pmi says 1 of 2"),
+    *(({**LAUNCH_OF_ONE, **inner}, [], r"ezpz says rank 0 of 1.*says 5 of 8")
+      for inner in (OPENMPI, MVAPICH2, JSRUN)),
+    ({**OPENMPI, **BY_HAND, "TORCHELASTIC_RUN_ID": "none"}, [],
+     r"torchrun says rank 0 of 1.*openmpi says 5 of 8"),
+])  # fmt: skip
 def test_launchers_that_disagree_are_an_error(env, above, message):
     with pytest.raises(LauncherConflictError, match=message):
         get_rank_info(env, ancestors=above)
@@ -251,26 +245,13 @@ def test_a_subprocess_of_a_rank_is_that_rank():
 
 # Half a set is never an answer.
 
-REQUIRED = {
-    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
-    "openmpi": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
-    "mvapich2": ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK"),
-    "pmi": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
-    "flux": ("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID"),
-    "jsrun": ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK"),
-    "slurm": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
-    "pals": ("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID"),
-    "ezpz": ("EZPZ_RANK", "EZPZ_WORLD_SIZE", "EZPZ_LOCAL_RANK"),
-}
-HALVES = [(launcher, missing) for launcher, names in REQUIRED.items() for missing in names]
 
-
-@pytest.mark.parametrize(("launcher", "missing"), HALVES)
-def test_half_set_family_names_what_is_missing(launcher, missing):
-    row = ROWS[launcher][0]
-    if launcher == "pals":
-        # Cray PMI's own variables beside them are a whole set again.
-        row = {**PALS_PMIX, "PMI_SIZE": "8"}
+@pytest.mark.parametrize("launcher", ROWS)
+@pytest.mark.parametrize("field", ["rank", "world_size", "local_rank"])
+def test_half_set_family_names_what_is_missing(launcher, field):
+    # Cray PMI's own variables beside those of PALS are a whole set again.
+    row = {**PALS_PMIX, "PMI_SIZE": "8"} if launcher == "pals" else ROWS[launcher][0]
+    missing = getattr(family(launcher), field)[0]
     env = {name: value for name, value in row.items() if name != missing}
     env.pop("TORCHELASTIC_RUN_ID", None)
     with pytest.raises(IncompleteLauncherError, match=missing) as caught:
@@ -281,16 +262,11 @@ def test_half_set_family_names_what_is_missing(launcher, missing):
 
 @pytest.mark.parametrize(
     "half",
-    [
-        PALS_PMIX,
-        {"PMI_RANK": "5", "PMI_SIZE": "8"},
-        {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_LOCAL_RANK": "1"},
-        {"PMIX_RANK": "5"},
-        {"PALS_RANKID": "5"},
-        {"PALS_LOCAL_RANKID": "1"},
-    ],
+    [PALS_PMIX, {"PMI_RANK": "5", "PMI_SIZE": "8"},
+     {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}, {"PMIX_RANK": "5"},
+     {"PALS_RANKID": "5"}, {"PALS_LOCAL_RANKID": "1"}],
     ids="+".join,
-)
+)  # fmt: skip
 @pytest.mark.parametrize("other", [BY_HAND, PROXYS_STEP], ids=["by hand", "a proxy's step"])
 def test_a_half_set_launcher_is_never_outvoted_by_what_contradicts_it(half, other):
     with pytest.raises(IncompleteLauncherError, match="half-set"):
@@ -322,17 +298,14 @@ def test_a_step_whose_nodes_are_none_of_the_jobs_is_left_over():
     assert any("old1 is none of the job's" in note for note in info.notes)
 
 
-@pytest.mark.parametrize(
-    ("env", "message"),
-    [
-        ({"PMIX_RANK": "5"}, "PMIX_RANK=5 without a world size"),  # all that prterun tells
-        (PALS_PMIX, "PMI_SIZE"),
-        ({"TORCHELASTIC_RUN_ID": "x"}, "TORCHELASTIC_RUN_ID is set"),
-        # a name that does not exist
-        ({**SRUN, "SLURM_LOCALID": "", "SLURM_LOCAL_ID": "1"}, "SLURM_LOCALID"),
-        (FLUX, "LOCAL_WORLD_SIZE"),
-    ],
-)
+@pytest.mark.parametrize(("env", "message"), [
+    ({"PMIX_RANK": "5"}, "PMIX_RANK=5 without a world size"),  # all that prterun tells
+    (PALS_PMIX, "PMI_SIZE"),
+    ({"TORCHELASTIC_RUN_ID": "x"}, "TORCHELASTIC_RUN_ID is set"),
+    # a name that does not exist
+    ({**SRUN, "SLURM_LOCALID": "", "SLURM_LOCAL_ID": "1"}, "SLURM_LOCALID"),
+    (FLUX, "LOCAL_WORLD_SIZE"),
+])  # fmt: skip
 def test_what_is_missing_is_said(env, message):
     with pytest.raises(IncompleteLauncherError, match=message):
         get_local_world_size(env)
@@ -440,15 +413,9 @@ def process(tmp_path):
 @LINUX
 @pytest.mark.parametrize(
     ("name", "launcher"),
-    [
-        ("hydra_pmi_proxy", "pmi"),
-        ("prted", "openmpi"),
-        ("prterun", "openmpi"),
-        ("slurmstepd", "slurm"),
-        ("flux-shell", "flux"),
-        ("mpispawn", "mvapich2"),
-    ],
-)
+    [("hydra_pmi_proxy", "pmi"), ("prted", "openmpi"), ("prterun", "openmpi"),
+     ("slurmstepd", "slurm"), ("flux-shell", "flux"), ("mpispawn", "mvapich2")],
+)  # fmt: skip
 def test_each_launchers_process_is_known_by_name(process, name, launcher):
     assert below(process(name), sys.executable, "-c", SAY) == [launcher]
 
@@ -490,6 +457,7 @@ def test_a_python_that_has_torchrun_among_its_arguments_is_no_agent(tmp_path):
 
 
 def test_a_name_with_brackets_and_blanks(tmp_path):
+    assert list(launching_ancestors(7, proc=str(tmp_path))) == []  # without /proc
     (tmp_path / "7").mkdir()
     (tmp_path / "7" / "stat").write_bytes(b"7 (a) b) (c)) S 6 7 7 0")
     (tmp_path / "6").mkdir()
@@ -497,13 +465,3 @@ def test_a_name_with_brackets_and_blanks(tmp_path):
     (tmp_path / "6" / "comm").write_bytes(b"prted\n")
     (found,) = launching_ancestors(7, proc=str(tmp_path))
     assert (found.family, found.process) == ("openmpi", "prted (pid 6)")
-
-
-def test_without_proc_nothing_is_known(tmp_path):
-    assert list(launching_ancestors(7, proc=str(tmp_path))) == []
-
-
-def test_no_two_families_claim_one_process():
-    claimed = [name for each in FAMILIES for name in each.processes]
-    assert len(set(claimed)) == len(claimed)
-    assert "hydra_pmi_proxy" in claimed

@@ -44,18 +44,15 @@ def test_a_batch_script():
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("env", "num_nodes", "slots", "on_node", "source"),
-    [
-        (STEP, 1, (2,), True, "SLURM_STEP_NODELIST"),
-        (SALLOC, 3, (2, 2, 1), False, "SLURM_JOB_NODELIST"),
-        # an interactive step's shell stands for the whole job; SLURM_TASKS_PER_NODE is the step's
-        (INTERACTIVE, 3, None, True, "SLURM_JOB_NODELIST"),
-        ({**BATCH, "SLURM_TASKS_PER_NODE": "4(x2),3"}, 3, (4, 4, 3), True, "SLURM_JOB_NODELIST"),
-        # no tasks were requested
-        ({**BATCH, "SLURM_NTASKS": ""}, 3, None, True, "SLURM_JOB_NODELIST"),
-    ],
-)
+@pytest.mark.parametrize(("env", "num_nodes", "slots", "on_node", "source"), [
+    (STEP, 1, (2,), True, "SLURM_STEP_NODELIST"),
+    (SALLOC, 3, (2, 2, 1), False, "SLURM_JOB_NODELIST"),
+    # an interactive step's shell stands for the whole job; SLURM_TASKS_PER_NODE is the step's
+    (INTERACTIVE, 3, None, True, "SLURM_JOB_NODELIST"),
+    ({**BATCH, "SLURM_TASKS_PER_NODE": "4(x2),3"}, 3, (4, 4, 3), True, "SLURM_JOB_NODELIST"),
+    # no tasks were requested
+    ({**BATCH, "SLURM_NTASKS": ""}, 3, None, True, "SLURM_JOB_NODELIST"),
+])  # fmt: skip
 def test_steps_and_shells(*, env, num_nodes, slots, on_node, source):
     job = get_allocation(env)
     assert (job.num_nodes, job.slots, job.on_node) == (num_nodes, slots, on_node)
@@ -75,34 +72,27 @@ def test_the_end_where_slurm_tells():
     assert get_allocation({**BATCH, "SLURM_JOB_END_TIME": "4294967295"}).ends_at is None
 
 
-@pytest.mark.parametrize(
-    ("changed", "error", "what"),
-    [
-        ({"SLURM_JOB_NUM_NODES": "2"}, InvalidVariableError, "3 nodes, SLURM_JOB_NUM_NODES='2'"),
-        ({"SLURM_TASKS_PER_NODE": "2(x2)"}, InvalidVariableError, "2 nodes; expected 3"),
-        ({"SLURM_TASKS_PER_NODE": "2(x999999999)"}, InvalidVariableError, "999999999 nodes"),
-        ({"SLURM_TASKS_PER_NODE": "two"}, InvalidVariableError, "'two' does not parse"),
-        ({"SLURM_JOB_NODELIST": "nid[001-"}, NodelistError, "not closed"),
-        ({"SLURM_HET_SIZE": "many"}, InvalidVariableError, "many"),
-        ({"SLURM_JOB_NODELIST": ""}, SchedulerError, "'scontrol' cannot be started"),
-        ({"SLURM_JOB_NODELIST": "", "SLURM_JOB_ID": "--help"}, InvalidVariableError, "--help"),
-        ({"SLURM_HET_SIZE": "0"}, InvalidVariableError, "a number of components"),
-    ],
-)
+@pytest.mark.parametrize(("changed", "error", "what"), [
+    ({"SLURM_JOB_NUM_NODES": "2"}, InvalidVariableError, "3 nodes, SLURM_JOB_NUM_NODES='2'"),
+    ({"SLURM_TASKS_PER_NODE": "2(x2)"}, InvalidVariableError, "2 nodes; expected 3"),
+    ({"SLURM_TASKS_PER_NODE": "2(x999999999)"}, InvalidVariableError, "999999999 nodes"),
+    ({"SLURM_TASKS_PER_NODE": "two"}, InvalidVariableError, "'two' does not parse"),
+    ({"SLURM_JOB_NODELIST": "nid[001-"}, NodelistError, "not closed"),
+    ({"SLURM_HET_SIZE": "many"}, InvalidVariableError, "many"),
+    ({"SLURM_JOB_NODELIST": ""}, SchedulerError, "'scontrol' cannot be started"),
+    ({"SLURM_JOB_NODELIST": "", "SLURM_JOB_ID": "--help"}, InvalidVariableError, "--help"),
+    ({"SLURM_HET_SIZE": "0"}, InvalidVariableError, "a number of components"),
+])  # fmt: skip
 def test_variables_that_contradict_each_other(changed, error, what):
     with pytest.raises(error, match="".join(f"[{c}]" if c in "[](" else c for c in what)):
         get_allocation({**BATCH, "PATH": "/nonexistent", **changed})
 
 
-@pytest.mark.parametrize(
-    "launcher",
-    [
-        {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"},
-        {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "TORCHELASTIC_RUN_ID": "x"},
-        {},
-    ],
-    ids=["hydra", "torchrun", "alone"],
-)
+@pytest.mark.parametrize("launcher", [
+    {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"},
+    {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "TORCHELASTIC_RUN_ID": "x"},
+    {},
+], ids=["hydra", "torchrun", "alone"])  # fmt: skip
 def test_a_step_left_over_from_another_job_is_not_where_we_are(launcher):
     stale = {"SLURM_STEP_ID": "3", "SLURM_STEP_NODELIST": "old[1-2]", "SLURM_STEP_NUM_NODES": "2",
              "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}  # fmt: skip

@@ -73,20 +73,17 @@ def test_one_of_120960_ranks_on_10080_nodes():
 # How large the world is.
 
 
-@pytest.mark.parametrize(
-    ("env", "ranks", "total", "nodes", "devices"),
-    [
-        (NO_DEVICE, 1, 1, 1, 0),
-        # the nodes of a job count also where no ranks run; room is what the scheduler foresees
-        ({**BATCH, **NO_DEVICE}, 1, 3, 2, 0),
-        # one rank a device: a login node, where the machine's file tells of its nodes
-        ({**BATCH, "SLURMD_NODENAME": "", "EZPZ_MACHINE": "perlmutter"}, 1, 8, 2, 4),
-        # never less than the ranks that run
-        ({**HYDRA, "MPI_LOCALRANKID": "5", "MPI_LOCALNRANKS": "8", **NO_DEVICE}, 8, 8, 1, 0),
-        # nodes without a scheduler are those of the ranks
-        ({**TORCHRUN, "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "3", **NO_DEVICE}, 12, 12, 3, 0),
-    ],
-)
+@pytest.mark.parametrize(("env", "ranks", "total", "nodes", "devices"), [
+    (NO_DEVICE, 1, 1, 1, 0),
+    # the nodes of a job count also where no ranks run; room is what the scheduler foresees
+    ({**BATCH, **NO_DEVICE}, 1, 3, 2, 0),
+    # one rank a device: a login node, where the machine's file tells of its nodes
+    ({**BATCH, "SLURMD_NODENAME": "", "EZPZ_MACHINE": "perlmutter"}, 1, 8, 2, 4),
+    # never less than the ranks that run
+    ({**HYDRA, "MPI_LOCALRANKID": "5", "MPI_LOCALNRANKS": "8", **NO_DEVICE}, 8, 8, 1, 0),
+    # nodes without a scheduler are those of the ranks
+    ({**TORCHRUN, "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "3", **NO_DEVICE}, 12, 12, 3, 0),
+])  # fmt: skip
 def test_sizes(env, ranks, total, nodes, devices):
     assert ezpz_topo.get_world_size(env) == ezpz_topo.get_world_size_in_use(env) == ranks
     assert ezpz_topo.get_world_size(env, in_use=True) == ranks
@@ -126,18 +123,15 @@ def pbs_job(tmp_path, hosts):
     return {"PBS_JOBID": "1.pbs-0001", "PBS_NODEFILE": str(path)}
 
 
-@pytest.mark.parametrize(
-    ("rank", "hosts", "index"),
-    [
-        ({}, ["elsewhere.example", "HERE.hsn.example"], 1),
-        ({"PMI_RANK": "3"}, ["elsewhere.example", "HERE.hsn.example"], 1),  # in turn
-        # ranks 0 and 1 here, four on the third node, none on the first
-        ({"PMI_RANK": "0", "PMI_SIZE": "6", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"},
-         ["x", "HERE", "y"], None),
-        ({}, ["a", "b", "c", "HERE"], None),  # some nodes have no ranks
-        ({}, ["a", "b"], None),  # a host outside the job
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("rank", "hosts", "index"), [
+    ({}, ["elsewhere.example", "HERE.hsn.example"], 1),
+    ({"PMI_RANK": "3"}, ["elsewhere.example", "HERE.hsn.example"], 1),  # in turn
+    # ranks 0 and 1 here, four on the third node, none on the first
+    ({"PMI_RANK": "0", "PMI_SIZE": "6", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"},
+     ["x", "HERE", "y"], None),
+    ({}, ["a", "b", "c", "HERE"], None),  # some nodes have no ranks
+    ({}, ["a", "b"], None),  # a host outside the job
+])  # fmt: skip
 def test_node_index_is_the_hosts_place_only_where_every_node_has_ranks(
     tmp_path, rank, hosts, index
 ):

@@ -144,7 +144,7 @@ def write_tensors(path, tensors, metadata=None):
     return path
 
 
-def write_old_shards(folder, full, held, tp, pp=1, groups=None, values=(), extra=()):
+def write_old(folder, full, held, tp, pp=1, groups=None, values=(), extra=()):
     """Write what ``save_shards`` wrote: ``held`` has each tensor's `Held`, ``full`` its values."""
     folder.mkdir()
     said = {"format": "ezpz_tp shards", "version": 1, "save": "a word", "tp": tp, "pp": pp}

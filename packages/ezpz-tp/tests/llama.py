@@ -38,28 +38,17 @@ class Config:
 def column(config, outputs, seed, *, pad_output=False):
     if not config.parallel:
         return nn.Linear(config.hidden, outputs, bias=False)
+    options = {"sequence_parallel": config.sequence_parallel, "seed": seed, "bias": False}
     return ezpz_tp.ColumnParallelLinear(
-        config.hidden,
-        outputs,
-        bias=False,
-        gather_output=False,
-        pad_output=pad_output,
-        sequence_parallel=config.sequence_parallel,
-        seed=seed,
+        config.hidden, outputs, gather_output=False, pad_output=pad_output, **options
     )
 
 
 def row(config, inputs, seed):
     if not config.parallel:
         return nn.Linear(inputs, config.hidden, bias=False)
-    return ezpz_tp.RowParallelLinear(
-        inputs,
-        config.hidden,
-        bias=False,
-        input_is_parallel=True,
-        sequence_parallel=config.sequence_parallel,
-        seed=seed,
-    )
+    options = {"sequence_parallel": config.sequence_parallel, "seed": seed, "bias": False}
+    return ezpz_tp.RowParallelLinear(inputs, config.hidden, input_is_parallel=True, **options)
 
 
 def norm(config):
@@ -213,3 +202,19 @@ def text_batch(step, *, batch=4, length=48):
 def optimizer_of(parameters):
     """What every variant is trained with."""
     return torch.optim.AdamW(parameters, lr=3e-3, eps=1e-6, foreach=True)
+
+
+def learn_alone(config, steps, batch, dtype=torch.float32):
+    """The losses of one process with torch's own layers."""
+    model = unsharded(config).to(dtype)
+    optimizer, losses = optimizer_of(model.parameters()), []
+    for step in range(steps):
+        tokens, labels = text_batch(step, batch=batch, length=config.sequence)
+        loss = loss_of(model(tokens), labels)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    return losses

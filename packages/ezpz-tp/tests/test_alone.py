@@ -77,10 +77,7 @@ def test_every_collective_of_one_rank_is_a_copy_and_leaves_nothing_behind():
     assert gone() is None
     assert len(tables.pg_map) == 1
     assert len(tables.pg_group_ranks) == 1
-
-
-@on_ranks(2, in_processes=True, initialize=False)
-def test_data_parallel_over_an_axis_of_degree_one():
+    # DistributedDataParallel over an axis of degree one.
     rank = dist.get_rank()
     state = tp.ParallelState.create(tensor=2)
     torch.manual_seed(rank)

@@ -13,6 +13,7 @@ import torch
 from llama import Config, Llama, parallel_loss_of, text_batch
 from on_ranks import load_code, on_ranks
 from torch import nn
+from torch.nn import functional as F
 
 import ezpz_tp as tp
 from ezpz_tp._check.rules import is_foreign
@@ -114,15 +115,6 @@ SUM = "sum the partial one first, by reduce_from_tensor_parallel_region"
 @pytest.mark.parametrize(
     ("program", "mend"),
     [
-        (styles.bias_after_einsum, SUM),
-        (styles.bias_after_heads, SUM),
-        (styles.bias_in_addmm, "leave the bias out"),
-        (styles.gelu_after_einsum, "sum it first"),
-        (styles.tanh_after_weight_first, "sum it first"),
-        (styles.relu_after_convolution, "sum it first"),
-        (styles.number_by_name, "sum it first"),
-        (styles.mask_of_partial, "sum it first"),
-        (styles.partial_into_whole, SUM),
         (styles.shard_written_through_a_view, "gather or reduce it first"),
         (styles.scaled_loss_of_a_part, "reduce what the loss is made of"),
         (styles.inside_reentrant_checkpoint, "copy_to_tensor_parallel_region"),
@@ -249,84 +241,65 @@ class _OwnCopy(torch.autograd.Function):
         return grad
 
 
-class ColumnOwn(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = tp.ColumnParallelLinear(8, 16, gather_output=False, seed=1)
-
-    def forward(self, hidden, *, declare):
-        hidden = _OwnCopy.apply(hidden)
-        if declare:
-            hidden = tp.declare_type(hidden, tensor="replicated")
-        return nn.functional.linear(hidden, self.layer.weight)
-
-
 @on_ranks(2, tensor=2)
 def test_what_cannot_be_known_is_declared():
-    up = ColumnOwn()
+    up = tp.ColumnParallelLinear(8, 16, gather_output=False, seed=1)
     hidden = torch.ones(4, 8, requires_grad=True)
-    errors = []
-    with tp.check(up):
-        for declare in (False, True):
-            try:
-                up(hidden, declare=declare)
-            except tp.ParallelTypeError as error:
-                errors.append(str(error))
-    assert len(errors) == 1
-    assert "parameter layer.weight (8, 8) is varying" in errors[0]
+    with tp.check(nn.ModuleDict({"layer": up})):
+        copied = _OwnCopy.apply(hidden)
+        with pytest.raises(tp.ParallelTypeError, match=r"parameter layer\.weight \(8, 8\) is var"):
+            nn.functional.linear(copied, up.weight)
+        nn.functional.linear(tp.declare_type(copied, tensor="replicated"), up.weight)
 
 
-def test_declarations_are_looked_at():
-    with pytest.raises(tp.ParallelError, match="expected an axis of tensor, context, data"):
-        tp.declare_type(torch.ones(1), pipeline="varying")
-    with pytest.raises(tp.ParallelError, match="invariant, replicated, varying, partial"):
-        tp.declare_type(torch.ones(1), tensor="sharded")
-
-
-def test_outside_it_nothing_has_a_type():
+def test_declarations_are_looked_at_and_outside_nothing_has_a_type():
+    told = "expected an axis of tensor, context, data and a type of invariant, replicated, v"
+    for wrong in ({"pipeline": "varying"}, {"tensor": "sharded"}):
+        with pytest.raises(tp.ParallelError, match=told):
+            tp.declare_type(torch.ones(1), **wrong)
     tensor = torch.ones(3)
     assert tp.declare_type(tensor, tensor="varying") is tensor
     assert tp.type_of(tensor) == {}
+    with pytest.raises(tp.NotInitializedError), tp.check():
+        pass
 
 
 @on_ranks(2, tensor=2)
-def test_views_and_linear_operations_keep_the_type():
-    up = tp.ColumnParallelLinear(8, 16, gather_output=False, bias=False, seed=1)
-    down = tp.RowParallelLinear(16, 8, bias=False, input_is_parallel=True, seed=2)
+def test_views_and_linear_operations_keep_the_type_and_others_are_refused():
+    up, down, bias = styles.weights()
     with tp.check():
-        inner = up(torch.ones(4, 8))
-        partial = inner @ down.weight.t()
-        kinds = [
-            tp.type_of(one)["tensor"]
-            for one in (
-                inner.T,
-                inner[1:],
-                inner.view(2, 2, 8),
-                inner.detach(),
-                partial,
-                partial * 2 + partial,
-                partial.sum(),
-                partial.to(torch.float64),
-                torch.cat([partial, partial]),
-                inner @ inner.t(),
-                torch.zeros(3),
-            )
-        ]
-        for wrong in (lambda: partial + 1, lambda: partial * partial, partial.exp):
-            with pytest.raises(tp.ParallelTypeError, match="A reduction is missing"):
-                wrong()
-    assert kinds == ["varying"] * 4 + ["partial"] * 5 + ["varying", "invariant"]
+        hidden = styles.data(4, 16)
+        split = styles.inner(hidden, up)
+        heads, rows = (
+            tp.declare_type(styles.data(*shape), tensor="varying")
+            for shape in ((3, 5, 2, 4), (2, 4, 5))
+        )
+        out = split @ down.T
+        varying = split.T, split[1:], split.view(2, 2, 8), split.detach(), split @ split.t()
+        partial = (
+            *(out, out * 2 + out, out.sum(), out.to(torch.float64), torch.cat([out, out])),
+            *(down @ split.T, torch.einsum("bf,hf->bh", split, down)),
+            *(torch.einsum("bf,hf", split, down), F.conv1d(rows, styles.sharded(8, 4, 1, dim=1))),
+            torch.tensordot(heads, styles.sharded(2, 4, 16, dim=0), dims=2),
+        )
+        whole = [torch.zeros(3)]
+        for kind, found in (("varying", varying), ("partial", partial), ("invariant", whole)):
+            assert [tp.type_of(one)["tensor"] for one in found] == [kind] * len(found)
+        for mend, wrongs in (
+            (SUM, (lambda: out + bias, lambda: partial[-1].add_(bias),
+                   lambda: hidden.index_add(0, torch.arange(4), out))),
+            ("leave the bias out", [lambda: torch.addmm(bias, split, down.t())]),
+            ("sum it first", (lambda: out + 1, lambda: torch.add(out, other=1.0),
+                              lambda: out * out, out.exp, out.tanh, lambda: F.relu(out),
+                              lambda: out.masked_fill(torch.ones(16) > 0, float("-inf")))),
+        ):  # fmt: skip
+            for wrong in wrongs:
+                with pytest.raises(tp.ParallelTypeError, match=f"Mend: {mend}"):
+                    wrong()
 
 
+@on_ranks(1)
 def test_at_degree_one_there_is_nothing_to_check():
-    def program():
-        with tp.check() as checker:
-            seeded.by_hand()
-        return checker.operations
-
-    assert run_ranks(program, 1) == [0]
-
-
-def test_it_needs_groups():
-    with pytest.raises(tp.NotInitializedError), tp.check():
-        pass
+    with tp.check() as checker:
+        seeded.by_hand()
+    assert checker.operations == 0

@@ -12,6 +12,7 @@ from llama import (
     Block,
     Config,
     Llama,
+    learn_alone,
     loss_of,
     optimizer_of,
     parallel_loss_of,
@@ -19,12 +20,11 @@ from llama import (
     unsharded,
 )
 from on_ranks import on_ranks
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import ezpz_tp as tp
-from ezpz_tp.testing import assert_matches_unsharded, counting, run_ranks
+from ezpz_tp.testing import counting, run_ranks
 from ezpz_tp.testing._lattice import part_of
 
 SEQUENCE = pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole", "sequence"])
@@ -103,46 +103,6 @@ def test_data_parallel_with_accumulated_gradients(expected, around, sequence_par
     for difference, norm in on_four(around, 4, config, gradients):
         assert difference < 1e-12
         assert norm == pytest.approx(wanted, rel=1e-12)
-
-
-class Autocast(nn.Module):
-    """Under autocast, with weights of single precision."""
-
-    def __init__(self, up, down):
-        super().__init__()
-        self.up, self.down = up, down
-
-    def forward(self, value):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            hidden = self.up(value)
-            assert hidden.dtype == torch.bfloat16
-            return self.down(hidden.relu())
-
-
-def autocast_parallel(sequence_parallel):
-    both = {"sequence_parallel": sequence_parallel}
-    return Autocast(
-        tp.ColumnParallelLinear(24, 48, gather_output=False, **both),
-        tp.RowParallelLinear(48, 24, input_is_parallel=True, **both),
-    )
-
-
-def autocast_unsharded():
-    return Autocast(nn.Linear(24, 48), nn.Linear(48, 24))
-
-
-@SEQUENCE
-def test_autocast(sequence_parallel):
-    split = 0 if sequence_parallel else None
-    assert_matches_unsharded(
-        partial(autocast_parallel, sequence_parallel),
-        autocast_unsharded,
-        torch.empty(8, 2, 24),
-        tensor=(2, 4),
-        split_inputs=split,
-        split_outputs=split,
-        in_processes=True,
-    )
 
 
 def run_block(config, how):
@@ -229,21 +189,6 @@ def test_compiled_as_one_graph(backend, sequence_parallel):
 STEPS, BATCH = 12, 4
 
 
-def learn_alone(config):
-    model = unsharded(config)
-    optimizer, losses = optimizer_of(model.parameters()), []
-    for step in range(STEPS):
-        tokens, labels = text_batch(step, batch=BATCH)
-        loss = loss_of(model(tokens), labels)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0]
-    return losses
-
-
 def learn_with_a_pipeline(config):
     from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
@@ -284,7 +229,7 @@ def learn_with_a_pipeline(config):
 @SEQUENCE
 def test_torchs_own_pipeline_learns_as_one_process(sequence_parallel):
     config = Config(sequence_parallel=sequence_parallel)
-    expected = learn_alone(config)
+    expected = learn_alone(config, STEPS, BATCH)
     results = run_ranks(learn_with_a_pipeline, 4, config, tensor=2, pipeline=2, in_processes=True)
     for losses in results[2:]:  # the last stage's ranks
         assert losses == pytest.approx(expected, rel=1e-5)

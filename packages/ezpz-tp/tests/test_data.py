@@ -39,32 +39,27 @@ def test_every_dtype_and_shape(dtype):
         assert counter == {"broadcast": 2}
 
 
-def test_keys_come_in_their_order_and_others_stay_behind():
+def test_what_is_sent_and_what_is_not():
+    # Keys come in their order, and others stay behind.
     data = batch(torch.int64)
     for got, _ in run_ranks(received, 2, data, ("scalar", "text"), torch.int64):
         assert list(got) == ["scalar", "text"]
     for got, counter in run_ranks(received, 2, data, (), torch.int64):
         assert got == {}
         assert counter == {"broadcast": 1}
-
-
-def test_more_shapes_than_the_first_message_holds():
+    # More shapes than the first message holds.
     data = {str(i): torch.full((1, i % 3), i) for i in range(40)}
     for got, counter in run_ranks(received, 2, data, list(data), torch.int64):
         assert all(torch.equal(got[key], data[key]) for key in data)
         assert counter == {"broadcast": 3}
-
-
-def test_views_and_tensors_that_need_gradients():
+    # Views, and tensors that need gradients.
     weight = torch.arange(12.0).view(3, 4).requires_grad_()
     data = {"transposed": weight.t(), "expanded": torch.ones(1).expand(3)}
     for got, _ in run_ranks(received, 2, data, list(data), torch.float32):
         assert torch.equal(got["transposed"], weight.detach().t())
         assert torch.equal(got["expanded"], torch.ones(3))
         assert not got["transposed"].requires_grad
-
-
-def test_results_do_not_share_with_the_data():
+    # Results do not share with the data.
     data = batch(torch.int64)
     kept = {key: value.clone() for key, value in data.items()}
     for got, _ in run_ranks(received, 2, data, ["text"], torch.int64):
@@ -149,17 +144,6 @@ def test_the_order_is_that_of_torchs_own_context_parallel():
         assert torch.equal(rank_order(torch.arange(16), 0, ranks), theirs[0])
 
 
-def everyones_work(length, balanced):
-    """How many pairs of tokens a causal mask leaves to this rank."""
-    return int((tp.sequence_positions(length, balanced=balanced) + 1).sum())
-
-
-def test_every_rank_has_as_much_to_do():
-    assert len(set(run_ranks(everyones_work, 4, 64, True, context=4))) == 1
-    first, *_, last = run_ranks(everyones_work, 4, 64, False, context=4)
-    assert last > 6 * first
-
-
 def groups_of(kind):
     state = tp.get_state()
     if kind == "context":
@@ -205,12 +189,9 @@ def there_and_back(kind, dim, balanced, dtype):
 )
 def test_there_and_back(kind, degrees, gathers, dim, balanced):
     ranks = degrees["context"] * degrees.get("tensor", 1)
-    seen = run_ranks(there_and_back, ranks, kind, dim, balanced, torch.float64, **degrees)
-    assert seen == [({}, {"all_gather": gathers})] * ranks
-
-
-def test_tokens_and_labels_too():
-    run_ranks(there_and_back, 2, "context", 1, True, torch.int64, context=2)
+    for dtype in (torch.float64, torch.int64):  # hidden states, or tokens
+        seen = run_ranks(there_and_back, ranks, kind, dim, balanced, dtype, **degrees)
+        assert seen == [({}, {"all_gather": gathers})] * ranks
 
 
 @on_ranks(2, context=2)
@@ -244,14 +225,10 @@ def test_what_does_not_fit(function, arguments, message):
     all_raise(2, lambda: function(*arguments), tp.DegreeError, told, context=2)
 
 
-@on_ranks(2, context=2)
-def test_parts_that_are_not_balanced_need_no_halves():
-    with pytest.raises(tp.DegreeError, match=r"has 3 tokens, which 2 ranks cannot share .* of 2:"):
-        tp.shard_sequence(torch.zeros(3), 0, balanced=False)
-
-
 @on_ranks(6, context=2, tensor=3)
 def test_how_the_multiple_follows_from_the_groups():
+    with pytest.raises(tp.DegreeError, match=r"has 3 tokens, which 2 ranks cannot share .* of 2:"):
+        tp.shard_sequence(torch.zeros(3), 0, balanced=False)
     with pytest.raises(tp.DegreeError, match=r"8 tokens, which 6 ranks in two .* of 12: pad it to"):
         tp.shard_sequence(torch.zeros(8), 0, **groups_of("both"))
     part = tp.shard_sequence(torch.zeros(6), 0, balanced=False, **groups_of("both"))

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from files import assert_same, load_dcp, save_dcp, torch_finds
+from on_ranks import on_ranks
 from torch import nn
 from torch.nn import functional as F
 
@@ -31,26 +32,16 @@ class Model(nn.Module):
         super().__init__()
         if first:
             self.embedding = ezpz_tp.VocabParallelEmbedding(vocabulary, WIDTH, seed=seed + 1)
-        self.layers = nn.ModuleDict(
-            {
-                str(number): nn.ModuleDict(
-                    {
-                        "norm": nn.LayerNorm(WIDTH),
-                        "up": ColumnParallelLinear(
-                            WIDTH, 2 * INNER, gather_output=False, stride=2, seed=seed + number
-                        ),
-                        "down": RowParallelLinear(
-                            INNER, WIDTH, input_is_parallel=True, seed=seed + 10 + number
-                        ),
-                    }
-                )
-                for number in layers
-            }
-        )
+        self.layers = nn.ModuleDict()
+        for n in layers:
+            options = {"gather_output": False, "stride": 2}
+            up = ColumnParallelLinear(WIDTH, 2 * INNER, **options, seed=seed + n)
+            down = RowParallelLinear(INNER, WIDTH, input_is_parallel=True, seed=seed + 10 + n)
+            layer = {"norm": nn.LayerNorm(WIDTH), "up": up, "down": down}
+            self.layers[str(n)] = nn.ModuleDict(layer)
         if last:
-            self.head = ColumnParallelLinear(
-                WIDTH, vocabulary, False, False, pad_output=True, seed=seed + 2
-            )
+            options = {"bias": False, "gather_output": False, "pad_output": True}
+            self.head = ColumnParallelLinear(WIDTH, vocabulary, **options, seed=seed + 2)
         self.register_buffer("steps", torch.tensor(seed, dtype=torch.int64), persistent=first)
 
     def forward(self, ids):
@@ -72,9 +63,8 @@ def train(model, optimizer, steps=2):
     ids = torch.arange(VOCABULARY).repeat(2, 1)
     losses = []
     for _ in range(steps):
-        loss = ezpz_tp.vocab_parallel_cross_entropy(
-            model(ids), ids.roll(1, 1), vocab_size=VOCABULARY
-        ).mean()
+        logits, labels = model(ids), ids.roll(1, 1)
+        loss = ezpz_tp.vocab_parallel_cross_entropy(logits, labels, vocab_size=VOCABULARY).mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -101,13 +91,26 @@ def load(path, dtype=torch.float32):
 
 
 @needs_numpy
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_saved_by_two_and_loaded_by_four_and_by_one(tmp_path, dtype):
+@pytest.mark.parametrize(
+    ("dtype", "degrees"), [(torch.float32, (4, 2)), (torch.bfloat16, (4,))], ids=str
+)
+def test_saved_by_two_and_loaded_by_four_and_by_one(tmp_path, dtype, degrees):
     path = str(tmp_path / "a")
     saved = run_ranks(save, 4, path, dtype, tensor=2, data=2, in_processes=True)
     expected, losses = saved[0]
-    assert expected["model"]["embedding.weight"].shape == (VOCABULARY, WIDTH)
-    for degree in (4, 2):
+    full = expected["model"]
+    assert full["embedding.weight"].shape == (VOCABULARY, WIDTH)
+    held = torch_finds(tmp_path / "a")  # as any program does: full tensors by flattened names
+    assert torch.equal(held["model"]["embedding.weight"], full["embedding.weight"])
+    halves = [held["model"][f"layers.0.up.weight.block{number}"] for number in range(2)]
+    assert torch.equal(torch.cat(halves), full["layers.0.up.weight"])
+    state = held["optimizer"]["state"]["head.weight"]
+    assert_same(state, expected["optimizer"]["state"]["head.weight"])
+    assert held["optimizer"]["param_groups"]["layers.0.norm.bias"]["weight_decay"] == 0.0
+    metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    assert metadata["model.head.weight"].size == (VOCABULARY, WIDTH)
+    assert "optimizer.state.head.weight.exp_avg" in metadata
+    for degree in degrees:
         for found, loss in run_ranks(load, degree, path, dtype, in_processes=True):
             assert_same(found, expected)
             assert loss == pytest.approx(losses, rel=1e-5 if dtype is torch.float32 else 1e-2)
@@ -145,24 +148,6 @@ def test_a_pipeline_and_no_pipeline(tmp_path):
         assert_same(again["model"], expected["model"])
 
 
-@needs_numpy
-def test_any_program_reads_the_full_tensors(tmp_path):
-    """Those of torch's own models, and of its own optimizers' state by flattened names."""
-    path = str(tmp_path / "a")
-    (expected, _), _ = run_ranks(save, 2, path, in_processes=True)
-    held = torch_finds(tmp_path / "a")
-    full = expected["model"]
-    assert torch.equal(held["model"]["embedding.weight"], full["embedding.weight"])
-    halves = [held["model"][f"layers.0.up.weight.block{number}"] for number in range(2)]
-    assert torch.equal(torch.cat(halves), full["layers.0.up.weight"])
-    state = held["optimizer"]["state"]["head.weight"]
-    assert torch.equal(state["exp_avg"], expected["optimizer"]["state"]["head.weight"]["exp_avg"])
-    assert held["optimizer"]["param_groups"]["layers.0.norm.bias"]["weight_decay"] == 0.0
-    metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    assert metadata["model.head.weight"].size == (VOCABULARY, WIDTH)
-    assert "optimizer.state.head.weight.exp_avg" in metadata
-
-
 def plain(seed):
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(6, 12), nn.GELU(), nn.Linear(12, 6), nn.LayerNorm(6))
@@ -184,16 +169,12 @@ def load_what_torch_saved(path):
 
 @needs_numpy
 def test_what_torch_saved_of_its_own_layers_and_what_it_reads(tmp_path):
-    from torch.distributed.checkpoint.state_dict import (
-        StateDictOptions,
-        get_state_dict,
-        set_state_dict,
-    )
+    from torch.distributed.checkpoint import state_dict as torchs
 
-    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    flat = torchs.StateDictOptions(flatten_optimizer_state_dict=True)
     path, other = str(tmp_path / "a"), str(tmp_path / "b")
     model, optimizer = plain(1)
-    weights, state = get_state_dict(model, optimizer, options=flat)
+    weights, state = torchs.get_state_dict(model, optimizer, options=flat)
     dcp.save({"model": weights, "optimizer": state}, checkpoint_id=path)
     for found in run_ranks(load_what_torch_saved, 2, path, in_processes=True):
         assert_same(found["model"], dict(model.state_dict()))
@@ -203,12 +184,11 @@ def test_what_torch_saved_of_its_own_layers_and_what_it_reads(tmp_path):
 
     save_dcp(other, model, optimizer)
     again, its = plain(2)
-    weights, state = get_state_dict(again, its, options=flat)
+    weights, state = torchs.get_state_dict(again, its, options=flat)
     held = {"model": weights, "optimizer": state}
     dcp.load(held, checkpoint_id=other)
-    set_state_dict(
-        again, its, model_state_dict=weights, optim_state_dict=held["optimizer"], options=flat
-    )
+    found = {"model_state_dict": weights, "optim_state_dict": held["optimizer"]}
+    torchs.set_state_dict(again, its, **found, options=flat)
     assert_same(dict(again.state_dict()), dict(model.state_dict()))
     assert_same(its.state_dict()["state"], optimizer.state_dict()["state"])
     assert its.param_groups[0]["lr"] == 1e-2
@@ -225,7 +205,8 @@ def test_a_rank_without_rows(tmp_path):
     assert_same(load_dcp(path, Model(vocabulary=5, seed=3)), expected)
 
 
-def see_placements():
+@on_ranks(4, tensor=2, data=2, in_processes=True)
+def test_what_is_split_is_a_dtensor_and_the_rest_is_plain():
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     model = Model()
@@ -241,16 +222,11 @@ def see_placements():
     assert torch.equal(whole, full["layers.0.up.weight"][INNER:])
     held["layers.1.down.weight"].to_local().fill_(3)  # views
     assert model.layers["1"]["down"].weight.eq(3).all()
-    return {name: tuple(value.shape) for name, value in held.items()}, set(found)
-
-
-def test_what_is_split_is_a_dtensor_and_the_rest_is_plain():
-    shapes, split = run_ranks(see_placements, 4, tensor=2, data=2, in_processes=True)[3]
-    assert shapes["layers.1.up.bias.block0"] == (INNER,)
-    assert shapes["head.weight"] == shapes["embedding.weight"] == (VOCABULARY, WIDTH)
+    assert held["layers.1.up.bias.block0"].shape == (INNER,)
+    assert held["head.weight"].shape == held["embedding.weight"].shape == (VOCABULARY, WIDTH)
     whole = {"steps", "layers.0.norm.weight", "layers.0.down.bias"}
-    assert whole <= shapes.keys() - split
-    assert "layers.0.down.weight" in split
+    assert whole <= held.keys() - found.keys()
+    assert "layers.0.down.weight" in found
 
 
 def test_loading_makes_an_optimizers_state_and_changes_nothing():
@@ -274,10 +250,6 @@ def test_a_dict_of_ones_own_is_copied():
     assert_same(model.state_dict(), other.state_dict())
 
 
-def without(held, name):
-    return {key: value for key, value in held.items() if key != name}
-
-
 def test_what_does_not_fit_is_an_error():
     model, optimizer = trained()
     held = dtensor_state_dict(model, optimizer=optimizer)
@@ -289,26 +261,20 @@ def test_what_does_not_fit_is_an_error():
     shape = r"head\.weight has shape \(14, 8\) on this rank; expected \(13, 8\)"
     with pytest.raises(DegreeError, match=shape):
         load_dtensor_state_dict(model, {**weights, head: torch.zeros(14, 8)})
+    lost = dict(weights)
+    del lost["layers.0.up.weight.block1"]
     for found, message in [
-        (without(weights, "layers.0.up.weight.block1"), r"block1 is missing; .*\(12, 8\)"),
+        (lost, r"block1 is missing; .*\(12, 8\)"),
         ({**weights, "more": torch.zeros(2)}, r"more is none of Model's, and 0 others"),
     ]:
         with pytest.raises(ParallelError, match=message):
             load_dtensor_state_dict(model, found)
-    for found, message in [
-        (weights, r"expected \{'model', 'optimizer'\}"),
-        (
-            {"model": weights, "optimizer": {**parts, "state": no_average}},
-            r"head\.weight, 'exp_avg' of the optimizer, is missing",
-        ),
-        (
-            {"model": weights, "optimizer": {**parts, "param_groups": other_rate}},
-            r"embedding\.weight and head\.weight are in one group",
-        ),
-        (
-            {"model": weights, "optimizer": {**parts, "param_groups": without(options, head)}},
-            r"param_groups has nothing of head\.weight",
-        ),
+    for change, message in [
+        ({"state": no_average}, r"head\.weight, 'exp_avg' of the optimizer, is missing"),
+        ({"param_groups": other_rate}, r"embedding\.weight and head\.weight are in one group"),
+        ({"param_groups": {}}, r"param_groups has nothing of embedding\.weight"),
+        (None, r"expected \{'model', 'optimizer'\}"),
     ]:
+        found = {"model": weights, "optimizer": {**parts, **change}} if change else weights
         with pytest.raises(ParallelError, match=message):
             load_dtensor_state_dict(model, found, optimizer=optimizer)

@@ -86,6 +86,11 @@ Warning: 1 of 4 tensor groups cross nodes, with ranks on up to 2: the
     assert description.crossing("context") == []
     with pytest.warns(UserWarning, match="of every node: 1, 2, 3 or 6$"):
         tp.describe(tp.RankLayout(12, tensor=4), ranks_per_node=6)
+    layout = tp.RankLayout(8, tensor=2, order="dp-tp")
+    with pytest.warns(UserWarning, match=r"let tensor vary fastest \(order='tp-cp-ep-dp-pp'\)$"):
+        tp.describe(layout, ranks_per_node=4)
+    with pytest.warns(UserWarning, match=r"vary fastest .*; choose .* every node: 1$"):
+        tp.describe(layout, ranks_per_node=1)
 
 
 def test_ranks_placed_node_after_node_in_turn():
@@ -99,36 +104,29 @@ def test_ranks_placed_node_after_node_in_turn():
     assert description.crossing("data") == []
 
 
-def test_the_order_of_axes_is_a_remedy_too():
-    layout = tp.RankLayout(8, tensor=2, order="dp-tp")
-    with pytest.warns(UserWarning, match=r"let tensor vary fastest \(order='tp-cp-ep-dp-pp'\)$"):
-        tp.describe(layout, ranks_per_node=4)
-    with pytest.warns(UserWarning, match=r"vary fastest .*; choose .* every node: 1$"):
-        tp.describe(layout, ranks_per_node=1)
-
-
 def test_experts_have_a_picture_of_their_own():
     layout = tp.RankLayout(16, tensor=2, expert=4)
-    text = str(tp.describe(layout, ranks_per_node=8))
-    model, experts = text.split("experts: expert_tensor 2 x expert 4 x expert_data 2\n")
+    description = tp.describe(layout, ranks_per_node=8)
+    text = str(description)
+    title = "experts: expert_tensor 2 x expert 4 x expert_data 2"
+    model, experts = text.split(f"{title}\n")
+    root = ET.fromstring(description.svg())
+    assert sorted(map(int, texts(root, "r"))) == sorted([*range(16), *range(16)])
+    assert title in texts(root, None)
     assert ranks_drawn(model) == list(range(16))
     assert sorted(ranks_drawn(experts)) == list(range(16))
     assert "       expert 0 │  0    1 │  │  8    9 │" in experts
     assert re.search(r"expert +4 +4  0 2 4 6 +none +1", experts)
     with pytest.warns(UserWarning, match="4 of 4 expert_tensor groups cross nodes"):
         tp.describe(tp.RankLayout(16, expert_tensor=4, expert=2), ranks_per_node=2)
-
-
-def test_pipelines_of_model_and_experts_are_the_same():
-    layout = tp.RankLayout(16, tensor=2, pipeline=2, expert=2)
+    layout = tp.RankLayout(16, tensor=2, pipeline=2, expert=2)  # whose pipelines are one row
     text = str(tp.describe(layout, ranks_per_node=8))
     table = text[text.index("\naxis") :].splitlines()
-    assert [line.split()[0] for line in table[2:]] == [
-        "tensor", "data", "pipeline", "expert_tensor", "expert", "expert_data",
-    ]  # fmt: skip
+    axes = ["tensor", "data", "pipeline", "expert_tensor", "expert", "expert_data"]
+    assert [line.split()[0] for line in table[2:]] == axes
 
 
-WORLDS = (1, 2, 5, 6, 8, 16, 24, 64, 96, 97, 126, 128)
+WORLDS = (1, 2, 6, 16, 24, 96, 97, 128)
 
 
 @pytest.mark.filterwarnings("ignore:.*tensor groups:UserWarning")
@@ -139,18 +137,16 @@ def test_every_rank_is_drawn_once_within_80_columns():
         for t, c, p in itertools.product(divisors, divisors[:4], divisors[:4]):
             if world % (t * c * p):
                 continue
-            per_node = divisors[tried % len(divisors)]
+            tried += 1
+            nodes = {"ranks_per_node": divisors[tried % len(divisors)]} if tried % 3 else {}
             layout = tp.RankLayout(world, t, c, p, order=("tp-cp-dp-pp", "pp-dp-tp-cp")[tried % 2])
-            text = str(tp.describe(layout, ranks_per_node=per_node))
-            assert sorted(ranks_drawn(text)) == list(range(world)), (layout, per_node)
+            text = str(tp.describe(layout, environ=NOWHERE, **nodes))
             lines = text.splitlines()
             assert max(map(len, lines)) <= 80, text
-            assert len(lines) <= 100, text
-            lines = str(tp.describe(layout, environ=NOWHERE)).splitlines()
-            assert max(map(len, lines)) <= 80
-            assert len(lines) <= 55
-            tried += 1
-    assert tried > 300
+            assert len(lines) <= (100 if nodes else 55), text
+            if nodes:
+                assert sorted(ranks_drawn(text)) == list(range(world)), (layout, nodes)
+    assert tried > 200
 
 
 def test_the_ranks_of_a_picture_are_where_its_labels_say():
@@ -175,25 +171,24 @@ def test_the_ranks_of_a_picture_are_where_its_labels_say():
 
 def test_groups_and_crossings_agree_with_counting():
     generator = random.Random(0)
-    for _ in range(60):
+    for _ in range(30):
         t, c, p, d = (generator.choice((1, 2, 3, 4)) for _ in range(4))
         layout = tp.RankLayout(t * c * p * d, t, c, p)
         hosts = [f"h{generator.randrange(3)}" for _ in range(layout.world_size)]
         even = [f"h{rank // d}" for rank in range(layout.world_size)]
-        for names, description in (
-            (hosts, quietly(layout, hosts=hosts)),
-            (even, quietly(layout, ranks_per_node=d)),
-        ):
+        for names, how in ((hosts, {"hosts": hosts}), (even, {"ranks_per_node": d})):
+            description = quietly(layout, **how)
+            table = str(description)
             for axis in ("tensor", "context", "data", "pipeline"):
                 groups = layout.groups(axis)
                 assert description.groups(axis) == groups
-                crossing = [g for g in groups if len({names[rank] for rank in g}) > 1]
+                spans = [len({names[rank] for rank in group}) for group in groups]
+                crossing = [g for g, count in zip(groups, spans, strict=True) if count > 1]
                 assert description.crossing(axis) == crossing
                 if layout.degree(axis) > 1:
-                    most = max(len({names[rank] for rank in g}) for g in groups)
                     words = {0: "none", len(groups): "all"}.get(len(crossing), str(len(crossing)))
-                    line = re.search(rf"^{axis} +\d+ +\d+ .*$", str(description), re.MULTILINE)
-                    assert line[0].split()[-2:] == [words, str(most)]
+                    line = re.search(rf"^{axis} +\d+ +\d+ .*$", table, re.MULTILINE)
+                    assert line[0].split()[-2:] == [words, str(max(spans))]
 
 
 def quietly(layout, **how):
@@ -204,7 +199,12 @@ def quietly(layout, **how):
 
 def test_the_largest_machine_fits_a_screen():
     layout = tp.RankLayout(120_960, tensor=12, context=2, pipeline=8)
-    text = str(tp.describe(layout, ranks_per_node=12))
+    description = tp.describe(layout, ranks_per_node=12)
+    text, svg = str(description), description.svg()
+    root = ET.fromstring(svg)
+    assert len(texts(root, "r")) <= 256
+    assert any("of 120,960 ranks" in text for text in texts(root, None))
+    assert len(svg) < 25_000
     assert ranks_drawn(text) == list(range(48))
     assert "Drawn: 48 of 120,960 ranks. data 2 to 629: 24 more at each step; pipeline 1 to" in text
     assert "... 10,076 more nodes like these" in text
@@ -215,13 +215,9 @@ def test_the_largest_machine_fits_a_screen():
     # What is said of the ranks that are not drawn is so.
     assert 24 * 5 in layout.group_of("data", 0)
     assert 15_120 * 3 in layout.group_of("pipeline", 0)
-
-
-def test_what_is_not_alike_is_not_called_so():
     text = str(tp.describe(tp.RankLayout(4096), ranks_per_node=32))
     assert "Drawn: 48 of 4,096 ranks. data 48 to 4,095: 1 more at each step." in text
     assert "nodes like these" not in text  # one and a half are drawn
-    assert "more nodes" in str(tp.describe(tp.RankLayout(4096), ranks_per_node=8))
 
 
 def test_only_ascii():
@@ -298,12 +294,6 @@ def test_nodes_that_do_not_add_up(how, said):
         tp.describe(tp.RankLayout(16), environ=NOWHERE, **how)
 
 
-@pytest.mark.parametrize("given", ["8", 8.0, b"88"])
-def test_ranks_per_node_of_another_type(given):
-    with pytest.raises(TypeError, match=f"ranks_per_node={given!r}; expected a number, or one for"):
-        tp.describe(tp.RankLayout(16), ranks_per_node=given)
-
-
 def test_many_nodes_are_named_in_part():
     text = str(tp.describe(tp.RankLayout(40), hosts=[f"nid{i:03}" for i in range(40)]))
     assert "15 nid015, ... 24 more" in text.replace("\n  ", " ")
@@ -313,15 +303,10 @@ def test_many_nodes_are_named_in_part():
 
 
 def test_one_rank():
+    with pytest.raises(ValueError, match="axis 'tp'; expected one of tensor, context, data"):
+        tp.describe(tp.RankLayout(1), environ=NOWHERE).groups("tp")
     assert str(tp.describe(tp.RankLayout(1), environ=NOWHERE)).split() == ["1", "rank", "0"]
     assert ranks_drawn(str(tp.describe(tp.RankLayout(1), ranks_per_node=1))) == [0]
-
-
-def test_an_axis_that_is_not_there():
-    description = tp.describe(tp.RankLayout(4), environ=NOWHERE)
-    with pytest.raises(ValueError, match="axis 'tp'; expected one of tensor, context, data"):
-        description.groups("tp")
-    assert description.groups("tensor") == [(0,), (1,), (2,), (3,)]
 
 
 @on_ranks(4, tensor=2)
@@ -345,6 +330,9 @@ def test_what_cannot_be_described():
         tp.describe()
     with pytest.raises(TypeError, match=r"describe\(int\); expected a ParallelState or a Rank"):
         tp.describe(8)
+    for given in ("8", 8.0, b"88"):
+        with pytest.raises(TypeError, match=f"ranks_per_node={given!r}; expected a number, or"):
+            tp.describe(tp.RankLayout(16), ranks_per_node=given)
 
 
 S = "{http://www.w3.org/2000/svg}"
@@ -391,14 +379,9 @@ def test_it_stands_alone_and_says_what_it_is():
 
 
 def test_nothing_is_drawn_outside():
-    for layout in (
-        tp.RankLayout(2),
-        tp.RankLayout(97),
-        tp.RankLayout(128, 2, 2, 2),
-        tp.RankLayout(256, 16),
-    ):
-        svg = tp.describe(layout, environ=NOWHERE).svg()
-        root = ET.fromstring(svg)
+    for degrees in ((2,), (97,), (128, 2, 2, 2), (256, 16)):
+        layout = tp.RankLayout(*degrees)
+        root = ET.fromstring(tp.describe(layout, environ=NOWHERE).svg())
         width, height = (float(root.get(name)) for name in ("width", "height"))
         assert width <= 1000
         for rect in root.iter(f"{S}rect"):
@@ -422,14 +405,6 @@ def test_borders_are_closed():
         for x, y, way, to in lines) for end in ends)  # fmt: skip
 
 
-def test_a_hundred_thousand_ranks_are_small():
-    svg = tp.describe(tp.RankLayout(120_960, tensor=12, pipeline=8), ranks_per_node=12).svg()
-    root = ET.fromstring(svg)
-    assert len(texts(root, "r")) <= 256
-    assert any("of 120,960 ranks" in text for text in texts(root, None))
-    assert len(svg) < 25_000
-
-
 def test_notebooks_and_files(tmp_path):
     description = tp.describe(tp.RankLayout(4, tensor=2), ranks_per_node=2)
     assert description._repr_svg_() == description.svg()
@@ -438,10 +413,3 @@ def test_notebooks_and_files(tmp_path):
     with pytest.raises(ValueError, match=r"mesh.png does not end in .svg"):
         description.save(tmp_path / "mesh.png")
     assert not (tmp_path / "mesh.png").exists()
-
-
-def test_experts_are_drawn_in_svg_too():
-    layout = tp.RankLayout(8, tensor=2, expert=2)
-    root = ET.fromstring(tp.describe(layout, ranks_per_node=8).svg())
-    assert sorted(map(int, texts(root, "r"))) == sorted([*range(8), *range(8)])
-    assert "experts: expert_tensor 2 x expert 2 x expert_data 2" in texts(root, None)

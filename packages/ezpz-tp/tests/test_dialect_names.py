@@ -93,14 +93,3 @@ def test_sources_are_dated():
     for module, known in KNOWN.items():
         assert known["source"], module
         assert known["date"].year >= 2025
-
-
-@pytest.mark.parametrize("module", ["tensor_parallel", "model_parallel"])
-def test_all_is_what_is_there(module):
-    package = importlib.import_module(f"ezpz_tp.{module}")
-    public = {
-        name
-        for name, value in vars(package).items()
-        if not name.startswith("_") and not inspect.ismodule(value)
-    }
-    assert set(package.__all__) == public

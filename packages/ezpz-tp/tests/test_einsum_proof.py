@@ -8,7 +8,6 @@ from itertools import product
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import ezpz_tp as tp
 from ezpz_tp.testing import run_ranks
@@ -194,7 +193,7 @@ def test_wanted_outputs_over_three_axes():
     rng = random.Random(0)
     mesh, whole = Mesh({"a": 2, "b": 2, "c": 2}), Whole(LINEAR, 8)
     proved = 0
-    for _ in range(150):
+    for _ in range(80):
         operands = [
             " ".join(f"{rng.choice([*WHERE, *letters])}@{axis}" for axis in mesh.axes)
             for letters in whole.operands
@@ -207,7 +206,7 @@ def test_wanted_outputs_over_three_axes():
         assert layout(answer.output, mesh.axes) == layout(goal, mesh.axes)
         prove(whole, mesh, answer)
         proved += 1
-    assert proved > 75
+    assert proved > 40
 
 
 def carry_out_regions(cases, tensors, dy):
@@ -262,88 +261,3 @@ def test_the_regions_that_it_names_do_it_on_real_ranks(degree):
             parts = {(rank,): result[1][n] for rank, result in enumerate(results)}
             gradient = mesh.join(parts, letters, dual(layout(told, mesh.axes)))
             assert torch.allclose(gradient, whole.gradients[n])
-
-
-@pytest.fixture(scope="module")
-def mesh():
-    """Two axes of two ranks, of which this is one; its collectives would do nothing."""
-    from torch.distributed.tensor import init_device_mesh
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    yield init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    dist.destroy_process_group()
-
-
-def tensor(size, placements, mesh):
-    from torch.distributed.tensor import DTensor, Shard
-
-    shape = [8] * size
-    for degree, placement in zip(mesh.shape, placements, strict=True):
-        if isinstance(placement, Shard):
-            shape[placement.dim] //= degree
-    return DTensor.from_local(torch.ones(shape), mesh, placements, run_check=False)
-
-
-def agrees(equation, mesh, *placements):
-    """Whether DTensor did it without a collective; then it must have found the same."""
-    from torch.distributed.tensor import Partial, Replicate
-    from torch.distributed.tensor.debug import CommDebugMode
-
-    operands, output = equation.split("->")[0].split(","), equation.split("->")[1]
-    try:
-        answer = tp.einsum_sharding(equation, *placements, mesh_axes=mesh.mesh_dim_names)
-    except tp.ParallelError:
-        return False
-    if answer.forward:
-        return False
-    inputs = [
-        tensor(len(letters), places, mesh).requires_grad_()
-        for letters, places in zip(operands, placements, strict=True)
-    ]
-    incoming = [Replicate() if p == Partial() else p for p in answer.placements()]
-    with CommDebugMode() as communication:
-        try:
-            y = torch.einsum(equation, *inputs)
-            gradients = torch.autograd.grad(y, inputs, tensor(len(output), incoming, mesh))
-        except RuntimeError as error:
-            if "Sharding propagation failed" not in str(error):
-                raise
-            return False  # its views cannot flatten dims that are sharded as these are
-    if communication.get_total_counts():
-        return False
-    assert y.placements == answer.placements(), (equation, placements)
-    for name, gradient in zip(answer.names, gradients, strict=True):
-        assert gradient.placements == answer.placements(f"d{name}"), (equation, placements, name)
-    return True
-
-
-def places(dims):
-    from torch.distributed.tensor import Partial, Replicate, Shard
-
-    return [Replicate(), Partial(), *map(Shard, range(dims))]
-
-
-@pytest.mark.parametrize(
-    ("equation", "legal"),
-    [
-        *(("ab,bc->ac", 6), ("bsh,hf->bsf", 7), ("bhqd,bhkd->bhqk", 8)),
-        *(("ab,a->b", 5), ("abc,ac->ab", 6), ("abc,bd->acd", 6)),
-    ],
-)
-def test_dtensor_finds_the_same_placements(mesh, equation, legal):
-    """Where both need nothing moved."""
-    operands = equation.split("->")[0].split(",")
-    found = [
-        agrees(equation, mesh["tensor"], *((place,) for place in given))
-        for given in product(*(places(len(letters)) for letters in operands))
-    ]
-    assert sum(found) == legal
-
-
-def test_dtensor_finds_the_same_over_two_axes(mesh):
-    from torch.distributed.tensor import Replicate, Shard
-
-    whole, first, second = Replicate(), Shard(0), Shard(1)
-    for x, w in (((first, whole), (whole, second)), ((first, second), (whole, first))):
-        assert agrees("ab,bc->ac", mesh, x, w)

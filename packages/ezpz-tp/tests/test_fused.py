@@ -1,4 +1,4 @@
-"""The fused functions against the whole linear layer, and what they promise about memory."""
+"""What the fused functions promise about memory and modes; their numbers are in test_lattice."""
 
 import pytest
 import torch
@@ -16,13 +16,6 @@ def numbers(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def whole(inputs, weight, bias, grad):
-    tensors = [inputs, weight] + ([] if bias is None else [bias])
-    tensors = [tensor.clone().requires_grad_() for tensor in tensors]
-    output = F.linear(tensors[0], tensors[1], None if bias is None else tensors[2])
-    return output.detach(), torch.autograd.grad(output, tensors, grad)
-
-
 def group():
     return tp.get_state().group("tensor")
 
@@ -33,69 +26,6 @@ def own(full, dim):
 
 def close(actual, expected):
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
-
-
-def numbers_of_a_layer(with_bias, flat):
-    leading = (SEQUENCE,) if flat else (SEQUENCE, BATCH)
-    inputs, grad = numbers(*leading, IN), numbers(*leading, OUT)
-    return inputs, numbers(OUT, IN, seed=1), numbers(OUT, seed=2) if with_bias else None, grad
-
-
-def column(with_bias, sequence_parallel, flat):
-    inputs, weight, bias, grad = numbers_of_a_layer(with_bias, flat)
-    output, grads = whole(inputs, weight, bias, grad)
-    tensors = [own(inputs, 0) if sequence_parallel else inputs, own(weight, 0)]
-    tensors += [own(bias, 0)] if with_bias else []
-    got, found, counts = run(column_linear, tensors, own(grad, -1), sequence_parallel)
-    close(got, own(output, -1))
-    close(found[0], own(grads[0], 0) if sequence_parallel else grads[0])
-    for one, other in zip(found[1:], grads[1:], strict=True):
-        close(one, own(other, 0))
-    assert counts == COUNTS[column, sequence_parallel]
-
-
-def row(with_bias, sequence_parallel, flat):
-    inputs, weight, bias, grad = numbers_of_a_layer(with_bias, flat)
-    output, grads = whole(inputs, weight, bias, grad)
-    tensors = [own(inputs, -1), own(weight, 1)] + ([bias] if with_bias else [])
-    here = own(grad, 0) if sequence_parallel else grad
-    got, found, counts = run(row_linear, tensors, here, sequence_parallel)
-    close(got, own(output, 0) if sequence_parallel else output)
-    close(found[0], own(grads[0], -1))
-    close(found[1], own(grads[1], 1))
-    if with_bias:  # under sequence parallelism of this rank's part only (trap 6)
-        close(found[2], here.reshape(-1, OUT).sum(0))
-    assert counts == COUNTS[row, sequence_parallel]
-
-
-def run(function, tensors, grad, sequence_parallel):
-    """The output, the gradients, and the collectives of each."""
-    tensors = [tensor.clone().requires_grad_() for tensor in tensors]
-    bias = tensors[2] if len(tensors) == 3 else None
-    with counting() as forward:
-        output = function(tensors[0], tensors[1], bias, group(), sequence_parallel)
-    before = grad.clone()
-    with counting() as backward:
-        output.backward(grad)
-    assert torch.equal(grad, before)
-    return output, [tensor.grad for tensor in tensors], (forward, backward)
-
-
-COUNTS = {
-    (column, False): ({}, {"all_reduce": 1}),
-    # Trap 7: the input is gathered again, so that only its shard is kept.
-    (column, True): ({"all_gather": 1}, {"all_gather": 1, "reduce_scatter": 1}),
-    (row, False): ({"all_reduce": 1}, {}),
-    (row, True): ({"reduce_scatter": 1}, {"all_gather": 1}),
-}
-
-
-@pytest.mark.parametrize("flat", [True, False], ids=["2d", "3d"])
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole", "sequence"])
-@pytest.mark.parametrize("with_bias", [False, True], ids=["plain", "bias"])
-@pytest.mark.parametrize("function", [column, row], ids=["column", "row"])
-def test_equal_to_the_whole_layer(function, with_bias, sequence_parallel, flat):
-    run_ranks(function, 2, with_bias, sequence_parallel, flat)
 
 
 def strange_memory(function, sequence_parallel):
@@ -124,33 +54,22 @@ def test_transposed_inputs_and_expanded_gradients(function, sequence_parallel, s
         close(grad_weight, copies * full.sum((0, 1)).expand_as(weight))
 
 
-def only_what_is_wanted(frozen):
-    inputs, weight = numbers(SEQUENCE, IN), numbers(OUT, IN)
-    (inputs if frozen == "input" else weight).requires_grad_(False)
-    (weight if frozen == "input" else inputs).requires_grad_()
-    output = column_linear(inputs, weight, None, group())
-    with counting() as counter:
-        output.sum().backward()
-    return inputs.grad is None, weight.grad is None, dict(counter)
-
-
-def test_a_frozen_weight_costs_no_product_and_a_frozen_input_no_collective():
-    assert run_ranks(only_what_is_wanted, 2, "input") == [(True, False, {})] * 2
-    assert run_ranks(only_what_is_wanted, 2, "weight") == [(False, True, {"all_reduce": 1})] * 2
-
-
-def summed_by_the_caller():
-    inputs = numbers(SEQUENCE, IN).requires_grad_()
-    weight = own(numbers(OUT, IN), 0)
-    with counting() as counter:
-        column_linear(inputs, weight, None, group(), False, False).sum().backward()
-    return inputs.grad, dict(counter)
-
-
-def test_a_partial_input_gradient_is_left_partial():
-    (first, counted), (second, _) = run_ranks(summed_by_the_caller, 2)
-    assert counted == {}
-    close(first + second, numbers(OUT, IN).sum(0).expand(SEQUENCE, IN))
+@on_ranks(2)
+def test_only_what_is_wanted_is_kept_computed_and_sent():
+    """Of a frozen layer (LoRA) the input is not kept: it is the larger one."""
+    for of_weight, of_input in ((False, True), (True, False), (True, True)):
+        inputs = numbers(SEQUENCE, IN).requires_grad_(of_input)
+        weight, kept = own(numbers(OUT, IN), 0).requires_grad_(of_weight), []
+        note = torch.autograd.graph.saved_tensors_hooks(
+            lambda t, kept=kept: kept.append(t.shape) or t, lambda t: t
+        )
+        with note:
+            output = column_linear(inputs, weight, None, group())
+        assert kept == [inputs.shape] * of_weight + [weight.shape] * of_input
+        with counting() as counter:
+            output.sum().backward()
+        assert counter == ({"all_reduce": 1} if of_input else {})
+        assert (inputs.grad is not None, weight.grad is not None) == (of_input, of_weight)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole", "sequence"])
@@ -201,23 +120,6 @@ def test_autocast_as_of_a_linear_layer():
     fp32 = torch.float32
     assert run_ranks(under_autocast, 2, fp32) == [(torch.bfloat16, fp32, fp32, fp32)] * 2
     assert run_ranks(under_autocast, 2, torch.float64) == [(torch.float64,) * 4] * 2
-
-
-def saved_for_backward(weight_wants, input_wants):
-    inputs = numbers(SEQUENCE, IN).requires_grad_(input_wants)
-    weight = own(numbers(OUT, IN), 0).requires_grad_(weight_wants)
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
-        column_linear(inputs, weight, None, group())
-    return kept
-
-
-def test_only_what_backward_needs_is_kept():
-    """Of a frozen layer (LoRA) the input is not: it is the larger one."""
-    input_shape, weight_shape = (SEQUENCE, IN), (OUT // 2, IN)
-    assert run_ranks(saved_for_backward, 2, False, True) == [[weight_shape]] * 2
-    assert run_ranks(saved_for_backward, 2, True, False) == [[input_shape]] * 2
-    assert run_ranks(saved_for_backward, 2, True, True) == [[input_shape, weight_shape]] * 2
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole", "sequence"])

@@ -57,10 +57,7 @@ def test_each_dtype_is_a_collective_and_main_grad_goes_first():
     assert narrow.grad.tolist() == [1, 1, 1]
     assert main.grad is None
     assert main.main_grad.tolist() == [1 + 2 / 1024] * 2
-
-
-@on_ranks(2)
-def test_a_gradient_that_some_ranks_lack():
+    # A gradient that some ranks lack.
     rank = tp.get_state().index("tensor")
     some = parameter(2, grad=5 if rank == 1 else None, sequence_parallel=True)
     nowhere = parameter(3, sequence_parallel=True)
@@ -111,8 +108,8 @@ def test_tied_embeddings_are_summed_over_first_and_last_stage():
 
 
 @on_ranks(4, tensor=2, pipeline=2)
-def test_both_sums_of_one_parameter_and_modules():
-    """A module given, and a position embedding that is tied and sequence-parallel too."""
+def test_both_sums_of_one_parameter_and_tied_copies():
+    # A module given, and a position embedding that is tied and sequence-parallel too.
     state = tp.get_state()
     module = nn.Linear(2, 2, dtype=torch.float64)
     module.weight.sequence_parallel = module.weight.shared_embedding = True
@@ -121,6 +118,13 @@ def test_both_sums_of_one_parameter_and_modules():
         tp.finalize_grads([module, module], embedding_group=state.group("pipeline"))
     assert counter == {"all_reduce": 2}
     assert module.weight.grad.unique().tolist() == [4]
+    # The norm does not count a tied copy.
+    first, last, stage = full_grads(0), full_grads(1), of_this_rank()
+    if tp.get_state().index("pipeline") == 1:
+        stage.up.shared = True
+    del last["up"]
+    expected = nn.utils.get_total_norm([*first.values(), *last.values()])
+    torch.testing.assert_close(tp.get_grad_norm(stage), expected, rtol=1e-12, atol=0)
 
 
 @on_ranks(4, tensor=2, data=2, in_processes=True)
@@ -146,24 +150,18 @@ def test_shards_of_fsdp():
     assert module.bias.grad.full_tensor().unique().tolist() == [1]
 
 
-def test_attributes_survive_to_empty():
-    module = nn.Linear(2, 2, device="meta")
-    tp.mark_sequence_parallel(module.bias)
-    with tp.keep_attributes(module):
-        module.to_empty(device="cpu")
-    assert module.bias.sequence_parallel
-    assert not hasattr(module.weight, "sequence_parallel")
-
-
 @on_ranks(2, in_processes=True, initialize=False)
-def test_sharded_parameters_without_groups_are_refused():
-    """Layers may have been given a group that nothing here knows of."""
+def test_groups_are_needed():
+    # Layers may have been given a group that nothing here knows of.
     for attribute in ("tensor_model_parallel", "sequence_parallel"):
         marked = parameter(3, grad=1, **{attribute: True})
         for function in (tp.finalize_grads, lambda found: tp.clip_grad_norm_(found, 1.0)):
             with pytest.raises(tp.NotInitializedError, match=r"from_groups\(tensor=group\)"):
                 function([marked])
     tp.finalize_grads([parameter(3, grad=1)])
+
+    with pytest.raises(tp.NotInitializedError, match="data x context"):
+        tp.finalize_grads(parameter(2, grad=1), sum_over=BOTH)
 
 
 @on_ranks(2, tensor=1)
@@ -229,16 +227,6 @@ def test_what_is_sent_at_once_is_bounded(size, sent, monkeypatch):
     run_ranks(in_buckets, 2, data=2)
 
 
-@on_ranks(4, tensor=2, data=2)
-def test_reductions_beside_those_over_the_tensor_axis():
-    """Both sums of one parameter: over tensor, and over data."""
-    state = tp.get_state()
-    both = parameter(2, grad=state.index("tensor") + 10 * state.index("data"))
-    both.sequence_parallel = True
-    tp.finalize_grads(both, average_over="data")
-    assert both.grad.tolist() == [11, 11]
-
-
 @on_ranks(4, data=4)
 def test_averages_do_not_overflow():
     """The mean of numbers whose sum fp16 cannot hold."""
@@ -267,14 +255,6 @@ def test_sums_are_right_where_ranks_have_unequally_many_tokens():
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    "axes", [{"sum_over": "tensor"}, {"average_over": BOTH, "sum_over": "data"}], ids=str
-)
-def test_axes_that_are_not_to_be_reduced_over(axes):
-    with pytest.raises(ValueError, match="expected data, context or both, each once"):
-        tp.finalize_grads(parameter(2, grad=1), **axes)
-
-
 @on_ranks(2, data=2, in_processes=True)
 def test_experts_are_not_reduced_over_the_models_axes():
     own = tp.ParallelState.create(expert=2)
@@ -285,13 +265,14 @@ def test_experts_are_not_reduced_over_the_models_axes():
     own.destroy()
 
 
-@on_ranks(2, in_processes=True, initialize=False)
-def test_axes_need_groups():
-    with pytest.raises(tp.NotInitializedError, match="data x context"):
-        tp.finalize_grads(parameter(2, grad=1), sum_over=BOTH)
-
-
-def test_sparse_gradients_are_refused():
+def test_what_is_refused():
+    for axes in ({"sum_over": "tensor"}, {"average_over": BOTH, "sum_over": "data"}):
+        with pytest.raises(ValueError, match="expected data, context or both, each once"):
+            tp.finalize_grads(parameter(2, grad=1), **axes)
+    for order in (0, -1, math.nan):
+        with pytest.raises(ValueError, match=r"norm_type .*; expected a number above 0"):
+            tp.get_grad_norm([], order)
+    assert tp.get_grad_norm([]).item() == 0
     table = nn.Embedding(4, 2, sparse=True)
     table(torch.tensor([1])).sum().backward()
     told = r"a parameter of shape \(4, 2\) is torch\.sparse_coo; expected a dense one.*sparse=False"
@@ -403,17 +384,21 @@ def test_alone_it_is_torchs_bit_for_bit():
         assert torch.equal(tp.clip_grad_norm_(ours, 1.0), norm)
         for one, other in zip(ours, theirs, strict=True):
             assert torch.equal(one.grad, other.grad)
-
-
-def test_a_small_gradient_is_left_alone():
+    # A small gradient is left alone.
     ours = unsharded(1)
     kept = [one.grad.clone() for one in ours]
     tp.clip_grad_norm_(ours, 1e6)
     assert all(torch.equal(one.grad, grad) for one, grad in zip(ours, kept, strict=True))
+    # main_grad goes first.
+    one = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
+    one.main_grad = torch.full((2,), 3.0)
+    assert tp.clip_grad_norm_(one, 1.0).item() == pytest.approx(math.sqrt(18))
+    assert one.main_grad.norm().item() == pytest.approx(1)
+    assert one.grad is None
 
 
 @on_ranks(2)
-def test_bf16_gradients_have_an_fp32_norm():
+def test_norms_of_bf16_and_of_ranks_without_gradients():
     grads = [one.grad.double() for one in unsharded(1, torch.bfloat16)]
     stage = of_this_rank(torch.bfloat16)
     total = tp.clip_grad_norm_(stage, 1.0)
@@ -421,6 +406,16 @@ def test_bf16_gradients_have_an_fp32_norm():
     expected = nn.utils.get_total_norm(grads).float()
     torch.testing.assert_close(total, expected, rtol=1e-6, atol=0)
     assert stage.up.grad.dtype == torch.bfloat16
+    # Rank 1 has no replicated gradient to count and, of the split ones, none at all.
+    grads, stage = full_grads(0), of_this_rank()
+    grads |= {name: grads[name].chunk(2, dim)[0] for name, dim in SPLIT.items()}
+    if tp.get_tensor_parallel_rank() == 1:
+        stage.zero_grad()
+    for order in ORDERS:
+        expected = nn.utils.get_total_norm(grads.values(), order)
+        torch.testing.assert_close(tp.get_grad_norm(stage, order), expected, rtol=1e-12, atol=0)
+    nothing = [nn.Parameter(torch.zeros(2, dtype=torch.float64))]
+    assert tp.clip_grad_norm_(nothing, 1.0).item() == 0
 
 
 @on_ranks(4, tensor=2, pipeline=2, in_processes=True)
@@ -436,16 +431,6 @@ def test_the_product_group_saves_a_collective():
     own.destroy()
     with pytest.raises(tp.NotInitializedError, match="destroyed"):
         tp.get_grad_norm(of_this_rank(), state=own)
-
-
-@on_ranks(4, tensor=2, pipeline=2)
-def test_a_tied_copy_is_not_counted():
-    first, last, stage = full_grads(0), full_grads(1), of_this_rank()
-    if tp.get_state().index("pipeline") == 1:
-        stage.up.shared = True
-    del last["up"]
-    expected = nn.utils.get_total_norm([*first.values(), *last.values()])
-    torch.testing.assert_close(tp.get_grad_norm(stage), expected, rtol=1e-12, atol=0)
 
 
 @on_ranks(4, tensor=2, data=2, in_processes=True)
@@ -477,20 +462,6 @@ def test_norm_of_shards_of_fsdp():
         tp.get_grad_norm(forgetful)
 
 
-@on_ranks(2)
-def test_ranks_without_gradients():
-    """Rank 1 has no replicated gradient to count and, of the split ones, none at all."""
-    grads, stage = full_grads(0), of_this_rank()
-    grads |= {name: grads[name].chunk(2, dim)[0] for name, dim in SPLIT.items()}
-    if tp.get_tensor_parallel_rank() == 1:
-        stage.zero_grad()
-    for order in ORDERS:
-        expected = nn.utils.get_total_norm(grads.values(), order)
-        torch.testing.assert_close(tp.get_grad_norm(stage, order), expected, rtol=1e-12, atol=0)
-    nothing = [nn.Parameter(torch.zeros(2, dtype=torch.float64))]
-    assert tp.clip_grad_norm_(nothing, 1.0).item() == 0
-
-
 @pytest.mark.parametrize("order", [2.0, math.inf])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @on_ranks(2)
@@ -514,41 +485,16 @@ def test_experts_parameters_are_summed_over_the_expert_groups():
     own = tp.ParallelState.create(2, expert=2)
     expert, half = own.index("expert"), own.index("expert_tensor")
 
-    def parameter(grad, **attributes):
-        one = nn.Parameter(torch.zeros(2, dtype=torch.float64))
-        one.grad = torch.full((2,), float(grad), dtype=torch.float64)
-        for name, value in attributes.items():
-            setattr(one, name, value)
-        return one
-
+    split = {"tensor_model_parallel": True}
     parameters = [
-        parameter(1),
-        parameter(2 + own.index("tensor"), tensor_model_parallel=True),
-        parameter(4 + expert, allreduce=False),
-        parameter(6 + 2 * expert + half, allreduce=False, tensor_model_parallel=True),
+        parameter(2, grad=1),
+        parameter(2, grad=2 + own.index("tensor"), **split),
+        parameter(2, grad=4 + expert, allreduce=False),
+        parameter(2, grad=6 + 2 * expert + half, allreduce=False, **split),
     ]
     with counting() as counter:
         total = tp.get_grad_norm(parameters, state=own)
     assert counter == {"all_reduce": 3}
-    everything = [1, 2, 3, 4, 5, 6, 7, 8, 9]
-    expected = math.sqrt(2 * sum(value**2 for value in everything))
+    expected = math.sqrt(2 * sum(value**2 for value in range(1, 10)))
     assert total.item() == pytest.approx(expected, rel=1e-12)
     own.destroy()
-
-
-def test_main_grad_goes_first():
-    one = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
-    one.main_grad = torch.full((2,), 3.0)
-    assert tp.clip_grad_norm_(one, 1.0).item() == pytest.approx(math.sqrt(18))
-    assert one.main_grad.norm().item() == pytest.approx(1)
-    assert one.grad is None
-
-
-@pytest.mark.parametrize("order", [0, -1, math.nan])
-def test_norms_that_are_none(order):
-    with pytest.raises(ValueError, match=r"norm_type .*; expected a number above 0"):
-        tp.get_grad_norm([], order)
-
-
-def test_no_parameters():
-    assert tp.get_grad_norm([]).item() == 0

@@ -51,7 +51,7 @@ def load(folder):
     return found
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
 def test_in_at_any_degree_and_out_again(tmp_path, dtype):
     whole = model(dtype)
     path = save(tmp_path / "in", whole)
@@ -66,17 +66,7 @@ def test_in_at_any_degree_and_out_again(tmp_path, dtype):
         assert_same(torch_finds(ours), whole)
         save_huggingface(ours, out)
         assert_same(load(out), whole)
-        path = out
-
-
-def test_a_single_file_or_its_folder(tmp_path):
-    whole = model()
-    (tmp_path / "in").mkdir()
-    file = tmp_path / "in" / "model.safetensors"
-    safetensors.save_file(whole, file)
-    for number, path in enumerate((file, tmp_path / "in")):
-        save_huggingface(path, tmp_path / str(number))
-        assert_same(load(tmp_path / str(number)), whole)
+        path = out if degree > 1 else out / "model.safetensors"  # or a file of its own
 
 
 def test_files_of_a_size_and_their_index(tmp_path, monkeypatch):
@@ -167,9 +157,6 @@ def add(path):
 
 WRONG = {
     rf"{FIRST}: there is no such file": lambda path: (path / FIRST).unlink(),
-    rf"{FIRST}: has \d+ bytes; expected \d+": lambda path: (path / FIRST).write_bytes(
-        (path / FIRST).read_bytes()[:-10]
-    ),
     rf"{FIRST}: has no tensor model\.embed_tokens\.weight, which": lose,
     rf"{FIRST}: has a tensor more\.norm\.weight of shape \(3,\), which {INDEX} says is in no": add,
     rf"{INDEX}: has no weight_map": lambda path: (path / INDEX).write_text('{"metadata": {}}'),
@@ -187,4 +174,5 @@ def test_a_wrong_file_is_named_and_nothing_is_written(tmp_path, message):
 def test_two_tensors_of_one_name(tmp_path):
     save(tmp_path / "in", model())
     write = partial(save_huggingface, names=lambda name: "mine")
-    assert_refused(tmp_path, r"would both be mine", write)
+    told = r"layers\.0\.\S+ and model\.embed_tokens\.weight would both be mine"
+    assert_refused(tmp_path, told, write)

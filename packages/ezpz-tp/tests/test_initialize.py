@@ -8,7 +8,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import init
 
 import ezpz_tp as tp
-from ezpz_tp import _init as _boxes
 from ezpz_tp import _init as _initialize
 from ezpz_tp._current import tensor_group
 from ezpz_tp._init import agree_on_seed
@@ -18,8 +17,8 @@ from ezpz_tp.testing import run_ranks
 @pytest.fixture
 def small_tiles(monkeypatch):
     """As many tiles in a small weight as there are in a large one."""
-    monkeypatch.setattr(_boxes, "TILE", 1 << 9)
-    monkeypatch.setattr(_boxes, "_NARROWEST", 8)
+    monkeypatch.setattr(_initialize, "TILE", 1 << 9)
+    monkeypatch.setattr(_initialize, "_NARROWEST", 8)
 
 
 def shards(shape, dim, degree, method, seed=1, stride=1, dtype=torch.float32):
@@ -74,15 +73,13 @@ def test_trap_3_the_full_weight_is_the_same_at_every_degree(method, dim, monkeyp
         assert torch.equal(shards(shape, dim, 4, method, stride=stride)[1], expected)
 
 
-def test_trap_3_also_where_a_tile_draws_again_until_all_are_in_bounds():
+def test_tiles_that_draw_again_and_more_ranks_than_rows():
     method = functools.partial(init.trunc_normal_, a=1.0, b=3.0)
     expected = whole((9, 24), 0, method)
     assert expected.min() >= 1
     assert expected.max() <= 3
     assert torch.equal(shards((9, 24), 0, 4, method)[1], expected)
 
-
-def test_more_ranks_than_rows():
     parts, together = shards((5, 3), 0, 4, init.normal_)
     assert [part.shape[0] for part in parts] == [2] * 4
     assert torch.equal(together, whole((5, 3), 0, init.normal_))
@@ -92,7 +89,7 @@ def test_more_ranks_than_rows():
 
 
 @pytest.mark.usefixtures("small_tiles")
-def test_shapes_of_other_ranks():
+def test_shapes_of_other_ranks_and_no_tile_twice():
     for shape in ((96,), (6, 20, 12)):
         for dim in range(len(shape)):
             expected = whole(shape, dim, init.normal_)
@@ -100,31 +97,7 @@ def test_shapes_of_other_ranks():
     replicated = torch.empty(6, 20)
     tp.initialize_shard(replicated, (6, 20), None, 1, 2, init.normal_, seed=1)
     assert torch.equal(replicated, whole((6, 20), 0, init.normal_))
-
-
-def test_fans_are_those_of_the_full_weight():
-    # 2^18 elements are four tiles along dim 0: a rank draws but one.
-    part = torch.empty(128, 2048)
-    tp.initialize_shard(part, (512, 2048), 0, 1, 4, init.xavier_normal_, seed=1)
-    assert part.std().item() == pytest.approx((2 / (512 + 2048)) ** 0.5, rel=0.01)
-    assert abs(part.mean().item()) < 1e-4
-    tp.initialize_shard(part, (512, 2048), 0, 1, 4, init.kaiming_uniform_, seed=1)
-    assert part.abs().max().item() == pytest.approx((6 / 2048) ** 0.5, rel=1e-3)
-
-
-def test_kaiming_uniform_is_torchs():
-    for options in ({}, {"a": 3, "mode": "fan_out"}, {"nonlinearity": "relu"}):
-        expected, tile = torch.empty(6, 40), torch.empty(6, 40)
-        generator = torch.Generator()
-        state = generator.get_state()
-        init.kaiming_uniform_(expected, generator=generator, **options)
-        stand_in = _initialize.Tile.of(tile, (6, 40), generator.set_state(state))
-        init.kaiming_uniform_(stand_in, **options)
-        torch.testing.assert_close(tile, expected)
-
-
-@pytest.mark.usefixtures("small_tiles")
-def test_no_tile_repeats_another():
+    # No tile repeats another.
     weights = [whole((64, 8), 0, init.normal_, seed) for seed in range(20)]
     tiles = torch.cat([weight.view(-1, 16) for weight in weights])
     assert tiles.unique(dim=0).shape == tiles.shape
@@ -133,6 +106,25 @@ def test_no_tile_repeats_another():
         _initialize._mixed(seed, tile) & 0xFFFFFFFF for seed in range(40) for tile in range(40)
     }
     assert len(seeds) == 1600
+
+
+def test_fans_are_those_of_the_full_weight_and_torchs():
+    # 2^18 elements are four tiles along dim 0: a rank draws but one.
+    part = torch.empty(128, 2048)
+    tp.initialize_shard(part, (512, 2048), 0, 1, 4, init.xavier_normal_, seed=1)
+    assert part.std().item() == pytest.approx((2 / (512 + 2048)) ** 0.5, rel=0.01)
+    assert abs(part.mean().item()) < 1e-4
+    tp.initialize_shard(part, (512, 2048), 0, 1, 4, init.kaiming_uniform_, seed=1)
+    assert part.abs().max().item() == pytest.approx((6 / 2048) ** 0.5, rel=1e-3)
+
+    for options in ({}, {"a": 3, "mode": "fan_out"}, {"nonlinearity": "relu"}):
+        expected, tile = torch.empty(6, 40), torch.empty(6, 40)
+        generator = torch.Generator()
+        state = generator.get_state()
+        init.kaiming_uniform_(expected, generator=generator, **options)
+        stand_in = _initialize.Tile.of(tile, (6, 40), generator.set_state(state))
+        init.kaiming_uniform_(stand_in, **options)
+        torch.testing.assert_close(tile, expected)
 
 
 @pytest.mark.usefixtures("small_tiles")
@@ -237,6 +229,8 @@ def test_a_large_whole_weight_is_warned_of(monkeypatch):
 def test_errors_of_the_init_method_are_its_own():
     with pytest.raises(ValueError, match="Fan in and fan out can not be computed"):
         tp.initialize_shard(torch.empty(2), (4,), 0, 0, 2, init.xavier_normal_, seed=1)
+    # On meta it is not called.
+    tp.initialize_shard(torch.empty(2, device="meta"), (4,), 0, 0, 2, init.xavier_normal_, seed=1)
 
 
 @pytest.mark.parametrize(
@@ -257,20 +251,13 @@ def test_shapes_that_do_not_fit(case):
         )
 
 
-def test_nothing_is_done_on_meta():
-    def never(weight):
-        raise AssertionError
-
-    tp.initialize_shard(torch.empty(2, 4, device="meta"), (4, 4), 0, 0, 2, never, seed=1)
-
-
 def layers(seed=None, device=None):
     torch.manual_seed(7)
     return nn.ModuleList(
         [
             tp.VocabParallelEmbedding(21, 12, padding_idx=20, seed=seed, device=device),
             tp.ColumnParallelLinear(12, 24, stride=2, seed=seed, device=device),
-            tp.RowParallelLinear(24, 12, seed=seed, device=device),
+            tp.RowParallelLinear(24, 12, stride=2, seed=seed, device=device),
             tp.ParallelEmbedding(21, 12, padding_idx=2, seed=seed, device=device),
         ]
     )
@@ -321,9 +308,7 @@ def test_trap_3_layers_have_the_same_weights_at_every_degree_and_by_way_of_meta(
             assert torch.equal(found[0], found[1])
             assert torch.equal(found[0], found[2])
             assert torch.equal(found[3], found[4])
-
-
-def test_trap_3_on_ranks_that_share_torchs_generators():
+    # Also on ranks that share torch's generators.
     expected = full_weights(seed=3)
     for found in run_ranks(full_weights, 3, 3):
         assert all(map(torch.equal, found, expected))
@@ -343,12 +328,12 @@ def sharded_further():
 
 def test_parameters_of_fsdp_are_initialized_where_they_are():
     expected = full_weights(seed=3)
-    for rank, found in enumerate(run_ranks(sharded_further, 4, tensor=2, in_processes=True)):
-        rows, up, down, columns = found
+    for rank, held in enumerate(run_ranks(sharded_further, 4, tensor=2, in_processes=True)):
+        rows, up, down, columns = held
         index = rank % 2
         assert torch.equal(rows[: 11 - index], expected[0][11 * index :][:11])
         assert not rows[11 - index :].any()
-        pieces = expected[1].chunk(4)
-        assert torch.equal(up, torch.cat([pieces[index], pieces[2 + index]]))
-        assert torch.equal(down, expected[2].chunk(2, 1)[index])
+        for dim, (found, full) in enumerate(zip((up, down), expected[1:3], strict=True)):
+            pieces = full.chunk(4, dim)
+            assert torch.equal(found, torch.cat([pieces[index], pieces[2 + index]], dim))
         assert torch.equal(columns, expected[3].chunk(2, 1)[index])

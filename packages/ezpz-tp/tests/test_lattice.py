@@ -199,15 +199,27 @@ def test_exactly_these_collectives_are_started(sequence_parallel, degree):
         assert of_model == {"all_reduce": 2 + 2, "all_gather": 1}
 
 
+class Autocast(nn.Sequential):
+    def __init__(self, build, *arguments):
+        super().__init__(*build(*arguments))
+
+    def forward(self, value):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            output = super().forward(value)
+        assert output.dtype == torch.bfloat16
+        return output
+
+
 @sequence
-@pytest.mark.parametrize(("dtype", "degree"), [(torch.float64, 3), (torch.bfloat16, 2)], ids=str)
-def test_real_processes(sequence_parallel, dtype, degree):
+def test_autocast_of_weights_in_single_precision(sequence_parallel):
+    split = 0 if sequence_parallel else None
     assert_matches_unsharded(
-        partial(ParallelModel, 43, dtype, True, sequence_parallel),
-        partial(Model, 43, dtype, True),
-        tokens(43),
-        tensor=degree,
-        split_outputs=-1,
-        density=0.08,
+        partial(Autocast, parallel_mlp, torch.float32, True, sequence_parallel),
+        partial(Autocast, mlp, torch.float32, True),
+        torch.empty(TOKENS, BATCH, HIDDEN),
+        tensor=(2, 4),
+        split_inputs=split,
+        split_outputs=split,
+        density=0.12,
         in_processes=True,
     )

@@ -21,42 +21,6 @@ def group():
     return tp.get_state().group("tensor")
 
 
-def said(parameter):
-    return tuple(parameter.shape), parameter.tensor_model_parallel, parameter.partition_dim
-
-
-@on_ranks(2)
-def test_shapes_and_attributes():
-    column, row = tp.ColumnParallelLinear(8, 12, seed=1), tp.RowParallelLinear(8, 12, seed=1)
-    assert said(column.weight) == ((6, 8), True, 0)
-    assert said(column.bias) == ((6,), True, 0)
-    assert said(row.weight) == ((12, 4), True, 1)
-    assert row.bias.shape == (12,)
-    assert not getattr(row.bias, "tensor_model_parallel", False)
-    rank = group().rank()
-    text = f"RowParallelLinear(in_features=8, out_features=12, bias=True, tp={rank}/2)"
-    assert repr(row) == text
-
-
-def both_layers(**options):
-    return (
-        tp.ColumnParallelLinear(12, 24, seed=5, **options),
-        tp.RowParallelLinear(24, 12, seed=6, **options),
-    )
-
-
-def test_stacked_matrices_are_split_each_by_itself():
-    single = [layer.weight.detach() for layer in both_layers()]
-
-    def strided():
-        for dim, (layer, whole) in enumerate(zip(both_layers(stride=2), single, strict=True)):
-            assert torch.equal(layer.get_master_weight(), whole)
-            pieces = [half.chunk(2, dim)[group().rank()] for half in whole.chunk(2, dim)]
-            assert torch.equal(layer.weight, torch.cat(pieces, dim))
-
-    run_ranks(strided, 2)
-
-
 @pytest.mark.parametrize("init", ["blocks", "whole"])
 @on_ranks(2, in_processes=True)
 def test_without_a_seed_the_first_ranks_generator_decides(init):
@@ -68,7 +32,8 @@ def test_without_a_seed_the_first_ranks_generator_decides(init):
 
 
 @on_ranks(2)
-def test_skip_bias_add_leaves_the_bias_to_the_caller():
+def test_skipped_biases_and_copies():
+    # `skip_bias_add` leaves the bias to the caller.
     inputs = torch.ones(2, 8)
     column = tp.ColumnParallelLinear(8, 8, gather_output=False, skip_bias_add=True, seed=1)
     row = tp.RowParallelLinear(8, 8, input_is_parallel=True, skip_bias_add=True, seed=2)
@@ -80,6 +45,24 @@ def test_skip_bias_add_leaves_the_bias_to_the_caller():
     assert first is column.bias
     assert second is row.bias
     assert torch.allclose(output, plain, atol=1e-6)
+    # A deep copy shares the group, and not the weight.
+    with counting() as counter:
+        layer = tp.ColumnParallelLinear(4, 4, seed=1)
+    assert not counter  # as there is a seed
+    text = f"in_features=4, out_features=4, bias=True, tp={group().rank()}/2"
+    assert repr(layer) == f"ColumnParallelLinear({text})"
+    twin = copy.deepcopy(layer)
+    with torch.no_grad():
+        twin.weight.add_(1)
+    assert twin.tp_group is layer.tp_group
+    assert not torch.equal(layer.weight, twin.weight)
+    # A parametrized layer is copied with its attributes.
+    layer = tp.ColumnParallelLinear(4, 8, seed=1)
+    nn.utils.parametrize.register_parametrization(layer, "weight", nn.Identity())
+    before = layer(torch.ones(1, 4))
+    original = copy.deepcopy(layer).parametrizations.weight.original
+    assert split_of(original) == (True, 0, 1)
+    assert torch.equal(before, tp.ColumnParallelLinear(4, 8, seed=1)(torch.ones(1, 4)))
 
 
 def padded(gather_output):
@@ -105,34 +88,11 @@ def test_an_uneven_output_is_padded_and_masked():
         torch.testing.assert_close(output, whole(torch.ones(2, 4)))
 
 
-@on_ranks(2)
-def test_meta_construction_then_reset_is_construction():
-    layer = tp.RowParallelLinear(8, 4, seed=1, device="meta")
-    with counting() as counter:
-        layer.to_empty(device="cpu").reset_parameters()
-    built = tp.RowParallelLinear(8, 4, seed=1)
-    assert torch.equal(layer.weight, built.weight)
-    assert dict(counter) == {}
-
-
-@on_ranks(2)
-def test_a_deep_copy_shares_the_group_and_not_the_weight():
-    layer = tp.ColumnParallelLinear(4, 4, seed=1)
-    twin = copy.deepcopy(layer)
-    with torch.no_grad():
-        twin.weight.add_(1)
-    assert twin.tp_group is layer.tp_group
-    assert not torch.equal(layer.weight, twin.weight)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("layer_class", [tp.ColumnParallelLinear, tp.RowParallelLinear])
-def test_before_initialization_bitwise_equal_to_linear(layer_class, dtype):
-    """Trap 13."""
-    layer = layer_class(16, 24, dtype=dtype, seed=1)
-    linear = nn.Linear(16, 24, dtype=dtype)
+def test_trap_13_before_initialization_bitwise_equal_to_linear(layer_class):
+    layer, linear = layer_class(16, 24, seed=1), nn.Linear(16, 24)
     linear.load_state_dict(layer.state_dict())
-    inputs = torch.randn(3, 16, dtype=dtype)
+    inputs = torch.randn(3, 16)
     pairs = []
     for module in (layer, linear):
         own = inputs.clone().requires_grad_()
@@ -142,17 +102,11 @@ def test_before_initialization_bitwise_equal_to_linear(layer_class, dtype):
     assert all(map(torch.equal, *pairs))
 
 
-@on_ranks(4, tensor=2)
-def test_an_explicit_group():
-    layer = tp.ColumnParallelLinear(4, 4, seed=1, tp_group=tp.get_state().group("data"))
-    assert layer.tp_size == 2
-    assert layer(torch.ones(1, 4)).shape == (1, 4)
-
-
 # Bad input: one clear error, on every rank, before any collective.
 
 
 def test_a_layer_from_before_initialization_is_refused():
+    assert tp.param_is_not_tensor_parallel_duplicate(torch.zeros(1))  # alone every one counts
     for layer in (tp.ColumnParallelLinear(8, 8), tp.RowParallelLinear(8, 8)):
         told = rf"{type(layer).__name__}\(in_features=8.*2"
         all_raise(2, partial(layer, torch.ones(1, 8)), tp.NotInitializedError, told)
@@ -171,11 +125,6 @@ def test_sizes_that_do_not_divide(layer_class, options, message):
     all_raise(4, partial(layer_class, 6, 6, **options), tp.DegreeError, message)
 
 
-def test_sizes_below_one():
-    with pytest.raises(tp.DegreeError, match="ColumnParallelLinear: out_features=0"):
-        tp.ColumnParallelLinear(4, 0)
-
-
 COLUMN, ROW = tp.ColumnParallelLinear, partial(tp.RowParallelLinear, input_is_parallel=True)
 
 
@@ -192,15 +141,6 @@ COLUMN, ROW = tp.ColumnParallelLinear, partial(tp.RowParallelLinear, input_is_pa
 )
 def test_an_input_that_does_not_fit_names_the_layer(layer, inputs, message):
     all_raise(2, lambda: layer(8, 8, seed=1)(inputs), tp.ParallelError, message)
-
-
-def test_a_state_does_not_outlive_its_block():
-    def inside():
-        with tp.use_state(tp.get_state()):
-            return tp.ColumnParallelLinear(4, 4, seed=1).tp_size
-
-    assert run_ranks(inside, 2) == [2, 2]
-    assert tp.ColumnParallelLinear(4, 4).tp_size == 1
 
 
 @on_ranks(2, in_processes=True, initialize=False)
@@ -260,7 +200,7 @@ def drawn_whole():
     return [layer.get_master_weight() for layer in layers], torch.rand(2)
 
 
-def test_a_weight_that_is_drawn_whole_is_fairscales():
+def test_a_weight_that_is_drawn_whole_is_fairscales_and_torchs():
     torch.manual_seed(3)
     shapes = [(8, 6), (6, 8), (9, 4), (5, 4)]
     expected = [torch.nn.init.xavier_normal_(torch.empty(shape)) for shape in shapes]
@@ -271,9 +211,7 @@ def test_a_weight_that_is_drawn_whole_is_fairscales():
         for weights, later in run_ranks(drawn_whole, degree, in_processes=True):
             assert all(map(torch.equal, weights, expected))
             assert torch.equal(later, after)
-
-
-def test_a_weight_that_is_drawn_whole_is_torchs():
+    # And torch's.
     torch.manual_seed(3)
     plain = torch.nn.Linear(6, 8)
     torch.manual_seed(3)
@@ -288,7 +226,8 @@ def split_of(tensor):
     return tensor.tensor_model_parallel, tensor.partition_dim, tensor.partition_stride
 
 
-def test_what_is_set_is_set_once():
+def test_what_is_said_of_a_parameter():
+    # It is set once.
     param = nn.Parameter(torch.zeros(3, 2))
     tp.set_tensor_model_parallel_attributes(param, True, 1, 2)
     tp.set_tensor_model_parallel_attributes(param, True, 1, 2)
@@ -296,16 +235,12 @@ def test_what_is_set_is_set_once():
     with pytest.raises(tp.ParallelError, match=r"partition_dim .*\(3, 2\) is already 1, and 0 is"):
         tp.set_tensor_model_parallel_attributes(param, True, 0, 2)
     assert split_of(param) == (True, 1, 2)
-
-
-def test_defaults_fill_what_is_not_set():
+    # Defaults fill what is not set.
     param = nn.Parameter(torch.zeros(1))
     param.partition_dim = 0
     tp.set_defaults_if_not_set_tensor_model_parallel_attributes(param)
     assert split_of(param) == (False, 0, 1)
-
-
-def test_a_copy_says_what_its_source_says_and_keeps_the_rest():
+    # A copy says what its source says, and keeps the rest.
     source, copied = torch.zeros(1), torch.zeros(1)
     tp.set_tensor_model_parallel_attributes(source, True, 0, 1)
     tp.mark_sequence_parallel(source)
@@ -330,10 +265,6 @@ def test_replicated_parameters_count_on_the_first_rank():
     assert count(whole) == count(whole, tensor, data) == (tensor.rank() == 0)
     assert count(part)
     assert count(whole, data) == count(expert, tensor, data) == (data.rank() == 0)
-
-
-def test_alone_every_parameter_counts():
-    assert tp.param_is_not_tensor_parallel_duplicate(torch.zeros(1))
 
 
 def layers(device=None):
@@ -365,17 +296,7 @@ def test_attributes_of_layers_survive_copies_and_moves():
     on_meta = layers("meta")
     assert attributes_of(on_meta) == before
     assert attributes_of(on_meta.to_empty(device="cpu")) == before
-
-
-def test_attributes_of_a_whole_layer_and_pickling():
-    layer = tp.VocabParallelEmbedding(9, 4, seed=3)
-    assert split_of(layer.weight) == (False, 0, 1)
-    assert split_of(pickle.loads(pickle.dumps(layer)).weight) == (False, 0, 1)
-
-
-@on_ranks(2)
-def test_assigned_parameters_are_said_what_those_before_were():
-    """Meta construction, then the checkpoint's own tensors as parameters."""
+    # Meta construction, then the checkpoint's own tensors as parameters.
     whole = nn.Sequential(tp.ColumnParallelLinear(4, 8, seed=1), nn.LayerNorm(8))
     tp.mark_sequence_parallel(whole[1].weight)
     states = {name: value.clone() for name, value in whole.state_dict().items()}
@@ -392,7 +313,11 @@ def test_assigned_parameters_are_said_what_those_before_were():
     assert split_of(layer.bias) == (True, 0, 1)
 
 
-def test_of_a_copied_module_it_can_be_said_again():
+def test_attributes_of_copied_modules():
+    layer = tp.VocabParallelEmbedding(9, 4, seed=3)
+    assert split_of(layer.weight) == (False, 0, 1)
+    assert split_of(pickle.loads(pickle.dumps(layer)).weight) == (False, 0, 1)
+
     norm = nn.LayerNorm(4)
     tp.mark_sequence_parallel(norm.weight)
     twin = copy.deepcopy(norm)
@@ -400,13 +325,3 @@ def test_of_a_copied_module_it_can_be_said_again():
     tp.copy_attributes(norm, twin)
     assert twin.weight.sequence_parallel
     assert not hasattr(twin.bias, "sequence_parallel")
-
-
-@on_ranks(2)
-def test_a_parametrized_layer_works_and_is_copied_with_its_attributes():
-    layer = tp.ColumnParallelLinear(4, 8, seed=1)
-    nn.utils.parametrize.register_parametrization(layer, "weight", nn.Identity())
-    before = layer(torch.ones(1, 4))
-    original = copy.deepcopy(layer).parametrizations.weight.original
-    assert split_of(original) == (True, 0, 1)
-    assert torch.equal(before, tp.ColumnParallelLinear(4, 8, seed=1)(torch.ones(1, 4)))

@@ -37,13 +37,11 @@ def metas(name):
     return name
 
 
-def llama(dtype=torch.bfloat16, groups=GROUPS):
+def llama():
     """A whole model by Meta's names."""
-    whole = transformer(LAYERS, WIDTH, HEADS, groups, INNER, VOCABULARY, dtype)
-    return {
-        **{metas(name): value for name, value in whole.items()},
-        "rope.freqs": torch.arange(4.0),
-    }
+    whole = transformer(LAYERS, WIDTH, HEADS, GROUPS, INNER, VOCABULARY)
+    found = {metas(name): value for name, value in whole.items()}
+    return {**found, "rope.freqs": torch.arange(4.0)}
 
 
 def dim_of(name, generation):
@@ -74,14 +72,13 @@ def save(folder, whole, degree=2, generation=3):
     return folder
 
 
-@pytest.mark.parametrize("generation", [2, 3])
-@pytest.mark.parametrize("degree", [1, 2, 4])
+@pytest.mark.parametrize(("degree", "generation"), [(1, 3), (2, 2), (2, 3)])
 def test_full_tensors_are_put_together(tmp_path, degree, generation):
     whole = llama()
     source = open_source(save(tmp_path / "in", whole, degree, generation))
     assert_same(full(source), whole)
     for name, entry in source.entries.items():
-        assert entry.shard.dim == (dim_of(name, generation) if degree > 1 else dim_of(name, 3))
+        assert entry.shard.dim == dim_of(name, generation)
 
 
 @pytest.mark.parametrize("generation", [2, 3])
@@ -89,7 +86,7 @@ def test_written_at_other_numbers_of_ranks_and_back(tmp_path, generation, monkey
     monkeypatch.setattr(ezpz_tp._formats, "CHUNK", 3000)  # so that tensors are read in parts
     whole = llama()
     path = save(tmp_path / "4", whole, 4, generation)
-    for degree in (2, 8, 2, 4):
+    for degree in (2, 8, 4):
         before, path = path, tmp_path / f"{degree}-of-{path.name}"
         save_llama(before, path, tp=degree)
         expected = shards(whole, degree, generation)
@@ -111,12 +108,6 @@ def test_one_file_of_the_second_generation_is_written_for_two(tmp_path):
         assert_same(torch.load(tmp_path / "2" / f"consolidated.{index:02d}.pth"), held)
 
 
-def test_a_degree_that_does_not_divide(tmp_path):
-    save(tmp_path / "in", llama())
-    message = r"'tok_embeddings\.weight': .*\(128, 64\).* 128 over degree 3"
-    assert_refused(tmp_path, message, partial(save_llama, tp=3))
-
-
 def test_to_pieces_that_torch_loads(tmp_path):
     whole = llama()
     reshard(save(tmp_path / "in", whole, 2), tmp_path / "out", tp=4)
@@ -127,49 +118,12 @@ def test_to_pieces_that_torch_loads(tmp_path):
     assert_same(full(open_source(tmp_path / "out")), whole)
 
 
-# Rotary embedding, as Meta's and Hugging Face's code have it.
-
-
-def rotated(heads, dim):
-    """Meta's code turns channels 2i and 2i + 1 (dim -1), Hugging Face's i and i + size / 2 (-2)."""
-    *_, length, size = heads.shape
-    angles = torch.arange(length).outer(1e4 ** (-torch.arange(0, size, 2).double() / size))
-    first, second = heads.unflatten(-1, (-1, 2) if dim == -1 else (2, -1)).unbind(dim)
-    cos, sin = angles.cos(), angles.sin()
-    return torch.stack([first * cos - second * sin, second * cos + first * sin], dim).flatten(-2)
-
-
-def attention(hidden, q, k, v, out, dim):
-    q, k, v = ((hidden @ each.T).unflatten(-1, (-1, 8)).transpose(0, 1) for each in (q, k, v))
-    k, v = (each.repeat_interleave(len(q) // len(each), 0) for each in (rotated(k, dim), v))
-    mixed = torch.nn.functional.scaled_dot_product_attention(rotated(q, dim), k, v, is_causal=True)
-    return mixed.transpose(0, 1).flatten(-2) @ out.T
-
-
-@pytest.mark.parametrize("groups", [GROUPS, HEADS])
-def test_hugging_face_computes_the_same_attention(tmp_path, groups):
-    safetensors = pytest.importorskip("safetensors.torch")
-    whole = llama(torch.float64, groups)
-    path = save(tmp_path / "in", whole)
-    (path / "params.json").write_text(json.dumps({**PARAMS, "n_kv_heads": groups}))
-    save_huggingface(path, tmp_path / "out", plan={"*.wq.weight": 1})  # which is all the same here
-    found = safetensors.load_file(tmp_path / "out" / "model.safetensors")
-    hidden = torch.randn(20, WIDTH, dtype=torch.float64)
-    for layer in range(LAYERS):
-        meta = [whole[f"layers.{layer}.attention.w{each}.weight"] for each in "qkvo"]
-        theirs = [found[f"model.layers.{layer}.self_attn.{each}_proj.weight"] for each in "qkvo"]
-        expected = attention(hidden, *meta, -1)
-        same = attention(hidden, *theirs, -2)
-        torch.testing.assert_close(same, expected, rtol=0, atol=1e-12)
-        assert not torch.allclose(attention(hidden, *meta, -2), expected)
-
-
 def test_hugging_face_names(tmp_path):
     safetensors = pytest.importorskip("safetensors.torch")
     whole = llama()
-    save_huggingface(save(tmp_path / "in", whole, 4, 2), tmp_path / "out")
+    plan = {"*.wq.weight": 1}  # which is all the same here
+    save_huggingface(save(tmp_path / "in", whole, 4, 2), tmp_path / "out", plan=plan)
     found = safetensors.load_file(tmp_path / "out" / "model.safetensors")
-    assert metas("model.layers.1.mlp.gate_proj.weight") == "layers.1.feed_forward.w1.weight"
     del whole["rope.freqs"]
     expected = {name: whole.pop(metas(name)) for name in found}
     assert not whole
@@ -188,10 +142,6 @@ def test_hugging_face_names(tmp_path):
 
 
 # What is wrong is said before anything is written.
-
-
-class Sub(torch.Tensor):
-    """A weight of another kind than a plain tensor, such as a quantized one."""
 
 
 def file_of(path, number):
@@ -217,7 +167,6 @@ def on_all(**tensors):
     return lambda path: [changed(number, **tensors)(path) for number in range(4)]
 
 
-WO = "layers__0__attention__wo"
 adapt = on_all(adapter=torch.ones(4, 2))
 WRONG = {
     r"\.02\.pth: there is no such file, but there is consolidated\.03\.pth": lambda path: file_of(
@@ -225,18 +174,11 @@ WRONG = {
     ).unlink(),
     r"3 files, .*wo\.weight has shape \(64, 16\); expected \(64, 21\), or 4 files: consolidated\.03"
     r"\.pth is missing": lambda path: file_of(path, 3).unlink(),
-    r"consolidated\.01\.pth: 5000 bytes .*truncated": lambda path: file_of(path, 1).write_bytes(
-        file_of(path, 1).read_bytes()[:5000]
-    ),
     r"\.02\.pth: has no tensor layers\.1\.attention\.wv\.weight; expected one of shape \(8, 64\)": (
         changed(2, layers__1__attention__wv=None)
     ),
     r"\.02\.pth: has a tensor layers\.2\.more\.weight of shape \(3,\); expected none": changed(
         2, layers__2__more=torch.ones(3)
-    ),
-    r"\.03\.pth: tensor layers\.0\.attention\.wq\.weight has shape \(6, 64\) and dtype torch\."
-    r"bfloat16; expected \(16, 64\) and torch\.bfloat16, as .*\.00\.pth": changed(
-        3, layers__0__attention__wq=torch.zeros(6, WIDTH, dtype=torch.bfloat16)
     ),
     r"\.03\.pth: tensor norm\.weight has shape \(64,\) and dtype torch\.float32; expected \(64,\) "
     r"and torch\.bfloat16": changed(3, norm=torch.ones(WIDTH)),
@@ -250,9 +192,6 @@ WRONG = {
     r"tok_embeddings\.weight has shape \(32, 24\) in one of 4 files; expected 64 columns": on_all(
         tok_embeddings=torch.ones(32, 24)
     ),
-    r"consolidated\.01\.pth: layers\.0\.attention\.wo\.weight is a .*Sub, which is not": changed(
-        1, **{WO: lambda held: held.as_subclass(Sub)}
-    ),
     r"params\.json: not JSON": lambda path: (path / "params.json").write_text("{"),
 }
 
@@ -264,8 +203,10 @@ def test_a_wrong_file_is_named_and_nothing_is_written(tmp_path, message):
     assert_refused(tmp_path, message, *writes)
 
 
-def test_heads_that_do_not_fit(tmp_path):
+def test_heads_and_degrees_that_do_not_fit(tmp_path):
     path = save(tmp_path / "in", llama())
+    message = r"'tok_embeddings\.weight': .*\(128, 64\).* 128 over degree 3"
+    assert_refused(tmp_path, message, partial(save_llama, tp=3))
     for params, message in [
         ({}, r"wq\.weight has 64 rows; .* each of 0 heads.*n_heads"),
         ({"n_heads": 8, "n_kv_heads": 3}, r"wk\.weight has 32 rows; .* 3 heads.*n_kv_heads"),
@@ -282,9 +223,7 @@ def test_a_plan_for_names_of_your_own(tmp_path):
     plan = {"adapter.*": 0}
     save_huggingface(path, tmp_path / "out", names="keep", plan=plan)
     assert open_source(path, Options(plan)).entries["adapter.weight"].shard.full_shape == (16, 2)
-    with pytest.raises(
-        ParallelError, match=r"adapter\.weight has no counterpart in Hugging Face's"
-    ):
+    with pytest.raises(ParallelError, match=r"adapter\.weight has no counterpart in Hugging Fac"):
         save_huggingface(path, tmp_path / "other", plan=plan)
 
 

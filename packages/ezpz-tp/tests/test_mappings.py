@@ -93,8 +93,8 @@ def test_region(name, options, dim, input_, output, grad, forward, backward):
 
 
 @on_ranks(2)
-def test_a_gradient_that_autograd_shares_is_not_changed():
-    """Trap 1: autograd hands one gradient to both terms of a sum."""
+def test_what_autograd_shares_or_saves_is_not_changed():
+    # Trap 1: autograd hands one gradient to both terms of a sum.
     a = torch.ones(3, dtype=torch.float64, requires_grad=True)
     x = torch.ones(3, dtype=torch.float64, requires_grad=True)
     z, c = a * 1, regions.copy_to_tensor_parallel_region(x)
@@ -103,6 +103,32 @@ def test_a_gradient_that_autograd_shares_is_not_changed():
     assert a.grad.tolist() == [5.0] * 3
     assert x.grad.tolist() == [10.0] * 3
     assert grad.tolist() == [5.0] * 3
+    # Trap 2: ``hidden`` is saved by its square, and would be the ranks' sum.
+    x = torch.ones(4, requires_grad=True)
+    hidden = x * 2
+    before = hidden.detach().clone()
+    summed = tp.reduce_from_tensor_parallel_region(hidden)
+    (summed.sum() + (hidden * hidden).sum()).backward()
+    assert torch.equal(hidden, before)
+    assert x.grad.tolist() == [2.0 + 8.0] * 4
+    # Nor does writing to an output change the input.
+    x = torch.ones(4, 4)
+    for region in (
+        tp.scatter_to_tensor_parallel_region,
+        tp.scatter_to_sequence_parallel_region,
+        tp.reduce_from_tensor_parallel_region,
+    ):
+        region(x).add_(1)
+    assert x.eq(1).all()
+    # Second derivatives go through the regions.
+    x = torch.tensor([2.0, 3.0], dtype=torch.float64, requires_grad=True)
+    weight = torch.tensor(float(here() + 1), dtype=torch.float64)
+    inside = regions.copy_to_tensor_parallel_region(x)
+    loss = regions.reduce_from_tensor_parallel_region((inside**3 * weight).sum())
+    (first,) = torch.autograd.grad(loss, x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x)
+    assert first.tolist() == [36.0, 81.0]
+    assert second.tolist() == [36.0, 54.0]
 
 
 SUMMED = {"copy_to_tensor_parallel_region", "gather_from_sequence_parallel_region"}
@@ -118,62 +144,13 @@ def test_an_expanded_gradient_is_owned_first(name):
     assert x.grad.eq(2.0 if name in SUMMED else 1.0).all()
 
 
-@on_ranks(2)
-def test_reduce_from_does_not_change_a_live_activation():
-    """Trap 2: ``hidden`` is saved by its square, and would be the ranks' sum."""
-    x = torch.ones(4, requires_grad=True)
-    hidden = x * 2
-    before = hidden.detach().clone()
-    summed = tp.reduce_from_tensor_parallel_region(hidden)
-    (summed.sum() + (hidden * hidden).sum()).backward()
-    assert torch.equal(hidden, before)
-    assert x.grad.tolist() == [2.0 + 8.0] * 4
-
-
-@on_ranks(2)
-def test_writing_to_an_output_leaves_the_input_alone():
-    x = torch.ones(4, 4)
-    for region in (
-        tp.scatter_to_tensor_parallel_region,
-        tp.scatter_to_sequence_parallel_region,
-        tp.reduce_from_tensor_parallel_region,
-    ):
-        region(x).add_(1)
-    assert x.eq(1).all()
-
-
-@on_ranks(2)
-def test_second_derivatives_go_through_the_regions():
-    x = torch.tensor([2.0, 3.0], dtype=torch.float64, requires_grad=True)
-    weight = torch.tensor(float(here() + 1), dtype=torch.float64)
-    inside = regions.copy_to_tensor_parallel_region(x)
-    loss = regions.reduce_from_tensor_parallel_region((inside**3 * weight).sum())
-    (first,) = torch.autograd.grad(loss, x, create_graph=True)
-    (second,) = torch.autograd.grad(first.sum(), x)
-    assert first.tolist() == [36.0, 81.0]
-    assert second.tolist() == [36.0, 54.0]
-
-
-@pytest.mark.parametrize(
-    "region",
-    [
-        tp.scatter_to_tensor_parallel_region,
-        tp.scatter_to_sequence_parallel_region,
-        tp.reduce_scatter_to_sequence_parallel_region,
-        tp.reduce_scatter_last_dim_to_tensor_parallel_region,
-    ],
-)
-def test_what_does_not_divide_is_named(region):
-    told = rf"{region.__name__}: .*\(7, 7\) is 7, which 2 ranks"
-    all_raise(2, partial(region, torch.zeros(7, 7)), tp.DegreeError, told)
-
-
 NAMES = [name for name in dir(regions) if name.endswith("_region")]
 
 
 def test_before_initialization_every_region_is_the_identity():
     x = torch.ones(3, 3)
     assert all(getattr(regions, name)(x) is x for name in NAMES)
+    assert tp.sequence_to_head(x, 0, 1) is tp.head_to_sequence(x, 0, 1) is x
 
 
 @on_ranks(2, tensor=1)
@@ -205,22 +182,39 @@ def test_a_compiled_region_is_traced_again_for_another_group():
         assert torch.equal(compiled(x, group), body(x, group))
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if "er_" in name])
-def test_a_scalar_has_no_dim_to_share(name):
-    region, told = getattr(regions, name), f"{name}: the input is 0-dim"
-    all_raise(2, partial(region, torch.tensor(1.0)), tp.DegreeError, told)
+CUT = [tp.scatter_to_tensor_parallel_region, tp.scatter_to_sequence_parallel_region]
+CUT += [tp.reduce_scatter_to_sequence_parallel_region]
+CUT += [tp.reduce_scatter_last_dim_to_tensor_parallel_region]
 
 
-def test_the_last_dim_is_split_into_views():
+@pytest.mark.parametrize(
+    ("function", "arguments", "message"),
+    [
+        *((one, [torch.zeros(7, 7)], r".*\(7, 7\) is 7, which 2 ranks") for one in CUT),
+        *(
+            (getattr(regions, name), [torch.tensor(1.0)], "the input is 0-dim")
+            for name in NAMES
+            if "er_" in name
+        ),
+        (tp.sequence_to_head, [torch.zeros(2, 3), 0, 1], r"dim 1 of \(2, 3\) is 3, which 2"),
+        (
+            tp.split_tensor_into_1d_equal_chunks,
+            [torch.zeros(1, 5)],
+            ".* 5 elements, which 2 tensor",
+        ),
+    ],
+)
+def test_what_cannot_be_shared_is_named(function, arguments, message):
+    told = f"{function.__name__}: {message}"
+    all_raise(2, partial(function, *arguments), tp.DegreeError, told)
+
+
+def test_the_last_dim_is_split_into_views_or_copies():
     whole = torch.arange(24.0).view(2, 12)
     parts = tp.split_tensor_along_last_dim(whole, 3)
     assert [part.shape for part in parts] == [(2, 4)] * 3
     assert torch.equal(torch.cat(parts, -1), whole)
     assert all(part.untyped_storage().data_ptr() == whole.data_ptr() for part in parts)
-
-
-def test_contiguous_parts_have_memory_of_their_own():
-    whole = torch.arange(24.0).view(2, 12)
     for part in tp.split_tensor_along_last_dim(whole, 3, contiguous_split_chunks=True):
         assert part.is_contiguous()
         part.zero_()
@@ -233,11 +227,14 @@ def test_a_last_dim_that_does_not_split_is_told(shape):
         tp.split_tensor_along_last_dim(torch.zeros(shape), 3)
 
 
-def test_division_without_remainder():
+def test_division_without_remainder_and_vocabularies():
     tp.ensure_divisibility(12, 4)
     assert tp.divide_and_check_no_remainder(12, 4) == 3
     with pytest.raises(tp.DegreeError, match="13 is not divisible by 4"):
         tp.divide_and_check_no_remainder(13, 4)
+
+    assert tp.VocabUtility.vocab_range_from_global_vocab_size(10, 2, 3) == (8, 10)
+    assert tp.VocabUtility.vocab_range_from_per_partition_vocab_size(4, 2, 3) == (8, 12)
 
 
 @pytest.mark.parametrize("new_buffer", [False, True])
@@ -253,12 +250,6 @@ def test_chunks_of_all_ranks_join_to_the_whole(new_buffer, transposed):
     with counting() as counter:
         assert torch.equal(tp.gather_split_1d_tensor(part), whole.reshape(-1))
     assert counter == {"all_gather": 1}
-
-
-@on_ranks(3)
-def test_elements_are_never_left_out():
-    with pytest.raises(tp.DegreeError, match="10 elements, which 3 tensor-parallel ranks"):
-        tp.split_tensor_into_1d_equal_chunks(torch.zeros(2, 5))
 
 
 def test_alone_a_chunk_is_the_whole():
@@ -279,12 +270,6 @@ def test_every_id_is_in_one_range(size, degree):
     assert all(before[1] == after[0] for before, after in pairwise(ranges))
     rows = -(-size // degree)
     assert all(last - first in {rows, max(0, size - first)} for first, last in ranges)
-
-
-def test_vocab_utility():
-    assert tp.VocabUtility.vocab_range_from_global_vocab_size(12, 1, 3) == (4, 8)
-    assert tp.VocabUtility.vocab_range_from_global_vocab_size(10, 2, 3) == (8, 10)
-    assert tp.VocabUtility.vocab_range_from_per_partition_vocab_size(4, 2, 3) == (8, 12)
 
 
 def numbered(*shape):
@@ -347,15 +332,3 @@ def test_split_sizes_that_do_not_fit(arguments, message):
         tp.all_to_all(torch.zeros(rows, 1), *sizes, group=tp.get_tensor_parallel_group())
 
     all_raise(2, bad, tp.DegreeError, message)
-
-
-def test_heads_that_do_not_divide():
-    told = r"sequence_to_head: dim 1 of \(2, 3\) is 3, which 2"
-    refused = partial(tp.sequence_to_head, torch.zeros(2, 3), 0, 1)
-    all_raise(2, refused, tp.DegreeError, told)
-
-
-def test_before_initialization_the_input_comes_back():
-    x = torch.ones(4, 4)
-    assert tp.sequence_to_head(x, 0, 1) is x
-    assert tp.head_to_sequence(x, 0, 1) is x

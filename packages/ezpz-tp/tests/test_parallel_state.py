@@ -90,7 +90,7 @@ def test_every_getter():
 
 
 @on_ranks(2, in_processes=True, initialize=False)
-def test_model_chunks_and_what_is_set_by_hand():
+def test_model_chunks_what_is_set_by_hand_and_other_arguments():
     rank = dist.get_rank()
     mpu.initialize_model_parallel(1, 2, virtual_pipeline_model_parallel_size=3)
     assert place("virtual_pipeline_model") == (3, 0)
@@ -126,10 +126,7 @@ def test_model_chunks_and_what_is_set_by_hand():
     assert mpu.get_pipeline_model_parallel_rank() == rank
     assert mpu.get_virtual_pipeline_model_parallel_world_size() is None
     mpu.destroy_model_parallel()
-
-
-@on_ranks(2, in_processes=True, initialize=False)
-def test_once_more_with_other_arguments():
+    # Once more with other arguments.
     mpu.initialize_model_parallel(1, 2, virtual_pipeline_model_parallel_size=2)
     mpu.initialize_model_parallel(1, 2, virtual_pipeline_model_parallel_size=2)
     with pytest.raises(tp.DegreeError, match=r"virtual_pipeline_\w+ was 2, now 4\. Call destroy"):
@@ -352,16 +349,14 @@ def test_ranks_by_megatrons_names(degrees, order, token):
     assert made.get_ranks(token) == expected.tolist()
 
 
-def test_ranks_by_megatrons_names_that_do_not_fit():
+def test_what_does_not_fit_and_before_initialization():
     with pytest.raises(tp.DegreeError, match="grid of their own"):
         mpu.RankGenerator(tp=1, ep=2, dp=1, pp=1, cp=2, order="tp-cp-ep-dp-pp")
     with pytest.raises(NotImplementedError, match="gtp_remat=2"):
         mpu.RankGenerator(1, 1, 1, 1, 1, "tp", gtp_remat=2)
     with pytest.raises(ValueError, match="axis 'xp'"):
         mpu.RankGenerator(2, 1, 1, 1, 1, "tp").get_ranks("xp")
-
-
-def test_before_initialization():
+    # Before initialization.
     assert not mpu.is_initialized()
     assert mpu.get_tensor_model_parallel_world_size() == 1
     assert mpu.get_pipeline_model_parallel_rank() == 0
@@ -374,10 +369,3 @@ def test_before_initialization():
     with pytest.raises(AssertionError):  # what Megatron's code catches
         mpu.get_gtp_weight_remat_group()
     mpu.destroy_model_parallel()
-
-
-def test_all_is_what_is_there():
-    for name in mpu.__all__:
-        assert callable(getattr(mpu, name)), name
-        assert getattr(mpu, name).__doc__, name
-    assert len(set(mpu.__all__)) == len(mpu.__all__)

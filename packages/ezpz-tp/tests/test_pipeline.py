@@ -89,20 +89,9 @@ def pipeline_of(plan, **options):
     return tp.Pipeline(settings.pop("build", Part), **settings)
 
 
-def on(plan, function, *args, **degrees):
-    degrees = {"tensor": 1, "data": 1} | degrees
-    ranks = plan[0] * degrees["tensor"] * degrees["data"]
-    return run_ranks(function, ranks, plan, *args, pipeline=plan[0], in_processes=True, **degrees)
-
-
-@pytest.mark.parametrize(
-    ("count", "stages", "lengths"),
-    [(8, 4, [2, 2, 2, 2]), (10, 4, [3, 3, 2, 2]), (3, 3, [1, 1, 1]), (7, 1, [7])],
-)
-def test_layers_are_split_evenly_and_the_first_get_what_is_left(count, stages, lengths):
-    ranges = tp.split_layers(count, stages)
-    assert [len(each) for each in ranges] == lengths
-    assert [number for each in ranges for number in each] == list(range(count))
+def on(plan, function, *args):
+    how = {"pipeline": plan[0], "tensor": 1, "data": 1, "in_processes": True, "timeout": 120}
+    return run_ranks(function, plan[0], plan, *args, **how)
 
 
 def train(plan):
@@ -156,8 +145,9 @@ def test_a_step_gives_the_whole_models_losses_and_gradients(plan):
     assert sum(len(gradients) for _, _, gradients in results) == LAYERS
 
 
-def in_flight(plan):
-    """The most microbatches of a chunk that were forward and not yet backward."""
+@on_ranks(3, pipeline=3, in_processes=True)
+def test_schedules_keep_as_many_activations_as_they_should():
+    """GPipe all microbatches, 1F1B as many as there are stages from a rank to the last."""
     now, most = [0], [0]
 
     class Counted(Part):
@@ -168,40 +158,31 @@ def in_flight(plan):
             hidden.register_hook(lambda _: now.__setitem__(0, now[0] - 1))
             return hidden
 
-    pipeline = pipeline_of(plan, build=Counted)
-    pipeline.step(*batch())
-    now[0] = most[0] = 0  # the first step's trial went forward only
-    pipeline.step(*batch())
-    return most[0]
+    for name, expected in (("gpipe", [6, 6, 6]), ("1f1b", [3, 2, 1])):
+        pipeline = pipeline_of((3, name, 1, 6), build=Counted)
+        pipeline.step(*batch())
+        now[0] = most[0] = 0  # the first step's trial went forward only
+        pipeline.step(*batch())
+        assert most[0] == expected[tp.get_state().rank]
 
 
-def test_schedules_keep_as_many_activations_as_they_should():
-    """GPipe all microbatches, 1F1B as many as there are stages from a rank to the last."""
-    gpipe, one_by_one = (on((3, name, 1, 6), in_flight) for name in ("gpipe", "1f1b"))
-    assert gpipe == [6, 6, 6]
-    assert one_by_one == [3, 2, 1]
-
-
-def between_chunks(plan, between):
-    pipeline = pipeline_of(plan, build=partial(Part, between=between))
-    pipeline.step(*batch())
-    return gradients_of(pipeline.module)
-
-
-@pytest.mark.parametrize("between", ["turned", "numbers", "two", "frozen"])
 @pytest.mark.parametrize("plan", [PLANS[2], PLANS[4]], ids=str)
-def test_what_chunks_may_hand_on(plan, between):
+@on_ranks(2, pipeline=2, in_processes=True)
+def test_what_chunks_may_hand_on(plan):
     """A transposed tensor, one of integers, several of them, one that needs no gradient."""
     split = tp.split_layers(LAYERS, plan[0] * plan[2])
     last = len(split) - 1
-    model = nn.Sequential(*(Part(own, n == 0, n == last, between) for n, own in enumerate(split)))
-    value, targets = batch()
-    for part in model:
-        value = part(*value) if isinstance(value, tuple) else part(value)
-    mean_square(value, targets).backward()
-    wanted = {name.partition(".")[2]: grad for name, grad in gradients_of(model).items()}
-    for gradients in on(plan, between_chunks, between):
-        assert_close(gradients, wanted)
+    for between in ("turned", "numbers", "two", "frozen"):
+        parts = (Part(own, n == 0, n == last, between) for n, own in enumerate(split))
+        model = nn.Sequential(*parts)
+        value, targets = batch()
+        for part in model:
+            value = part(*value) if isinstance(value, tuple) else part(value)
+        mean_square(value, targets).backward()
+        wanted = {name.partition(".")[2]: grad for name, grad in gradients_of(model).items()}
+        pipeline = pipeline_of(plan, build=partial(Part, between=between))
+        pipeline.step(*batch())
+        assert_close(gradients_of(pipeline.module), wanted)
 
 
 class Noisy(nn.Module):
@@ -219,8 +200,10 @@ class Noisy(nn.Module):
             return nn.functional.dropout(hidden)
 
 
-def first_and_second_step(plan):
-    pipeline = pipeline_of(plan, build=Noisy)
+@on_ranks(2, pipeline=2, in_processes=True)
+def test_the_trial_leaves_no_trace():
+    """The first step, which has one, is as the second: random numbers, buffers and all."""
+    pipeline = pipeline_of(PLANS[2], build=Noisy)
 
     def state():
         return {name: one.clone() for name, one in pipeline.module.state_dict().items()}
@@ -232,15 +215,10 @@ def first_and_second_step(plan):
         with tp.get_rng_tracker().fork():
             found.append((losses, after, drawn, torch.rand(4)))
         pipeline.module.load_state_dict(before)
-    return found
-
-
-def test_the_trial_leaves_no_trace():
-    """The first step, which has one, is as the second: random numbers, buffers and all."""
-    for rank, (first, second) in enumerate(on(PLANS[2], first_and_second_step)):
-        assert (first[0] is None) == (rank == 0)
-        assert first[1]["norm.num_batches_tracked"] == first[1]["runs"] == 2
-        torch.testing.assert_close(first, second, rtol=0, atol=0)
+    first, second = found
+    assert (first[0] is None) == pipeline.is_first
+    assert first[1]["norm.num_batches_tracked"] == first[1]["runs"] == 2
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
 
 
 def evaluated(plan):
@@ -312,86 +290,67 @@ def test_batches_of_several_tensors():
     assert found == pytest.approx(loss(output, targets, targets).item())
 
 
-def uneven(plan):
-    pipeline = pipeline_of(plan, layers=[range(1), range(1, 6)])
+@on_ranks(2, pipeline=2, in_processes=True)
+def test_ranges_of_ones_own_and_activations_of_sixteen_bits():
+    wanted_losses, wanted = whole_model(seeds=(0,))
+    pipeline = pipeline_of(PLANS[2], layers=[range(1), range(1, 6)])
     pipeline.step(*batch())
-    return pipeline.layers, gradients_of(pipeline.module)
+    assert pipeline.layers == ((range(1) if pipeline.is_first else range(1, 6)),)
+    assert_close(gradients_of(pipeline.module), wanted)
 
-
-def test_ranges_of_ones_own():
-    _, wanted = whole_model(seeds=(0,))
-    results = on(PLANS[2], uneven)
-    assert [layers for layers, _ in results] == [(range(1),), (range(1, 6),)]
-    for _, gradients in results:
-        assert_close(gradients, wanted)
-
-
-def narrow(plan):
-    """Under autocast activations are bf16 between the chunks, and weights fp64."""
-    seen = []
+    seen = set()  # under autocast activations are bf16 between the chunks, and weights are not
 
     class Watched(Part):
         def forward(self, hidden):
-            seen.append(hidden.dtype)
+            seen.add(hidden.dtype)
             return super().forward(hidden)
 
-    pipeline = pipeline_of(plan, build=Watched)
+    pipeline = pipeline_of(PLANS[2], build=Watched)
     pipeline.module.float()
-    inputs, targets = (one.float() for one in batch())
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        losses = pipeline.step(inputs, targets)
-    grads = {one.grad.dtype for one in pipeline.module.parameters()}
-    return set(seen), grads, losses
+        losses = pipeline.step(*(one.float() for one in batch()))
+    assert seen == {torch.float32 if pipeline.is_first else torch.bfloat16}
+    assert {one.grad.dtype for one in pipeline.module.parameters()} == {torch.float32}
+    if losses is not None:
+        assert losses.mean().item() == pytest.approx(wanted_losses[0], rel=0.02)
 
 
-def test_activations_of_sixteen_bits():
-    (first, grads, _), (last, _, losses) = on(PLANS[2], narrow)
-    assert (first, last, grads) == ({torch.float32}, {torch.bfloat16}, {torch.float32})
-    wanted, _ = whole_model(seeds=(0,))
-    assert losses.mean().item() == pytest.approx(wanted[0], rel=0.02)
-
-
-def with_fsdp(plan):
+@on_ranks(4, pipeline=2, data=2, in_processes=True)
+def test_chunks_that_fsdp2_shards():
     from torch.distributed.fsdp import fully_shard
 
+    _, wanted = whole_model(seeds=(0,))
     state = tp.get_state()
     mesh = state.to_mesh("cpu")["dp"]
-    pipeline = pipeline_of(plan, build=lambda **of: fully_shard(Part(**of), mesh=mesh))
+    pipeline = pipeline_of(PLANS[2], build=lambda **of: fully_shard(Part(**of), mesh=mesh))
     mine = slice(state.index("data"), None, 2)
     pipeline.step(*(one[mine] for one in batch()))
-    return {name: one.grad.full_tensor() for name, one in pipeline.module.named_parameters()}
+    found = gradients_of(pipeline.module)
+    assert_close({name: one.full_tensor() for name, one in found.items()}, wanted)
 
 
-def test_chunks_that_fsdp2_shards():
-    _, wanted = whole_model(seeds=(0,))
-    for gradients in on(PLANS[2], with_fsdp, data=2):
-        assert_close(gradients, wanted)
-
-
-def changes(plan):
+@pytest.mark.parametrize("plan", [PLANS[2], PLANS[4]], ids=str)
+@on_ranks(2, pipeline=2, in_processes=True)
+def test_shapes_may_change_once_they_are_forgotten(plan):
     """Thawed layers, other shapes, other numbers."""
+    inputs, targets = (one.float() for one in batch(2 * BATCH))
+    model = Part(range(LAYERS), True, True).float()
+    mean_square(model(inputs), targets).backward()
     pipeline = pipeline_of(plan, build=partial(Part, between="frozen"))
     pipeline.step(*batch())
     pipeline.module.requires_grad_(True)
     pipeline.module.float().zero_grad()
     pipeline.forget_shapes()
-    pipeline.step(*(one.float() for one in batch(2 * BATCH)))
-    return gradients_of(pipeline.module)
+    pipeline.step(inputs, targets)
+    assert_close(gradients_of(pipeline.module), gradients_of(model), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("plan", [PLANS[2], PLANS[4]], ids=str)
-def test_shapes_may_change_once_they_are_forgotten(plan):
-    model = Part(range(LAYERS), True, True).float()
-    inputs, targets = (one.float() for one in batch(2 * BATCH))
-    mean_square(model(inputs), targets).backward()
-    for gradients in on(plan, changes):
-        assert_close(gradients, gradients_of(model), rtol=1e-4, atol=1e-6)
-
-
-def names(plan):
-    pipeline = pipeline_of(plan)
+@on_ranks(2, pipeline=2, in_processes=True)
+def test_a_ranks_chunks_are_one_module_with_the_whole_models_names():
+    pipeline = pipeline_of(PLANS[4])
     module = pipeline.module
     kept = {name: one.clone() for name, one in module.state_dict().items()}
+    assert set(kept) == {f"layers.{n}.weight" for own in pipeline.layers for n in own}
     for one in module.parameters():
         one.data.zero_()
     assert str(module.load_state_dict(kept)) == "<All keys matched successfully>"
@@ -404,14 +363,6 @@ def names(plan):
     told = rf"2 chunks: missing are {re.escape(name)}; unexpected are head\.weight"
     with pytest.raises(RuntimeError, match=told):
         module.load_state_dict({key: kept[key] for key in kept if key != name} | extra)
-    return set(kept)
-
-
-def test_a_ranks_chunks_are_one_module_with_the_whole_models_names():
-    found = on(PLANS[4], names)
-    whole = set(Part(range(LAYERS), True, True).state_dict())
-    assert found[0] | found[1] == whole
-    assert not found[0] & found[1]
 
 
 class Numbered(nn.Module):
@@ -431,100 +382,82 @@ class Odd(Part):
         return self.answer(super().forward(hidden))
 
 
-def stepped(plan, inputs=None, targets=None, **options):
+def stepped(inputs=None, targets=None, plan=PLANS[2], **options):
     usual = batch()
     inputs, targets = usual[0] if inputs is None else inputs, targets or usual[1]
     pipeline_of(plan, **options).step(inputs, targets)
 
 
-def answered(plan, answer):
-    stepped(plan, build=partial(Odd, answer=answer))
+def answered(answer):
+    stepped(build=partial(Odd, answer=answer))
 
 
-def changed(plan):
-    pipeline = pipeline_of(plan)
+def changed():
+    pipeline = pipeline_of(TWO)
     pipeline.step(*batch())
     pipeline.step(*batch(2 * BATCH))
 
 
-def other_precision(plan):
+def other_precision():
     """The first chunk's weights change, and its inputs do not."""
-    pipeline = pipeline_of(plan, build=partial(Odd, answer=lambda hidden: hidden.to(wanted[0])))
+    pipeline = pipeline_of(TWO, build=partial(Odd, answer=lambda hidden: hidden.to(wanted[0])))
     wanted = [torch.float64]
     pipeline.step(*batch())
     wanted[0] = torch.float32
     pipeline.step(*batch())
 
 
-def with_ddp(plan):
+def with_ddp():
     group = tp.get_data_parallel_group()
-    stepped(plan, build=lambda **of: DistributedDataParallel(Part(**of), process_group=group))
+    stepped(build=lambda **of: DistributedDataParallel(Part(**of), process_group=group))
 
 
 TWO, TWICE = PLANS[2], PLANS[4]
-# Plan, what is done, what it is told.
-BAD = {
-    "same names": (
-        TWICE, lambda plan: stepped(plan, build=Numbered),
-        r"chunk 1 of this rank has another layers\.0\.weight",
-    ),
-    "no inputs": (
-        TWO, lambda plan: pipeline_of(plan).step(None, batch()[1]),
-        r"no inputs on a rank that has the first chunk",
-    ),
-    "no targets": (
-        TWO, lambda plan: pipeline_of(plan).step(batch()[0], None),
-        r"no targets on a rank that has the last chunk",
-    ),
-    "not divisible": (
-        TWO, lambda plan: pipeline_of(plan).step(*batch(7)),
-        r"inputs of shape \(7, 5\) for 2 microbatches.*multiple",
-    ),
-    "a dictionary of inputs": (
-        TWO, lambda plan: stepped(plan, {"tokens": batch()[0]}),
-        r"inputs are a dict that holds a str; expected a tens",
-    ),
-    "a list of numbers": (
-        TWO, lambda plan: stepped(plan, targets=[1.0, 2.0]),
-        r"targets are a list that holds a float; expected a tensor",
-    ),
-    "other shapes": (TWO, changed, r"inputs are \(12, 5\) of torch\.float64; expected .* \(6, 5\)"),
-    "other precision": (
-        TWO, other_precision, r"chunk 0 of 2 returned .*float32 .*; expected.*float64",
-    ),
-    "loss of rows": (
-        TWO, lambda plan: stepped(plan, loss=lambda one, other: (one - other).mean(-1)),
-        r"loss returned a tensor of shape \(6,\); expected a 0-dim",
-    ),
-    "loss of a number": (
-        TWO, lambda plan: stepped(plan, loss=lambda one, other: 0.5),
-        r"loss returned float; expected a 0-dim tensor",
-    ),
-    "a dictionary": (
-        TWO, lambda plan: answered(plan, lambda hidden: {"hidden": hidden}),
-        r"chunk 0 of 2 returned dict; expected a tensor",
-    ),
-    "a complex number": (
-        TWO, lambda plan: answered(plan, lambda hidden: hidden + 1j),
-        r"a tensor of torch\.complex128; expected one of",
-    ),
-    "many tensors": (
-        TWO, lambda plan: answered(plan, lambda hidden: [hidden] * 20),
-        r"returned 20 tensors, whose shapes are 101 numbers",
-    ),
-    "DDP": (TWO, with_ddp, r"returned DistributedDataParallel; .*average_over"),
-}  # fmt: skip
+# What is done, and what it is told: on both ranks, or on one, for which the other waits.
+BAD_ON_BOTH = [
+    (lambda: stepped(plan=TWICE, build=Numbered),
+     r"chunk 1 of this rank has another layers\.0\.weight"),
+    (lambda: pipeline_of(TWO).step(*batch(7)),
+     r"inputs of shape \(7, 5\) for 2 microbatches.*multiple"),
+    (lambda: stepped({"tokens": batch()[0]}),
+     r"inputs are a dict that holds a str; expected a tens"),
+    (lambda: stepped(targets=[1.0, 2.0]),
+     r"targets are a list that holds a float; expected a tensor"),
+    (with_ddp, r"returned DistributedDataParallel; .*average_over"),
+]  # fmt: skip
+BAD = [
+    (lambda: pipeline_of(TWO).step(None, batch()[1]),
+     r"no inputs on a rank that has the first chunk"),
+    (lambda: pipeline_of(TWO).step(batch()[0], None),
+     r"no targets on a rank that has the last chunk"),
+    (changed, r"inputs are \(12, 5\) of torch\.float64; expected .* \(6, 5\)"),
+    (other_precision, r"chunk 0 of 2 returned .*float32 .*; expected.*float64"),
+    (lambda: stepped(loss=lambda one, other: (one - other).mean(-1)),
+     r"loss returned a tensor of shape \(6,\); expected a 0-dim"),
+    (lambda: stepped(loss=lambda one, other: 0.5), r"loss returned float; expected a 0-dim tensor"),
+    (lambda: answered(lambda hidden: {"hidden": hidden}),
+     r"chunk 0 of 2 returned dict; expected a tensor"),
+    (lambda: answered(lambda hidden: hidden + 1j), r"a tensor of torch\.complex128; expected one"),
+    (lambda: answered(lambda hidden: [hidden] * 20),
+     r"returned 20 tensors, whose shapes are 101 numbers"),
+]  # fmt: skip
 
 
-def bad_use(plan, name):
-    BAD[name][1](plan)
+def bad_use(_, number):
+    BAD[number][0]()
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_bad_use_is_one_clear_error(name):
-    plan, _, told = BAD[name]
-    with pytest.raises(tp.ParallelError, match=told):
-        on(plan, bad_use, name, timeout=120)
+@pytest.mark.parametrize("number", range(len(BAD)))
+def test_bad_use_is_one_clear_error(number):
+    with pytest.raises(tp.ParallelError, match=BAD[number][1]):
+        on(TWO, bad_use, number)
+
+
+@on_ranks(2, pipeline=2, in_processes=True)
+def test_bad_use_that_both_ranks_see():
+    for use, told in BAD_ON_BOTH:
+        with pytest.raises(tp.ParallelError, match=told):
+            use()
 
 
 def test_layers_that_thawed_are_a_change():
@@ -565,16 +498,9 @@ def test_plans_that_do_not_fit(ranks, options, told):
     all_raise(ranks, refused, tp.DegreeError, told, pipeline=ranks, tensor=1)
 
 
-@pytest.mark.parametrize(
-    ("layers", "stages", "told"),
-    [(4, 0, "0 stages; expected at least 1"), (3, 4, "3 layers for 4 stages")],
-)
-def test_layers_that_do_not_fit(layers, stages, told):
-    with pytest.raises(tp.DegreeError, match=told):
-        tp.split_layers(layers, stages)
-
-
-def test_build_returns_no_module():
+def test_no_stages_and_no_module():
+    with pytest.raises(tp.DegreeError, match="0 stages; expected at least 1"):
+        tp.split_layers(4, 0)
     told = r"layers=range\(0, 6\), first=True.* returned NoneType"
     with pytest.raises(tp.ParallelError, match=told):
         pipeline_of((1, "gpipe", 1, 1), build=lambda **of: None)

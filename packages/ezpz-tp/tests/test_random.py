@@ -110,9 +110,7 @@ def test_streams_are_refused(tracker):
         tracker.reset()
     with refused(match=r"set_states\(\) inside fork"), tracker.fork():
         tracker.set_states({})
-
-
-def test_a_new_tracker_knows_nothing():
+    # A new tracker knows nothing.
     tracker = tp.RngTracker()
     assert not tracker.is_initialized()
     told = r"known: none. Call seed_model_parallel"
@@ -123,6 +121,9 @@ def test_a_new_tracker_knows_nothing():
     tracker.reset()
     assert not tracker.is_initialized()
     tracker.add("some", 1)
+    # An accelerator's state on the CPU.
+    with pytest.raises(tp.ParallelError, match="has 16 bytes, the CPU's has 5056"):
+        tp.RngTracker("cpu").set_states({"some": torch.zeros(16, dtype=torch.uint8)})
 
 
 def test_states_go_through_a_check_point(tracker, device):
@@ -143,20 +144,23 @@ def test_states_go_through_a_check_point(tracker, device):
     for name, values in zip((MODEL_PARALLEL_RNG, "other"), expected, strict=True):
         with fresh.fork(name):
             assert torch.equal(torch.rand(4, device=device), values)
-
-
-def test_saved_states_do_not_change_later(tracker):
+    # They do not change later.
     states = tracker.get_states()
     kept = {name: state.clone() for name, state in states.items()}
     with tracker.fork():
         torch.rand(3)
     assert all(torch.equal(states[name], kept[name]) for name in kept)
     assert not torch.equal(tracker.get_states()[MODEL_PARALLEL_RNG], kept[MODEL_PARALLEL_RNG])
-
-
-def test_an_accelerators_state_on_the_cpu():
-    with pytest.raises(tp.ParallelError, match="has 16 bytes, the CPU's has 5056"):
-        tp.RngTracker("cpu").set_states({"some": torch.zeros(16, dtype=torch.uint8)})
+    # Within a fork they are those of now.
+    tracker = tp.RngTracker(device=device)
+    tracker.add("a", 1)
+    with tracker.fork("a"):
+        torch.rand(3, device=device)
+        states = tracker.get_states()
+        expected = torch.rand(3, device=device)
+    tracker.set_states(states)
+    with tracker.fork("a"):
+        assert torch.equal(torch.rand(3, device=device), expected)
 
 
 def region(tracker):
@@ -168,6 +172,11 @@ def region(tracker):
             return nn.functional.dropout(x.exp(), 0.5).cos()
 
     return run
+
+
+def checkpointed(run, tracker, x):
+    contexts = partial(tp.rng_contexts, tracker)
+    return torch_checkpoint(run, x, use_reentrant=False, context_fn=contexts)
 
 
 def test_recomputation_repeats_the_streams_and_leaves_them(tracker, device):
@@ -187,28 +196,9 @@ def test_recomputation_repeats_the_streams_and_leaves_them(tracker, device):
             inside = torch.rand(1, device=device)
         return x.grad.clone(), loss.detach(), mark, torch.rand(1, device=device), inside
 
-    def checked(x):
-        contexts = lambda: tp.rng_contexts(tracker)  # noqa: E731
-        return torch_checkpoint(run, x, use_reentrant=False, context_fn=contexts)
-
-    for plain, recomputed in zip(train(run), train(checked), strict=True):
+    again = partial(checkpointed, run, tracker)
+    for plain, recomputed in zip(train(run), train(again), strict=True):
         assert torch.equal(plain, recomputed)
-
-
-def test_recomputation_of_a_region_inside_a_fork(tracker):
-    x = torch.randn(64, dtype=torch.float64, requires_grad=True)
-    run, states = region(tracker), tracker.get_states()
-    grads = []
-    for contexts in (None, lambda: tp.rng_contexts(tracker)):
-        tracker.set_states(states)
-        torch.manual_seed(3)
-        with tracker.fork("other"):
-            if contexts is None:
-                y = run(x)
-            else:
-                y = torch_checkpoint(run, x, use_reentrant=False, context_fn=contexts)
-        grads += torch.autograd.grad(y.sum(), x)
-    assert torch.equal(*grads)
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
@@ -221,7 +211,9 @@ def test_recomputation_that_would_draw_other_numbers(tracker, use_reentrant):
         pass
 
 
-def test_a_check_pointing_function_that_restores_the_streams_itself(tracker):
+def test_other_recomputations(tracker):
+    """By a function that restores the streams itself, and of a region inside a fork."""
+
     class Own(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -240,15 +232,20 @@ def test_a_check_pointing_function_that_restores_the_streams_itself(tracker):
             tracker.set_states(later)
             return x.grad
 
-    run = region(tracker)
-    states = tracker.get_states()
-    x = torch.randn(64, requires_grad=True)
-    grads = []
-    for call in (run, Own.apply):
-        tracker.set_states(states)
-        torch.manual_seed(3)
-        grads += torch.autograd.grad(call(x).sum(), x)
-    assert torch.equal(*grads)
+    def inside(call, x):
+        with tracker.fork("other"):
+            return call(x)
+
+    run, states = region(tracker), tracker.get_states()
+    x = torch.randn(64, dtype=torch.float64, requires_grad=True)
+    again = partial(checkpointed, run, tracker)
+    for plain, other in ((run, Own.apply), (partial(inside, run), partial(inside, again))):
+        grads = []
+        for call in (plain, other):
+            tracker.set_states(states)
+            torch.manual_seed(3)
+            grads += torch.autograd.grad(call(x).sum(), x)
+        assert torch.equal(*grads)
 
 
 def first_of(name):
@@ -267,6 +264,12 @@ def test_seeding_alone():
     assert torch.equal(first_of(EXPERT_PARALLEL_RNG), seeded(12 + 1024 + 201, 4))
     with pytest.raises(ValueError, match="seed -1; expected 0 to"):
         tp.seed_model_parallel(-1)
+    # A seed without room for the ranks' own changes nothing.
+    tracker = tp.RngTracker(device="cpu")
+    tracker.add("a", 1)
+    with pytest.raises(ValueError, match=r"seed 18446744073709551615; expected 0 to 2\*\*62 - 1"):
+        tp.seed_model_parallel(2**64 - 1, tracker=tracker)
+    assert set(tracker.get_states()) == {"a"}
 
 
 def test_no_seeds_collide_on_any_rank():
@@ -308,26 +311,6 @@ def test_seeding_needs_to_know_the_rank():
     tp.seed_model_parallel(1, tensor_rank=0, expert_rank=0, expert_tensor_rank=0)
 
 
-def test_states_within_a_fork_are_those_of_now(device):
-    tracker = tp.RngTracker(device=device)
-    tracker.add("a", 1)
-    with tracker.fork("a"):
-        torch.rand(3, device=device)
-        states = tracker.get_states()
-        expected = torch.rand(3, device=device)
-    tracker.set_states(states)
-    with tracker.fork("a"):
-        assert torch.equal(torch.rand(3, device=device), expected)
-
-
-def test_a_seed_without_room_for_the_ranks_own_changes_nothing():
-    tracker = tp.RngTracker(device="cpu")
-    tracker.add("a", 1)
-    with pytest.raises(ValueError, match=r"seed 18446744073709551615; expected 0 to 2\*\*62 - 1"):
-        tp.seed_model_parallel(2**64 - 1, tracker=tracker)
-    assert set(tracker.get_states()) == {"a"}
-
-
 @pytest.mark.parametrize("accelerator", [True, False])
 @pytest.mark.parametrize("dialect", ["tensor_parallel.random", "model_parallel.random", "mpu"])
 def test_megatrons_seed_leaves_the_cpus_stream_where_an_accelerator_is(
@@ -365,8 +348,6 @@ def test_alone_it_is_torchs():
             assert torch.equal(found, expected)
         assert len(runs) == 2
 
-
-def test_without_grad_nothing_is_kept():
     with torch.no_grad():
         assert tp.checkpoint_activations(torch.sin, torch.zeros(2)).tolist() == [0, 0]
 
@@ -460,7 +441,7 @@ def test_under_compilation():
     assert torch.equal(found, expected)
 
 
-def test_a_region_of_megatrons_says_that_it_runs():
+def test_a_region_of_megatrons_says_that_it_runs_in_its_thread():
     seen = []
 
     def function(x):
@@ -472,9 +453,7 @@ def test_a_region_of_megatrons_says_that_it_runs():
     y.sum().backward()
     assert seen == [True, True]
     assert not is_checkpointing()
-
-
-def test_regions_of_two_threads_do_not_end_each_other():
+    # Regions of two threads do not end each other.
     began, ended, left = Event(), Event(), []
 
     def first(x):
@@ -552,7 +531,8 @@ def test_outputs_are_freed_and_made_again(manager):
         assert torch.equal(plain, found)
 
 
-def test_an_output_that_is_the_input_is_not_freed():
+def test_outputs_that_are_not_freed_or_not_made_again():
+    # One that is the input is not freed.
     x = torch.ones(3, requires_grad=True)
     region = CheckpointWithoutOutput(retain_input_tensors=True)
     same, double = region.checkpoint(lambda x: (x.view(3), x * 2), x)
@@ -562,9 +542,7 @@ def test_an_output_that_is_the_input_is_not_freed():
     assert double.untyped_storage().size() == 0
     y.backward()
     assert x.grad.tolist() == [4, 4, 4]
-
-
-def test_what_cannot_be_made_again_is_said():
+    # What cannot be made again is said.
     with pytest.raises(NotImplementedError, match="fp8"):
         CheckpointWithoutOutput(fp8="e4m3")
     with pytest.raises(ValueError, match="has not run yet"):

@@ -5,26 +5,11 @@ import pytest
 import ezpz_tp as tp
 
 
-def test_the_seeds_picture_sixteen_ranks_with_tensor_degree_two():
-    layout = tp.RankLayout(16, tensor=2)
-    assert layout.data == 8
-    assert layout.groups("tensor")[0] == (0, 1)
-    assert len(layout.groups("tensor")) == 8
-    assert layout.groups("data") == [tuple(range(0, 16, 2)), tuple(range(1, 16, 2))]
-
-
 def test_order_is_tensor_context_data_pipeline():
     layout = tp.RankLayout(16, tensor=2, context=2, pipeline=2)
     assert [layout.stride(axis) for axis in tp.AXES] == [1, 2, 4, 8]
     assert layout.group_of("pipeline", 3) == (3, 11)
     assert layout.group_of("context", 3) == (1, 3)
-
-
-def test_the_largest_machine():
-    layout = tp.RankLayout(120_960, tensor=12, context=2, pipeline=8)
-    assert layout.data == 630
-    assert layout.group_of("tensor", 120_959) == tuple(range(120_948, 120_960))
-    assert layout.index("pipeline", 120_959) == 7
 
 
 def test_degrees_that_do_not_divide_show_the_numbers():

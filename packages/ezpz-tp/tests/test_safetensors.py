@@ -11,7 +11,7 @@ from files import assert_same, read, some, write_tensors
 
 import ezpz_tp._formats
 from ezpz_tp import ParallelError, Piece
-from ezpz_tp._formats import Stored, strides_of, write_values, written
+from ezpz_tp._formats import Stored, strides_of, write, written
 from ezpz_tp._formats.safetensors import DTYPES, open_safetensors
 
 
@@ -24,15 +24,11 @@ def some_tensors():
     return {**named, 'a "quoted" name, ünïcode': torch.ones(2)}
 
 
-def read_all(tensors):
-    return {name: read(stored) for name, stored in tensors.items()}
-
-
 def test_every_dtype_comes_back_bit_for_bit(tmp_path):
     path = write_tensors(tmp_path / "a", some_tensors(), {"one": "1"})
     found, metadata = open_safetensors(path)
     assert metadata == {"one": "1"}
-    assert_same(read_all(found), some_tensors())
+    assert_same({name: read(stored) for name, stored in found.items()}, some_tensors())
     assert all(stored.at % stored.dtype.itemsize == 0 for stored in found.values())
 
 
@@ -47,25 +43,25 @@ def test_the_library_reads_what_is_written_and_the_other_way_round(tmp_path):
     library.save_file(tensors, tmp_path / "b", {"two": "2"})
     ours, metadata = open_safetensors(tmp_path / "b")
     assert metadata == {"two": "2"}
-    assert_same(read_all(ours), tensors)
+    assert_same({name: read(stored) for name, stored in ours.items()}, tensors)
     empty = write_tensors(tmp_path / "c", {})
     assert library.load_file(empty) == {} == open_safetensors(empty)[0]
 
 
 # Bytes at a time, and where most of what is read is not wanted.
 @pytest.mark.parametrize("sizes", [(16 << 20, 1 << 16), (64, 0), (8, 8), (240, 48)], ids=str)
-@pytest.mark.parametrize("shape", [(6, 5), (2, 5, 3), (3, 2, 3, 2), (7,)], ids=str)
+@pytest.mark.parametrize("shape", [(6, 5), (3, 2, 3, 2), (7,)], ids=str)
 def test_any_box_is_read_into_any_strides(tmp_path, monkeypatch, sizes, shape):
     for name, size in zip(("CHUNK", "_NEAR"), sizes, strict=True):
         monkeypatch.setattr(ezpz_tp._formats, name, size)
     full = some(torch.float64, *shape)
     with written(tmp_path / "file") as file:
         file.write(bytes(8))
-        write_values(file, full)
+        write(file, full)
     stored = Stored(tmp_path / "file", full.dtype, shape, strides_of(shape), 8)
     ranges = [itertools.combinations(range(size + 1), 2) for size in shape]
     boxes = list(itertools.product(*ranges))
-    for ends in boxes[:: max(1, len(boxes) // 200)]:
+    for ends in boxes[:: max(1, len(boxes) // 100)]:
         box = Piece(tuple(a for a, _ in ends), tuple(b - a for a, b in ends))
         for out in outs_like(full[box.slices]):
             stored.read(box, out)

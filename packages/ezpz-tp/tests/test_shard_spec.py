@@ -6,17 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from ezpz_tp import (
-    ColumnParallelLinear,
-    DegreeError,
-    ParallelEmbedding,
-    Piece,
-    RowParallelLinear,
-    VocabParallelEmbedding,
-    copy_tensor_model_parallel_attributes,
-    keep_attributes,
-    set_tensor_model_parallel_attributes,
-)
+import ezpz_tp as tp
+from ezpz_tp import ColumnParallelLinear, DegreeError, Piece, RowParallelLinear
 from ezpz_tp._shard import Shard, set_shard, shard_of
 from ezpz_tp.testing import assert_matches_unsharded, run_ranks
 
@@ -69,13 +60,10 @@ def test_pieces_are_the_chunks_of_each_block(shard, degree):
 
 
 def test_what_is_not_split_is_one_piece_everywhere():
+    assert Shard((4,), 0, blocks=(4,)) == Shard([4], -1)  # one block is none
     for shape in ((), (3,), (2, 0, 5)):
         assert Shard(shape).local_shape(3, 4) == shape
         assert Shard(shape).pieces(3, 4) == ((0, 0, shape[0] if shape else 1),)
-
-
-def test_one_block_is_none():
-    assert Shard((4,), 0, blocks=(4,)) == Shard([4], -1)
 
 
 @pytest.mark.parametrize(
@@ -107,8 +95,8 @@ def layers(device=None):
             "qkv": ColumnParallelLinear(4, 16, stride=(8, 4, 4), seed=3, device=device),
             "row": RowParallelLinear(8, 4, stride=(4, 2, 2), seed=4, device=device),
             "head": ColumnParallelLinear(4, 13, pad_output=True, seed=5, device=device),
-            "rows": VocabParallelEmbedding(13, 4, seed=6, device=device),
-            "columns": ParallelEmbedding(13, 4, seed=7, device=device),
+            "rows": tp.VocabParallelEmbedding(13, 4, seed=6, device=device),
+            "columns": tp.ParallelEmbedding(13, 4, seed=7, device=device),
             "norm": nn.LayerNorm(4, device=device),
         }
     )
@@ -145,11 +133,11 @@ def every_layer():
     assert said(copy.deepcopy(module)) == EXPECTED
     assert said(module.to(torch.bfloat16)) == EXPECTED
     on_meta = layers("meta")
-    with keep_attributes(on_meta):
+    with tp.keep_attributes(on_meta):
         on_meta.to_empty(device="cpu")
     assert said(on_meta) == EXPECTED
     master = nn.Parameter(module["qkv"].weight.float())
-    copy_tensor_model_parallel_attributes(master, module["qkv"].weight)
+    tp.copy_tensor_model_parallel_attributes(master, module["qkv"].weight)
     assert shard_of(master) == EXPECTED["qkv.weight"]
 
 
@@ -160,14 +148,14 @@ def test_every_parameter_of_every_layer_says_what_it_is_a_part_of(degree):
 
 def test_megatron_attributes_alone_are_understood_with_a_degree():
     parameter = nn.Parameter(torch.zeros(4, 6))
-    set_tensor_model_parallel_attributes(parameter, True, 1, 2)
+    tp.set_tensor_model_parallel_attributes(parameter, True, 1, 2)
     assert shard_of(parameter) is None
     assert shard_of(parameter, 4) == Shard((4, 24), 1, blocks=(12, 12))
     whole = nn.Parameter(torch.zeros(4, 6))
-    set_tensor_model_parallel_attributes(whole, False, 1, 1)
+    tp.set_tensor_model_parallel_attributes(whole, False, 1, 1)
     assert shard_of(whole) == Shard((4, 6), 1)
     odd = nn.Parameter(torch.zeros(4, 3))
-    set_tensor_model_parallel_attributes(odd, True, 1, 4)
+    tp.set_tensor_model_parallel_attributes(odd, True, 1, 4)
     with pytest.raises(DegreeError, match=r"partition_stride 4, which does not divide 6"):
         shard_of(odd, 2)
 
@@ -188,13 +176,12 @@ def test_of_a_parameter_of_ones_own_it_can_be_said():
         set_shard(parameter, Shard((16, 4), 0), 4)
 
 
-def master():
-    layer = ColumnParallelLinear(4, 16, stride=(8, 4, 4), seed=3)
-    row = RowParallelLinear(16, 4, stride=(8, 4, 4), seed=3)
-    return layer.get_master_weight(), row.get_master_weight()
-
-
 def test_the_master_weight_of_unequal_matrices_is_the_same_at_every_degree():
+    def master():
+        layer = ColumnParallelLinear(4, 16, stride=(8, 4, 4), seed=3)
+        row = RowParallelLinear(16, 4, stride=(8, 4, 4), seed=3)
+        return layer.get_master_weight(), row.get_master_weight()
+
     expected = run_ranks(master, 1)[0]
     for degree in (2, 4):
         for found in run_ranks(master, degree):
@@ -216,16 +203,14 @@ class Grouped(nn.Module):
         return self.out((query * key + value).flatten(-3))
 
 
-def parallel():
-    qkv = ColumnParallelLinear(4, 32, stride=(16, 8, 8), gather_output=False)
-    return Grouped(qkv, RowParallelLinear(16, 4, input_is_parallel=True))
-
-
-def ordinary():
-    return Grouped(nn.Linear(4, 32), nn.Linear(16, 4))
-
-
 def test_a_fused_projection_computes_what_the_unsharded_one_does():
+    def parallel():
+        qkv = ColumnParallelLinear(4, 32, stride=(16, 8, 8), gather_output=False)
+        return Grouped(qkv, RowParallelLinear(16, 4, input_is_parallel=True))
+
+    def ordinary():
+        return Grouped(nn.Linear(4, 32), nn.Linear(16, 4))
+
     assert_matches_unsharded(parallel, ordinary, torch.ones(3, 4), tensor=[1, 2, 4])
 
 

@@ -17,6 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import ezpz_tp as tp
 from ezpz_tp import parallel_state
 from ezpz_tp._current import tensor_group
+from ezpz_tp._groups import Alone
 from ezpz_tp.model_parallel_config import ModelParallelConfig
 from ezpz_tp.tensor_parallel import ColumnParallelLinear
 from ezpz_tp.testing import run_ranks
@@ -84,7 +85,8 @@ def test_foreign_groups_without_a_layout():
         state.group("tensor")
 
 
-def test_foreign_groups_with_a_layout_and_products():
+def test_foreign_groups_with_a_layout_or_experts():
+    # Products of axes.
     layout = tp.RankLayout(8, tensor=2)
     both = Foreign(7, 8)
     state = tp.ParallelState.from_groups(
@@ -97,9 +99,7 @@ def test_foreign_groups_with_a_layout_and_products():
     assert state.group("data", "tensor") is both
     assert state.ranks("data") == (1, 3, 5, 7)
     assert state.ranks("tensor", "data") == tuple(range(8))
-
-
-def test_foreign_groups_of_experts():
+    # Groups of experts.
     state = tp.ParallelState.from_groups(
         tensor=Foreign(1, 4), pipeline=Foreign(1, 2), expert=Foreign(0, 2), expert_tensor=None
     )
@@ -113,9 +113,7 @@ def test_foreign_groups_of_experts():
     assert state.ranks("expert") == (state.rank,)
     assert (state.size("expert"), state.index("expert")) == (1, 0)
     assert state.group("expert").size() == 1
-
-
-def test_experts_of_an_order_that_gives_them_no_grid_of_their_own():
+    # An order that gives experts no grid of their own.
     layout = tp.RankLayout(16, tensor=2, context=2, pipeline=2, order="tp-cp-pp-dp")
     assert not layout.experts_fit
     groups = {axis: Foreign(layout.index(axis, 13), 2) for axis in ("tensor", "context", "data")}
@@ -125,9 +123,7 @@ def test_experts_of_an_order_that_gives_them_no_grid_of_their_own():
     assert state.group("expert_tensor") is groups["tensor"]
     assert state.ranks("expert_data") == layout.group_of(("context", "data"), 13)
     assert state.size("expert_tensor", "expert", "pipeline") == 4
-
-
-def test_groups_that_do_not_fit_the_layout():
+    # Groups that do not fit the layout.
     told = "the tensor group has 2 ranks; the layout's degree is 4"
     with pytest.raises(tp.DegreeError, match=told):
         tp.ParallelState.from_groups(
@@ -139,7 +135,8 @@ def test_groups_that_do_not_fit_the_layout():
 
 
 @on_ranks(2, in_processes=True, initialize=False)
-def test_a_group_that_the_rank_is_not_in():
+def test_groups_of_others_and_of_another_backend():
+    # A group that the rank is not in.
     other = dist.new_group([0])
     if dist.get_rank() == 1:
         for use in (
@@ -153,32 +150,17 @@ def test_a_group_that_the_rank_is_not_in():
     assert state.rank == dist.get_rank()
     state.destroy()
     assert dist.is_initialized()  # what was given is not freed
+    # A backend of its own.
+    state = tp.ParallelState.create(tensor=2, backend={"tensor": "gloo"})
+    assert state.group("tensor") is dist.group.WORLD  # gloo is the world's: nothing to make
+    state.destroy()
+    state = tp.ParallelState.create(tensor=2, backend={"tensor": "fake"})
+    assert dist.get_backend(state.group("tensor")) == "fake"
+    assert state.made == 1
+    state.destroy()
 
 
-@on_ranks(2, in_processes=True, timeout=300)
-def test_the_group_in_use_is_found_under_compilation():
-    mine, alone = tp.get_state().group("tensor"), tp.get_state().group("data")
-
-    def scaled(x):
-        group = tensor_group()
-        return x if group is None else x * group.size()
-
-    def given(x):
-        group = tensor_group(mine)
-        return x if group is None else x * group.size()
-
-    for function in (scaled, given):
-        whole = torch.compile(function, fullgraph=True, backend="eager")
-        assert whole(torch.ones(2)).tolist() == [2.0, 2.0]
-
-    def given_one(x):
-        return x if tensor_group(alone) is None else -x
-
-    whole = torch.compile(given_one, fullgraph=True, backend="eager")
-    assert whole(torch.ones(2)).tolist() == [1.0, 1.0]
-
-
-def test_compiled_code_follows_the_state_in_use():
+def test_code_follows_the_state_in_use_here():
     # torch.compile guards the type of a group, not which it is: without a guard of our own the
     # second state would be given the first one's rank and size.
     def placed(x):
@@ -191,9 +173,11 @@ def test_compiled_code_follows_the_state_in_use():
         with tp.use_state(tp.ParallelState.from_groups(tensor=Sized(rank, size))):
             assert whole(one).item() == placed(one).item()
     assert whole(one).item() == 1
+    alone = Alone(0)
+    given = lambda x: x if tensor_group(alone) is None else -x  # noqa: E731
+    assert torch.compile(given, fullgraph=True, backend="eager")(one).item() == 1
 
-
-def test_threads_have_their_own_state():
+    # Threads have their own.
     def body():
         state = tp.get_state()
         other = tp.ParallelState.from_groups(rank=9)
@@ -226,7 +210,9 @@ def test_without_a_world_a_rank_is_alone():
     assert tp.is_pipeline_last_stage()
     assert tp.get_pipeline_parallel_next_rank() == 0
     tp.destroy_tensor_parallel()
-    with pytest.raises(tp.NotInitializedError, match="init_process_group first"):
+    with pytest.raises(
+        tp.NotInitializedError, match=r"tensor 2 x context 1 .*init_process_group first"
+    ):
         tp.initialize_tensor_parallel(2)
 
 
@@ -314,16 +300,10 @@ def test_made_and_freed_again_and_again():
         with pytest.raises(tp.NotInitializedError, match="destroyed"):
             state.group("tensor")
     assert names
-
-
-@on_ranks(4, in_processes=True, initialize=False)
-def test_freed_before_others_have_connected():
+    # Freed before others have connected.
     for degrees in [(2, 1, 1), (2, 1, 2), (1, 2, 2), (1, 4, 1), (2, 1, 1)] * 4:
         tp.ParallelState.create(*degrees, also=[("context", "data")], embedding=True).destroy()
-
-
-@on_ranks(4, in_processes=True, initialize=False)
-def test_ranks_that_made_other_groups_before_still_meet():
+    # Ranks that made other groups before still meet.
     # Trap of the facts page: names made of the number of groups never meet after this.
     rank = dist.get_rank()
     if rank in (0, 3):
@@ -436,17 +416,6 @@ def test_a_new_world_gets_new_groups():
     tp.destroy_tensor_parallel()
 
 
-@on_ranks(2, in_processes=True, initialize=False)
-def test_a_backend_of_its_own():
-    state = tp.ParallelState.create(tensor=2, backend={"tensor": "gloo"})
-    assert state.group("tensor") is dist.group.WORLD  # gloo is the world's: nothing to make
-    state.destroy()
-    state = tp.ParallelState.create(tensor=2, backend={"tensor": "fake"})
-    assert dist.get_backend(state.group("tensor")) == "fake"
-    assert state.made == 1
-    state.destroy()
-
-
 @pytest.fixture
 def the_largest_machine():
     dist.init_process_group("fake", rank=77_777, world_size=120_960, store=FakeStore())
@@ -466,9 +435,7 @@ def test_the_largest_machine_makes_one_group_an_axis_in_little_memory(the_larges
     for axis in MODEL_AXES:
         assert state.group(axis).size() == state.size(axis) == state.layout.degree(axis)
     state.destroy()
-
-
-def test_a_product_that_was_not_made_says_how_to_make_it(the_largest_machine):
+    # A product that was not made says how to make it.
     state = tp.ParallelState.create(12, 2, 8)
     with pytest.raises(
         tp.ParallelError, match=r"spans pipeline x tensor \(degrees 8 x 12\)"
@@ -483,13 +450,9 @@ def test_a_product_that_was_not_made_says_how_to_make_it(the_largest_machine):
     state.destroy()
 
 
-def test_before_torch_distributed():
-    with pytest.raises(tp.NotInitializedError, match=r"tensor 2 x context 1 .*init_process_group"):
-        tp.ParallelState.create(tensor=2)
-
-
 @on_ranks(4, in_processes=True, initialize=False)
-def test_a_mesh_of_a_state_and_a_state_of_a_mesh():
+def test_meshes():
+    # A mesh of a state, and a state of a mesh.
     rank = dist.get_rank()
     for order in ("tp-cp-ep-dp-pp", "dp-tp-pp"):
         state = tp.ParallelState.create(tensor=2, order=order)
@@ -532,10 +495,7 @@ def test_a_mesh_of_a_state_and_a_state_of_a_mesh():
         tp.ParallelState.from_mesh(mesh, data="replica", context="tp")
     with pytest.raises(tp.ParallelError, match=r"shape \(4,\) without names"):
         tp.ParallelState.from_mesh(init_device_mesh("cpu", (4,)))
-
-
-@on_ranks(4, in_processes=True, initialize=False)
-def test_a_mesh_over_the_world_has_a_layout_and_comes_back():
+    # A mesh over the world has a layout, and comes back.
     for shape, names in (
         ((2, 1, 2), ("pp", "dp", "tp")),
         ((2, 2), ("cp", "tp")),
@@ -557,10 +517,7 @@ def test_a_mesh_over_the_world_has_a_layout_and_comes_back():
             init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         ).layout
     ) == str(tp.RankLayout(4, tensor=2))
-
-
-@on_ranks(4, in_processes=True, initialize=False)
-def test_products_of_a_mesh():
+    # Products of axes.
     mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("dp", "pp", "tp"))
     part = mesh["pp", "tp"]
     for one in (mesh, part):

@@ -100,20 +100,25 @@ def test_code_for_megatron_runs_and_is_right(sequence_parallel):
 # What differs from ezpz_tp's own layers.
 
 
-def test_a_pair_is_returned():
-    output, bias = column()(numbers(3, 8))
-    assert output.shape == (3, 12)
-    assert bias is None
-    assert row()(output)[1] is None
-
-
 @on_ranks(2)
-def test_gathering_is_chosen_at_construction_or_call():
+def test_gathering_is_chosen_and_the_inputs_gradient_can_stay_partial():
     gathers, leaves = column(gather_output=True), column()
     input_ = numbers(3, 8)
     assert gathers(input_)[0].shape[-1] == leaves(input_, None, True)[0].shape[-1] == 12
     assert gathers(input_, runtime_gather_output=False)[0].shape[-1] == 6
     assert leaves(input_)[0].shape[-1] == 6
+    # The input's gradient can stay partial.
+    input_ = numbers(3, 8).requires_grad_()
+    linear = column(disable_grad_reduce=True)
+    with counting() as counter:
+        linear(input_)[0].sum().backward()
+    assert not counter
+    expected = torch.ones(3, 6, dtype=torch.float64) @ linear.weight
+    torch.testing.assert_close(input_.grad, expected.detach())
+    # Another degree than the groups' is an error.
+    column(config=settings(tensor_model_parallel_size=2))
+    with pytest.raises(DegreeError, match=r"tensor_model_parallel_size=4, but .* size 2"):
+        column(config=settings(tensor_model_parallel_size=4))
 
 
 @on_ranks(2)
@@ -157,29 +162,17 @@ def test_alone_the_sequence_comes_first_too():
     assert torch.equal(cut(ids), whole(ids.t()))
 
 
-@on_ranks(2)
-def test_the_inputs_gradient_can_stay_partial():
-    input_ = numbers(3, 8).requires_grad_()
-    linear = column(disable_grad_reduce=True)
-    with counting() as counter:
-        linear(input_)[0].sum().backward()
-    assert not counter
-    expected = torch.ones(3, 6, dtype=torch.float64) @ linear.weight
-    torch.testing.assert_close(input_.grad, expected.detach())
-
-
 # Configurations.
 
 
-def test_any_object_is_a_configuration():
+def test_what_a_configuration_says():
+    # Any object is a configuration.
     linear = ColumnParallelLinear(
         4, 6, config=SimpleNamespace(use_cpu_initialization=True), init_method=ones_
     )
     assert linear.weight.dtype == torch.float32
     assert torch.equal(linear.weight, torch.ones(6, 4))
-
-
-def test_the_dtype_is_the_configurations():
+    # The dtype is the configuration's.
     config = ModelParallelConfig(params_dtype=torch.bfloat16, use_cpu_initialization=True)
     for layer in (
         column(config=config),
@@ -188,8 +181,7 @@ def test_the_dtype_is_the_configurations():
     ):
         assert {parameter.dtype for parameter in layer.parameters()} == {torch.bfloat16}
 
-
-def test_initialization_can_be_left_out():
+    # Initialization can be left out.
     def never(weight):
         raise AssertionError("called")
 
@@ -198,32 +190,22 @@ def test_initialization_can_be_left_out():
     ColumnParallelLinear(8, 12, **options)
     RowParallelLinear(12, 8, **more, **options)
     VocabParallelEmbedding(8, 4, **options)
-
-
-def test_layers_on_meta():
+    # Layers on meta.
     with torch.device("meta"):
         layers = column(), row(), column(skip_weight_param_allocation=True)
     assert {p.device.type for layer in layers for p in layer.parameters()} == {"meta"}
-
-
-def test_sequence_parallel_alone_is_off_and_said():
+    # Sequence parallelism alone is off, and said.
     config = settings(sequence_parallel=True)
     with pytest.warns(UserWarning, match=r"ColumnParallelLinear: .*degree is 1"):
         linear = column(config=config)
     assert not linear.sequence_parallel
     assert linear(numbers(3, 8))[0].shape == (3, 12)
-
-
-@on_ranks(2)
-def test_another_degree_than_the_groups_is_an_error():
-    column(config=settings(tensor_model_parallel_size=2))
-    with pytest.raises(DegreeError, match=r"tensor_model_parallel_size=4, but .* size 2"):
-        column(config=settings(tensor_model_parallel_size=4))
-
-
-def test_a_degree_without_groups_is_an_error():
+    # A degree without groups is an error.
     with pytest.raises(DegreeError, match=r"tensor_model_parallel_size=2, but .* size 1"):
         row(config=settings(tensor_model_parallel_size=2))
+    # Arguments of a row layer that contradict.
+    with pytest.raises(ParallelError, match="needs input_is_parallel=True"):
+        row(config=settings(sequence_parallel=True), input_is_parallel=False)
 
 
 @pytest.mark.parametrize(
@@ -253,11 +235,6 @@ def test_what_is_not_supported_is_an_error(argument, value):
 def test_a_setting_that_is_not_supported_is_an_error(make, setting, value):
     with pytest.raises(NotImplementedError, match=rf"config\.{setting}={value}"):
         make(config=SimpleNamespace(**{setting: value}))
-
-
-def test_a_row_layer_whose_arguments_contradict():
-    with pytest.raises(ParallelError, match="needs input_is_parallel=True"):
-        row(config=settings(sequence_parallel=True), input_is_parallel=False)
 
 
 # Checkpoints.
@@ -366,12 +343,11 @@ def test_layers_of_experts_leave_communication_and_differ():
     assert not torch.equal(by_expert[0], by_expert[1])
 
 
-def test_another_degree_of_experts_than_the_groups_is_an_error():
+def test_experts_and_groups():
+    # Another degree of experts than the groups' is an error.
     with pytest.raises(DegreeError, match=r"expert_model_parallel_size=2, but .* has size 1"):
         column(config=settings(expert_model_parallel_size=2), is_expert=True)
-
-
-def test_experts_share_the_tensor_group_unless_told_otherwise():
+    # They share the tensor group unless told otherwise.
     assert run_ranks(lambda: column(is_expert=True).tp_size, 2) == [2, 2]
 
 
@@ -415,31 +391,19 @@ def test_a_linear_function_with_two_reductions_is_an_error():
         )
 
 
-UNEVEN = pytest.mark.parametrize("sizes", [[3, 1, 2], [0, 4, 1]])
-
-
-@UNEVEN
-@pytest.mark.parametrize("partly", [True, False])
+@pytest.mark.parametrize("sizes", [[3, 1, 2], [0, 4, 1]])
 @on_ranks(3)
-def test_uneven_parts_are_gathered(sizes, partly):
-    rank, (whole, grad) = ezpz_tp.get_tensor_parallel_rank(), two_wholes(sizes)
-    own = whole.split(sizes)[rank].clone().requires_grad_()
-    joined = tensor_parallel.gather_from_sequence_parallel_region(
-        own, partly, output_split_sizes=sizes
-    )
-    joined.backward(grad)
-    assert torch.equal(joined, whole)
-    torch.testing.assert_close(own.grad, grad.split(sizes)[rank] * (3 if partly else 1))
-
-
-def two_wholes(sizes):
-    return (numbers(sum(sizes), 4, seed=seed) for seed in (1, 2))
-
-
-@UNEVEN
-@on_ranks(3)
-def test_uneven_parts_of_a_sum(sizes):
-    rank, (whole, grad) = ezpz_tp.get_tensor_parallel_rank(), two_wholes(sizes)
+def test_uneven_parts(sizes):
+    rank = ezpz_tp.get_tensor_parallel_rank()
+    whole, grad = (numbers(sum(sizes), 4, seed=seed) for seed in (1, 2))
+    for partly in (True, False):
+        own = whole.split(sizes)[rank].clone().requires_grad_()
+        joined = tensor_parallel.gather_from_sequence_parallel_region(
+            own, partly, output_split_sizes=sizes
+        )
+        joined.backward(grad)
+        assert torch.equal(joined, whole)
+        torch.testing.assert_close(own.grad, grad.split(sizes)[rank] * (3 if partly else 1))
     own = tensor_parallel.reduce_scatter_to_sequence_parallel_region(
         whole.requires_grad_(), input_split_sizes=sizes
     )
@@ -449,7 +413,7 @@ def test_uneven_parts_of_a_sum(sizes):
 
 
 @on_ranks(2)
-def test_split_sizes_that_do_not_fit():
+def test_split_sizes_that_do_not_fit_and_all_to_all():
     gather = tensor_parallel.gather_from_sequence_parallel_region
     scatter = tensor_parallel.reduce_scatter_to_sequence_parallel_region
     with pytest.raises(DegreeError, match=r"3 split sizes .*each of 2 ranks"):
@@ -460,10 +424,7 @@ def test_split_sizes_that_do_not_fit():
         scatter(numbers(4, 2), input_split_sizes=[3, 3])
     with pytest.raises(NotImplementedError, match="use_global_buffer"):
         gather(numbers(4, 2), use_global_buffer=True)
-
-
-@on_ranks(2)
-def test_all_to_all():
+    # All-to-all.
     group = ezpz_tp.get_tensor_parallel_group()
     tokens = numbers(4, 6)
     heads = tensor_parallel.all_to_all_sp2hp(tokens)
@@ -499,7 +460,7 @@ def test_the_tracker_by_megatrons_names(streams):
     assert torch.equal(drawn, torch.rand(3, generator=torch.Generator().manual_seed(2724)))
 
 
-def test_streams_that_are_not_supported():
+def test_streams_that_are_not_supported_and_how_they_are_read():
     for refused in (
         lambda: tensor_parallel.get_cuda_rng_tracker(use_te_rng_tracker=True),
         lambda: tensor_parallel.CudaRNGStatesTracker(use_cudagraphable_rng=True),
@@ -511,9 +472,7 @@ def test_streams_that_are_not_supported():
     tracker, generator = tensor_parallel.get_cuda_rng_tracker(), torch.Generator()
     assert not tensor_parallel.is_graph_safe_cuda_rng_tracker(tracker)
     assert torch.equal(tensor_parallel.convert_cuda_rng_state(generator), generator.get_state())
-
-
-def test_streams_are_read_by_megatrons_name():
+    # They are read by Megatron's name.
     tracker = tensor_parallel.CudaRNGStatesTracker()
     tracker.add("state1", 4)
     assert torch.equal(tracker.states_["state1"], tracker.get_states()["state1"])
@@ -546,14 +505,13 @@ def test_megatrons_way_to_fill_a_shard_elsewhere(streams):
     assert torch.equal(shard, drawn)
 
 
-def test_layers_for_inference_are_refused():
+def test_names_of_what_is_not_here():
+    # Layers for inference are refused.
     with pytest.raises(NotImplementedError, match="InferenceRowParallelLinear needs Transformer"):
         tensor_parallel.InferenceRowParallelLinear(4, 4, config=None)
     layers = tensor_parallel.inference_layers
     assert not layers.is_inference_column_parallel_linear(torch.nn.Linear(1, 1))
-
-
-def test_megatrons_names_for_remat():
+    # Nothing is sharded once more.
     assert not ezpz_tp.tensor_parallel.gtp_api.HAVE_GTP
     assert tensor_parallel.param_is_not_gtp_duplicate(torch.ones(1))
     copied, source = torch.ones(1), torch.ones(1)

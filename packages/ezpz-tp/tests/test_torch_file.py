@@ -97,12 +97,10 @@ def test_a_file_holds_more_than_tensors_and_nothing_of_it_is_run(tmp_path, monke
     torch.save(saved, "a.pt")
     contents = TorchFile(tmp_path / "a.pt").contents
     assert os.listdir(".") == ["a.pt"]
-    assert contents["args"].swiglu is True
-    assert contents["args"].dtype is torch.bfloat16
-    assert isinstance(contents["args"].color, Foreign)
-    assert isinstance(contents["runs"], Foreign)
+    assert (contents["args"].swiglu, contents["args"].dtype) == (True, torch.bfloat16)
+    for foreign in (contents["args"].color, contents["runs"], contents["buffer"]):
+        assert isinstance(foreign, Foreign)
     assert "mkdir" in repr(contents["runs"])
-    assert isinstance(contents["buffer"], Foreign)
     assert contents["random"] == saved["random"]
     assert (contents["shape"], contents["set"]) == ((2, 3), {1, 2})
     assert isinstance(contents["model"]["weight"], Stored)
@@ -154,7 +152,7 @@ def test_any_byte_of_the_archive_that_changes_is_seen_or_does_not_matter(tmp_pat
             heads += range(info.header_offset, info.header_offset + 30 + len(info.filename))
     seen = 0
     for at in heads:
-        for flip in (1, 8, 128):
+        for flip in (1, 128):
             path.write_bytes(whole[:at] + bytes([whole[at] ^ flip]) + whole[at + 1 :])
             try:
                 found = tensors_in(path)
@@ -230,13 +228,9 @@ def test_torch_load_reads_what_is_written(tmp_path):
     saved = {str(dtype): some(dtype, 13, 3) for dtype in DTYPES}
     saved |= {"number": torch.tensor(3), "empty": torch.zeros(0, 3), "vector": torch.randn(5)}
     path = tmp_path / "a.pth"
-    write_torch_file(
-        path,
-        {
-            name: (one.dtype, tuple(one.shape), one.split(4) if one.dim() else [one])
-            for name, one in saved.items()
-        },
-    )
+    parts = {name: one.split(4) if one.dim() else [one] for name, one in saved.items()}
+    written = {name: (one.dtype, tuple(one.shape), parts[name]) for name, one in saved.items()}
+    write_torch_file(path, written)
     for mmap in (False, True):
         loaded = torch.load(path, weights_only=True, mmap=mmap)
         assert list(loaded) == list(saved)

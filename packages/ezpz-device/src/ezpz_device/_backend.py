@@ -73,19 +73,12 @@ def available_backends() -> list[str]:
 
 TORCH_DTYPES_MAP: Mapping[str, torch.dtype] = MappingProxyType(
     {
-        "bf16": torch.bfloat16,
-        "bfloat16": torch.bfloat16,
-        "fp16": torch.float16,
-        "float16": torch.float16,
-        "half": torch.float16,
-        "fp32": torch.float32,
-        "float32": torch.float32,
-        "float": torch.float32,
-        "fp64": torch.float64,
-        "float64": torch.float64,
-        "double": torch.float64,
+        "bf16": torch.bfloat16, "bfloat16": torch.bfloat16,
+        "fp16": torch.float16, "float16": torch.float16, "half": torch.float16,
+        "fp32": torch.float32, "float32": torch.float32, "float": torch.float32,
+        "fp64": torch.float64, "float64": torch.float64, "double": torch.float64,
     }
-)
+)  # fmt: skip
 """Read-only; every spelling that `as_dtype` takes."""
 
 

@@ -34,14 +34,10 @@ def check(seconds: float, env: Mapping[str, str] | None = None, *, root: str = "
     except (TopoError, DeviceError) as error:
         return CheckResult.of(error)
     facts: dict[str, object] = {
-        "torch": torch.__version__,
-        "device_type": device_type,
-        "count": count_devices(device_type),
-        "backend": backend,
-        "host_device_type": host.device_type,
-        "host_count": host.count,
-        "host_source": host.source,
-    }
+        "torch": torch.__version__, "backend": backend,
+        "device_type": device_type, "count": count_devices(device_type),
+        "host_device_type": host.device_type, "host_count": host.count, "host_source": host.source,
+    }  # fmt: skip
     if device_type == "cpu" and host.device_type != "cpu":
         shown = f"{host.count} {host.device_type} device" + ("s" if host.count != 1 else "")
         why, remedy = _why_unseen(host.device_type)
@@ -152,7 +148,6 @@ def _why_unseen(device_type: str) -> tuple[str, str]:
 
 
 def is_built_for(device_type: str) -> bool:
-    """Return whether this torch was built for a type of device."""
     if device_type == "cuda":
         return torch.version.cuda is not None or torch.version.hip is not None
     if device_type == "xpu":

@@ -64,18 +64,15 @@ class HostClock:
         self._device = device
 
     def mark(self) -> float:
-        """Return this moment, after what is queued on the device."""
         if self._device is not None:
             of = () if self._device.type == "mps" else (self._device,)
             torch.get_device_module(self._device).synchronize(*of)
         return time.perf_counter()
 
     def seconds(self, start: float, end: float) -> float:
-        """Return the seconds between two marks."""
         return end - start
 
     def has_passed(self, _mark: float) -> bool:
-        """Return True: it has waited already."""
         return True
 
 
@@ -86,17 +83,14 @@ class EventClock:
         self._module, self._device = getattr(torch, device.type), device
 
     def mark(self) -> Any:
-        """Return the moment at which the device is through with what is queued so far."""
         event = self._module.Event(enable_timing=True)
         event.record(self._module.current_stream(self._device))
         return event
 
     def seconds(self, start: Any, end: Any) -> float:
-        """Return the seconds between two marks; waits for the device to pass the second."""
         end.synchronize()
         milliseconds: float = start.elapsed_time(end)
         return milliseconds / 1000
 
     def has_passed(self, mark: Any) -> bool:
-        """Return whether the device is past the mark."""
         return bool(mark.query())

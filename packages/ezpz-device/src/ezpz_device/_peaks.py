@@ -24,16 +24,10 @@ KINDS = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "int8")
 """What the table has rates of."""
 
 _KIND_OF = {
-    torch.float64: "fp64",
-    torch.float32: "fp32",
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.float8_e4m3fn: "fp8",
-    torch.float8_e4m3fnuz: "fp8",
-    torch.float8_e5m2: "fp8",
-    torch.float8_e5m2fnuz: "fp8",
-    torch.int8: "int8",
-}
+    torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",
+    torch.float8_e4m3fn: "fp8", torch.float8_e4m3fnuz: "fp8",
+    torch.float8_e5m2: "fp8", torch.float8_e5m2fnuz: "fp8", torch.int8: "int8",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +121,6 @@ def compute_units(properties: Any) -> int:
 
 @cache
 def read_peaks() -> tuple[Peaks, ...]:
-    """Return the table, ``peaks.toml``."""
     text = files(__package__).joinpath("peaks.toml").read_text(encoding="utf-8")
     rows = []
     for row in tomllib.loads(text)["device"]:

@@ -64,22 +64,18 @@ def get_memory(
         resident, peak = host_use()
         return Memory(resident, resident, peak, host_total())
     if here.type == "mps":
-        return Memory(
-            int(torch.mps.current_allocated_memory()),
-            int(torch.mps.driver_allocated_memory()),
-            None,
-            int(torch.mps.recommended_max_memory()),
-        )
+        mps = torch.mps
+        taken, cached = mps.current_allocated_memory(), mps.driver_allocated_memory()
+        return Memory(int(taken), int(cached), None, int(mps.recommended_max_memory()))
     module = getattr(torch, here.type)
     total = int(module.get_device_properties(here).total_memory)
     # One call for all three; empty before torch has initialized the device.
-    statistics = module.memory.memory_stats_as_nested_dict(here)
-    return Memory(
-        _bytes(statistics, "allocated_bytes", "current"),
-        _bytes(statistics, "reserved_bytes", "current"),
-        _bytes(statistics, "allocated_bytes", "peak"),
-        total,
+    found = module.memory.memory_stats_as_nested_dict(here)
+    kinds = ("allocated", "current"), ("reserved", "current"), ("allocated", "peak")
+    allocated, reserved, peak = (
+        int(found[f"{kind}_bytes"]["all"][when]) if found else 0 for kind, when in kinds
     )
+    return Memory(allocated, reserved, peak, total)
 
 
 def reset_peak_memory(
@@ -107,10 +103,6 @@ def reset_peak_memory(
     if module.is_initialized():
         module.reset_peak_memory_stats(here)
     return True
-
-
-def _bytes(statistics: Mapping[str, Any], kind: str, when: str) -> int:
-    return int(statistics[kind]["all"][when]) if statistics else 0
 
 
 # The host's memory: what this process has of it, and may have.
@@ -206,13 +198,10 @@ def get_device_properties(
     elif here.type == "cuda":
         architecture = f"sm_{properties.major}{properties.minor}"
     return {
-        "type": here.type,
-        "index": here.index,
-        "name": properties.name,
-        "architecture": architecture,
-        "total_memory": int(properties.total_memory),
+        "type": here.type, "index": here.index, "name": properties.name,
+        "architecture": architecture, "total_memory": int(properties.total_memory),
         "compute_units": compute_units(properties),
-    }
+    }  # fmt: skip
 
 
 def _cpu() -> dict[str, Any]:

@@ -20,11 +20,8 @@ DEVICE_TYPES: Mapping[str, Callable[[], bool]] = {
 """Device types in the order in which they are tried; ROCm reports itself as ``cuda``."""
 
 _VISIBLE = (
-    "CUDA_VISIBLE_DEVICES",
-    "ROCR_VISIBLE_DEVICES",
-    "HIP_VISIBLE_DEVICES",
-    "ZE_AFFINITY_MASK",
-)
+    "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK",
+)  # fmt: skip
 
 
 def get_torch_device_type(env: Mapping[str, str] | None = None) -> str:

@@ -8,103 +8,73 @@
 >>> ezpz_dist.cleanup()
 """
 
-from typing import TYPE_CHECKING
+from ._version import __version__ as __version__
 
-from ._collectives import all_gather_object, all_reduce, barrier, broadcast, synchronize
-from ._errors import (
-    CheckpointError,
-    CollectiveError,
-    DataError,
-    DistError,
-    HangError,
-    LostRankError,
-    MismatchError,
-    NotSetUpError,
-    SetupError,
-    WrapError,
-)
-from ._setup import cleanup, seed_everything, seed_for_rank, setup_torch
-from ._version import __version__
-from ._watch import StepWatchdog as Watch
-from ._watch import watch
-
-# What a script may never use is imported when it is.
-_ROOMS = {
-    "_checkpoints.load": "Checkpoint Loaded latest_checkpoint list_checkpoints load_checkpoint "
-    "verify_checkpoint",
-    "_checkpoints.plain": "load_into load_on_one_rank",
-    "_checkpoints.save": "Saving finish_saving save_checkpoint",
-    "_checkpoints.signal": "SnapshotOnSignal",
-    "_data": "DataLoader DataParallelSampler data_share share_of",
-    "_debugger": "breakpoint",
-    "_frameworks": "deepspeed_config wrap_model_for_deepspeed wrap_model_for_horovod",
-    "_fsdp2": "wrap_model_for_fsdp wrap_model_for_fsdp2",
-    "_info": "ModelDescription describe get_dist_info print_dist_setup query_environment",
-    "_slices": "node_group read_share scatter_from_one_reader share_on_node",
-    "_timers": "StragglerReport Stragglers Timer Timers Timing timed timeitlogit",
-    "_wrap": "wrap_model wrap_model_for_ddp wrap_optimizer_for_zero1",
-}
-_LATER = {name: room for room, names in _ROOMS.items() for name in names.split()}
+TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from ._checkpoints.load import (
-        Checkpoint,
-        Loaded,
-        latest_checkpoint,
-        list_checkpoints,
-        load_checkpoint,
-        verify_checkpoint,
-    )
-    from ._checkpoints.plain import load_into, load_on_one_rank
-    from ._checkpoints.save import Saving, finish_saving, save_checkpoint
-    from ._checkpoints.signal import SnapshotOnSignal
-    from ._data import DataLoader, DataParallelSampler, data_share, share_of
-    from ._debugger import breakpoint  # noqa: A004  # the name that was promised
-    from ._frameworks import deepspeed_config, wrap_model_for_deepspeed, wrap_model_for_horovod
-    from ._fsdp2 import wrap_model_for_fsdp, wrap_model_for_fsdp2
-    from ._info import (
-        ModelDescription,
-        describe,
-        get_dist_info,
-        print_dist_setup,
-        query_environment,
-    )
-    from ._slices import node_group, read_share, scatter_from_one_reader, share_on_node
-    from ._timers import (
-        StragglerReport,
-        Stragglers,
-        Timer,
-        Timers,
-        Timing,
-        timed,
-        timeitlogit,
-    )
-    from ._wrap import wrap_model, wrap_model_for_ddp, wrap_optimizer_for_zero1
+    from ._checkpoints.load import Checkpoint as Checkpoint
+    from ._checkpoints.load import Loaded as Loaded
+    from ._checkpoints.load import latest_checkpoint as latest_checkpoint
+    from ._checkpoints.load import list_checkpoints as list_checkpoints
+    from ._checkpoints.load import load_checkpoint as load_checkpoint
+    from ._checkpoints.load import verify_checkpoint as verify_checkpoint
+    from ._checkpoints.plain import load_into as load_into
+    from ._checkpoints.plain import load_on_one_rank as load_on_one_rank
+    from ._checkpoints.save import Saving as Saving
+    from ._checkpoints.save import finish_saving as finish_saving
+    from ._checkpoints.save import save_checkpoint as save_checkpoint
+    from ._checkpoints.signal import SnapshotOnSignal as SnapshotOnSignal
+    from ._collectives import all_gather_object as all_gather_object
+    from ._collectives import all_reduce as all_reduce
+    from ._collectives import barrier as barrier
+    from ._collectives import broadcast as broadcast
+    from ._collectives import synchronize as synchronize
+    from ._data import DataLoader as DataLoader
+    from ._data import DataParallelSampler as DataParallelSampler
+    from ._data import data_share as data_share
+    from ._data import share_of as share_of
+    from ._debugger import breakpoint as breakpoint
+    from ._errors import CheckpointError as CheckpointError
+    from ._errors import CollectiveError as CollectiveError
+    from ._errors import DataError as DataError
+    from ._errors import DistError as DistError
+    from ._errors import HangError as HangError
+    from ._errors import LostRankError as LostRankError
+    from ._errors import MismatchError as MismatchError
+    from ._errors import NotSetUpError as NotSetUpError
+    from ._errors import SetupError as SetupError
+    from ._errors import WrapError as WrapError
+    from ._frameworks import deepspeed_config as deepspeed_config
+    from ._frameworks import wrap_model_for_deepspeed as wrap_model_for_deepspeed
+    from ._frameworks import wrap_model_for_horovod as wrap_model_for_horovod
+    from ._fsdp2 import wrap_model_for_fsdp as wrap_model_for_fsdp
+    from ._fsdp2 import wrap_model_for_fsdp2 as wrap_model_for_fsdp2
+    from ._info import ModelDescription as ModelDescription
+    from ._info import describe as describe
+    from ._info import get_dist_info as get_dist_info
+    from ._info import print_dist_setup as print_dist_setup
+    from ._info import query_environment as query_environment
+    from ._setup import cleanup as cleanup
+    from ._setup import seed_everything as seed_everything
+    from ._setup import seed_for_rank as seed_for_rank
+    from ._setup import setup_torch as setup_torch
+    from ._slices import node_group as node_group
+    from ._slices import read_share as read_share
+    from ._slices import scatter_from_one_reader as scatter_from_one_reader
+    from ._slices import share_on_node as share_on_node
+    from ._timers import StragglerReport as StragglerReport
+    from ._timers import Stragglers as Stragglers
+    from ._timers import Timer as Timer
+    from ._timers import Timers as Timers
+    from ._timers import Timing as Timing
+    from ._timers import timed as timed
+    from ._timers import timeitlogit as timeitlogit
+    from ._watch import StepWatchdog as Watch  # noqa: F401  # its public name
+    from ._watch import watch as watch
+    from ._wrap import wrap_model as wrap_model
+    from ._wrap import wrap_model_for_ddp as wrap_model_for_ddp
+    from ._wrap import wrap_optimizer_for_zero1 as wrap_optimizer_for_zero1
+else:
+    from ezpz_topo import attach
 
-__all__ = [
-    "Checkpoint", "CheckpointError", "CollectiveError", "DataError", "DataLoader",
-    "DataParallelSampler", "DistError", "HangError", "Loaded", "LostRankError", "MismatchError",
-    "ModelDescription", "NotSetUpError", "Saving", "SetupError", "SnapshotOnSignal",
-    "StragglerReport", "Stragglers", "Timer", "Timers", "Timing", "Watch", "WrapError",
-    "__version__", "all_gather_object", "all_reduce", "barrier", "breakpoint", "broadcast",
-    "cleanup", "data_share", "deepspeed_config", "describe", "finish_saving", "get_dist_info",
-    "latest_checkpoint", "list_checkpoints", "load_checkpoint", "load_into", "load_on_one_rank",
-    "node_group", "print_dist_setup", "query_environment", "read_share", "save_checkpoint",
-    "scatter_from_one_reader", "seed_everything", "seed_for_rank", "setup_torch", "share_of",
-    "share_on_node", "synchronize", "timed", "timeitlogit", "verify_checkpoint", "watch",
-    "wrap_model", "wrap_model_for_ddp", "wrap_model_for_deepspeed", "wrap_model_for_fsdp",
-    "wrap_model_for_fsdp2", "wrap_model_for_horovod", "wrap_optimizer_for_zero1",
-]  # fmt: skip
-
-
-def __getattr__(name: str) -> object:
-    if name not in _LATER:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module  # noqa: PLC0415
-
-    value = getattr(import_module(f".{_LATER[name]}", __name__), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_LATER})
+    __getattr__, __dir__ = attach(__name__)

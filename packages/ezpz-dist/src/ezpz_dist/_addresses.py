@@ -10,17 +10,14 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 
 from ezpz_topo import RankInfo, get_hostname, get_machine_info
 
 from ._errors import SetupError
 
-_RETRIED = 1.5
-"""Seconds in which a name may still come to be known: on large systems it sometimes does."""
-
-_LONGEST = 1.8
-"""Seconds for the resolver to say anything at all: by itself it may take half a minute."""
-
+_RETRIED = 1.5  # seconds in which a name may still come to be known, as on large systems
+_LONGEST = 1.8  # seconds for the resolver to say anything: by itself it may take half a minute
 _SIOCGIFADDR = 0x8915  # Linux, linux/sockios.h
 
 
@@ -80,12 +77,10 @@ def _ask(host: str) -> tuple[str, ...]:
 
 def is_own(address: str) -> bool:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as asked:
-        try:
-            asked.bind((address, 0))
-        except OSError:
-            return False
-    return True
+    with socket.socket(family, socket.SOCK_DGRAM) as asked, suppress(OSError):
+        asked.bind((address, 0))
+        return True
+    return False
 
 
 def is_loopback(address: str) -> bool:
@@ -93,7 +88,6 @@ def is_loopback(address: str) -> bool:
 
 
 def is_reachable_by_name(host: str) -> bool:
-    """Return whether a name of this host stands for an address that others can reach."""
     # Debian gives a host's own name the address 127.0.1.1. Of several, the first of this host's
     # counts: gloo tells that one to the others.
     own = next((each for each in look_up(host)[0] if is_own(each)), None)
@@ -137,7 +131,7 @@ def gloo_interface(
     if env.get("GLOO_SOCKET_IFNAME") or is_one_node(info) or is_reachable_by_name(get_hostname()):
         return None
     for address in resolve(master_addr, info, "rank 0's address"):
-        source = None if is_loopback(address) else _source_toward(address, master_port)
+        source = _source_toward(address, master_port)
         if source is not None and (found := interface_of(source)):
             return found
     # Rank 0's host, whose own name is what does not lead to the others.
@@ -149,8 +143,7 @@ def outward_address() -> str | None:
     """Return this host's address on the default route, else of the first interface; or None."""
     # Of 192.0.2.0/24, which RFC 5737 sets apart: nothing is sent.
     for beyond in ("192.0.2.1", "2001:db8::1"):
-        source = _source_toward(beyond, 9)
-        if source is not None:
+        if source := _source_toward(beyond, 9):
             return source
     return next((address for _, address in _interfaces() if not is_loopback(address)), None)
 

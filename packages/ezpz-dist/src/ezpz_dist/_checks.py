@@ -25,20 +25,16 @@ from ._timers import Timer
 
 _RANKS = 2
 _DONE = "done"
-
 _ELEMENTS = 1 << 20  # 4 MiB of fp32: more than goes in one message
 
 
-class Outcome(NamedTuple):
-    """How a backend did on a rank; at the end, that the rank has done them all."""
-
+class Outcome(NamedTuple):  # of a backend on a rank; at the end, that the rank has done them all
     backend: str
     milliseconds: float  # of one all-reduce
     error: str
 
 
 def check(seconds: float) -> CheckResult:
-    """Start two ranks on this host, and add a tensor of each, by every backend that they have."""
     outcomes = _run_ranks(0.85 * seconds)
     for rank, own in enumerate(outcomes):
         for each in own:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ezpz_device import get_torch_device
+from ezpz_device import find_clock, get_torch_device
 
 from . import _members, _objects
 from ._errors import CollectiveError
@@ -24,9 +24,6 @@ from ._mpi import find_channel
 from ._world import find_world
 
 logger = logging.getLogger(__name__)
-
-
-# Wait for a device's work.
 
 
 def synchronize(device: str | torch.device | None = None) -> None:
@@ -43,19 +40,13 @@ def synchronize(device: str | torch.device | None = None) -> None:
     if device is None:
         world = find_world()
         device = get_torch_device() if world is None else world.device
-    where = torch.device(device)
-    if where.type == "mps":
-        torch.mps.synchronize()
-    elif where.type != "cpu":
-        torch.get_device_module(where).synchronize(where)
+    clock = find_clock(device, synchronize=True)
+    assert clock is not None  # of a device that is given there is one
+    clock.mark()
 
-
-# Wait until every rank is here.
 
 _CALL = Call("barrier()")
-
-LONGEST = 1e9
-"""Seconds: 30 years; torch's clocks overflow not far beyond, and would not wait at all."""
+LONGEST = 1e9  # seconds: 30 years; torch's clocks overflow not far beyond, and would not wait
 
 
 def barrier(
@@ -142,13 +133,12 @@ def broadcast(obj: T, root: int = 0, group: dist.ProcessGroup | None = None) -> 
         raise
     if members is None:
         return own_result(obj)
-    payload = bytes(
-        _members.payload_of(members.ranks.index(root), exchange(call, members, payload))
-    )
+    every = exchange(call, members, payload)
     if sends:
         if data is not None:
             members.send(data, root, call.name)
         return own_result(obj)
+    payload = bytes(_members.payload_of(members.ranks.index(root), every))
     result: T = _received(payload, root, members, call.name)
     return result
 
@@ -179,12 +169,10 @@ def _checked(root: object, members: Members | None) -> int:
 def _packed(obj: object) -> tuple[bytes, Tensor | None]:
     """Return what goes into the exchange, and what follows it: uint8 [bytes]."""
     obj = own_result(obj)
-    if isinstance(obj, Tensor) and _objects.is_plain(obj):
-        data = _objects.as_bytes(obj)
-        header = _HEADER.pack(_TENSOR, data.numel()) + pickle.dumps(_objects.about(obj))
-        # A tensor of dozens of axes has no room for them.
-        if data.numel() > _members.ROOM - 100 and len(header) <= _members.ROOM:
-            return header, data
+    if isinstance(obj, Tensor) and _objects.is_plain(obj) and obj.nbytes > _members.ROOM - 100:
+        header = _HEADER.pack(_TENSOR, obj.nbytes) + pickle.dumps(_objects.about(obj))
+        if len(header) <= _members.ROOM:  # one of dozens of axes has no room for them
+            return header, _objects.as_bytes(obj)
     raw = _objects.dump(obj)
     if len(raw) + _HEADER.size <= _members.ROOM:
         return _HEADER.pack(_INSIDE, len(raw)) + raw, None
@@ -219,7 +207,6 @@ def _received(payload: bytes, root: int, members: Members, what: str) -> Any:
 # Every rank's object on every rank.
 
 _LENGTH = struct.Struct("=Q")
-
 _WASTE = 4  # how many times more than there is may be moved, to move it in one collective
 
 
@@ -244,10 +231,10 @@ def all_gather_object(obj: object, group: dist.ProcessGroup | None = None) -> li
         TypeError: ``group`` is no group.
         ValueError: This rank is not in ``group``.
     """
-    members = _members.find_members("all_gather_object()", group)
+    call = Call("all_gather_object()")
+    members = _members.find_members(call.name, group)
     if members is None:
         return [own_result(obj)]
-    call = Call("all_gather_object()")
     try:
         mine = _objects.dump(own_result(obj))
     except Exception as error:  # whatever it is: the others must not wait for it
@@ -256,10 +243,13 @@ def all_gather_object(obj: object, group: dist.ProcessGroup | None = None) -> li
     room = _members.ROOM - _LENGTH.size
     payload = _LENGTH.pack(len(mine)) + (mine if len(mine) <= room else b"")
     every = exchange(call, members, payload)
-    slots = [_members.payload_of(place, every) for place in range(len(members.ranks))]
-    lengths = [_LENGTH.unpack_from(slot)[0] for slot in slots]
+    lengths: list[int] = []
+    pickles: list[bytearray] = []
+    for place in range(len(members.ranks)):
+        slot = _members.payload_of(place, every)
+        lengths += _LENGTH.unpack_from(slot)
+        pickles.append(slot[_LENGTH.size : _LENGTH.size + lengths[-1]])
     longest = max(lengths)
-    pickles = [slot[_LENGTH.size :][:length] for slot, length in zip(slots, lengths, strict=True)]
     if room < longest <= _WASTE * sum(lengths) / len(lengths):
         every = members.gather(bytearray(mine).ljust(longest, b"\0"), call.name)
         pickles = [every[at * longest :][:length] for at, length in enumerate(lengths)]
@@ -280,11 +270,9 @@ def all_gather_object(obj: object, group: dist.ProcessGroup | None = None) -> li
 D = TypeVar("D", bound=dict[Any, Any])
 
 OPS = ("sum", "mean", "min", "max", "product")
-
 _GATHERED = 1 << 16
 """Bytes up to which a rank takes the data of all and combines them itself, in one collective for
 all types; beyond, one all-reduce a type moves less."""
-
 
 Group = dist.ProcessGroup | None
 
@@ -424,26 +412,23 @@ class _Summands:
     def combine(self, channel: Members) -> list[Any]:
         """Return the results of all ranks. Collective: every rank of the channel calls this."""
         call = Call("all_reduce", self._op, tuple(zip(self._keys, self._kinds, strict=True)))
-        length, ranks = len(self._packed), len(channel.ranks)
+        length, ranks, what = len(self._packed), len(channel.ranks), _members.summary(call)[1]
         if length <= _members.ROOM:
             slots = exchange(call, channel, self._packed)
             every = [_members.payload_of(place, slots) for place in range(ranks)]
         else:
             exchange(call, channel)
-            whole = channel.gather(bytearray(self._packed), _members.summary(call)[1])
+            whole = channel.gather(bytearray(self._packed), what)
             every = [whole[place * length : (place + 1) * length] for place in range(ranks)]
-        if not self._together:
-            # All of them first: what fails on one rank only must not come between.
-            for _, flat in self._flats:
-                if flat.elements:
-                    op = "sum" if self._op == "mean" else self._op
-                    channel.reduce(flat.data, op, _members.summary(call)[1])
+        # All of them first: what fails on one rank only must not come between.
+        for _, flat in () if self._together else self._flats:
+            if flat.elements:
+                channel.reduce(flat.data, "sum" if self._op == "mean" else self._op, what)
         done = self._leaves.copy()
         count = len(self._numbers)
-        if count:
-            results = combine_packed(every, count, self._op)
-            for at, number in zip(self._numbers, results, strict=True):
-                done[at] = like(done[at], number)
+        numbers = combine_packed(every, count, self._op) if count else ()
+        for at, number in zip(self._numbers, numbers, strict=True):
+            done[at] = like(done[at], number)
         start = _PACKED * count
         for places, flat in self._flats:
             if self._together:
@@ -524,8 +509,7 @@ def combine(numbers: Sequence[int | float], op: str) -> int | float:
         if not whole:
             return _total(numbers, share)
         return sum(numbers) / share if op == "mean" else sum(numbers)
-    if op == "product":
-        # As floats where one is: a product of ints can be too large to become one.
+    if op == "product":  # as floats where one is: that of ints can be too large to become one
         return math.prod(numbers if whole else map(float, numbers))
     if not whole and any(map(math.isnan, numbers)):
         return math.nan
@@ -635,7 +619,6 @@ class Flat:
         return [data] if len(self._sizes) == 1 else data.split_with_sizes(self._sizes)
 
     def load(self, where: torch.device) -> Flat:
-        """Put the tensors together on a device."""
         # Where they lie, if that is one place: one copy between devices, not one for each.
         self.data = torch.empty(self.elements, dtype=self._dtype, device=self._home or where)
         for part, tensor in zip(self._parts(self.data), self._tensors, strict=True):
@@ -653,7 +636,6 @@ class Flat:
         return self
 
     def raw(self) -> bytearray:
-        """Return the loaded elements' bytes."""
         raw = bytearray(self.nbytes)
         if raw:
             torch.frombuffer(raw, dtype=self.data.dtype).copy_(self.data)
@@ -685,11 +667,9 @@ class Flat:
         copy = len(self._tensors) > 1
         done = []
         for part, tensor in zip(self._parts(data), self._tensors, strict=True):
-            shaped = (
-                # A clone: complex numbers may not begin at an odd place of a storage.
-                torch.view_as_complex(part.clone().view(*tensor.shape, 2))
-                if tensor.is_complex()
-                else part.view(tensor.shape)
-            )
+            if tensor.is_complex():  # a clone: one may not begin at an odd place of a storage
+                shaped = torch.view_as_complex(part.clone().view(*tensor.shape, 2))
+            else:
+                shaped = part.view(tensor.shape)
             done.append(shaped.to(device=tensor.device, dtype=tensor.dtype, copy=copy))
         return done

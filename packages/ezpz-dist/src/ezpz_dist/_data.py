@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch.distributed import ProcessGroup, get_process_group_ranks
+from torch.distributed import ProcessGroup
 from torch.utils.data import Dataset, IterableDataset, Sampler
 
 from ezpz_topo import get_rank
@@ -43,11 +43,9 @@ def data_share() -> tuple[int, int]:
 
 
 def share_of(
-    items: Sequence[T],
-    *,
-    sizes: Sequence[float] | None = None,
+    items: Sequence[T], *, sizes: Sequence[float] | None = None,
     share: tuple[int, int] | None = None,
-) -> list[T]:
+) -> list[T]:  # fmt: skip
     """Return this rank's part of a list, for example of files; nothing is sent.
 
     Every item is in one part. Without sizes they are dealt out one by one; with sizes the
@@ -86,7 +84,6 @@ def share_of(
 
 
 def checked(share: tuple[int, int] | None) -> tuple[int, int]:
-    """Return the share that is given, or this rank's."""
     if share is None:
         return data_share()
     which, count = share
@@ -135,14 +132,9 @@ class DataParallelSampler(Sampler[int]):
     """
 
     def __init__(
-        self,
-        source: Sized | int,
-        *,
-        shuffle: bool = True,
-        seed: int = 0,
-        drop_last: bool = False,
-        share: tuple[int, int] | None = None,
-    ) -> None:
+        self, source: Sized | int, *, shuffle: bool = True, seed: int = 0,
+        drop_last: bool = False, share: tuple[int, int] | None = None,
+    ) -> None:  # fmt: skip
         self._length = source if isinstance(source, int) else len(source)
         self._which, self._count = checked(share)
         if not 0 <= seed < 1 << 43:
@@ -270,19 +262,14 @@ class DataParallelSampler(Sampler[int]):
 
 T_co = TypeVar("T_co", covariant=True)
 
-_LINGER = 600
-"""Seconds that a worker goes on after SIGTERM: its rank may have to end its step and save. One
-that is stuck ends then, at the latest."""
-
 _READERS_ALONE = frozenset(
     ("num_workers", "pin_memory", "persistent_workers", "prefetch_factor",
      "multiprocessing_context", "timeout")
 )  # fmt: skip
 
 _BATCH, _END, _FAILED = range(3)
-
+# What it is, the position behind it, and the batch or the reader's error.
 _Message = tuple[int, dict[str, int | bool], Any]
-"""What it is, the position behind it, and the batch or the reader's error."""
 
 
 class DataLoader(torch.utils.data.DataLoader[T_co]):
@@ -329,18 +316,11 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     """
 
     def __init__(
-        self,
-        dataset: Dataset[T_co],
-        batch_size: int | None = 1,
-        *,
-        shuffle: bool = False,
-        seed: int = 0,
-        drop_last: bool = False,
-        one_reader: bool = False,
+        self, dataset: Dataset[T_co], batch_size: int | None = 1,
+        *, shuffle: bool = False, seed: int = 0, drop_last: bool = False, one_reader: bool = False,
         device: torch.device | str | None = None,
-        worker_init_fn: Callable[[int], None] | None = None,
-        **more: Any,
-    ) -> None:
+        worker_init_fn: Callable[[int], None] | None = None, **more: Any,
+    ) -> None:  # fmt: skip
         if given := {"sampler", "batch_sampler"} & more.keys():
             raise TypeError(
                 f"{', '.join(sorted(given))}= for ezpz_dist.DataLoader; it makes its own; give "
@@ -351,12 +331,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
                 f"{type(dataset).__name__} has no indices to deal out; expected a map-style data "
                 "set; give share_of(files) to each rank's own IterableDataset"
             )
-        self._order = DataParallelSampler(
-            dataset,  # type: ignore[arg-type]  # it must have a length
-            shuffle=shuffle,
-            seed=seed,
-            drop_last=drop_last,
-        )
+        sized: Any = dataset  # it must have a length
+        self._order = DataParallelSampler(sized, shuffle=shuffle, seed=seed, drop_last=drop_last)
         # Where the training is, and where the next pass begins.
         self._at = self._next = self._order.start
         self._links = _find_links(self._order.count) if one_reader else []
@@ -366,14 +342,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         # torch draws the workers' seed in each pass. From the default generator, a resumed run
         # would draw once more than the uninterrupted one, and have other random numbers.
         more.setdefault("generator", torch.Generator().manual_seed(seed))
-        super().__init__(
-            dataset,
-            batch_size,
-            sampler=self._order,
-            drop_last=drop_last and batch_size is not None,
-            worker_init_fn=partial(_begin_worker, worker_init_fn),
-            **more,
-        )
+        more |= {"sampler": self._order, "worker_init_fn": partial(_begin_worker, worker_init_fn)}
+        more["drop_last"] = drop_last and batch_size is not None
+        super().__init__(dataset, batch_size, **more)
 
     @property
     def is_reader(self) -> bool:
@@ -392,10 +363,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self._at = self._next = self._order.start
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names a private class
-        if not self._links:
-            batches = self._read()
-        else:
-            batches = self._read_for_all() if self.is_reader else self._receive()
+        read = self._read_for_all if self.is_reader else self._receive
+        batches = read() if self._links else self._read()
         if self._device is None:
             return batches
         return (_moved(batch, self._device) for batch in batches)
@@ -472,15 +441,13 @@ def _find_links(count: int) -> list[tuple[int, ProcessGroup]]:
     import ezpz_tp  # noqa: PLC0415 - only where its groups are used
 
     state = ezpz_tp.get_state()
-    links: list[tuple[int, ProcessGroup]] = []
     axes = ("pipeline", "context", "tensor")  # as a batch travels
-    for place, axis in enumerate(axes):
+    return [
+        (state.ranks(axis)[0], state.group(axis))
+        for place, axis in enumerate(axes)
         # Along the pipeline it goes between ranks that are first along the other axes only.
-        if state.size(axis) == 1 or any(state.index(later) for later in axes[place + 1 :]):
-            continue
-        group = state.group(axis)
-        links.append((get_process_group_ranks(group)[0], group))
-    return links
+        if state.size(axis) > 1 and not any(state.index(later) for later in axes[place + 1 :])
+    ]
 
 
 def _moved(batch: Any, device: torch.device) -> Any:
@@ -497,7 +464,8 @@ def _moved(batch: Any, device: torch.device) -> Any:
 def _begin_worker(then: Callable[[int], None] | None, worker: int) -> None:
     """Let a worker outlive the signals that tell its rank to save."""
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    # SIGALRM ends it, if nothing else has: torch, too, ends workers by SIGTERM.
-    signal.signal(signal.SIGTERM, lambda *_: signal.setitimer(signal.ITIMER_REAL, _LINGER))
+    # Its rank may have to end its step and save. SIGALRM ends it after ten minutes, if nothing else
+    # has: torch, too, ends workers by SIGTERM.
+    signal.signal(signal.SIGTERM, lambda *_: signal.setitimer(signal.ITIMER_REAL, 600))
     if then is not None:
         then(worker)

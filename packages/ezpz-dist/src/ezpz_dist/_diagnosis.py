@@ -29,12 +29,11 @@ T = TypeVar("T")
 
 # Requests to a store that end, and that stay small however many ranks there are.
 
+# What torch raises where the store's server is gone, stopped, or has no such key in time.
 LOST = (DistNetworkError, DistStoreError)
-"""What torch raises where the store's server is gone, stopped, or has no such key in time."""
-
+# Keys in one request: a server reads a request again with each piece of it that arrives. One of
+# 120,960 keys takes it 0.9 s, in parts 0.03 s (torch 2.13, libuv).
 _AT_ONCE = 1024
-"""Keys in one request: a server reads a request again with each piece that arrives of it, so that
-one of 120,960 keys takes 0.9 s of its time, and in parts 0.03 s (torch 2.13, libuv)."""
 
 
 def within(seconds: float, request: Callable[[], T]) -> T:
@@ -100,8 +99,6 @@ def _present(store: Store, keys: Sequence[str]) -> list[str]:
     return [*_present(store, keys[:half]), *_present(store, keys[half:])]
 
 
-# Whether a process of this host runs, is stopped, or has ended.
-
 _STATES = {
     "T": "stopped", "t": "stopped by a debugger", "Z": "ended", "X": "ended",
     "D": "waiting for a disk or driver",
@@ -145,11 +142,8 @@ class Location:
 
     rank: int
     host: str
-    line: str
-    """``"train.py:41 in load_batch"``: the innermost frame that is neither Python's own,
-    installed, nor ours."""
-    inside: str = ""
-    """The innermost Python function that this line called; empty where it is the line's own."""
+    line: str  # ``"train.py:41 in load_batch"``: the innermost frame of the user's code, `is_users`
+    inside: str = ""  # the innermost Python function that it called; empty: it is the line's own
     doing: str = ""  # the collective of ours that it waits in, in words
     stack: tuple[str, ...] = ()  # the whole stack, outermost first; only on request
     collectives: tuple[str, ...] = ()  # torch's last ones, ours or not, the latest last
@@ -169,14 +163,9 @@ class Location:
         return f"rank {self.rank} on {self.host}: {self.place}"
 
 
-def enter_wait(what: str) -> None:
-    if threading.current_thread() is threading.main_thread():
-        _waits.append(what)
-
-
-def leave_wait() -> None:
-    if threading.current_thread() is threading.main_thread():
-        _waits.pop()
+def waits_here() -> list[str]:
+    """Return what this thread waits in; of others than the main one nothing is kept."""
+    return _waits if threading.current_thread() is threading.main_thread() else []
 
 
 @contextmanager
@@ -215,7 +204,6 @@ def main_frame() -> FrameType | None:
 
 
 def whole_stack(frame: FrameType | None) -> tuple[str, ...]:
-    """Return the stack that leads to a frame, outermost first, a line of text each."""
     found = traceback.extract_stack(frame) if frame else ()
     return tuple(
         f"{entry.filename}:{entry.lineno} in {entry.name}: {entry.line or ''}".rstrip(": ")
@@ -265,9 +253,8 @@ def _line(frame: FrameType) -> str:
 def last_collectives(number: int) -> list[str]:
     """Return torch's last collectives, the latest last: ``"all_reduce 17 of default_pg, [3]"``."""
     library = importlib.import_module("torch._C._distributed_c10d")
-    dump = getattr(library, "_dump_fr_trace_json", None) or getattr(
-        library, "_dump_nccl_trace_json", None
-    )
+    older = getattr(library, "_dump_nccl_trace_json", None)
+    dump = getattr(library, "_dump_fr_trace_json", older)
     entries = json.loads(dump(True, False)).get("entries", []) if dump else []
     return [
         f"{str(entry.get('profiling_name', '?')).rpartition(':')[2]} "
@@ -280,7 +267,6 @@ def last_collectives(number: int) -> list[str]:
 # The side store: what ranks tell each other when something is wrong, and nothing before.
 
 _FOREVER = timedelta(days=3650)
-
 _BUSY = 0.3  # seconds after which the main thread's connection is taken to be in a long request
 
 
@@ -290,10 +276,9 @@ class SideStore:
 
     rank: int
     hosts: Sequence[str]
-    store: Store
-    """The main thread's; it serves one caller, and the responder sleeps in one of its own."""
+    store: Store  # the main thread's; it serves one caller, so the responder has one of its own
+    # Makes a connection whose requests wait so many seconds; raises one of `LOST`.
     connect: Callable[[float], Store]
-    """Makes a connection whose requests wait so many seconds; raises one of `LOST`."""
     holder: tuple[int, int] = (0, 0)  # process and PID namespace of rank 0, which holds the store
 
     @property
@@ -321,18 +306,14 @@ class SideStore:
 
 # The thread of each rank that answers for it while its main thread is stuck.
 
+# Seconds that a rank goes on after another's failure, so that the launcher gets that one's
+# traceback and exit status first. The whole job is to end within two.
 FIRST_WORDS = 1.0
-"""Seconds that a rank goes on after another's failure, so that that one's traceback is first and
-its exit status the one that the launcher sees first. The whole job is to end within two."""
-
+# Seconds of these that the line naming the failed rank waits for that rank's traceback, which
+# launchers may bring another way (srun).
 _ON_ITS_WAY = 0.2
-"""Seconds of these that the line naming the failed rank waits for that rank's traceback: launchers
-bring the words of each node by a way of its own (srun), and what was written later comes first."""
-
 _CONNECTING = 60.0
-
 Notice = Callable[[dict[str, Any]], None]
-
 _callbacks: dict[str, list[Notice]] = {}
 
 
@@ -345,14 +326,12 @@ class Responder(threading.Thread):
         self.pid = os.getpid()  # the process that it was started in; a forked child has none
         self.lost = False  # whether rank 0, which holds the store, has left before this rank
         self.ending = threading.Event()  # set once a rank, this one or another, has told all to end
-        self.failed_at = ""
-        """The line at which this rank's script has failed, whose frames are gone."""
+        self.failed_at = ""  # the line at which the script has failed, whose frames are gone
         self._leaving = threading.Event()
         self._stopped = threading.Event()
-        self._pinned: Location | None = None
+        self.pinned: Location | None = None  # where this rank stands while it asks for the others
 
     def run(self) -> None:
-        """Serve events until `stop`, or until the store is gone."""
         try:
             # Not on the caller's time: set-up need not wait for this connection.
             store, wake, seen = self._connect(), f"wake/{self.side.rank}", 0
@@ -396,15 +375,15 @@ class Responder(threading.Thread):
             self.join(0.5)
 
     def _serve(self, store: Store, event: dict[str, Any]) -> None:
-        kind, rank, other = event["kind"], self.side.rank, event["from"]
-        if kind == "roll" and other != rank:
+        kind, rank = event["kind"], self.side.rank
+        if kind == "roll" and event["from"] != rank:
             mine = asdict(self.location(stack=event["stack"]))
             store.set(f"location/{event['roll']}/{rank}", json.dumps(mine))
         elif kind == "look":
             # For silent ranks of this host: have their processes ended, or are they stopped?
-            for silent, host, pid, namespace in event["at"]:
-                state = state_of(pid, namespace) if host == self.side.hosts[rank] else ""
-                if state:
+            here = [each for each in event["at"] if each[1] == self.side.hosts[rank]]
+            for silent, _, pid, namespace in here:
+                if state := state_of(pid, namespace):
                     store.set(f"state/{event['roll']}/{silent}", state)
         elif kind == "closed":
             self.lost = True
@@ -412,53 +391,35 @@ class Responder(threading.Thread):
         elif kind == "end":
             self.ending.set()
             self._leaving.set()
-            if other != rank:
-                self._name_the_cause(other)
-                self._end(event)
+            self._end(event)
         elif kind == "notice":
-            self._notify(event["name"], event["payload"])
-
-    def _notify(self, name: str, payload: dict[str, Any]) -> None:
-        for callback in tuple(_callbacks.get(name, ())):
-            try:
-                callback(payload)
-            except Exception:  # whatever it is: this thread has others to answer
-                logger.exception("rank %d: what hears of %s failed", self.side.rank, name)
+            for callback in tuple(_callbacks.get(event["name"], ())):
+                try:
+                    callback(event["payload"])
+                except Exception:  # whatever it is: this thread has others to answer
+                    logger.exception("rank %d: what hears of %s failed", rank, event["name"])
 
     def location(self, *, stack: bool) -> Location:
         """Return where this rank's main thread stands; with its whole stack on request."""
-        if self._pinned is not None:
-            return self._pinned
+        if self.pinned is not None:
+            return self.pinned
         frame = main_frame()
         line, inside = (self.failed_at, "") if self.failed_at else describe_frames(frame)
         return Location(
-            self.side.rank,
-            self.side.hosts[self.side.rank],
-            line,
-            inside,
+            self.side.rank, self.side.hosts[self.side.rank], line, inside,
             _waits[-1] if _waits else "",
-            whole_stack(frame) if stack else (),
-            tuple(last_collectives(5 if stack else 1)),
-        )
-
-    @contextmanager
-    def pinned(self, location: Location) -> Iterator[None]:
-        """Let this rank be said to stand there, while it asks where the others are."""
-        self._pinned = location
-        try:
-            yield
-        finally:
-            self._pinned = None
-
-    def _name_the_cause(self, rank: int) -> None:
-        """Tell ezpz-launch who failed, as that rank's process may take longer to end than this."""
-        path = os.environ.get("EZPZ_CAUSE_FILE", "")
-        # In a world of its own making, ranks have other numbers.
-        if path and os.environ.get("EZPZ_RANK") == str(self.side.rank):
-            with suppress(OSError), open(path, "x", encoding="ascii") as file:
-                file.write(f"{rank}\n")
+            whole_stack(frame) if stack else (), tuple(last_collectives(5 if stack else 1)),
+        )  # fmt: skip
 
     def _end(self, event: dict[str, Any]) -> None:
+        if event["from"] == self.side.rank:
+            return
+        # ezpz-launch learns who failed, as that rank's process may take longer to end than this;
+        # in a world of its own making, ranks have other numbers.
+        path = os.environ.get("EZPZ_CAUSE_FILE", "")
+        if path and os.environ.get("EZPZ_RANK") == str(self.side.rank):
+            with suppress(OSError), open(path, "x", encoding="ascii") as file:
+                file.write(f"{event['from']}\n")
         end = time.monotonic() + FIRST_WORDS
         if event["teller"] == self.side.rank:
             self._stopped.wait(_ON_ITS_WAY)
@@ -477,7 +438,6 @@ def tell(text: str) -> None:
 
 
 def flush() -> None:
-    """Flush the standard streams, before a process ends without Python's own end."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):  # closed, or no one reads it
             stream.flush()
@@ -511,10 +471,7 @@ def on_notice(name: str, callback: Notice) -> Callable[[], None]:
 
 # The roll call: all ranks are asked where they stand, once for all that want to know.
 
-_ANSWER = 0.8
-"""Seconds for a responder to answer. It needs the interpreter's lock for a millisecond; what
-does not get it in this time is stopped, gone, or in native code that keeps the lock."""
-
+_ANSWER = 0.8  # seconds for a responder to answer, which needs the interpreter's lock for 1 ms
 _LOOK = 0.3  # seconds for a neighbor to look what became of a silent rank's process
 _LONGEST = 1.8  # seconds for it all: rank 0's process, which holds the store, can be stopped itself
 _LOOKED_FOR = 64  # silent ranks whose processes are looked for
@@ -523,16 +480,12 @@ _NO_ANSWER = "does not answer: it is stopped, or in native code that keeps Pytho
 
 @dataclass(frozen=True, slots=True)
 class RollCall:
-    """Who answered what."""
-
     locations: dict[int, Location]
+    # What became of each rank that did not answer: ``"has ended"``, ``"is stopped (pid 71)"``.
     silent: dict[int, str] = field(default_factory=dict)
-    """For each rank that did not answer, what became of it, as far as it is known:
-    ``"has ended"``, ``"is stopped (pid 71)"``, ``"has left: cleanup() at train.py:90"``."""
     hosts: dict[int, str] = field(default_factory=dict)  # the host of each silent rank
 
-    def gone(self) -> list[int]:
-        """Return the ranks that can come no more: ended, left or stopped, as far as is known."""
+    def gone(self) -> list[int]:  # who can come no more: ended, left or stopped
         return [rank for rank, fate in self.silent.items() if fate != _NO_ANSWER]
 
     def among(self, ranks: Collection[int]) -> RollCall:
@@ -561,12 +514,13 @@ class RollCall:
 
 def call_roll(responder: Responder, *, stack: bool = False) -> RollCall:
     """Return where every rank stands, within two seconds: one asks for all that want to know."""
-    mine = responder.location(stack=stack)
-    with responder.pinned(mine):
-        try:
-            return within(_LONGEST, lambda: _call(responder.side, mine, stack))
-        except LOST as error:
-            return _without_store(responder.side, mine, error)
+    mine = responder.pinned = responder.location(stack=stack)
+    try:
+        return within(_LONGEST, lambda: _call(responder.side, mine, stack))
+    except LOST as error:
+        return _without_store(responder.side, mine, error)
+    finally:
+        responder.pinned = None
 
 
 def describe_gone(most: int) -> str:
@@ -602,15 +556,12 @@ def _without_store(side: SideStore, mine: Location, error: Exception) -> RollCal
     pid, namespace = side.holder
     state = state_of(pid, namespace) if side.hosts[0] == mine.host else ""
     words = str(error)
+    fate = f"does not answer in {_LONGEST:g} s: it is stopped, cut off or overloaded"
     if state == "ended" or "refused" in words or "onnection was likely closed" in words:
-        fate = f"has ended (pid {pid})"
+        fate = "has ended"
     elif state.startswith("stopped"):
-        fate = f"is {state} (pid {pid})"
-    else:
-        fate = (
-            f"does not answer in {_LONGEST:g} s: it is stopped, cut off or overloaded (pid {pid})"
-        )
-    fate += "; it holds the store, so that nothing is known of the others"
+        fate = f"is {state}"
+    fate += f" (pid {pid}); it holds the store, so that nothing is known of the others"
     return RollCall({side.rank: mine}, {0: fate}, {0: side.hosts[0]})
 
 

@@ -31,8 +31,7 @@ from ._world import finish_before_leaving, set_variables
 
 logger = logging.getLogger(__name__)
 
-FRAMEWORKS = ("DDP", "deepspeed", "horovod")
-"""What `setup_torch` can be told to set up; the first is torch itself."""
+FRAMEWORKS = ("DDP", "deepspeed", "horovod")  # the first is torch itself
 
 
 def check_framework(name: str, device: torch.device) -> None:
@@ -46,7 +45,6 @@ def check_framework(name: str, device: torch.device) -> None:
 
 
 def prepare_framework(name: str, info: RankInfo, device: torch.device, backend: str) -> None:
-    """Have a framework use the default process group that exists; again does nothing more."""
     if name == "deepspeed":
         _prepare_deepspeed(info, device, backend)
     elif name == "horovod":
@@ -54,9 +52,6 @@ def prepare_framework(name: str, info: RankInfo, device: torch.device, backend: 
 
 
 # DeepSpeed on the process group that there is.
-
-_SHARED_MEMORY = "deepspeed_shm_comm"
-"""DeepSpeed's own all-reduce among the CPUs of a node; only its inference engine calls it."""
 
 _undo: ExitStack | None = None  # removes DeepSpeed's traces, where it is prepared
 
@@ -108,19 +103,18 @@ def _prepare_deepspeed(info: RankInfo, device: torch.device, backend: str) -> No
         if "LOCAL_RANK" not in os.environ:
             # A world of one exports nothing, and DeepSpeed reads this one. Without the other
             # two it would be half of a launcher's set.
-            alone = {"RANK": info.rank, "WORLD_SIZE": info.world_size, "LOCAL_RANK": 0}
-            made.enter_context(_variables({name: str(value) for name, value in alone.items()}))
+            alone = {"RANK": f"{info.rank}", "WORLD_SIZE": f"{info.world_size}", "LOCAL_RANK": "0"}
+            made.enter_context(_variables(alone))
         installed = importlib.import_module("deepspeed.git_version_info").installed_ops
-        if device.type == "cpu" and not installed.get(_SHARED_MEMORY):
-            # Its build for every process group takes minutes, leaves a folder in the home
-            # folder, waits for ever if an earlier build was killed, and training does not call
-            # it. One that was built with DeepSpeed (DS_BUILD_SHM_COMM=1) stays.
-            deepspeed.ops.__compatible_ops__[_SHARED_MEMORY] = False
+        if device.type == "cpu" and not installed.get("deepspeed_shm_comm"):
+            # DeepSpeed's own all-reduce among a node's CPUs, which only its inference engine calls.
+            # Its build takes minutes, and waits for ever if an earlier one was killed. One that was
+            # built with DeepSpeed (DS_BUILD_SHM_COMM=1) stays.
+            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         # Without the discovery switched off, it would start MPI and overwrite MASTER_ADDR and
         # MASTER_PORT wherever one of torchrun's variables is missing (deepspeed/comm/comm.py).
         deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
-        # It would use these groups after another set-up; its own destroy_process_group calls
-        # this (0.19.8).
+        # It would use these groups after another set-up (0.19.8).
         groups = deepspeed.utils.groups
         made.callback(getattr(groups, "_release_process_group_references", lambda: None))
         _undo = made.pop_all()
@@ -149,11 +143,8 @@ def _variables(values: Mapping[str, str | None]) -> Iterator[None]:
 # DeepSpeed's configuration, from arguments and a user's own: whole, without contradictions.
 
 Config = dict[str, Any]
-
 AUTO = "auto"  # what Hugging Face's configurations say where the Trainer fills in its own arguments
-_DTYPES = {torch.float32: None, torch.bfloat16: "bf16", torch.float16: "fp16"}
-"""DeepSpeed's key for each type it computes in."""
-
+_DTYPES = {torch.float32: None, torch.bfloat16: "bf16", torch.float16: "fp16"}  # DeepSpeed's keys
 _MICRO, _TRAIN = "train_micro_batch_size_per_gpu", "train_batch_size"
 _STEPS = "gradient_accumulation_steps"
 
@@ -164,19 +155,13 @@ _KNOWN = (
 
 
 def deepspeed_config(
-    *,
-    zero_stage: int | None = None,
-    dtype: str | torch.dtype | None = None,
-    micro_batch_size: int | None = None,
-    gradient_accumulation_steps: int | None = None,
-    gradient_clipping: float | None = None,
-    offload_optimizer: str | None = None,
-    offload_parameters: str | None = None,
-    nvme_path: str | os.PathLike[str] | None = None,
+    *, zero_stage: int | None = None, dtype: str | torch.dtype | None = None,
+    micro_batch_size: int | None = None, gradient_accumulation_steps: int | None = None,
+    gradient_clipping: float | None = None, offload_optimizer: str | None = None,
+    offload_parameters: str | None = None, nvme_path: str | os.PathLike[str] | None = None,
     config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
-    data_parallel_size: int = 1,
-    device_type: str = "cpu",
-) -> Config:
+    data_parallel_size: int = 1, device_type: str = "cpu",
+) -> Config:  # fmt: skip
     """Return the configuration that `wrap_model_for_deepspeed` gives to DeepSpeed.
 
     Nothing is sent, and DeepSpeed is not needed. What is given in one place only is taken;
@@ -217,16 +202,15 @@ def deepspeed_config(
         _MICRO: micro_batch_size,
         _STEPS: gradient_accumulation_steps,
         "gradient_clipping": gradient_clipping,
-        **_precision(dtype),
     }
-    merged = _merge(theirs, _without_none(ours))
-    defaults = {
-        "zero_optimization": {"stage": 1},
-        "bf16": {"enabled": False},
-        "fp16": {"enabled": False},
-        "gradient_clipping": 0.0,
-    }
-    _fill(merged, defaults)
+    if dtype is not None:
+        wanted = _replicas.as_floating(dtype)
+        if wanted not in _DTYPES:
+            raise ValueError(f"dtype {wanted}; expected float32, bfloat16 or float16")
+        ours |= {name: {"enabled": _DTYPES[wanted] == name} for name in ("bf16", "fp16")}
+    merged = _merge(theirs, ours)
+    _fill(merged, {"zero_optimization": {"stage": 1}, "gradient_clipping": 0.0})
+    _fill(merged, {"bf16": {"enabled": False}, "fp16": {"enabled": False}})
     _fill_batch_sizes(merged, data_parallel_size)
     if left := [name for name, value in leaves_of(merged) if value == AUTO]:
         raise WrapError(
@@ -246,28 +230,23 @@ def _read(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> Config:
         return {}
     if isinstance(config, Mapping):
         return copy.deepcopy(dict(config))
+    what = f"DeepSpeed's configuration {os.fspath(config)!r}"
     try:
         with open(config, encoding="utf-8") as file:
             read = json.load(file, object_pairs_hook=_without_duplicates)
     except (OSError, ValueError) as error:
-        raise WrapError(
-            f"DeepSpeed's configuration {os.fspath(config)!r} cannot be read ({error}); expected a "
-            "JSON file"
-        ) from error
+        raise WrapError(f"{what} cannot be read ({error}); expected a JSON file") from error
     if not isinstance(read, dict):
-        raise WrapError(
-            f"DeepSpeed's configuration {os.fspath(config)!r} is a {type(read).__name__}; expected "
-            "a JSON object"
-        )
+        raise WrapError(f"{what} is a {type(read).__name__}; expected a JSON object")
     return read
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> Config:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the key {twice!r} stands in it twice")
+    found: Config = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"the key {name!r} stands in it twice")
+        found[name] = value
     return found
 
 
@@ -287,41 +266,23 @@ def _check_names(theirs: Config) -> None:
 
 
 def _offload(target: str | None, nvme_path: str | os.PathLike[str] | None) -> Config | None:
-    if target is None:
-        return None
-    path = None if nvme_path is None or target != "nvme" else os.fspath(nvme_path)
-    return {"device": target, "nvme_path": path}
-
-
-def _precision(dtype: str | torch.dtype | None) -> Config:
-    if dtype is None:
-        return {}
-    wanted = _replicas.as_floating(dtype)
-    if wanted not in _DTYPES:
-        raise ValueError(f"dtype {wanted}; expected float32, bfloat16 or float16")
-    return {name: {"enabled": _DTYPES[wanted] == name} for name in ("bf16", "fp16")}
-
-
-def _without_none(tree: Config) -> Config:
-    return {
-        name: _without_none(value) if isinstance(value, dict) else value
-        for name, value in tree.items()
-        if value is not None
-    }
+    if target != "nvme" or nvme_path is None:
+        return None if target is None else {"device": target}
+    return {"device": target, "nvme_path": os.fspath(nvme_path)}
 
 
 def _merge(theirs: Config, ours: Config, path: str = "") -> Config:
-    """Return both together; a leaf that both have must be equal, or ``"auto"`` in theirs."""
+    """Return both; what both have must be equal, ``"auto"`` in theirs, or None in ours."""
     merged = dict(theirs)
     for name, value in ours.items():
-        where = f"{path}{name}"
-        if name not in theirs or theirs[name] == AUTO:
+        there = theirs.get(name, AUTO)
+        if isinstance(value, dict) and (there == AUTO or isinstance(there, dict)):
+            merged[name] = _merge({} if there == AUTO else there, value, f"{path}{name}.")
+        elif value is not None and there == AUTO:
             merged[name] = value
-        elif isinstance(value, dict) and isinstance(theirs[name], dict):
-            merged[name] = _merge(theirs[name], value, f"{where}.")
-        elif theirs[name] != value:
+        elif value not in (None, there):
             raise WrapError(
-                f"config: {where} is {theirs[name]!r}, the argument says {value!r}; expected one "
+                f"config: {path}{name} is {there!r}, the argument says {value!r}; expected one "
                 'of them, or "auto" in config'
             )
     return merged
@@ -337,11 +298,13 @@ def _fill(merged: Config, defaults: Config) -> None:
 
 def _fill_batch_sizes(merged: Config, data_parallel_size: int) -> None:
     """Complete the three sizes, of which one follows from the others; DeepSpeed would round."""
-    known = {name: merged.get(name, AUTO) for name in (_MICRO, _STEPS, _TRAIN)}
-    for name, value in known.items():
-        if value != AUTO and not _is_count(value):
+    known: list[int | None] = []
+    for name in (_MICRO, _STEPS, _TRAIN):
+        value = merged.get(name, AUTO)
+        if value != AUTO and (type(value) is not int or value < 1):
             raise WrapError(f"{name} is {value!r}; expected a whole number from 1")
-    micro, steps, train = (None if value == AUTO else int(value) for value in known.values())
+        known.append(None if value == AUTO else value)
+    micro, steps, train = known
     if train is not None:
         steps = steps or (1 if micro is None else train // (micro * data_parallel_size))
         micro = micro or train // (steps * data_parallel_size)
@@ -353,10 +316,6 @@ def _fill_batch_sizes(merged: Config, data_parallel_size: int) -> None:
             f"{data_parallel_size} data-parallel ranks = {product}"
         )
     merged.update({_MICRO: micro, _STEPS: steps, _TRAIN: product})
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def leaves_of(tree: Config, path: str = "") -> Iterator[tuple[str, object]]:
@@ -376,21 +335,18 @@ def _check(merged: Config) -> None:
     if merged["bf16"]["enabled"] and merged["fp16"]["enabled"]:
         raise WrapError("config: bf16.enabled and fp16.enabled are both true; expected one")
     for name, least in (("optimizer", 1), ("param", 3)):
-        offload = zero.get(f"offload_{name}") or {}
+        offload, key = zero.get(f"offload_{name}") or {}, f"zero_optimization.offload_{name}"
         target = offload.get("device", "none")
         if target not in ("none", "cpu", "nvme"):
-            raise WrapError(
-                f"zero_optimization.offload_{name}.device {target!r}; expected 'cpu' or 'nvme'"
-            )
+            raise WrapError(f"{key}.device {target!r}; expected 'cpu' or 'nvme'")
         if target != "none" and stage < least:
             raise WrapError(
-                f"zero_optimization.offload_{name} with zero_stage {stage}; expected stage "
+                f"{key} with zero_stage {stage}; expected stage "
                 f"{'3' if least == 3 else '1, 2 or 3'}; stage {stage} keeps it whole on each rank"
             )
         if target == "nvme" and not offload.get("nvme_path"):
             raise WrapError(
-                f"zero_optimization.offload_{name} to nvme without a folder; expected nvme_path, "
-                "on a disk of this node"
+                f"{key} to nvme without a folder; expected nvme_path, on a disk of this node"
             )
 
 
@@ -398,31 +354,25 @@ def _check(merged: Config) -> None:
 
 _CALL = "wrap_model_for_deepspeed()"
 
-_ELEMENTWISE = frozenset(
+# Optimizers that ZeRO may give any part of a parameter, beside those that DeepSpeed lists. Others
+# (LBFGS, Adafactor, Muon) would be wrong without a sign.
+_ELEMENTWISE = tuple(
     getattr(torch.optim, name)
     for name in ("SGD", "RMSprop", "NAdam", "RAdam", "Adamax", "Adadelta", "ASGD", "Rprop")
 )
-"""Optimizers that ZeRO may give any part of a parameter, beside those that DeepSpeed lists. Others
-(LBFGS, Adafactor, Muon) would be wrong without a sign."""
 
 
 def wrap_model_for_deepspeed(
     model: nn.Module,
     optimizer: Optimizer | Callable[[list[nn.Parameter]], Optimizer] | None = None,
-    *,
-    zero_stage: int | None = None,
-    dtype: str | torch.dtype | None = None,
-    micro_batch_size: int | None = None,
-    gradient_accumulation_steps: int | None = None,
-    gradient_clipping: float | None = None,
-    offload_optimizer: str | None = None,
-    offload_parameters: str | None = None,
-    nvme_path: str | os.PathLike[str] | None = None,
+    *, zero_stage: int | None = None, dtype: str | torch.dtype | None = None,
+    micro_batch_size: int | None = None, gradient_accumulation_steps: int | None = None,
+    gradient_clipping: float | None = None, offload_optimizer: str | None = None,
+    offload_parameters: str | None = None, nvme_path: str | os.PathLike[str] | None = None,
     scheduler: LRScheduler | Callable[[Optimizer], LRScheduler] | None = None,
-    training_data: Dataset[Any] | None = None,
-    collate_fn: Callable[..., Any] | None = None,
+    training_data: Dataset[Any] | None = None, collate_fn: Callable[..., Any] | None = None,
     config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
-) -> tuple[Any, Any, Any, Any]:
+) -> tuple[Any, Any, Any, Any]:  # fmt: skip
     """Make a model train by DeepSpeed's ZeRO; return its engine, optimizer, loader and scheduler.
 
     Train with ``loss = engine(x)...; engine.backward(loss); engine.step()``: the engine
@@ -462,25 +412,19 @@ def wrap_model_for_deepspeed(
     replicas = _replicas.find_replicas(_CALL)
     world, state = replicas.world, _replicas.parallel_state()
     options: dict[str, Any] = {
-        "zero_stage": zero_stage,
-        "dtype": dtype,
-        "micro_batch_size": micro_batch_size,
+        "zero_stage": zero_stage, "dtype": dtype, "micro_batch_size": micro_batch_size,
         "gradient_accumulation_steps": gradient_accumulation_steps,
         "gradient_clipping": gradient_clipping,
-        "offload_optimizer": offload_optimizer,
-        "offload_parameters": offload_parameters,
-    }
+        "offload_optimizer": offload_optimizer, "offload_parameters": offload_parameters,
+    }  # fmt: skip
     given = {**options, "optimizer": optimizer, "scheduler": scheduler}
     with _replicas.agreed(_CALL, model, given, replicas) as lines:
         _check_deepspeed(world.device)
         _refuse(model, optimizer, replicas)
         settings = deepspeed_config(
-            **options,
-            nvme_path=nvme_path,
-            config=config,
+            **options, nvme_path=nvme_path, config=config, device_type=world.device.type,
             data_parallel_size=world.info.world_size if state is None else state.size("data"),
-            device_type=world.device.type,
-        )
+        )  # fmt: skip
         _refuse_two(settings, optimizer, scheduler)
         if type(optimizer) in _ELEMENTWISE:
             settings.setdefault("zero_allow_untested_optimizer", True)
@@ -496,21 +440,14 @@ def wrap_model_for_deepspeed(
     hidden = _variables({"OMPI_COMM_WORLD_LOCAL_RANK": None})
     with waiting(f"deepspeed.initialize for {_CALL}", world, replicas.ranks), hidden:
         made = _import_deepspeed().initialize(
-            model=model,
-            optimizer=optimizer,
-            model_parameters=trained,
-            training_data=training_data,
-            collate_fn=collate_fn,
-            lr_scheduler=scheduler,
-            mpu=_model_parallel_unit(),
-            dist_init_required=False,
-            config=settings,
-        )
+            model=model, optimizer=optimizer, model_parameters=trained, lr_scheduler=scheduler,
+            training_data=training_data, collate_fn=collate_fn, mpu=_model_parallel_unit(),
+            dist_init_required=False, config=settings,
+        )  # fmt: skip
     # DeepSpeed gives all ranks the same parameters, and leaves buffers as each rank has them.
     _replicas.start_alike(list(model.buffers()), replicas)
-    _replicas.remember_inside(
-        model, "DeepSpeed"
-    )  # for good: the engine's hooks stay on its parameters
+    # For good: the engine's hooks stay on its parameters.
+    _replicas.remember_inside(model, "DeepSpeed")
     return made[0], made[1], made[2], made[3]
 
 
@@ -557,16 +494,10 @@ def _model_parallel_unit() -> Any:
     return ezpz_tp.mpu
 
 
-# Horovod's optimizer around torch's, where Horovod can be imported.
-
-
 def wrap_model_for_horovod(
-    model: nn.Module,
-    optimizer: Optimizer,
-    *,
-    gradient_accumulation_steps: int = 1,
-    compress: bool = False,
-) -> tuple[nn.Module, Optimizer]:
+    model: nn.Module, optimizer: Optimizer, *,
+    gradient_accumulation_steps: int = 1, compress: bool = False,
+) -> tuple[nn.Module, Optimizer]:  # fmt: skip
     """Make a model train by Horovod; return it, and the optimizer that averages its gradients.
 
     All ranks start from rank 0's values and optimizer state. Collective: every rank calls this.
@@ -604,17 +535,15 @@ def wrap_model_for_horovod(
 
 
 def _load_horovod(info: RankInfo | None = None) -> Any:
-    printed = io.StringIO()
     try:
-        with contextlib.redirect_stdout(printed):
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
             horovod = importlib.import_module("horovod.torch")
         start = horovod.init  # missing where its library was not built, which it prints
     except Exception as error:  # one that was built for another torch fails in many ways
-        reason = " ".join((printed.getvalue() or str(error)).split())
         raise SetupError(
-            f"Horovod cannot be imported ({reason}); expected horovod.torch with framework="
-            '"horovod"; its last release, 0.28.1, does not build against torch 2.1 or later '
-            '(C++17): use framework="DDP"'
+            f"Horovod cannot be imported ({' '.join((printed.getvalue() or str(error)).split())}); "
+            'expected horovod.torch with framework="horovod"; its last release, 0.28.1, does not '
+            'build against torch 2.1 or later (C++17): use framework="DDP"'
         ) from error
     if info is not None:
         start()  # once; it ends at exit: in cleanup() it would wait for ranks that have failed

@@ -55,24 +55,14 @@ def find_units(
     if kinds is None:
         found = dict(_of_list(model, "") if _is_list(model) else _outside(model, ""))
     else:
-        wanted = tuple(kinds)
-        modules: _Named = model.named_modules()
-        found = {name: module for name, module in modules if name and isinstance(module, wanted)}
+        wanted, every = tuple(kinds), model.named_modules()
+        found = {name: module for name, module in every if name and isinstance(module, wanted)}
     homes: dict[nn.Parameter, set[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        homes.setdefault(parameter, set()).add(home_of(name, found))
+        homes.setdefault(parameter, set()).add(_replicas.home_of(name, found))
     used = {home for used_in in homes.values() for home in used_in}
     shared = {home for used_in in homes.values() if len(used_in) > 1 for home in used_in}
     return {name: found[name] for name in reversed(found) if name in used - shared}
-
-
-def home_of(name: str, found: dict[str, nn.Module]) -> str:
-    """Return the innermost of the modules found that a parameter is in, or "", the root."""
-    while name:
-        name = name.rpartition(".")[0]
-        if name in found:
-            return name
-    return ""
 
 
 def _outside(module: nn.Module, prefix: str) -> _Named:
@@ -123,18 +113,11 @@ def _is_matrix(module: nn.Module) -> bool:
 
 _FSDP1 = "wrap_model_for_fsdp()"
 
-_FSDP1_RESERVED = dict.fromkeys(
-    ("process_group", "device_id", "device_mesh"), "it is chosen by the set-up: leave it out"
-)
-
 
 def wrap_model_for_fsdp(
-    model: nn.Module,
-    *,
-    dtype: str | torch.dtype | None = None,
-    units: Collection[type[nn.Module]] | None = None,
-    **options: Any,
-) -> FullyShardedDataParallel:
+    model: nn.Module, *, dtype: str | torch.dtype | None = None,
+    units: Collection[type[nn.Module]] | None = None, **options: Any,
+) -> FullyShardedDataParallel:  # fmt: skip
     """Shard a model by torch's FullyShardedDataParallel (FSDP1).
 
     torch calls it deprecated, and develops FSDP2 instead: prefer `wrap_model_for_fsdp2`, which
@@ -164,19 +147,15 @@ def wrap_model_for_fsdp(
     replicas = _replicas.find_replicas(_FSDP1)
     precision = None
     with _replicas.agreed(_FSDP1, model, {"dtype": dtype, **options}, replicas) as lines:
-        _replicas.check_model(_FSDP1, model, replicas, options, _FSDP1_RESERVED)
+        _replicas.check_model(_FSDP1, model, replicas, options, _replicas.RESERVED)
         if "HYBRID" in str(options.get("sharding_strategy")):
             raise WrapError(
                 f"{_FSDP1}: {options['sharding_strategy']}, which wants groups of its own; "
-                f"expected "
-                "a strategy for one group; use wrap_model_for_fsdp2 with shard_size"
+                "expected a strategy for one group; use wrap_model_for_fsdp2 with shard_size"
             )
         if dtype is not None:
-            precision = MixedPrecision(
-                param_dtype=_replicas.as_floating(dtype),
-                reduce_dtype=torch.float32,
-                buffer_dtype=_replicas.as_floating(dtype),
-            )
+            wanted = _replicas.as_floating(dtype)
+            precision = MixedPrecision(wanted, torch.float32, wanted)  # of gradients, of buffers
         if has_meta(model):
             raise WrapError(
                 f"{_FSDP1}: {type(model).__name__} is on the meta device; expected one with data: "
@@ -187,12 +166,9 @@ def wrap_model_for_fsdp(
         lines |= {f"unit {name}": type(module).__name__ for name, module in found.items()}
     _replicas.start_alike([*model.parameters(), *model.buffers()], replicas)
     chosen = set(found.values())
-    settings: dict[str, Any] = {
-        "auto_wrap_policy": CustomPolicy(lambda module: module in chosen),
-        "mixed_precision": precision,
-        "use_orig_params": True,
-        **options,
-    }
+    policy = CustomPolicy(lambda module: module in chosen)
+    settings: dict[str, Any] = {"auto_wrap_policy": policy, "mixed_precision": precision}
+    settings |= {"use_orig_params": True, **options}
     with warnings.catch_warnings(), waiting("FSDP1's start", replicas.world, replicas.ranks):
         # Said above, to the reader; no news to who runs the script. Nor is that one rank has
         # nothing to share out.
@@ -209,31 +185,21 @@ def wrap_model_for_fsdp(
 
 _CALL = "wrap_model_for_fsdp2()"
 
+# Backends on which an average is a sum, divided: oneCCL has none, or (2021.15 and later) not on
+# every path (https://github.com/intel/torch-xpu-ops/issues/2361), and until 2022.1 it divides small
+# messages twice (https://github.com/intel/torch-xpu-ops/issues/3020).
 _WITHOUT_AVERAGE = ("ccl", "xccl")
-"""Backends on which an average is a sum, divided.
-
-oneCCL has none, or (2021.15 and later) not on every path: "average operation is not supported
-for the scheduler path", https://github.com/intel/torch-xpu-ops/issues/2361; and until 2022.1 it
-divides small messages twice, https://github.com/intel/torch-xpu-ops/issues/3020.
-"""
-
 _RESERVED = {
-    "mesh": "give shard_size, or ezpz_tp's groups",
-    "mp_policy": "give dtype, reduce_dtype",
-}
+    "mesh": "give shard_size, or ezpz_tp's groups", "mp_policy": "give dtype, reduce_dtype",
+}  # fmt: skip
 
 
 def wrap_model_for_fsdp2(
-    model: nn.Module,
-    *,
-    dtype: str | torch.dtype | None = None,
-    reduce_dtype: str | torch.dtype = torch.float32,
-    reshard_after_forward: bool | int = True,
-    shard_size: int | None = None,
-    units: Collection[type[nn.Module]] | None = None,
-    initialize: Initialize | None = None,
-    **options: Any,
-) -> nn.Module:
+    model: nn.Module, *, dtype: str | torch.dtype | None = None,
+    reduce_dtype: str | torch.dtype = torch.float32, reshard_after_forward: bool | int = True,
+    shard_size: int | None = None, units: Collection[type[nn.Module]] | None = None,
+    initialize: Initialize | None = None, **options: Any,
+) -> nn.Module:  # fmt: skip
     """Share a model's parameters, gradients and optimizer state out over the ranks (FSDP2).
 
     Each transformer block is a unit: gathered when it runs, freed after. Blocks are the members
@@ -282,13 +248,12 @@ def wrap_model_for_fsdp2(
             parameter), or cannot be sharded or filled as asked.
         ValueError: A type is not known, or no floating-point type.
     """
-    from torch.distributed.fsdp import MixedPrecisionPolicy  # noqa: PLC0415 - 0.6 s
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy  # noqa: PLC0415 - 0.6 s
 
     replicas = _replicas.find_replicas(_CALL)
     given = {
-        "dtype": dtype, "reduce_dtype": reduce_dtype,
-        "reshard_after_forward": reshard_after_forward,
-        "shard_size": shard_size, "initialize": initialize, **options,
+        "dtype": dtype, "reduce_dtype": reduce_dtype, "shard_size": shard_size,
+        "reshard_after_forward": reshard_after_forward, "initialize": initialize, **options,
     }  # fmt: skip
     policy = MixedPrecisionPolicy()
     with _replicas.agreed(_CALL, model, given, replicas) as lines:
@@ -298,18 +263,20 @@ def wrap_model_for_fsdp2(
                 param_dtype=_replicas.as_floating(dtype),
                 reduce_dtype=_replicas.as_floating(reduce_dtype, "reduce_dtype"),
             )
-        _refuse_backend(replicas.world.backend)
+        # Offered by torch 2.8 and later.
+        can_sum = hasattr(FSDPModule, "set_force_sum_reduction_for_comms")
+        if (backend := replicas.world.backend) in _WITHOUT_AVERAGE and not can_sum:
+            raise WrapError(
+                f"{_CALL}: {backend} cannot average, and torch {torch.__version__} asks it to; "
+                "expected torch 2.8 or later; or use wrap_model_for_ddp"
+            )
         _check_sizes(reshard_after_forward, shard_size, replicas)
         refuse_unfillable(model, initialize)
         found = find_units(model, units)
         _refuse_unshardable(model, found, dtype, options.get("ignored_params", ()))
         lines |= {f"unit {name}": type(module).__name__ for name, module in found.items()}
-    settings = {
-        "mesh": data_parallel_mesh(replicas, shard_size),
-        "mp_policy": policy,
-        "reshard_after_forward": reshard_after_forward,
-        **options,
-    }
+    settings = {"mesh": data_parallel_mesh(replicas, shard_size), "mp_policy": policy}
+    settings |= {"reshard_after_forward": reshard_after_forward, **options}
     with _replicas.attributes_kept(model):
         _shard(model, found, replicas, settings)
         offloads = hasattr(options.get("offload_policy"), "pin_memory")
@@ -328,9 +295,8 @@ def _shard(
     done: set[torch.Tensor] = set()
     for module in (*found.values(), model):
         held = [*module.parameters(), *module.buffers()]
-        _replicas.start_alike(
-            [one for one in held if one not in done and not hasattr(one, "device_mesh")], replicas
-        )
+        whole = [one for one in held if one not in done and not hasattr(one, "device_mesh")]
+        _replicas.start_alike(whole, replicas)
         done.update(held)
         if module is model and settings["reshard_after_forward"] is not False:
             # torch then keeps the root after forward: backward begins with it.
@@ -339,18 +305,6 @@ def _shard(
             sharded: Any = fully_shard(module, **settings)
         if replicas.world.backend in _WITHOUT_AVERAGE:
             sharded.set_force_sum_reduction_for_comms(True)
-
-
-def _refuse_backend(backend: str) -> None:
-    from torch.distributed.fsdp import FSDPModule  # noqa: PLC0415 - 0.6 s
-
-    # Offered by torch 2.8 and later.
-    can_sum = hasattr(FSDPModule, "set_force_sum_reduction_for_comms")
-    if backend in _WITHOUT_AVERAGE and not can_sum:
-        raise WrapError(
-            f"{_CALL}: {backend} cannot average, and torch {torch.__version__} asks it to; "
-            "expected torch 2.8 or later; or use wrap_model_for_ddp"
-        )
 
 
 def _refuse_unshardable(
@@ -390,7 +344,7 @@ def _refuse_unshardable(
                 f"{about} is {parameter.dtype}, and dtype={dtype!r}; expected real parameters with "
                 "a dtype to compute in; leave dtype out"
             )
-        home = home_of(name, found)
+        home = _replicas.home_of(name, found)
         other, kind = trained.setdefault(home, (name, parameter.dtype))
         if kind != parameter.dtype:
             raise WrapError(

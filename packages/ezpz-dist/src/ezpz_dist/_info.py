@@ -17,20 +17,17 @@ import ezpz_topo
 from ezpz_topo import NodelistError, fold_nodelist
 
 from ._errors import fold
-from ._replicas import find_wrapper
+from ._replicas import find_wrapper, home_of
 from ._version import __version__
 from ._world import find_world
 
 # The world as a table in text: pure, and readable at ten thousand ranks.
 
-_NODES_SHOWN, _FIRST_NODES = 8, 3
-"""More nodes than the former are shortened: to so many first ones, and the last."""
-
+_NODES_SHOWN, _FIRST_NODES = 8, 3  # of more nodes so many first ones, and the last, are shown
 _WIDTH = 60  # characters for ranks in columns, and for a folded list of hosts or ranks
 
 
 def picture(info: Mapping[str, Any], hosts: Sequence[str]) -> str:
-    """Return what `get_dist_info` says, and which ranks are on which node."""
     nodes: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):
         nodes.setdefault(host, []).append(rank)
@@ -71,17 +68,14 @@ def _table(nodes: Mapping[str, Sequence[int]]) -> list[str]:
     if shown is not rows:
         hidden = rows[_FIRST_NODES:-1]
         ranks = [rank for _, _, own in hidden for rank in own]
-        where = _cut(_fold_hosts([host for _, host, _ in hidden]))
-        more = f"{len(hidden):,} more: {where}, ranks {_cut(fold(ranks))}"
+        names = [host for _, host, _ in hidden]
+        try:
+            where = fold_nodelist(names)
+        except NodelistError:
+            where = ", ".join(names)  # names that no nodelist can hold
+        more = f"{len(hidden):,} more: {_cut(where)}, ranks {_cut(fold(ranks))}"
         lines.insert(-1, f"{'...':>{node_width}}  {more}")
     return lines
-
-
-def _fold_hosts(hosts: Sequence[str]) -> str:
-    try:
-        return fold_nodelist(hosts)
-    except NodelistError:
-        return ", ".join(hosts)  # names that no nodelist can hold
 
 
 def _cut(text: str) -> str:
@@ -127,31 +121,22 @@ def get_dist_info() -> dict[str, Any]:
     if ezpz_tp.tensor_parallel_is_initialized():
         degrees = {axis: ezpz_tp.get_state().size(axis) for axis in degrees}
     return {
-        "is_set_up": world is not None,
-        **_place(info),
+        "is_set_up": world is not None, **_place(info),
         "num_nodes": info.num_nodes if world is None else info.num_nodes or len(hosts),
-        "hostname": ezpz_topo.get_hostname(),
-        "hosts": hosts,
-        "device": str(device),
-        "device_type": device.type,
+        "hostname": ezpz_topo.get_hostname(), "hosts": hosts,
+        "device": str(device), "device_type": device.type,
         "backend": ezpz_device.get_torch_backend() if world is None else world.backend,
         "timeout": None if world is None else world.timeout,
-        "launcher": info.launcher,
-        "scheduler": job.scheduler,
-        "job_id": job.job_id,
-        "machine": ezpz_topo.get_machine(),
-        "master_addr": os.environ.get("MASTER_ADDR") or None,
-        "master_port": int(port) if port.isascii() and port.isdigit() else None,
-        "degrees": degrees,
+        "launcher": info.launcher, "scheduler": job.scheduler, "job_id": job.job_id,
+        "machine": ezpz_topo.get_machine(), "master_addr": os.environ.get("MASTER_ADDR") or None,
+        "master_port": int(port) if port.isascii() and port.isdigit() else None, "degrees": degrees,
         "versions": {
             "torch": str(torch.__version__),  # a plain string, for YAML too
-            "python": platform.python_version(),
-            "ezpz_dist": __version__,
-            "ezpz_topo": ezpz_topo.__version__,
-            "ezpz_device": ezpz_device.__version__,
+            "python": platform.python_version(), "ezpz_dist": __version__,
+            "ezpz_topo": ezpz_topo.__version__, "ezpz_device": ezpz_device.__version__,
             "ezpz_tp": ezpz_tp.__version__,
         },
-    }
+    }  # fmt: skip
 
 
 def print_dist_setup() -> str:
@@ -196,12 +181,9 @@ def query_environment(env: Mapping[str, str] | None = None) -> dict[str, Any]:
     info = ezpz_topo.get_rank_info(env)
     names = sorted(launch_variables())
     return {
-        **_place(info),
-        "launcher": info.launcher,
-        "sources": dict(info.sources),
-        "variables": {name: env[name] for name in names if env.get(name)},
-        "notes": list(info.notes),
-    }
+        **_place(info), "launcher": info.launcher, "sources": dict(info.sources),
+        "variables": {name: env[name] for name in names if env.get(name)}, "notes": [*info.notes],
+    }  # fmt: skip
 
 
 def _place(info: ezpz_topo.RankInfo) -> dict[str, Any]:
@@ -210,7 +192,6 @@ def _place(info: ezpz_topo.RankInfo) -> dict[str, Any]:
 
 
 def launch_variables() -> set[str]:
-    """Return the names of the variables by which launchers tell a process its place."""
     return {
         name
         for family in ezpz_topo.FAMILIES
@@ -235,6 +216,8 @@ def _allocation() -> ezpz_topo.Allocation:
 
 
 # What was found of a model, and a table of it.
+
+_COLUMNS = "unit", "class", "by", "parameters", "here", "bytes here", "type", "after forward"
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,48 +299,34 @@ class ModelDescription:
         return sum(unit.buffer_bytes for unit in self.units)
 
     def __str__(self) -> str:
-        rows = [
-            ("unit", "class", "by", "parameters", "here", "bytes here", "type", "after forward")
-        ]
-        for like, names in _alike(self.units):
-            first = like.name or "(rest)" if len(self.units) > 1 else like.name or "(all)"
-            rows.append(
-                (
-                    first if len(names) == 1 else f"{first} ... {names[-1]} ({len(names)}x)",
-                    like.kind,
-                    (like.wrapper or "-") + (f" {like.mesh}" if like.mesh else ""),
-                    f"{like.parameters:,}",
-                    f"{like.held:,}",
-                    _bytes(like.bytes),
-                    (like.dtype or "-")
-                    + (f", computes in {like.compute_dtype}" if like.compute_dtype else "")
-                    + (f", reduces in {like.reduce_dtype}" if like.reduce_dtype else ""),
-                    {None: "-", True: "freed", False: "kept"}[like.reshards],
-                )
-            )
-        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-        right = (3, 4, 5)
-        lines = [
-            "  ".join(
-                cell.rjust(width) if column in right else cell.ljust(width)
-                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in rows
-        ]
+        rows = [_COLUMNS]
+        alike: dict[WrappedUnit, list[str]] = {}  # units that differ by name alone, in one row
+        for unit in self.units:
+            alike.setdefault(replace(unit, name=""), []).append(unit.name)
+        for like, names in alike.items():
+            name = names[0] or ("(rest)" if len(self.units) > 1 else "(all)")
+            dtype = like.dtype or "-"
+            dtype += f", computes in {like.compute_dtype}" if like.compute_dtype else ""
+            dtype += f", reduces in {like.reduce_dtype}" if like.reduce_dtype else ""
+            rows.append((
+                name if len(names) == 1 else f"{name} ... {names[-1]} ({len(names)}x)", like.kind,
+                f"{like.wrapper or '-'} {like.mesh}".strip(), f"{like.parameters:,}",
+                f"{like.held:,}", _bytes(like.bytes), dtype,
+                {None: "-", True: "freed", False: "kept"}[like.reshards],
+            ))  # fmt: skip
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = []
+        for row in rows:
+            cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+            for column in (3, 4, 5):
+                cells[column] = row[column].rjust(widths[column])
+            lines.append("  ".join(cells).rstrip())
         share = f", {self.held / self.parameters:.1%} of it here" if self.parameters else ""
         total = (
             f"{self.kind}: {self.parameters:,} parameters ({self.trainable:,} trainable){share}: "
             f"{_bytes(self.bytes)}, and {_bytes(self.buffer_bytes)} of buffers"
         )
         return "\n".join([total, *lines])
-
-
-def _alike(units: tuple[WrappedUnit, ...]) -> list[tuple[WrappedUnit, list[str]]]:
-    """Put units that differ by name alone in one row, where the first of them is."""
-    rows: dict[WrappedUnit, list[str]] = {}
-    for unit in units:
-        rows.setdefault(replace(unit, name=""), []).append(unit.name)
-    return [(replace(like, name=names[0]), names) for like, names in rows.items()]
 
 
 def _bytes(number: float) -> str:
@@ -387,9 +356,9 @@ def describe(model: nn.Module) -> ModelDescription:
     seen: set[torch.Tensor] = set()
     for name, module in modules.items():
         if find_wrapper(module) in ("FSDP1", "FSDP2"):
-            parent = units[_innermost(name.rpartition(".")[0], units)]
+            parent = units[home_of(name, units)]
             units[name] = _Held(module, find_wrapper(parent.module) != "FSDP2" or not name)
-        unit = units[_innermost(name, units)]
+        unit = units[name if name in units else home_of(name, units)]
         unit.parameters += [one for one in module.parameters(recurse=False) if one not in seen]
         unit.buffers += [one for one in module.buffers(recurse=False) if one not in seen]
         seen.update(unit.parameters, unit.buffers)
@@ -406,12 +375,6 @@ class _Held:
     is_outermost: bool = True
     parameters: list[torch.Tensor] = field(default_factory=list)
     buffers: list[torch.Tensor] = field(default_factory=list)
-
-
-def _innermost(name: str, units: dict[str, _Held]) -> str:
-    while name not in units:
-        name = name.rpartition(".")[0]
-    return name
 
 
 def _unit(name: str, held: _Held, around: str | None) -> WrappedUnit:
@@ -431,24 +394,20 @@ def _unit(name: str, held: _Held, around: str | None) -> WrappedUnit:
         whole = sum(count for count, _ in counted)
         trainable = sum(count for count, trains in counted if trains)
     dtypes = Counter(str(one.dtype).removeprefix("torch.") for one in parameters)
-    dtype = dtypes.most_common(1)[0][0] if dtypes else ""
+    dtype = next((name for name, _ in dtypes.most_common(1)), "")
     mixed, reshards = _policy(module, wrapper, held.is_outermost)
     return WrappedUnit(
         # As the bare model names it.
         name=name.replace("_fsdp_wrapped_module.", "").replace("_orig_mod.", ""),
         kind=_class_of(_inside(module)),
         wrapper=wrapper if wrapper in ("FSDP1", "FSDP2") else around,
-        parameters=whole,
-        trainable=trainable,
-        held=sum(here for _, here, _ in sizes),
+        parameters=whole, trainable=trainable, held=sum(here for _, here, _ in sizes),
         bytes=sum(here * one.element_size() for _, here, one in sizes),
         buffer_bytes=sum(one.numel() * one.element_size() for one in buffers),
-        dtype=dtype,
-        compute_dtype=_other(getattr(mixed, "param_dtype", None), dtype),
-        reduce_dtype=_other(getattr(mixed, "reduce_dtype", None), dtype),
-        reshards=reshards,
+        dtype=dtype, compute_dtype=_other(getattr(mixed, "param_dtype", None), dtype),
+        reduce_dtype=_other(getattr(mixed, "reduce_dtype", None), dtype), reshards=reshards,
         mesh=next((_mesh(one) for one in parameters if hasattr(one, "device_mesh")), ""),
-    )
+    )  # fmt: skip
 
 
 def _sizes(parameter: Any) -> tuple[int, int]:
@@ -477,10 +436,8 @@ def _policy(module: Any, wrapper: str | None, is_outermost: bool) -> tuple[Any, 
     if wrapper != "FSDP2":
         return None, None
     state = module._get_fsdp_state()  # noqa: SLF001
-    groups = getattr(state, "_fsdp_param_groups", None) or [
-        getattr(state, "_fsdp_param_group", None)
-    ]
-    group = groups[0] if groups else None
+    groups = getattr(state, "_fsdp_param_groups", None)
+    group = groups[0] if groups else getattr(state, "_fsdp_param_group", None)
     policy = getattr(state, "_mp_policy", None)
     if group is None or not hasattr(group, "post_forward_mesh_info"):
         return policy, None
@@ -491,10 +448,8 @@ def _policy(module: Any, wrapper: str | None, is_outermost: bool) -> tuple[Any, 
 
 def _mesh(parameter: Any) -> str:
     mesh = parameter.device_mesh
-    names = mesh.mesh_dim_names or ("",) * mesh.ndim
-    return " x ".join(
-        f"{name} {size}".strip() for name, size in zip(names, mesh.shape, strict=True)
-    )
+    named = zip(mesh.mesh_dim_names or ("",) * mesh.ndim, mesh.shape, strict=True)
+    return " x ".join(f"{name} {size}".strip() for name, size in named)
 
 
 def _inside(module: Any) -> nn.Module:

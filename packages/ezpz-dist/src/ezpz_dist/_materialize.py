@@ -22,7 +22,6 @@ def has_meta(model: nn.Module) -> bool:
 
 
 def refuse_unfillable(model: nn.Module, initialize: Initialize | None) -> None:
-    """Raise if a model on the meta device has modules without a way to fill them, or DTensors."""
     for name, parameter in model.named_parameters():
         if parameter.is_meta and hasattr(parameter, "device_mesh"):
             raise WrapError(
@@ -51,61 +50,60 @@ def materialize(
     keep_on: torch.device | None = None,
 ) -> None:
     """Give data to what is on the meta device; on all replicas the same. Collective over them."""
-    if not has_meta(model):
-        return
-    with nullcontext() if replicas is None else _first_ranks_draws(device, replicas):
-        _fill(model, device, initialize, keep_on or device)
-
-
-def _fill(
-    model: nn.Module, device: torch.device, initialize: Initialize | None, keep_on: torch.device
-) -> None:
     # Module by module, children first, in the order in which constructors mostly draw: whole
     # tensors are filled, and of a sharded parameter each rank keeps its shard. So no rank ever
     # holds more whole tensors than one module has itself, and with equal generators the shards
     # are parts of one draw.
     filled: dict[torch.Tensor, torch.Tensor] = {}
-    for name, module in _children_first(model, "", set()):
-        own = _own_meta(module)
-        if not own:
-            continue
-        for key, empty in own.items():
-            setattr(module, key, _marked(empty, device))
-        with torch.no_grad(), _WholeDraws():  # type: ignore[no-untyped-call]
-            if (reset := _reset_of(module)) is not None:
-                reset()
-            if initialize is not None:
-                initialize(module)
-        for key, empty in own.items():
-            whole = getattr(module, key)
-            if _is_untouched(whole):
-                path = f"{name}.{key}".removeprefix(".")
-                raise WrapError(
-                    f"{path} of shape {list(whole.shape)} was built on "
-                    f"the meta device, and {'initialize' if initialize else 'reset_parameters'} "
-                    f"of {type(module).__name__} leaves it unfilled, or in part; expected it to "
-                    "fill all that the module holds itself"
-                )
-            # Of a tied parameter the first draw counts, as where the second use was assigned.
-            if empty not in filled:
-                filled[empty] = _kept(whole, empty, keep_on)
-            setattr(module, key, filled[empty])
+    if not has_meta(model):
+        return
+    with nullcontext() if replicas is None else _first_ranks_draws(device, replicas):
+        for name, module in _children_first(model, "", set()):
+            own = _own_meta(module)
+            for key, empty in own.items():
+                setattr(module, key, _marked(empty, device))
+            if own:
+                with torch.no_grad(), _WholeDraws():  # type: ignore[no-untyped-call]
+                    if (reset := _reset_of(module)) is not None:
+                        reset()
+                    if initialize is not None:
+                        initialize(module)
+            for key, empty in own.items():
+                whole = getattr(module, key)
+                if _is_untouched(whole):
+                    path = f"{name}.{key}".removeprefix(".")
+                    raise WrapError(
+                        f"{path} of shape {list(whole.shape)} was built on the meta device, and "
+                        f"{'initialize' if initialize else 'reset_parameters'} of "
+                        f"{type(module).__name__} leaves it unfilled, or in part; expected it to "
+                        "fill all that the module holds itself"
+                    )
+                # Of a tied parameter the first draw counts, as where the second use was assigned.
+                if empty not in filled:
+                    filled[empty] = _kept(whole, empty, keep_on or device)
+                setattr(module, key, filled[empty])
 
 
 @contextmanager
 def _first_ranks_draws(device: torch.device, replicas: Replicas) -> Iterator[None]:
     """Let all ranks draw from torch's generators as the first does; it alone is further on then."""
-    own = _generators(device)
-    # Of the CPU's 5 KB and the device's 16 bytes.
+    # torch's functions for the CPU, whose state is 5 KB, and the device's, of 16 bytes.
+    modules = [torch.random, *([torch.get_device_module(device)] if device.type != "cpu" else [])]
+    own = [module.get_rng_state() for module in modules]
+
+    def give(states: list[torch.Tensor]) -> None:
+        for module, state in zip(modules, states, strict=True):
+            module.set_rng_state(state)
+
     states = [state.clone() for state in own]
     for state in states:
         replicas.send_first(state, "the state of the first rank's generators")
-    _set_generators(device, states)
+    give(states)
     try:
         yield
     finally:
         if not replicas.is_first:
-            _set_generators(device, own)
+            give(own)
 
 
 def _children_first(
@@ -124,14 +122,9 @@ def shard_like(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     from torch.distributed.tensor import DTensor  # noqa: PLC0415 - only where there are some
 
     assert isinstance(like, DTensor)
-    return DTensor.from_local(
-        _part(whole, like).clone(memory_format=torch.contiguous_format),
-        like.device_mesh,
-        like.placements,
-        run_check=False,
-        shape=whole.shape,
-        stride=whole.stride(),
-    )
+    part = _part(whole, like).clone(memory_format=torch.contiguous_format)
+    about: Any = {"run_check": False, "shape": whole.shape, "stride": whole.stride()}
+    return DTensor.from_local(part, like.device_mesh, like.placements, **about)
 
 
 class _WholeDraws(TorchDispatchMode):
@@ -141,7 +134,6 @@ class _WholeDraws(TorchDispatchMode):
     # the CPU would draw the same numbers into the shard of every rank.
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Look at every operation, before DTensor does; the signature is torch's."""
         kwargs = kwargs or {}
         shards = [one for one in (*args, *kwargs.values()) if hasattr(one, "device_mesh")]
         if torch.Tag.nondeterministic_seeded not in func.tags or not shards:
@@ -165,12 +157,11 @@ class _WholeDraws(TorchDispatchMode):
 
 def _part(whole: torch.Tensor, like: Any) -> torch.Tensor:
     """Return the part of a whole tensor that a DTensor holds on this rank."""
-    part = whole
+    part, mesh = whole, like.device_mesh
     for axis, placement in enumerate(like.placements):
         if placement.is_shard():
-            index, dim = like.device_mesh.get_local_rank(axis), placement.dim
-            chunks = part.chunk(like.device_mesh.size(axis), dim)
-            part = chunks[index] if index < len(chunks) else part.narrow(dim, 0, 0)
+            index, chunks = mesh.get_local_rank(axis), part.chunk(mesh.size(axis), placement.dim)
+            part = chunks[index] if index < len(chunks) else part.narrow(placement.dim, 0, 0)
     return part
 
 
@@ -190,20 +181,14 @@ def _parameter_like(values: torch.Tensor, empty: nn.Parameter) -> nn.Parameter:
 
 def _own_meta(module: nn.Module) -> dict[str, torch.Tensor]:
     """Return what a module holds itself, and has no data of, by name."""
-    own = (
-        *module.named_parameters(recurse=False, remove_duplicate=False),
-        *module.named_buffers(recurse=False, remove_duplicate=False),
-    )
-    return {name: tensor for name, tensor in own if tensor.is_meta}
+    parameters = module.named_parameters(recurse=False, remove_duplicate=False)
+    buffers = module.named_buffers(recurse=False, remove_duplicate=False)
+    return {name: tensor for name, tensor in (*parameters, *buffers) if tensor.is_meta}
 
 
 def _reset_of(module: nn.Module) -> Callable[[], object] | None:
-    # torch's MultiheadAttention has an underscore.
-    for name in ("reset_parameters", "_reset_parameters"):
-        method = getattr(module, name, None)
-        if callable(method):
-            return method  # type: ignore[no-any-return]  # nn.Module's attributes are Any
-    return None
+    names = "reset_parameters", "_reset_parameters"  # torch's MultiheadAttention has the other
+    return next(filter(callable, (getattr(module, name, None) for name in names)), None)
 
 
 def _marked(empty: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -227,16 +212,3 @@ def _is_untouched(tensor: torch.Tensor) -> bool:
 def _is_marked_by_value(tensor: torch.Tensor) -> bool:
     # 8-bit types are compared by few of torch's kernels.
     return (tensor.is_floating_point() or tensor.is_complex()) and tensor.element_size() > 1
-
-
-def _generators(device: torch.device) -> list[torch.Tensor]:
-    states = [torch.get_rng_state()]
-    if device.type != "cpu":
-        states.append(torch.get_device_module(device).get_rng_state())
-    return states
-
-
-def _set_generators(device: torch.device, states: list[torch.Tensor]) -> None:
-    torch.set_rng_state(states[0])
-    if device.type != "cpu":
-        torch.get_device_module(device).set_rng_state(states[1])

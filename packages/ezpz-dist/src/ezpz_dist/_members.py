@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
-from itertools import accumulate, pairwise, takewhile
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -36,27 +36,17 @@ logger = logging.getLogger(__name__)
 
 # At set-up: are all ranks there, once each, and do they run the same program?
 
-AGREEMENT = "EZPZ_AGREEMENT"
-"""Set to ``warn``, it turns a difference in versions or in the script into a warning."""
-
-FIRST_WORD = 10.0
-"""Seconds after which rank 0 says who has not arrived; then each time twice as long."""
-
+AGREEMENT = "EZPZ_AGREEMENT"  # ``warn``: versions and scripts that differ are only warned of
+FIRST_WORD = 10.0  # seconds after which rank 0 says who is missing; then each time twice as long
 _LOOK = 1.0  # seconds between two looks at those who are there: a difference is told within two
 _GRACE = 2.0  # seconds that the others give rank 0 beyond the time-out to tell them who is missing
-_READING = 1.0
-"""Seconds that rank 0, whose process may hold the store, gives the others to read what is wrong."""
-
-_SOFT = ("python", "script", "packages")
-"""What may differ when `AGREEMENT` says so; other differences cannot work."""
-
+_READING = 1.0  # seconds that rank 0, which may hold the store, gives the others to read it
+_SOFT = ("python", "script", "packages")  # what may differ when `AGREEMENT` says so
 _SHOWN = 16
-
-_LIBRARIES = (
+_LIBRARIES = (  # whose versions are compared between those ranks that have imported them already
     "ezpz", "ezpz_device", "ezpz_dist", "ezpz_obs", "ezpz_topo", "ezpz_tp",
     "accelerate", "deepspeed", "lightning", "mpi4py", "numpy", "transformers",
 )  # fmt: skip
-"""Libraries whose version is compared between those ranks that have imported them already."""
 
 Process = tuple[str, int, int]  # a rank's host, process and PID namespace
 
@@ -65,12 +55,10 @@ def common_facts(**more: object) -> dict[str, Any]:
     """Return what must be the same on every rank: versions, the script, and what is given."""
     packages = {name: getattr(sys.modules.get(name), "__version__", None) for name in _LIBRARIES}
     return {
-        "torch": torch.__version__,
-        "python": platform.python_version(),
+        "torch": torch.__version__, "python": platform.python_version(), "script": _script(),
         "packages": {name: found for name, found in packages.items() if isinstance(found, str)},
-        "script": _script(),
         **more,
-    }
+    }  # fmt: skip
 
 
 def _script() -> str:
@@ -170,11 +158,9 @@ def judge(store: Store, info: RankInfo, timeout: float, process: Process) -> dic
             logger.warning("%s", _describe_absent(said, info.world_size, waited))
             next_word *= 2
     verdict = {
-        "trouble": trouble,
-        "world_size": info.world_size,
+        "trouble": trouble, "world_size": info.world_size, "holder": process[1:],
         "hosts": fold_hosts([] if trouble else [said[rank][0] for rank in range(info.world_size)]),
-        "holder": process[1:],
-    }
+    }  # fmt: skip
     store.set("verdict", pack(verdict))
     if trouble:
         until = time.monotonic() + _READING
@@ -197,8 +183,7 @@ def fold_hosts(hosts: Sequence[str]) -> dict[str, Any]:
     places = {name: place for place, name in enumerate(dict.fromkeys(hosts))}
     names, before = [], ""
     for name in places:
-        pairs = zip(before, name, strict=False)
-        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        shared = len(os.path.commonprefix([before, name]))  # noqa: RUF071 - by character
         names.append(f"{shared} {name[shared:]}")
         before = name
     at = [0, *(places[host] for host in hosts)]
@@ -248,12 +233,12 @@ def _describe_differences(mine: list[Any], others: Mapping[int, list[Any]]) -> s
                     (allowed if name in soft else refused).setdefault(text, []).append(rank)
 
     def told(found: Mapping[str, list[int]]) -> str:
-        shown = "; ".join(
+        said = [
             f"rank{'s' if len(ranks) > 1 else ''} {fold(ranks)}: {text} on {mine[0]}"
             for text, ranks in list(found.items())[:_SHOWN]
-        )
-        more = f"; and {len(found) - _SHOWN} differences more" if len(found) > _SHOWN else ""
-        return shown + more
+        ]
+        more = [f"and {len(found) - _SHOWN} differences more"] if len(found) > _SHOWN else []
+        return "; ".join(said + more)
 
     if allowed:
         logger.warning("the ranks differ: %s", told(allowed))
@@ -287,12 +272,10 @@ _OPS = dist.ReduceOp
 REDUCE_OPS = {"sum": _OPS.SUM, "min": _OPS.MIN, "max": _OPS.MAX, "product": _OPS.PRODUCT}
 """What every backend can do: oneCCL and gloo have no AVG."""
 
+# Bytes, of all ranks, that each sends straight to all others, on the host: one message each, all
+# at once, takes half the time of gloo's ring (2 and 4 ranks, torch 2.13).
 _DIRECT = 1 << 20
-"""Bytes, of all ranks, that each sends straight to all others, on the host: one message each,
-all at once, takes half the time of gloo's ring (2 and 4 ranks, torch 2.13)."""
-
-_CHUNK = 1 << 24
-"""Bytes that a broadcast moves at once: what is staged on a device stays within this."""
+_CHUNK = 1 << 24  # bytes that a broadcast moves at once: what is staged on a device is within this
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,30 +297,28 @@ class Members:
         assert group is not None  # set-up made it
         got = on_host = torch.frombuffer(every, dtype=torch.uint8)
         what += self.scope
+        is_direct = self.where.type == "cpu" and len(every) <= _DIRECT
+        kind = dist.AllToAllOptions if is_direct else dist.distributed_c10d.AllgatherOptions  # type: ignore[attr-defined]  # it is there
+        options: Any = kind()
+        if timeout is not None:
+            # Not less than the group's own: gloo closes the connections of what runs out of time.
+            options.timeout = timedelta(seconds=max(timeout, self.world.timeout))
         with waiting(what, self.world, self.ranks):
             # The group's own methods, which torch 2.13 has renamed: dist's functions cost a fifth
             # more, and warn of the old names.
-            if self.where.type == "cpu" and len(every) <= _DIRECT:
+            if is_direct:
                 sent = torch.frombuffer(mine * size, dtype=torch.uint8)
                 swap = getattr(group, "all_to_all_single", None) or group.alltoall_base
-                work = swap(got, sent, [], [], self._within(dist.AllToAllOptions(), timeout))
+                work = swap(got, sent, [], [], options)
             else:
                 sent = torch.frombuffer(mine, dtype=torch.uint8).to(self.where)
                 got = torch.empty_like(on_host, device=self.where)
                 gather = getattr(group, "all_gather_single", None) or group._allgather_base  # noqa: SLF001
-                options = dist.distributed_c10d.AllgatherOptions()  # type: ignore[attr-defined]  # it is there
-                work = gather(got, sent, self._within(options, timeout))
+                work = gather(got, sent, options)
             finish(work, timeout, what, self.world, self.ranks, where=self.where)
             if got is not on_host:
                 on_host.copy_(got)
         return every
-
-    def _within(self, options: Any, timeout: float | None) -> Any:
-        """Give an operation more time than the group's own, where more was requested."""
-        # Not less: gloo closes the connections of an operation that runs out of its own time.
-        if timeout is not None:
-            options.timeout = timedelta(seconds=max(timeout, self.world.timeout))
-        return options
 
     def reduce(self, tensor: torch.Tensor, op: str, what: str) -> None:
         with waiting(what + self.scope, self.world, self.ranks):
@@ -410,14 +391,11 @@ def find_members(operation: str, group: dist.ProcessGroup | None) -> Members | N
 
 SLOT = 256  # bytes of a slot: latency is the same from 32 to 1024 (gloo), and 27 numbers fit in
 _HEADER = struct.Struct("=8sBI")
-
 _ALIKE = 9  # bytes of the header in which ranks that take part in the same call do not differ
 _TAKES_PART, _REFUSES = 0, 1
-
 ROOM = SLOT - _HEADER.size  # bytes of a slot that a collective has for itself
 _WORDS = 200  # characters of a call that a message shows: a dict can have thousands of keys
-_calls = itertools.count()
-"""Makes every exchange of this process distinct; need not agree between ranks."""
+_calls = itertools.count()  # makes every exchange of this process distinct
 
 
 class Call(NamedTuple):
@@ -425,9 +403,8 @@ class Call(NamedTuple):
 
     name: str  # ``"all_reduce"``, ``"broadcast(root=0)"``, ``"barrier()"``
     op: str = ""  # ``"sum"``, ``"mean"``, ... where it combines
+    # Where it combines: each key, empty where there is no dict, and its value (``"float32 [3]"``).
     leaves: tuple[tuple[str, str], ...] | None = None
-    """Where it combines: for each key in words what is there (``"float32 [3]"``); the key is
-    empty where the argument is no dict."""
 
     def signature(self) -> str:
         """Return all of it in words: equal where the calls fit together."""
@@ -455,13 +432,9 @@ def _digest(text: str) -> bytes:
 
 
 def exchange(
-    call: Call,
-    members: Members,
-    payload: bytes | bytearray = b"",
-    *,
-    timeout: float | None = None,
-    refusal: Exception | None = None,
-) -> bytearray:
+    call: Call, members: Members, payload: bytes | bytearray = b"",
+    *, timeout: float | None = None, refusal: Exception | None = None,
+) -> bytearray:  # fmt: skip
     """Make sure that all ranks call the same, and return all slots; see `payload_of`. Collective.
 
     Each may give `ROOM` bytes, or a ``refusal``, so that the others need not wait for it.
@@ -505,26 +478,18 @@ _PATIENCE = 10.0  # seconds for a rank to say what it called; they all are in th
 
 
 def _explain(
-    call: Call,
-    members: Members,
-    heads: list[bytes],
-    refused: set[int],
-    *,
-    subject: str,
-    refusal: Exception | None,
-) -> CollectiveError:
+    call: Call, members: Members, heads: list[bytes], refused: set[int],
+    *, subject: str, refusal: Exception | None,
+) -> CollectiveError:  # fmt: skip
     """Return the error of every rank; one of each party says what it called. Collective."""
     ordered = parties_of(heads)
     if refused:
         ordered.sort(key=lambda party: party[0] in refused)
     mine = {
-        "name": call.name,
-        "op": call.op,
+        "name": call.name, "op": call.op, "signature": call.signature(), "at": calling_line(),
         "leaves": None if call.leaves is None else dict(call.leaves),
-        "signature": call.signature(),
-        "at": calling_line(),
         "refusal": refusal and f"{type(refusal).__name__}: {refusal}",
-    }
+    }  # fmt: skip
     said = _hear(members, f"mismatch/{subject}", mine, [party[0] for party in ordered[:_PARTIES]])
     hosts = members.world.hosts
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from ezpz_topo import RankInfo, get_hostname
 
+from ._diagnosis import flush
 from ._errors import CollectiveError, SetupError
 from ._members import Call, Members, exchange
 from ._watch import explain, waiting
@@ -33,8 +34,7 @@ T = TypeVar("T", bound=tuple[str | int, ...])
 SAY_AFTER = 10.0  # seconds of waiting after which one rank of each node says what it waits for
 _GRACE = 1.0  # seconds beyond the time-out for our own error, which says more than the watchdog
 _MESSAGE = 4096  # bytes of the broadcast: all ranks must know how many before they know what
-_LAST_WORDS = 0.5
-"""Seconds for a traceback to reach the launcher; without, it was lost under load (MPICH 5.0.2)."""
+_LAST_WORDS = 0.5  # seconds for a traceback to reach the launcher: under load it was lost (MPICH)
 
 _ours: ModuleType | None = None  # mpi4py.MPI, when it was we who initialized MPI
 
@@ -51,9 +51,8 @@ def broadcast_once(value: T, info: RankInfo, timeout: float) -> T:
     deadline = time.monotonic() + timeout
     # The only watchdog that runs while a C library holds the GIL. What it prints is the names
     # of functions: so this one's name says who waits, and for what.
-    words = (
-        f"rank {info.rank} of {info.world_size} on {get_hostname()}: waits in MPI for the others"
-    )
+    who = f"rank {info.rank} of {info.world_size} on {get_hostname()}"
+    words = f"{who}: waits in MPI for the others"
     watched = FunctionType(_broadcast.__code__.replace(co_name=words[:99]), globals())
     faulthandler.dump_traceback_later(timeout + _GRACE, exit=True)
     try:
@@ -112,8 +111,7 @@ def abort_on_uncaught(world_size: int) -> None:
 
     def hook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
         previous(kind, value, trace)
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush()
         if mpi.Is_initialized() and not mpi.Is_finalized():
             # What the launcher has not passed on yet is lost when it ends the ranks.
             time.sleep(_LAST_WORDS)
@@ -151,25 +149,17 @@ def _load() -> ModuleType:
 
 # Collectives over MPI, for those who ask for it: always timed, never a blocking call.
 
-_SPIN = 1e-3
-"""Seconds in which a waiting rank asks MPI again as soon as the others have had the core."""
-
+_SPIN = 1e-3  # seconds in which a waiting rank asks MPI as soon as the others have had the core
 _POLL = 1e-3
 
 _TYPES = {
-    torch.float32: "FLOAT",
-    torch.float64: "DOUBLE",
-    torch.int32: "INT32_T",
-    torch.int64: "INT64_T",
-}
+    torch.float32: "FLOAT", torch.float64: "DOUBLE", torch.int32: "INT32_T", torch.int64: "INT64_T",
+}  # fmt: skip
 _OPS = {"sum": "SUM", "min": "MIN", "max": "MAX", "product": "PROD"}
 
 _REMEDY = "start the ranks with mpiexec, or leave implementation='mpi' out"
-
 _opened: OverMpi | None = None
-
-_abandoned: list[Any] = []
-"""Operations that did not come about, with their memory: MPI may still write into it."""
+_abandoned: list[Any] = []  # operations that failed, with memory that MPI may still write into
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,8 +223,8 @@ def finish_request(
 def _open(operation: str, members: Members) -> OverMpi:
     global _opened
     ours = _opened if _opened is not None and _opened.world is members.world else None
-    if ours is not None and ours.mpi.Is_finalized():
-        raise _ended(ours.mpi)
+    if ours is not None and (refusal := _foreign(ours.mpi, members)) is not None:
+        raise refusal
     # Once those who were missing have come after all, MPI is in step again.
     _abandoned[:] = [each for each in _abandoned if not each[0].Test()]
     if _abandoned:
@@ -247,16 +237,13 @@ def _open(operation: str, members: Members) -> OverMpi:
     # MPI may only now be initialized, and waits for all ranks, without a time-out.
     call = Call(f"{operation} with implementation='mpi', for the first time")
     exchange(call, members)
-    mpi: ModuleType | None = None
-    refusal: CollectiveError | None = None
+    mpi: Any = None
     try:
         mpi = importlib.import_module("mpi4py.MPI")
+        refusal = _foreign(mpi, members)
     except (ImportError, RuntimeError) as error:
         refusal = CollectiveError(f"mpi4py cannot load an MPI ({error}); expected one; {_REMEDY}")
-    else:
-        refusal = _foreign(mpi, members)
     exchange(call, members, refusal=refusal)
-    assert mpi is not None  # or the exchange would have raised
     # Of our own: the script's messages and ours must not meet.
     comm, request = mpi.COMM_WORLD.Idup()
     finish_request(request, comm, f"{call.name} over MPI", members.world, None)
@@ -265,18 +252,13 @@ def _open(operation: str, members: Members) -> OverMpi:
     return _opened
 
 
-def _ended(mpi: ModuleType) -> CollectiveError:
-    state = "was finalized" if mpi.Is_finalized() else "is not initialized"
-    return CollectiveError(
-        f"implementation='mpi' where MPI {state}; expected the script to leave that to mpi4py, or "
-        "implementation='torch'"
-    )
-
-
 def _foreign(mpi: ModuleType, members: Members) -> CollectiveError | None:
-    if mpi.Is_finalized() or not mpi.Is_initialized():
-        # The next call would end the process.
-        return _ended(mpi)
+    if mpi.Is_finalized() or not mpi.Is_initialized():  # the next call would end the process
+        state = "was finalized" if mpi.Is_finalized() else "is not initialized"
+        return CollectiveError(
+            f"implementation='mpi' where MPI {state}; expected the script to leave that to mpi4py, "
+            "or implementation='torch'"
+        )
     comm, info = mpi.COMM_WORLD, members.world.info
     if (comm.rank, comm.size) == (info.rank, info.world_size):
         return None

@@ -17,13 +17,9 @@ from ._world import find_world
 
 def is_plain(obj: object) -> bool:
     """Return whether an object is a dense tensor whose bytes are all there is to it."""
-    return (
-        isinstance(obj, torch.Tensor)
-        and type(obj) in (torch.Tensor, torch.nn.Parameter)
-        and obj.layout is torch.strided
-        and not obj.is_quantized
-        and not obj.is_meta
-    )
+    if not isinstance(obj, torch.Tensor) or type(obj) not in (torch.Tensor, torch.nn.Parameter):
+        return False
+    return obj.layout is torch.strided and not obj.is_quantized and not obj.is_meta
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -119,8 +115,6 @@ def send_object(obj: object, to: int, where: torch.device, group: Group) -> None
 
 
 def receive_object(sender: int, where: torch.device, group: Group) -> Any:
-    """Return what a rank of the world sends here."""
-
     def get(tensor: torch.Tensor) -> torch.Tensor:
         for piece in tensor.split(_AT_ONCE):
             if piece.numel():
@@ -131,10 +125,10 @@ def receive_object(sender: int, where: torch.device, group: Group) -> Any:
         return tensor
 
     header, length = get(torch.zeros(2, dtype=torch.int64)).tolist()
-    data = get(torch.empty(header or length, dtype=torch.uint8))
+    found = load(raw_of(get(torch.empty(header or length, dtype=torch.uint8))), sender)
     if not header:
-        return load(raw_of(data), sender)
-    tensor = empty(*load(raw_of(data), sender))
+        return found
+    tensor = empty(*found)
     get(as_bytes(tensor))
     return tensor
 
@@ -144,12 +138,8 @@ def receive_object(sender: int, where: torch.device, group: Group) -> Any:
 
 def unfold(obj: object) -> tuple[list[str], list[Any]]:
     """Return keys in words, and a leaf for each; the key is empty where ``obj`` is no dict."""
-    if not isinstance(obj, dict):
-        return [""], [obj]
-    keys: list[str] = []
-    leaves: list[Any] = []
-    _collect(obj, "", keys, leaves)
-    return keys, leaves
+    found = list(_leaves(obj, "")) if isinstance(obj, dict) else [("", obj)]
+    return [key for key, _ in found], [leaf for _, leaf in found]
 
 
 def refold(obj: Any, results: Iterator[Any]) -> Any:
@@ -163,16 +153,15 @@ def refold(obj: Any, results: Iterator[Any]) -> Any:
     return done
 
 
-def _collect(mapping: dict[Any, Any], above: str, keys: list[str], leaves: list[Any]) -> None:
+def _leaves(mapping: dict[Any, Any], above: str) -> Iterator[tuple[str, Any]]:
     for key in _order(mapping):
         if not isinstance(key, (str, int)):  # others need not look alike on all ranks
             raise TypeError(f"all_reduce of a dict with the key {key!r}; expected strings or ints")
         value = mapping[key]
         if isinstance(value, dict) and value:
-            _collect(value, f"{above}{key!r} > ", keys, leaves)
+            yield from _leaves(value, f"{above}{key!r} > ")
         else:
-            keys.append(f"{above}{key!r}")
-            leaves.append(value)
+            yield f"{above}{key!r}", value
 
 
 def _order(mapping: dict[Any, Any]) -> list[Any]:

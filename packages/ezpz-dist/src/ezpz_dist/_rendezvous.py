@@ -29,9 +29,8 @@ logger = logging.getLogger(__name__)
 
 # An address that all ranks know, and the store behind it.
 
+# Launchers whose ranks form one MPI world, so that MPI can carry the address.
 MPI_LAUNCHERS = frozenset({"openmpi", "mvapich2", "pals", "pmi", "flux", "jsrun"})
-"""Launchers whose ranks form one MPI world, so that MPI can carry the address."""
-
 _LOST_AFTER = 5.0  # seconds for a store that was there to answer once more
 
 
@@ -66,9 +65,7 @@ def rendezvous(
     info: RankInfo, timeout: timedelta, env: Mapping[str, str] | None = None
 ) -> Rendezvous:
     """Find the store at which this job's ranks meet. Collective: every rank calls this."""
-    # A complete MASTER_ADDR and MASTER_PORT decide. Else rank 0 of an MPI launcher binds a free
-    # port, keeps it, and broadcasts it over MPI; ranks of a Slurm step derive the same address
-    # from the step. Where the port is taken, rank 0 takes another one that the others look at too.
+    # Where the port is taken, rank 0 takes another one, which the others look at too.
     env = os.environ if env is None else env
     if info.world_size == 1:
         return Rendezvous(HashStore(), "127.0.0.1", 0, "a world of one")
@@ -158,9 +155,8 @@ def _over_mpi(info: RankInfo, timeout: timedelta, env: Mapping[str, str]) -> Ren
 JOB_KEY = "ezpz-job"  # where rank 0 writes its job, before anything else
 _OF_ANY = {
     # The parts of a heterogeneous Slurm job have numbers of their own, and one in common.
-    "Slurm job": ("SLURM_HET_JOB_ID", "SLURM_JOB_ID"),
-    "PBS job": ("PBS_JOBID",),
-}
+    "Slurm job": ("SLURM_HET_JOB_ID", "SLURM_JOB_ID"), "PBS job": ("PBS_JOBID",),
+}  # fmt: skip
 _OF_LAUNCHER = {
     "ezpz": {"launch": ("EZPZ_LAUNCH_ID",), "attempt": ("EZPZ_ATTEMPT",)},
     "torchrun": {"run": ("TORCHELASTIC_RUN_ID",), "restart": ("TORCHELASTIC_RESTART_COUNT",)},
@@ -170,7 +166,6 @@ _OF_LAUNCHER = {
 
 # Below Linux's and macOS's ephemeral ranges, so that no outgoing connection holds it.
 PORTS = range(20000, 30000)
-
 _CANDIDATES = 8
 
 
@@ -178,9 +173,7 @@ _CANDIDATES = 8
 class Job:
     """What a rank knows of the job that it is part of."""
 
-    facts: Mapping[str, str]
-    """Such as ``{"user": "1000", "PBS job": "7.pbs"}``. Not every rank need know all of them: a
-    variable may reach some nodes only."""
+    facts: Mapping[str, str]  # such as ``{"user": "1000", "PBS job": "7.pbs"}``
     host: str  # where the process runs that wrote this
     pid: int
 
@@ -250,9 +243,7 @@ def _name(host: str, port: int) -> str:
 
 # Rank 0's part: hold a port, and keep the store behind it open.
 
-_BACKLOG = 1 << 16
-"""Connections that wait to be accepted, as far as the system lets us: all ranks come at once."""
-
+_BACKLOG = 1 << 16  # connections that wait, as far as the system lets us: all ranks come at once
 _OTHER_FILES = 512  # files that rank 0 may have open beside its connections
 _PATIENCE = 0.5  # seconds for whoever holds a port to answer, and for a rank 0 to write its job
 
@@ -267,15 +258,16 @@ def open_store(place: Place, info: RankInfo, timeout: timedelta) -> tuple[TCPSto
     inside = is_one_node(info) and len(here) == len(place.addresses)
     taken: list[str] = []
     raise_file_limit(info.world_size)
+    who = f"rank 0 of {info.world_size} on {get_hostname()}"
     for wanted in place.ports:
         try:
             listener = _listen(loopback if inside else "", wanted)
         except OSError as error:
             if error.errno not in (errno.EADDRINUSE, errno.EACCES):
                 raise SetupError(
-                    f"rank 0 of {info.world_size} on {get_hostname()} cannot listen on port "
-                    f"{wanted} ({place.source}): {error.strerror}; expected a port of its own; "
-                    "export MASTER_ADDR and MASTER_PORT to choose another"
+                    f"{who} cannot listen on port {wanted} ({place.source}): {error.strerror}; "
+                    "expected a port of its own; export MASTER_ADDR and MASTER_PORT to choose "
+                    "another"
                 ) from error
             why = (error.strerror or "").lower()
             if error.errno == errno.EADDRINUSE:
@@ -298,14 +290,12 @@ def open_store(place: Place, info: RankInfo, timeout: timedelta) -> tuple[TCPSto
             )
         return store, address, port
     raise SetupError(
-        f"rank 0 of {info.world_size} on {get_hostname()} finds no free port for {place}: "
-        f"{'; '.join(taken)}; expected one of these to be free; export another MASTER_PORT on "
-        "every rank"
+        f"{who} finds no free port for {place}: {'; '.join(taken)}; expected one of these to be "
+        "free; export another MASTER_PORT on every rank"
     )
 
 
 def warn_of_a_foreign_address(place: Place) -> None:
-    """Say so if what the others take for rank 0's address is not this host's."""
     # Not an error: behind a service of Kubernetes it is so, and works.
     if not any(map(is_own, place.addresses)):
         logger.warning(
@@ -333,10 +323,9 @@ def raise_file_limit(world_size: int) -> None:
 
 def _listen(address: str, port: int) -> socket.socket:
     """Return a socket that listens; an empty address is every one of this host, as torch does."""
+    families = [(socket.AF_INET6, "::"), (socket.AF_INET, "")]
     if address:
         families = [(socket.AF_INET6 if ":" in address else socket.AF_INET, address)]
-    else:
-        families = [(socket.AF_INET6, "::"), (socket.AF_INET, "")]
     for family, host in families:
         try:
             listener = socket.socket(family)
@@ -367,8 +356,8 @@ def _held_by(info: RankInfo, addresses: Sequence[str], port: int, job: Job) -> s
         if not is_own(address):
             continue
         try:
-            second = timedelta(seconds=1)
-            _, found = connect(address, port, _PATIENCE, second, job, patience=_PATIENCE)
+            limit = timedelta(seconds=1)
+            _, found = connect(address, port, _PATIENCE, limit, job, patience=_PATIENCE)
         except RefusedError:
             continue
         except NotOurStoreError as error:
@@ -391,15 +380,13 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
 _PAUSE_A_RANK, _SPREAD_A_RANK, _MANY_RANKS = 5e-5, 2e-5, 256
 _FIRST_LOOK_EVERYWHERE = 0.25
 _WRITING = 0.05  # seconds from rank 0's opening of the store to its first key
-_Seen = dict[tuple[str, int], Exception]
-"""At each address and port: what is in the way of the store."""
+_Seen = dict[tuple[str, int], Exception]  # at an address and port: what is in the store's way
 
 
 def find_store(place: Place, info: RankInfo, timeout: timedelta) -> tuple[TCPStore, str, int]:
     """Return a client of rank 0's store, with the address and the port where it was found."""
-    # A port is passed over when something else than this job's store is behind it; what rank 0
-    # has only not opened yet is waited for. But whoever holds a port may be gone again, or not be
-    # seen from here: so now and then all are looked at.
+    # A port is passed over when something else than this job's store is behind it. But whoever
+    # holds it may be gone again, or not be seen from here: so now and then all are looked at.
     start = time.monotonic()
     end = start + timeout.total_seconds()
     pause, longest = _FIRST_PAUSE, max(_LONGEST_PAUSE, info.world_size * _PAUSE_A_RANK)
@@ -477,24 +464,18 @@ class NotOurStoreError(Exception):
 
 
 def connect(
-    address: str,
-    port: int,
-    limit: float,
-    timeout: timedelta,
-    job: Job | None,
-    *,
-    patience: float = 0.0,
-) -> tuple[TCPStore, Job | None]:
+    address: str, port: int, limit: float, timeout: timedelta, job: Job | None,
+    *, patience: float = 0.0,
+) -> tuple[TCPStore, Job | None]:  # fmt: skip
     """Return a client of this job's store (None: of any), and what rank 0 wrote into it.
 
     Each answer has ``limit`` seconds, and what rank 0 writes ``patience``.
     """
     probe(address, port, limit)
     try:
-        # torch tries again for this time where no one listens any more: at least a second, for
-        # less is 0 to it, and up to half a minute, for it looks up the name of the address, only
-        # for its messages, and where no name server answers that takes 5 s and more. Without a
-        # world size: it would sleep up to as many milliseconds as there are ranks.
+        # torch tries again for this time where no one listens any more: at least a second (less is
+        # 0 to it), at most half a minute (its look-up of the address's name can take 5 s and more).
+        # Without a world size: it would sleep up to as many milliseconds as there are ranks.
         connecting = max(timedelta(seconds=1), min(timeout, timedelta(seconds=30)))
         store = TCPStore(
             address, port, None, is_master=False, timeout=connecting, wait_for_workers=False
@@ -511,8 +492,7 @@ def connect(
         raise RefusedError(f"a store of torch that went away ({error})") from error
     if found is None:
         raise NotOurStoreError("a store of torch that no ezpz_dist opened")
-    difference = found.differs(job)
-    if difference:
+    if difference := found.differs(job):
         raise NotOurStoreError(
             f"the store of another job, by process {found.pid} on {found.host} ({difference})"
         )

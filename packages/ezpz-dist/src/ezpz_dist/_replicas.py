@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary, ref
@@ -45,11 +45,18 @@ def find_wrapper(module: nn.Module) -> str | None:
             return "FSDP1"
         if isinstance(module, getattr(fsdp, "FSDPModule", ())):
             return "FSDP2"
-    if any(kind.__module__.split(".")[0] == "deepspeed" for kind in type(module).__mro__) and (
-        hasattr(module, "zero_optimization_stage")
-    ):
-        return "DeepSpeed"
-    return None
+    packages = {kind.__module__.split(".")[0] for kind in type(module).__mro__}
+    is_engine = "deepspeed" in packages and hasattr(module, "zero_optimization_stage")
+    return "DeepSpeed" if is_engine else None
+
+
+def home_of(name: str, found: Container[str]) -> str:
+    """Return the innermost of the modules found that a name is in, or "", the root."""
+    while name:
+        name = name.rpartition(".")[0]
+        if name in found:
+            return name
+    return ""
 
 
 def remember_inside(model: nn.Module, name: str, wrapper: nn.Module | None = None) -> None:
@@ -119,8 +126,7 @@ def find_replicas(call: str) -> Replicas:
     if world is None or everyone is None:
         raise NotSetUpError(f"{call} before setup_torch(); expected ezpz.setup_torch() first")
     rank, on_host = world.info.rank, world.on_host
-    state = parallel_state()
-    if state is None:
+    if (state := parallel_state()) is None:
         return Replicas(world, everyone, range(world.info.world_size), rank, on_host)
     # Ranks that share a sequence hold the same parameters, and each has a part of the gradient.
     axes = ("data", "context") if state.size("context") > 1 else ("data",)
@@ -169,6 +175,9 @@ def start_alike(tensors: Sequence[torch.Tensor], replicas: Replicas) -> None:
 # goes on with tensors of other shapes. Here each rank sends a checksum; who differs is looked for
 # only if one does.
 
+_CHOSEN = "device_id", "device_ids", "output_device", "process_group", "device_mesh"
+RESERVED = dict.fromkeys(_CHOSEN, "it is chosen by the set-up: leave it out")
+
 
 @contextmanager
 def agreed(
@@ -181,14 +190,11 @@ def agreed(
     lines: dict[str, str] = {}
     try:
         yield lines
-        tensors: dict[str, torch.Tensor] = {}
         if isinstance(wrapped, nn.Module):
             parameters = wrapped.named_parameters(remove_duplicate=False)
-            tensors |= {f"parameter {name}": one for name, one in parameters}
-            tensors |= {f"buffer {name}": one for name, one in wrapped.named_buffers()}
-        else:
-            tensors |= wrapped
-        lines |= {name: _of_tensor(tensor) for name, tensor in tensors.items()}
+            tensors = {f"parameter {name}": one for name, one in parameters}
+            wrapped = tensors | {f"buffer {name}": one for name, one in wrapped.named_buffers()}
+        lines |= {name: _of_tensor(tensor) for name, tensor in wrapped.items()}
     except Exception as error:  # whatever it is, the others wait to hear of it; raised again
         if replicas.size > 1:
             with suppress(CollectiveError):
@@ -204,8 +210,7 @@ def agreed(
             raise WrapError(str(error)) from None
         raise
     said = [bytes(payload_of(place, every)[: len(digest)]) for place in range(replicas.size)]
-    parties = parties_of(said)
-    if len(parties) > 1:
+    if len(parties := parties_of(said)) > 1:
         raise WrapError(f"{call}: {_difference(lines, parties, replicas)}")
 
 
@@ -231,7 +236,6 @@ def check_model(
 
 
 def refuse_mps(call: str, replicas: Replicas) -> None:
-    """Raise on Apple's devices, from which no backend of torch sends."""
     if replicas.world.device.type == "mps":
         raise WrapError(
             f"{call} over {replicas.size} rank(s) on mps, from which gloo cannot send; expected "
@@ -241,7 +245,6 @@ def refuse_mps(call: str, replicas: Replicas) -> None:
 
 
 def check_options(call: str, options: Mapping[str, object], reserved: Mapping[str, str]) -> None:
-    """Raise if an option of torch's is given for which there is a reason (by name) not to."""
     for name in options.keys() & reserved.keys():
         raise WrapError(f"{call} takes no {name}; {reserved[name]}")
 
@@ -275,11 +278,8 @@ def _difference(lines: dict[str, str], parties: list[list[int]], replicas: Repli
     """Say who differs, and in what. Collective: one rank of each party says what it has."""
     right, wrong = parties[0][0], sorted(place for party in parties[1:] for place in party)
     theirs, odd = (
-        broadcast(lines if place == replicas.place else None, replicas.ranks[place], replicas.group)
-        for place in (right, wrong[0])
+        broadcast(lines, replicas.ranks[place], replicas.group) for place in (right, wrong[0])
     )
-    assert theirs is not None
-    assert odd is not None
     differ = [name for name in {**theirs, **odd} if theirs.get(name) != odd.get(name)]
     if not differ:
         what = "the parameters are in another order"

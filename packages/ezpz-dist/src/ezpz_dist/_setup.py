@@ -28,20 +28,18 @@ from . import _diagnosis, _watch
 from ._addresses import gloo_interface
 from ._diagnosis import LOST, SideStore, arrived, calling_line, pid_namespace, within
 from ._errors import SetupError
-from ._members import agree, common_facts, withdraw
+from ._members import Process, agree, common_facts, withdraw
 from ._mpi import abort_on_uncaught
 from ._rendezvous import Rendezvous, rendezvous
 from ._watch import first_line
-from ._world import World, enter, find_world, finish_all, is_forked, mark_forked, set_variables
+from ._world import World, enter, find_world, finish_all, is_forked, set_variables
 
 logger = logging.getLogger(__name__)
 
 
 # What was requested, and what set-up has changed in this process.
 
-DEFAULT_TIMEOUT = 600.0
-"""Seconds that a rank waits for the others, at set-up and in every collective."""
-
+DEFAULT_TIMEOUT = 600.0  # seconds that a rank waits for others, at set-up and in collectives
 LONGEST = 1e8  # seconds: the longest time-out, about three years
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
@@ -61,9 +59,8 @@ class SetupArgs:
     def __post_init__(self) -> None:
         # What would fail only later, with the ranks half set up.
         if not 0 < self.timeout <= LONGEST:
-            raise ValueError(
-                f"timeout {self.timeout:g}; expected seconds, above 0 and at most {LONGEST:g}"
-            )
+            expected = f"expected seconds, above 0 and at most {LONGEST:g}"
+            raise ValueError(f"timeout {self.timeout:g}; {expected}")
         if self.seed is not None:
             seed_for_rank(self.seed, 0)
 
@@ -83,15 +80,9 @@ class SetupState:
 
     args: SetupArgs | None = None  # of the set-up that stands; None: there is none
     is_complete: bool = False
-    variables: dict[str, str | None] = field(default_factory=dict)
-    """What those that we set were before; None: not set."""
+    variables: dict[str, str | None] = field(default_factory=dict)  # before we set them
     hook: Hook = sys.excepthook  # ``sys.excepthook`` before set-up
     our_hook: Hook | None = None  # the same as torch and we have left it, after a failure too
-
-    def begin(self) -> None:
-        """Restore what a set-up that failed has left, and remember what there is."""
-        self.restore_hook()
-        self.hook, self.is_complete = sys.excepthook, False
 
     def export(self, values: Mapping[str, str]) -> None:
         for name in values:
@@ -110,21 +101,15 @@ class SetupState:
 
 
 _state = SetupState()
-
-_attempts = itertools.count()
-"""How often this process has tried to set up: the same number on every rank."""
+_attempts = itertools.count()  # of this process to set up: the same number on every rank
 
 
 def setup_torch(
-    framework: str = "DDP",
-    backend: str | None = None,
-    seed: int | None = None,
+    framework: str = "DDP", backend: str | None = None, seed: int | None = None,
     timeout: float = DEFAULT_TIMEOUT,
-    *,
-    tensor_parallel_size: int | None = None,
-    pipeline_parallel_size: int | None = None,
+    *, tensor_parallel_size: int | None = None, pipeline_parallel_size: int | None = None,
     context_parallel_size: int | None = None,
-) -> int:
+) -> int:  # fmt: skip
     """Set up torch.distributed for this process and return its rank.
 
     Works under ezpz-launch, mpiexec, torchrun and srun, and in plain ``python`` (a world
@@ -165,8 +150,9 @@ def setup_torch(
     )  # fmt: skip
     if _is_done(args):
         return get_rank_info().rank
-    _retired.clear()
-    _state.begin()
+    _drop_retired()
+    _state.restore_hook()  # a set-up that failed has left its own
+    _state.hook, _state.is_complete = sys.excepthook, False
     info = get_rank_info()
     process, prefix = (get_hostname(), os.getpid(), pid_namespace()), f"ezpz-{next(_attempts)}"
     try:
@@ -176,21 +162,25 @@ def setup_torch(
             _tell_of_withdrawal(info, args, process, prefix, error)
             raise
         met, store, hosts = _make_group(info, device, chosen, args, process=process, prefix=prefix)
+        enter(World(info, device, chosen, args.timeout, store, hosts))
+        if info.world_size > 1:
+            _watch.install()
+            _state.export(_torchrun_variables(info, device, met))
     except BaseException:
         _state.restore_variables()
-        # MPI_Finalize, and so the end of this rank, would wait for one that is missing.
+        raise
+    finally:
+        # After a failure too: MPI_Finalize, and so this rank's end, would wait for a missing one.
         abort_on_uncaught(info.world_size)
         _state.our_hook = sys.excepthook
-        raise
-    enter(World(info, device, chosen, args.timeout, store, hosts))
-    if info.world_size > 1:
-        _watch.install()
-        _state.export(_torchrun_variables(info, device, met))
-    abort_on_uncaught(info.world_size)
-    _state.our_hook = sys.excepthook
     _clean_up_at_exit(args)
     if args.degrees is not None:
-        _make_parallel_groups(args.degrees, args.timeout)
+        import ezpz_tp  # noqa: PLC0415 - only where its groups are used
+
+        # Ranks of one sequence's parts share their gradients' mean with the data-parallel ones.
+        also = [("data", "context")] if args.degrees[2] > 1 else []
+        limit = timedelta(seconds=args.timeout)
+        ezpz_tp.initialize_tensor_parallel(*args.degrees, timeout=limit, also=also)
     if framework != "DDP":
         from ._frameworks import prepare_framework  # noqa: PLC0415 - only where it is requested
 
@@ -206,7 +196,6 @@ def setup_torch(
 
 
 def _is_done(args: SetupArgs) -> bool:
-    """Return whether an earlier call has done what is requested."""
     if is_forked():
         raise SetupError(
             "setup_torch in a process that a rank has forked, whose group it would share; expected "
@@ -234,8 +223,6 @@ def _is_done(args: SetupArgs) -> bool:
 
 
 # The device: made current before the group exists, for NCCL would take device 0 on every rank.
-
-
 def _take_device(info: RankInfo, args: SetupArgs) -> tuple[torch.device, str]:
     """Return this rank's device, which is current from now on, and its backend."""
     device = torch.device(get_torch_device())
@@ -264,7 +251,7 @@ _WITHDRAWAL = 5.0  # seconds for a rank that cannot take part to reach the other
 
 
 def _tell_of_withdrawal(
-    info: RankInfo, args: SetupArgs, process: tuple[str, int, int], prefix: str, error: Exception
+    info: RankInfo, args: SetupArgs, process: Process, prefix: str, error: Exception
 ) -> None:
     """Tell the others that this rank cannot take part: they would wait for it. Not collective."""
     if info.world_size == 1:
@@ -282,22 +269,16 @@ def _tell_of_withdrawal(
 
 # The group: made once all ranks have met and are found to agree.
 
+# What names the network interface that a backend takes.
 _INTERFACE = {"gloo": "GLOO_SOCKET_IFNAME", "nccl": "NCCL_SOCKET_IFNAME"}
-"""What names the network interface that a backend takes."""
-
+# How many collectives torch's flight recorder keeps, for reports: its name now and of old.
 _RECORDER = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
-"""How many collectives torch's flight recorder keeps, for reports: its name now and of old."""
 
 
 def _make_group(
-    info: RankInfo,
-    device: torch.device,
-    backend: str,
-    args: SetupArgs,
-    *,
-    process: tuple[str, int, int],
-    prefix: str,
-) -> tuple[Rendezvous, Store, tuple[str, ...]]:
+    info: RankInfo, device: torch.device, backend: str, args: SetupArgs,
+    *, process: Process, prefix: str,
+) -> tuple[Rendezvous, Store, tuple[str, ...]]:  # fmt: skip
     """Meet, agree, connect; return where, this set-up's store, and all hosts. Collective."""
     timeout = timedelta(seconds=args.timeout)
     hosts: tuple[str, ...] = (process[0],)
@@ -323,14 +304,11 @@ def _make_group(
             if interface is not None:
                 _state.export({"GLOO_SOCKET_IFNAME": interface})
         dist.init_process_group(
-            backend,
-            store=PrefixStore("group", store),
-            rank=info.rank,
-            world_size=info.world_size,
-            timeout=timeout,
+            backend, timeout=timeout,
+            store=PrefixStore("group", store), rank=info.rank, world_size=info.world_size,
             # A bound device lets NCCL and XCCL connect now instead of at the first collective.
             device_id=device if backend in ("nccl", "xccl") else None,
-        )
+        )  # fmt: skip
         # init_process_group can return on rank 0, whose process may hold the store, while others
         # still read from it: were it to leave now, they would be cut off.
         if store.add("through", 1) == info.world_size:
@@ -374,16 +352,12 @@ def _undo_group(info: RankInfo, error: BaseException) -> bool:
 def _torchrun_variables(info: RankInfo, device: torch.device, met: Rendezvous) -> dict[str, str]:
     """Return what torchrun exports, for a world of several: others see the same world."""
     values: dict[str, int | str | None] = {
-        "RANK": info.rank,
-        "WORLD_SIZE": info.world_size,
+        "RANK": info.rank, "WORLD_SIZE": info.world_size,
         # torchrun's scripts choose their device by it.
-        "LOCAL_RANK": get_local_device(),
-        "LOCAL_WORLD_SIZE": info.local_world_size,
-        "NODE_RANK": info.node_rank,
-        "GROUP_RANK": info.node_rank,
-        "MASTER_ADDR": met.master_addr,
-        "MASTER_PORT": met.master_port,
-    }
+        "LOCAL_RANK": get_local_device(), "LOCAL_WORLD_SIZE": info.local_world_size,
+        "NODE_RANK": info.node_rank, "GROUP_RANK": info.node_rank,
+        "MASTER_ADDR": met.master_addr, "MASTER_PORT": met.master_port,
+    }  # fmt: skip
     if device.type == "cpu":
         # accelerate, and transformers by it, take a world without accelerators for a single
         # process unless they are told (accelerate 1.15).
@@ -391,25 +365,11 @@ def _torchrun_variables(info: RankInfo, device: torch.device, met: Rendezvous) -
     return {name: str(value) for name, value in values.items() if value is not None}
 
 
-# The groups of tensor, pipeline and context parallelism.
-
-
-def _make_parallel_groups(degrees: tuple[int, int, int], timeout: float) -> None:
-    import ezpz_tp  # noqa: PLC0415  # only where its groups are used
-
-    # Ranks of one sequence's parts share their gradients' mean with the data-parallel ones.
-    shared = [("data", "context")] if degrees[2] > 1 else []
-    ezpz_tp.initialize_tensor_parallel(*degrees, timeout=timedelta(seconds=timeout), also=shared)
-
-
 # Seeds: they differ on every rank and never collide.
 
-MAX_RANKS = 1 << 20
-"""Ranks that can have seeds of their own; the largest machines have about 120,000."""
-
+MAX_RANKS = 1 << 20  # that can have seeds of their own; the largest machines have about 120,000
 MAX_SEED = 1 << 41  # seeds are below this, so that what is made of them fits torch's 64 bits
-STREAMS = ("default", "model-parallel", "expert-parallel")
-"""Streams of random numbers that a rank can have: their seeds do not meet either."""
+STREAMS = ("default", "model-parallel", "expert-parallel")  # of a rank's random numbers
 
 
 def seed_for_rank(seed: int, rank: int, stream: str = "default") -> int:
@@ -471,33 +431,25 @@ def seed_everything(seed: int, *, rank: int | None = None) -> int:
 
 # Clean up once, on whatever way a rank ends.
 
+# Groups that `cleanup` destroyed. A DDP model holds its group too: were it the last to do so, the
+# group's destructor would join gloo's thread with the GIL held, while that thread waits for the GIL
+# to drop the last collective's tensor: a deadlock (torch 2.13; within 150 set-ups of two ranks).
+# Python's own reference drops the group without the GIL.
 _retired: list[dist.ProcessGroup | None] = []
-"""Groups that `cleanup` destroyed, kept until they can be dropped without harm.
 
-A DDP model holds its group too. Were it the last to hold it, the group's destructor would
-join gloo's thread with the GIL held, while that thread waits for the GIL to drop the tensor
-of the last collective: a deadlock (torch 2.13; within 150 set-ups of two ranks on two
-cores). Python's own reference drops the group without the GIL.
-"""
-
+# Seconds in which gloo's threads get the GIL, to drop that tensor. A script's model can hold the
+# group until the interpreter ends; a thread that still waits for the GIL then aborts the process
+# ("terminate called without an active exception"; torch 2.13, 15 of 50 launches of four ranks).
 _LAST_TENSOR = 0.1
-"""Seconds in which gloo's threads get the GIL, to drop the tensor of the last collective.
-
-A script's model can outlive `cleanup` and hold the group until the interpreter ends; a thread
-that still waits for the GIL then aborts the process ("terminate called without an active
-exception"; torch 2.13, 15 of 50 launches of four ranks on two cores, and none of 10 with it).
-"""
-
-_LAST_LEAVES = 5.0
-"""Seconds that rank 0, whose process may hold the store, waits at clean-up for the others."""
-
+_dropped_at = 0.0  # when they have had it, by the monotonic clock
+_LAST_LEAVES = 5.0  # seconds that rank 0, which may hold the store, waits at clean-up for others
 _forks_are_seen = False
 
 
 def _clean_up_at_exit(args: SetupArgs) -> None:
     global _forks_are_seen
     _state.args = args
-    atexit.register(_retired.clear)
+    atexit.register(_drop_retired)
     atexit.register(cleanup)
     if multiprocessing.parent_process() is not None:
         # Python < 3.14 ends a process that multiprocessing has forked without calling `atexit`'s.
@@ -549,15 +501,21 @@ def _when_the_function_ends() -> None:
 
 
 def _destroy_group(world: World) -> None:
+    global _dropped_at
     if dist.is_initialized():
         _retired.append(dist.group.WORLD)
         dist.destroy_process_group()
         if world.info.world_size > 1:
-            time.sleep(_LAST_TENSOR)
+            _dropped_at = time.monotonic() + _LAST_TENSOR
+
+
+def _drop_retired() -> None:
+    if _retired:
+        time.sleep(max(0.0, _dropped_at - time.monotonic()))
+        _retired.clear()
 
 
 def _stop_responder(world: World) -> None:
-    """End the responder; on rank 0 wait a moment for those of the others."""
     responder = _diagnosis.drop_responder()
     if responder is None:
         return
@@ -571,7 +529,7 @@ def _stop_responder(world: World) -> None:
         if stay and not arrived(world.store, ["all left"], _LAST_LEAVES):
             # A connection that breaks under a sleeping responder costs a page of torch's warnings.
             responder.side.post(world.store, "closed")
-            time.sleep(_LAST_TENSOR)
+            time.sleep(_watch.READING)
 
     try:
         within(_LAST_LEAVES + 1.0 if stay else 1.0, leave)
@@ -582,6 +540,5 @@ def _stop_responder(world: World) -> None:
 def _leave_the_world_to_the_parent() -> None:
     """In a forked child, which must neither end the job nor close the group."""
     if _state.args is not None:
-        mark_forked()
         _watch.release_sigterm()
         _state.restore_hook()

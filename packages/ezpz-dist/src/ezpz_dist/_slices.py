@@ -113,14 +113,9 @@ def _rows(name: str, asked: int, row: int, offset: int) -> int:
     return asked
 
 
-def _memory(part: torch.Tensor) -> ctypes.Array[ctypes.c_char]:
-    return (ctypes.c_char * part.nbytes).from_address(part.data_ptr())
-
-
 def _fill(file: IO[bytes], part: torch.Tensor) -> None:
-    if part.nbytes == 0:
-        return
-    view, done = memoryview(_memory(part)).cast("B"), 0
+    memory, done = (ctypes.c_char * part.nbytes).from_address(part.data_ptr()), 0
+    view = memoryview(memory).cast("B") if part.nbytes else b""
     while done < len(view):
         got: int = cast("Any", file).readinto(view[done : done + _PIECE])
         if not got:
@@ -175,10 +170,8 @@ def _agree(trouble: str, by: str, nbytes: int = 0) -> int:
 
 
 def _words(name: str, error: Exception) -> str:
-    return (
-        f"rank {get_rank()} on {get_hostname()} cannot read its share of {name}: "
-        f"{type(error).__name__}: {error}"
-    )
+    who = f"rank {get_rank()} on {get_hostname()}"
+    return f"{who} cannot read its share of {name}: {type(error).__name__}: {error}"
 
 
 def open_file(name: str) -> IO[bytes]:
@@ -236,9 +229,8 @@ def share_on_node(read: Callable[[], Tensors]) -> Tensors:
 
 def _put(found: object) -> tuple[str, list[Place]]:
     """Write tensors into a file in memory; return its path, and where each tensor is."""
-    named = found if isinstance(found, Mapping) else {None: found}
+    named, size = found if isinstance(found, Mapping) else {None: found}, 0
     places: list[Place] = []
-    size = 0
     for name, tensor in named.items():
         if not isinstance(tensor, torch.Tensor) or not is_plain(tensor):
             raise TypeError(f"{name or 'it'} is {type(tensor).__name__}; expected dense tensors")
@@ -297,15 +289,10 @@ def node_group() -> dist.ProcessGroup | None:
     if world is None:
         return None
     if _node is None or _node[0] is not world:
-        host = world.hosts[world.info.rank]
+        host, timeout = world.hosts[world.info.rank], timedelta(seconds=world.timeout)
         ranks = [rank for rank, name in enumerate(world.hosts) if name == host]
-        with waiting("node_group()", world):
-            group = dist.new_group(
-                ranks,
-                backend="gloo",
-                timeout=timedelta(seconds=world.timeout),
-                use_local_synchronization=True,  # the node's ranks alone make it
-            )
+        with waiting("node_group()", world):  # the node's ranks alone make it
+            group = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True)
         _node = world, cast("dist.ProcessGroup", group)
     return _node[1]
 
@@ -336,14 +323,12 @@ def scatter_from_one_reader(
     held: list[Sequence[T]] = []
 
     def take() -> None:
-        parts = read()
+        held.append(parts := read())
         is_list = isinstance(parts, Sequence)
         if not is_list or len(parts) != count:
             said = f"{len(parts)} parts" if is_list else f"a {type(parts).__name__}"
-            raise DataError(
-                f"it returned {said}; expected a list, one part for each of {count} ranks"
-            )
-        held.append(parts)
+            expected = f"expected a list, one part for each of {count} ranks"
+            raise DataError(f"it returned {said}; {expected}")
 
     read_for_all(take, members, *_first(what, members))
     if members is None:

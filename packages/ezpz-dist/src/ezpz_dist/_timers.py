@@ -180,12 +180,8 @@ class Timer:
     May be nested in itself. What ends in an exception counts too. For one thread. Disabled it
     costs less than a microsecond, on a CPU a few.
 
-    Attributes:
-        name: What it measures.
-        enabled: Whether it measures.
-
     Args:
-        name: What it measures.
+        name: What it measures; an attribute too, as is ``enabled``.
         synchronize: Wait for the device before and after: the time is exact, and the queue
             runs empty. False: CUDA and XPU events are recorded instead, and read later.
         enabled: Whether it measures.
@@ -193,13 +189,9 @@ class Timer:
     """
 
     def __init__(
-        self,
-        name: str = "",
-        *,
-        synchronize: bool = True,
-        enabled: bool = True,
+        self, name: str = "", *, synchronize: bool = True, enabled: bool = True,
         device: torch.device | str | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.name: str = name
         self.enabled: bool = enabled
         self._device = None if device is None else torch.device(device)
@@ -242,7 +234,6 @@ class Timer:
         self._settle(wait=False)
 
     def _settle(self, *, wait: bool) -> None:
-        """Add up what is known by now, or all of it."""
         while self._pending and (wait or self._pending[0][0].has_passed(self._pending[0][2])):
             clock, start, end = self._pending.popleft()
             self._last = seconds = clock.seconds(start, end)
@@ -265,12 +256,9 @@ class Timers:
     """
 
     def __init__(
-        self,
-        *,
-        synchronize: bool = True,
-        enabled: bool = True,
+        self, *, synchronize: bool = True, enabled: bool = True,
         device: torch.device | str | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._timers: dict[str, Timer] = {}
         self._make = partial(Timer, synchronize=synchronize, device=device)
         self._enabled = enabled
@@ -407,24 +395,17 @@ class StragglerReport:
         return float("inf") if mean > 0 else 1.0
 
 
-# The part of a backward in which a rank only waits for the others' gradients.
-
-
 class BackwardWaits:
     """Measures, in each backward of a model, from its last gradient to the end of the wait."""
 
-    # DistributedDataParallel waits for its all-reduces in a callback that autograd's engine runs
-    # when the whole backward is done (torch 2.6 to 2.13: reducer.cpp, finalize_backward). A
-    # callback of ours that is queued when the backward begins runs before it; one that this one
-    # queues runs after it.
+    # DDP waits for its all-reduces in a callback that autograd's engine runs after the backward
+    # (torch 2.6 to 2.13: reducer.cpp, finalize_backward). A callback of ours that is queued when
+    # the backward begins runs before it; one that this one queues, after it.
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.waits: list[Span] = []
         self._is_queued = False
-        self._hook = model.register_forward_hook(self._after_forward)
-
-    def remove(self) -> None:
-        self._hook.remove()
+        self.hook = model.register_forward_hook(self._after_forward)
 
     def _after_forward(self, _model: torch.nn.Module, _arguments: Any, output: Any) -> None:
         # A backward that failed has not run its callbacks.
@@ -446,12 +427,10 @@ class BackwardWaits:
 
 
 def _at_end(callback: Any) -> None:
-    engine = torch.autograd.Variable._execution_engine  # noqa: SLF001  # as FSDP itself does
-    engine.queue_callback(callback)
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # noqa: SLF001  # as FSDP does
 
 
 def _tensors(output: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors of a model's output: of mappings and sequences, however deep."""
     if isinstance(output, torch.Tensor):
         yield output
     elif isinstance(output, (Mapping, list, tuple)):
@@ -464,9 +443,7 @@ def _tensors(output: Any) -> Iterator[torch.Tensor]:
 _TIMES = struct.Struct("=3d")  # mean, maximum and mean wait of a window's steps
 
 
-class _Step(NamedTuple):
-    """The spans of one step, whose lengths a device may tell only later."""
-
+class _Step(NamedTuple):  # its spans, whose lengths a device may tell only later
     whole: Span
     computed: list[Span]
     waited: list[Span]
@@ -593,7 +570,7 @@ class Stragglers:
     def close(self) -> None:
         """Take our hook off the model."""
         if self._backward is not None:
-            self._backward.remove()
+            self._backward.hook.remove()
 
     def _begin(self, at: tuple[Clock, Any]) -> None:
         self._last = at

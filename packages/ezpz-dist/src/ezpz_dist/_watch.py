@@ -28,12 +28,9 @@ logger = logging.getLogger(__name__)
 
 # The part of a collective that waits for other ranks: named, timed, and explained if it fails.
 
-_SPIN = 50e-6
-_POLL = 1e-3
-
+_SPIN, _POLL = 50e-6, 1e-3  # seconds between two looks: in the first millisecond, and later
+# Words in the errors of collectives; gloo raises a plain RuntimeError, with its file's name.
 _SIGNS = ("/gloo/", "NCCL", "oneCCL", "Operation timed out", "Connection closed by peer")
-"""Words in the errors of collectives; gloo raises a plain RuntimeError, with its file's name."""
-
 _LINES = 16  # ranks, or groups of ranks at one line, that a message lists
 
 
@@ -51,7 +48,8 @@ def waiting(
             "forked, such as a worker of a data loader: it would take its parent's part; expected "
             "it in the process that called setup_torch"
         )
-    _diagnosis.enter_wait(what)  # no context of its own: that takes as long as all the rest of this
+    waits = _diagnosis.waits_here()
+    waits.append(what)
     start = time.monotonic()
     try:
         yield
@@ -60,18 +58,13 @@ def waiting(
             raise
         raise explain(error, what, world, time.monotonic() - start, members) from error
     finally:
-        _diagnosis.leave_wait()
+        waits.pop()
 
 
 def finish(
-    work: dist.Work,
-    timeout: float | None,
-    what: str,
-    world: World,
-    members: Collection[int],
-    *,
-    where: torch.device,
-) -> None:
+    work: dist.Work, timeout: float | None, what: str, world: World, members: Collection[int],
+    *, where: torch.device,
+) -> None:  # fmt: skip
     """Wait for an operation on tensors at ``where``, at most so long; used inside `waiting`."""
     if timeout is None:
         work.wait()
@@ -97,12 +90,9 @@ def is_of_a_collective(error: BaseException) -> bool:
 
 
 def explain(
-    error: BaseException,
-    what: str,
-    world: World,
-    waited: float,
+    error: BaseException, what: str, world: World, waited: float,
     members: Collection[int] | None = None,
-) -> CollectiveError:
+) -> CollectiveError:  # fmt: skip
     """Return the error that names who is missing, where torch's names no one."""
     rank, line = world.info.rank, _diagnosis.calling_line()
     start = f"{what} at {line} on rank {rank} ({world.hosts[rank]}) failed after {waited:.1f} s: "
@@ -140,10 +130,8 @@ def describe_missing(call: _diagnosis.RollCall, rank: int, what: str = "") -> tu
             place += f" (its last collective: {theirs}; here: {my_own})"
         places.setdefault(place, []).append(location.rank)
     for place, ranks in sorted(places.items(), key=lambda item: len(item[1]))[:_LINES]:
-        if len(ranks) == 1:
-            parts.append(f"rank {ranks[0]} on {call.locations[ranks[0]].host} stands at {place}")
-        else:
-            parts.append(f"ranks {fold(ranks)} stand at {place}")
+        one = f"rank {ranks[0]} on {call.locations[ranks[0]].host} stands"
+        parts.append(f"{one if len(ranks) == 1 else f'ranks {fold(ranks)} stand'} at {place}")
     if not parts:
         return "every rank answers and waits in the same place: the network, or a device", []
     return "; ".join(parts), sorted([*call.silent, *(location.rank for location in away)])
@@ -171,9 +159,7 @@ def first_line(error: BaseException) -> str:
 # One rank's end is every rank's: an uncaught exception, a signal, a time-out of `watch`.
 
 _TELLING = 1.0  # seconds to tell others something, should the store still answer
-_READING = 0.1
-"""Seconds that the store stays for the others to read it, once they were told of the end."""
-
+READING = 0.1  # seconds that the store stays for the others, once they were told of the end
 _failed = False
 _unwinding = False
 
@@ -259,13 +245,12 @@ def end_job(text: str, status: int) -> bool:
         elif side.rank != 0 or not ending.wait(_TELLING / 2):
             return
         # The server's process is rank 0, or may be ended by this one's end.
-        time.sleep(_READING)
+        time.sleep(READING)
 
     return _try_to_tell(side, end)
 
 
 def leave_word(text: str) -> None:
-    """Leave a note of why this rank goes, for those who will look for it."""
     responder = _diagnosis.find_responder()
     if responder is not None and not responder.lost:
         side = responder.side
@@ -287,10 +272,7 @@ def _try_to_tell(side: _diagnosis.SideStore, request: Callable[[], object]) -> b
 T = TypeVar("T")
 
 TIMED_OUT = 124  # the exit status of all ranks, as timeout(1) has it
-_OVERDUE = 15.0
-"""Seconds beyond the time-out after which the stacks of a rank whose Python threads cannot run
-(native code keeps the interpreter's lock) are dumped from outside of Python."""
-
+_OVERDUE = 15.0  # seconds beyond it until a rank whose native code keeps Python's lock is dumped
 _HEARING = 0.5  # seconds for this rank's responder to read what it was told before the store went
 
 
@@ -351,12 +333,8 @@ class StepWatchdog(AbstractContextManager["StepWatchdog"]):
         responder = _diagnosis.find_responder()
         if responder is None:
             frame = _diagnosis.main_frame()
-            alone = _diagnosis.Location(
-                0,
-                "this host",
-                *_diagnosis.describe_frames(frame),
-                stack=_diagnosis.whole_stack(frame),
-            )
+            where, stack = _diagnosis.describe_frames(frame), _diagnosis.whole_stack(frame)
+            alone = _diagnosis.Location(0, "this host", *where, stack=stack)
             self._write(f"ezpz: {text}\n{picture(_diagnosis.RollCall({0: alone}))}")
         else:
             call, side = _diagnosis.call_roll(responder, stack=True), responder.side

@@ -34,14 +34,14 @@ class World:
 
 
 _world: World | None = None
-_forked = False
+_process = 0  # in which it was entered
 _unfinished: list[Callable[[], None]] = []
 
 
 def enter(world: World | None) -> None:
     """Make this the process's world; None: there is none any more. For set-up and clean-up."""
-    global _world
-    _world = world
+    global _world, _process
+    _world, _process = world, os.getpid()
 
 
 def find_world() -> World | None:
@@ -50,24 +50,17 @@ def find_world() -> World | None:
 
 def current_world(operation: str) -> World | None:
     """Return what set-up decided; None for one process that was never set up."""
-    if _world is None:
-        info = get_rank_info()
-        if info.world_size > 1:
-            raise NotSetUpError(
-                f"{operation} on rank {info.rank} of {info.world_size} before setup_torch(); "
-                "expected ezpz.setup_torch() first, on every rank"
-            )
+    if _world is None and (info := get_rank_info()).world_size > 1:
+        raise NotSetUpError(
+            f"{operation} on rank {info.rank} of {info.world_size} before setup_torch(); "
+            "expected ezpz.setup_torch() first, on every rank"
+        )
     return _world
-
-
-def mark_forked() -> None:
-    global _forked
-    _forked = True
 
 
 def is_forked() -> bool:
     """Return whether this process is a rank's forked child, which is no part of the world."""
-    return _forked
+    return _world is not None and _process != os.getpid()
 
 
 def finish_before_leaving(finish: Callable[[], None]) -> None:

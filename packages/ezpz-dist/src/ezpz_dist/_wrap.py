@@ -29,11 +29,6 @@ if TYPE_CHECKING:
 
 _DDP = "wrap_model_for_ddp()"
 
-_RESERVED = dict.fromkeys(
-    ("device_ids", "output_device", "process_group", "device_mesh"),
-    "it is chosen by the set-up: leave it out",
-)
-
 
 def wrap_model_for_ddp(
     model: nn.Module, *, initialize: Initialize | None = None, **options: Any
@@ -67,7 +62,7 @@ def wrap_model_for_ddp(
     replicas = _replicas.find_replicas(_DDP)
     device = replicas.world.device
     with _replicas.agreed(_DDP, model, {"initialize": initialize, **options}, replicas):
-        _replicas.check_model(_DDP, model, replicas, options, _RESERVED)
+        _replicas.check_model(_DDP, model, replicas, options, _replicas.RESERVED)
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise WrapError(
                 f"{_DDP}: {type(model).__name__} has no parameter that requires a gradient; "
@@ -129,7 +124,7 @@ def wrap_optimizer_for_zero1(
             one = group["params"] if isinstance(group, dict) else group
             every += [one] if isinstance(one, torch.Tensor) else one
         tensors |= {f"parameter {number}": one for number, one in enumerate(every)}
-        _replicas.check_options(_ZERO1, options, _RESERVED)
+        _replicas.check_options(_ZERO1, options, _replicas.RESERVED)
         for sharded, by in (("device_mesh", "FSDP2"), ("_fsdp_flattened", "FSDP1")):
             if any(hasattr(one, sharded) for one in every):
                 raise WrapError(
@@ -145,8 +140,6 @@ def wrap_optimizer_for_zero1(
             groups, optimizer_class=optimizer_class, process_group=replicas.group, **options
         )
 
-
-# One call that makes a model train on all ranks.
 
 logger = logging.getLogger(__name__)
 

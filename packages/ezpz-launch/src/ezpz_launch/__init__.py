@@ -10,14 +10,6 @@ from ._plan import LaunchPlan, plan
 from ._version import __version__
 
 __all__ = [
-    "CommandNotExecutableError",
-    "CommandNotFoundError",
-    "LaunchError",
-    "LaunchPlan",
-    "Request",
-    "UsageError",
-    "__version__",
-    "main",
-    "plan",
-    "split",
-]
+    "CommandNotExecutableError", "CommandNotFoundError", "LaunchError", "LaunchPlan", "Request",
+    "UsageError", "__version__", "main", "plan", "split",
+]  # fmt: skip

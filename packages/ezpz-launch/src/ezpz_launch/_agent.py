@@ -259,7 +259,6 @@ class Ranks:
         return self._launcher not in (0, parent) and not is_running(self._launcher)
 
     def _goes_on(self, rank: int) -> bool:
-        """Return whether a rank's command has outlived its shim."""
         command, born = self._commands.get(rank, (0, ""))
         if command:
             return is_running(command) and birth_of(command) == born
@@ -284,12 +283,10 @@ class Ranks:
                 send(each, number)
 
     def release(self, pid: int) -> None:
-        """Let the shim of a rank that failed go."""
         if self._is_same(pid):
             send(pid, signal.SIGTERM)
 
     def kill(self) -> None:
-        """SIGKILL every process of the launch on this node."""
         self.signal(signal.SIGKILL)
         # What left its process group is found by its environment, where /proc shows it.
         for pid in _of_launch(self._launch_id):
@@ -431,8 +428,6 @@ _TERMINATED = 1.0  # seconds that a launcher has to end its ranks by itself (sru
 
 
 class Agent:
-    """Serves ezpz-launch over a connection."""
-
     def __init__(self, connection: socket.socket, ranks: Ranks) -> None:
         self._connection, self._ranks = connection, ranks
         self._lines = self._read_lines()

@@ -35,7 +35,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def console() -> None:
-    """Run ``ezpz-launch`` and end this process with its exit status."""
     status = main()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):  # no one reads it
@@ -57,9 +56,8 @@ def _main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     request = request_of(options, command)
     if request.dry_run and request.machine:
         if request.hostfile:
-            raise UsageError(
-                "--dry-run --machine: its hosts are hypothetical; expected no --hostfile"
-            )
+            why = "its hosts are hypothetical; expected no --hostfile"
+            raise UsageError(f"--dry-run --machine: {why}")
         from ezpz_topo import imagine  # noqa: PLC0415  # only a dry run needs it
 
         topology = imagine(request.machine, request.nodes or 1, env)
@@ -113,17 +111,11 @@ def _planned(
 
     chosen = partial(choose_launcher, topology=topology, request=request, env=env, beside=beside)
     return plan(
-        topology,
-        request,
-        chosen if is_here else imagine_launcher(topology, request),
-        hosts=hosts,
-        hosts_source=source,
-        slots=slots,
-        hostfile=HOSTFILE,
-        port=free_port() if is_here else 29500,
-        user_env=env,
+        topology, request, chosen if is_here else imagine_launcher(topology, request),
+        hosts=hosts, hosts_source=source, slots=slots, hostfile=HOSTFILE,
+        port=free_port() if is_here else 29500, user_env=env,
         as_root=is_here and os.geteuid() == 0,
-    )
+    )  # fmt: skip
 
 
 def _explained(planned: LaunchPlan) -> str:

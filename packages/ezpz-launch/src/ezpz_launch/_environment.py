@@ -26,19 +26,17 @@ class Chosen(NamedTuple):
 
     names: tuple[str, ...] = ()  # in the order requested, each once
     flags: tuple[str, ...] = ()  # for the machine's launcher
-    environment: Mapping[str, tuple[str, str]] = {}
-    """For the ranks: value, and the option that brings it."""
+    environment: Mapping[str, tuple[str, str]] = {}  # for the ranks: value, and who brings it
     cpu_bind: str = ""  # a bind list's name, or `"none"` where the flags bind; empty for any
     cpu_bind_option: str = ""  # the option that brings it
     notes: tuple[str, ...] = ()  # what people should know
 
 
 def choose_options(machine: Machine, names: Sequence[str], launcher: Launcher) -> Chosen:
-    flags: list[str] = []
-    environment: dict[str, tuple[str, str]] = {}
+    names = tuple(dict.fromkeys(names))
+    flags, notes, environment = list[str](), list[str](), dict[str, tuple[str, str]]()
     bind, binder = "", ""
-    notes: list[str] = []
-    for name in dict.fromkeys(names):
+    for name in names:
         if name not in machine.options:
             known = ", ".join(machine.options) or "none"
             raise UsageError(
@@ -74,23 +72,16 @@ def choose_options(machine: Machine, names: Sequence[str], launcher: Launcher) -
                 f"--option {name}: load its modules before the launch, in place of the machine's: "
                 f"module load {' '.join(option.modules)}"
             )
-    return Chosen(
-        tuple(dict.fromkeys(names)), tuple(flags), environment, bind, binder, tuple(notes)
-    )
+    return Chosen(names, tuple(flags), environment, bind, binder, tuple(notes))
 
 
 # How ranks are bound to cores, and which of the machine's flags its launcher is given.
 
 
 def bind(
-    machine: Machine,
-    request: Request,
-    arrangement: Arrangement,
-    launcher: Launcher,
-    chosen: Chosen,
-    *,
-    env: Mapping[str, str],
-) -> tuple[Flags, tuple[str, ...], int, str]:
+    machine: Machine, request: Request, arrangement: Arrangement, launcher: Launcher,
+    chosen: Chosen, *, env: Mapping[str, str],
+) -> tuple[Flags, tuple[str, ...], int, str]:  # fmt: skip
     """Return the launcher's flags, the cores of each rank, how many these are, and why."""
     kind, unbound = LAUNCHERS[launcher.kind], request.cpu_bind == "none"
     flags = machine.launcher_flags + chosen.flags if launcher.kind == machine.launcher else ()
@@ -202,16 +193,9 @@ def users_own(env: Mapping[str, str]) -> set[str]:
 
 
 def ranks_environment(
-    topology: Topology,
-    request: Request,
-    arrangement: Arrangement,
-    launcher: Launcher,
-    chosen: Chosen,
-    *,
-    bound: int,
-    port: int,
-    user_env: Mapping[str, str],
-) -> tuple[dict[str, str], dict[str, str], list[str]]:
+    topology: Topology, request: Request, arrangement: Arrangement, launcher: Launcher,
+    chosen: Chosen, *, bound: int, port: int, user_env: Mapping[str, str],
+) -> tuple[dict[str, str], dict[str, str], list[str]]:  # fmt: skip
     """Return what is added to the ranks' environment, for each variable why, and notes."""
     machine, own, notes = topology.machine, users_own(user_env), list[str]()
     address, why = "127.0.0.1", "every rank is on this host"

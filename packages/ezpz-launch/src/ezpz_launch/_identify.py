@@ -24,13 +24,9 @@ _NO_MPI = (
 
 
 def choose_launcher(
-    arrangement: Arrangement,
-    *,
-    topology: Topology,
-    request: Request,
-    env: Mapping[str, str],
+    arrangement: Arrangement, *, topology: Topology, request: Request, env: Mapping[str, str],
     beside: str,
-) -> Launcher:
+) -> Launcher:  # fmt: skip
     here, asked = arrangement.on_this_host, request.launcher
     if asked == "auto":
         found = _auto(topology, env, beside, here=here)

@@ -68,25 +68,14 @@ class Control(NamedTuple):
             if not self.where and os.path.getmtime(compiled) > os.path.getmtime(program):
                 program = compiled
         fields = [
-            self.launch_id,
-            f"{self.hold:.0f}",
-            sys.executable,
-            os.path.join(_HERE, "_agent.py") if self.where else "",
-            " ".join(self.where),
-            self.secret,
-            str(self.node_timeout),
-            self.files,
+            self.launch_id, f"{self.hold:.0f}", sys.executable,
+            os.path.join(_HERE, "_agent.py") if self.where else "", " ".join(self.where),
+            self.secret, str(self.node_timeout), self.files,
             "all" if self.only_ranks is None else fold_ranks(self.only_ranks),
-            program if pumped else "",
-            "--prefix" if self.prefix else "",
-            str(self.port or ""),
-            self.device_type,
-            str(self.devices),
-            str(int(self.one_device)),
-            str(self.attempt),
-            self.progress_file,
-            self.job_id,
-        ]
+            program if pumped else "", "--prefix" if self.prefix else "", str(self.port or ""),
+            self.device_type, str(self.devices), str(int(self.one_device)), str(self.attempt),
+            self.progress_file, self.job_id,
+        ]  # fmt: skip
         for field in fields:
             if "\n" in field:
                 raise UsageError(f"{field!r} holds a line break; expected a path without one")
@@ -253,7 +242,6 @@ class Nodes:
             self._write(agent, f"signal {number:d}")
 
     def release(self, rank: int, pid: int) -> None:
-        """Let the shim of a rank that failed go."""
         self._send(rank // self._launch.ppn, f"release {pid}")
 
     def kill(self) -> None:

@@ -99,7 +99,6 @@ class Option(NamedTuple):
 
     @property
     def flag(self) -> str:
-        """The flag that errors name."""
         return f"-{self.short}" if self.short else f"--{self.name}"
 
 

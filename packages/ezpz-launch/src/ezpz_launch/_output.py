@@ -126,7 +126,6 @@ class Output:
         self._hushed: set[int] = set()
 
     def copy(self, stdout: IO[bytes], stderr: IO[bytes]) -> None:
-        """Start to copy from these pipes, and close them at their end."""
         for source, target in ((stdout, 1), (stderr, 2)):
             thread = threading.Thread(target=self._pump, args=(source, target), daemon=True)
             thread.start()
@@ -155,7 +154,6 @@ class Output:
                 return
 
     def close(self, is_told: Callable[[], object]) -> None:
-        """Wait until all that we said has been written."""
         while self._unsaid and self._waited_when_told <= _TOLD:
             time.sleep(_TICK / 10)
             self._waited_when_told += _TICK / 10 if is_told() else 0.0

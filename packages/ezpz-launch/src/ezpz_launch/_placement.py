@@ -127,14 +127,9 @@ class Arrangement(NamedTuple):
 
 
 def arrange(
-    topology: Topology,
-    request: Request,
-    *,
-    hosts: Sequence[str],
-    hosts_source: str,
+    topology: Topology, request: Request, *, hosts: Sequence[str], hosts_source: str,
     slots: int | Sequence[int] = 0,
-) -> Arrangement:
-    """Decide which hosts are used, and how many ranks each of them gets."""
+) -> Arrangement:  # fmt: skip
     include, exclude, nodes = request.include, request.exclude, request.nodes or 0
     names, source = select_hosts(hosts, hosts_source, include=include, exclude=exclude, nodes=nodes)
     of_each = [slots] * len(hosts) if isinstance(slots, int) else slots
@@ -185,7 +180,6 @@ def _is_this_host(topology: Topology, host: str) -> bool:
 
 
 def _cores(topology: Topology, *, here: bool) -> tuple[int, str]:
-    """Return the cores of each host in use, and what told it."""
     # This process's affinity holds for this host alone. A job's other nodes are taken to be as
     # this one, if this is one of them; and never to have more than the machine's file says, which
     # counts cores where the kernel counts hardware threads.
@@ -201,12 +195,9 @@ def _cores(topology: Topology, *, here: bool) -> tuple[int, str]:
 
 
 def _ranks_per_host(
-    topology: Topology,
-    request: Request,
-    slots: Sequence[int],
-    hosts_source: str,
+    topology: Topology, request: Request, slots: Sequence[int], hosts_source: str,
     known_cores: tuple[int, str],
-) -> tuple[int, int, str]:
+) -> tuple[int, int, str]:  # fmt: skip
     """Return the ranks of a host, those of the last one where slots decide (else 0), and why."""
     per_host, last = (slots[0], slots[-1]) if slots else (0, 0)
     if last > per_host or any(n != per_host for n in slots[:-1]):
@@ -239,7 +230,6 @@ def _ranks_per_host(
 
 
 def _check(topology: Topology, request: Request, placement: Placement) -> None:
-    """Refuse what the placement cannot satisfy."""
     used, nodes = len(placement.hosts), request.nodes
     if nodes and used < nodes:
         raise UsageError(

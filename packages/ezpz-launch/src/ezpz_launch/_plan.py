@@ -80,18 +80,10 @@ class LaunchPlan:
 
 
 def plan(
-    topology: Topology,
-    request: Request,
-    launcher: Launcher | Callable[[Arrangement], Launcher],
-    *,
-    hosts: Sequence[str],
-    hosts_source: str,
-    slots: int | Sequence[int] = 0,
-    hostfile: str,
-    port: int,
-    user_env: Mapping[str, str],
-    as_root: bool = False,
-) -> LaunchPlan:
+    topology: Topology, request: Request, launcher: Launcher | Callable[[Arrangement], Launcher], *,
+    hosts: Sequence[str], hosts_source: str, slots: int | Sequence[int] = 0, hostfile: str,
+    port: int, user_env: Mapping[str, str], as_root: bool = False,
+) -> LaunchPlan:  # fmt: skip
     """Decide how many ranks run where, by which launcher, and with what environment.
 
     Args:
@@ -115,8 +107,7 @@ def plan(
     machine = topology.machine
     kind = LAUNCHERS[launcher.kind]
     arrangement, nodelist, by_rank = kind.fit_hosts(topology, arrangement)
-    options = request.options
-    chosen = choose_options(machine, options, launcher) if options else Chosen()
+    chosen = choose_options(machine, request.options, launcher) if request.options else Chosen()
     fitted, cpu_bind, cores_each, why_bound = bind(
         machine, request, arrangement, launcher, chosen, env=user_env
     )
@@ -138,31 +129,16 @@ def plan(
     aside = set_aside(environment, request, user_env)
     asks_for_devices = devices.device_type != "cpu" and machine.devices_per_node
     return LaunchPlan(
-        request=request,
-        command=request.command,
-        launcher=launcher,
-        placement=placement,
-        machine=machine,
-        on_this_host=arrangement.on_this_host,
-        nodelist=nodelist,
-        by_rank=by_rank,
-        in_step="SLURM_STEP_ID" in user_env,
-        hostfile=hostfile,
-        device_type=devices.device_type,
-        devices=devices.count if asks_for_devices else 0,
-        flags=fitted.words,
-        unbound=request.cpu_bind == "none",
-        cpu_bind=cpu_bind,
-        depth=fitted.depth,
-        launcher_args=request.launcher_args,
-        environment=environment,
-        exported=kind.exported(machine, environment, user_env),
-        removed=kind.removed(user_env),
-        as_root=as_root,
-        sources=sources,
-        notes=(*launcher.notes, *chosen.notes, *notes),
+        request=request, command=request.command, launcher=launcher, placement=placement,
+        machine=machine, on_this_host=arrangement.on_this_host, nodelist=nodelist, by_rank=by_rank,
+        in_step="SLURM_STEP_ID" in user_env, hostfile=hostfile, device_type=devices.device_type,
+        devices=devices.count if asks_for_devices else 0, flags=fitted.words,
+        unbound=request.cpu_bind == "none", cpu_bind=cpu_bind, depth=fitted.depth,
+        launcher_args=request.launcher_args, environment=environment,
+        exported=kind.exported(machine, environment, user_env), removed=kind.removed(user_env),
+        as_root=as_root, sources=sources, notes=(*launcher.notes, *chosen.notes, *notes),
         warnings=tuple(filter(None, [arrangement.warning, aside])),
-    )
+    )  # fmt: skip
 
 
 # What ``--dry-run`` says: the command, and for each decision its value and its source.
@@ -185,7 +161,6 @@ def explain(plan: LaunchPlan, argv: Sequence[str], hostfile: Sequence[str]) -> s
 
 
 def explain_json(plan: LaunchPlan, argv: Sequence[str], hostfile: Sequence[str]) -> str:
-    """Return the explanation of a launch, for programs."""
     import json  # noqa: PLC0415  # only this needs it
 
     placement = plan.placement

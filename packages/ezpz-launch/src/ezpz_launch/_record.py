@@ -53,33 +53,18 @@ class Record(NamedTuple):
     version: str = __version__
 
 
-def record_of(
-    planned: LaunchPlan, argv: Sequence[str], job: Allocation, *, launch_id: str = ""
-) -> Record:
-    """Return the record of a launch that starts now in this job."""
-    now = time.time()
-    cwd = ""
+def record_of(launch_id: str, planned: LaunchPlan, argv: Sequence[str], job: Allocation) -> Record:
+    cwd, placement = "", planned.placement
     with suppress(OSError):
         cwd = os.getcwd()
     return Record(
-        id=launch_id or new_id(now),
-        command=planned.command,
-        cwd=cwd,
-        machine=planned.machine.name,
-        scheduler=job.scheduler,
-        job_id=job.job_id,
-        hosts=fold_nodelist(planned.placement.hosts),
-        nproc=planned.placement.nproc,
-        ppn=planned.placement.ppn,
-        launcher=planned.launcher.kind,
-        argv=tuple(argv),
-        environment=dict(planned.environment),
-        host=get_hostname(),
-        pid=os.getpid(),
-        pid_start=int(birth_of(os.getpid()) or 0) or None,
-        start=iso_time(now),
+        id=launch_id, command=planned.command, cwd=cwd, machine=planned.machine.name,
+        scheduler=job.scheduler, job_id=job.job_id, hosts=fold_nodelist(placement.hosts),
+        nproc=placement.nproc, ppn=placement.ppn, launcher=planned.launcher.kind, argv=tuple(argv),
+        environment=dict(planned.environment), host=get_hostname(), pid=os.getpid(),
+        pid_start=int(birth_of(os.getpid()) or 0) or None, start=iso_time(time.time()),
         retries=planned.request.retries,
-    )
+    )  # fmt: skip
 
 
 ID = r"([0-9]{8}T[0-9]{6,12}Z-[0-9]+-[0-9a-f]+)\.(json|json\.new|progress.*)"
@@ -96,12 +81,6 @@ def iso_time(when: float) -> str:
     """Return seconds since 1970 as ISO 8601 in UTC, such as 2026-11-21T02:10:43.250Z."""
     second = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(when))
     return f"{second}.{int(when % 1 * 1e3):03}Z"
-
-
-def process_start(pid: int) -> int | None:
-    """Return when a process started, in ticks since boot; None if it has ended, or no Linux."""
-    born = birth_of(pid) if is_running(pid) else ""
-    return int(born) if born else None
 
 
 def to_json(record: Record) -> str:
@@ -197,12 +176,11 @@ class Keeper:
     def start(self, planned: LaunchPlan, argv: Sequence[str], job: Allocation) -> None:
         """Write that an attempt runs; the ranks do not wait for it."""
         if self._record is None:
-            self._record = record_of(planned, argv, job, launch_id=self.launch_id)
+            self._record = record_of(self.launch_id, planned, argv, job)
         else:
+            number, added = self._record.attempt + 1, dict(planned.environment)
             self._record = self._record._replace(
-                attempt=self._record.attempt + 1,
-                argv=tuple(argv),
-                environment=dict(planned.environment),
+                attempt=number, argv=tuple(argv), environment=added
             )
         self._write(self._record)
 
@@ -214,11 +192,8 @@ class Keeper:
         if failure:
             rank, host, status = failure
             first = {"rank": rank, "host": host, "status": status, "how": how(status)}
-        self._write(
-            self._record._replace(
-                end=iso_time(time.time()), exit_status=exit_status, first_failure=first
-            )
-        )
+        end = iso_time(time.time())
+        self._write(self._record._replace(end=end, exit_status=exit_status, first_failure=first))
         if self._record.retries:
             _remove(self.progress_file)
         if self._folder:
@@ -276,7 +251,6 @@ examples:
 
 
 def command(argv: Sequence[str], env: Mapping[str, str]) -> str:
-    """Return what ``ezpz-launch history`` with these words prints."""
     limit, as_json, words = "20", False, list(argv)
     while words:
         word = words.pop(0)
@@ -292,9 +266,8 @@ def command(argv: Sequence[str], env: Mapping[str, str]) -> str:
         else:
             raise UsageError(f"history: {word!r} is not known here; expected {USAGE}")
     if not (limit.isascii() and limit.isdecimal() and int(limit[:9])):
-        raise UsageError(
-            f"history: -n {limit}: expected a whole number of launches from 1, such as 20"
-        )
+        expected = "a whole number of launches from 1, such as 20"
+        raise UsageError(f"history: -n {limit}: expected {expected}")
     return _history(env, int(limit[:9]), as_json=as_json)
 
 
@@ -375,7 +348,6 @@ def _stored(path: str) -> Stored | None:
 
 
 def _moment(text: str) -> float:
-    """Return seconds since 1970."""
     from datetime import datetime  # noqa: PLC0415 - only history needs it
 
     return datetime.fromisoformat(text).timestamp()
@@ -397,7 +369,7 @@ def _state(stored: Stored) -> str:
         return "unknown"
     pid, born = stored["pid"], stored["pid_start"]
     # Another process may have its number by now, but did not start at the same tick.
-    is_there = is_running(pid) if born is None else process_start(pid) == born
+    is_there = is_running(pid) and (born is None or birth_of(pid) == str(born))
     return "running" if is_there else "never ended"
 
 
@@ -446,13 +418,10 @@ def _row(stored: Stored) -> tuple[str, ...]:
     job = " ".join(filter(None, (stored["machine"], stored["job_id"])))
     return (
         time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(start)),
-        _duration(_moment(end) - start) if end else "",
-        status,
-        str(stored["nproc"]),
-        _shortened(stored["hosts"], 24),
-        _shortened(job, 30),
+        _duration(_moment(end) - start) if end else "", status, str(stored["nproc"]),
+        _shortened(stored["hosts"], 24), _shortened(job, 30),
         _shortened(" ".join(map(quote, stored["command"])), 60),
-    )
+    )  # fmt: skip
 
 
 def _duration(seconds: float) -> str:
@@ -465,7 +434,7 @@ def _duration(seconds: float) -> str:
 def _shortened(text: str, width: int) -> str:
     """Return one line of printable text: no command may move the reader's cursor."""
     shown = "".join(
-        letter if letter.isprintable() else letter.encode("unicode_escape").decode()
-        for letter in text[: width + 1]
+        each if each.isprintable() else each.encode("unicode_escape").decode()
+        for each in text[: width + 1]
     )
     return shown if len(shown) <= width else f"{shown[: width - 3]}..."

@@ -26,8 +26,6 @@ _PORTS = 5
 
 
 class Attempts:
-    """A plan, run to its end, and again if it fails and the user allows it."""
-
     def __init__(self, planned: LaunchPlan, topology: Topology, env: Mapping[str, str]) -> None:
         self._planned, self._topology, self._env = planned, topology, env
         self._request = planned.request
@@ -88,19 +86,14 @@ class Attempts:
         with _hostfile(replace(self._planned, control=True), directory) as ready:
             argv = tuple(argv_of(ready))
             kept = {name: value for name, value in self._env.items() if name not in ready.removed}
+            placement, request = ready.placement, self._request
             launch = Launch(
-                argv=argv,
-                nproc=ready.placement.nproc,
-                hosts=ready.placement.hosts,
-                ppn=ready.placement.ppn,
-                on_this_host=ready.on_this_host,
-                environment={**kept, **ready.environment},
-                control=self._control(),
-                grace=self._request.grace,
-                idle_timeout=self._request.idle_timeout,
+                argv=argv, nproc=placement.nproc, hosts=placement.hosts, ppn=placement.ppn,
+                on_this_host=ready.on_this_host, environment={**kept, **ready.environment},
+                control=self._control(), grace=request.grace, idle_timeout=request.idle_timeout,
                 signal_at=self._signal_at,
                 scratch="" if ready.hostfile == self._planned.hostfile else ready.hostfile,
-            )
+            )  # fmt: skip
             return run(launch, self._heard, lambda: self._on_start(ready, argv))
 
     def _on_start(self, ready: LaunchPlan, argv: tuple[str, ...]) -> None:
@@ -113,25 +106,20 @@ class Attempts:
         planned, request, job = self._planned, self._request, self._topology.allocation
         first = planned.placement.hosts[0]
         here = planned.on_this_host or same_host(first, job.node_name or "")
+        # Into a file or a pipe, where no reader waits for half a line.
+        whole_lines = planned.placement.nproc > 1 and not (os.isatty(1) and os.isatty(2))
         return Control(
-            launch_id=f"{self._keeper.launch_id}.{self._number}",
-            hold=SETTLE + request.grace + 10,
-            node_timeout=self._node_timeout,
+            launch_id=f"{self._keeper.launch_id}.{self._number}", attempt=self._number,
+            hold=SETTLE + request.grace + 10, node_timeout=self._node_timeout,
             files=os.path.abspath(request.log_dir) if request.log_dir else "",
-            only_ranks=request.only_ranks,
-            prefix=request.prefix,
-            # Into a file or a pipe, where no reader waits for half a line.
-            whole_lines=planned.placement.nproc > 1 and not (os.isatty(1) and os.isatty(2)),
-            tee=request.tee,
+            only_ranks=request.only_ranks, prefix=request.prefix, whole_lines=whole_lines,
+            tee=request.tee, one_device=request.one_device,
             # Ours has been looked at; another host's is looked at there.
             port=0 if here else int(planned.environment["MASTER_PORT"]),
             device_type="" if planned.device_type in ("cpu", "mps") else planned.device_type,
-            devices=self._topology.accelerators.count,
-            one_device=request.one_device,
-            attempt=self._number,
+            devices=self._topology.accelerators.count, job_id=job.job_id or "",
             progress_file=self._keeper.progress_file if request.retries else "",
-            job_id=job.job_id or "",
-        )
+        )  # fmt: skip
 
     def _pause_after(self, outcome: Outcome) -> float | None:
         """Return the seconds to wait before the next attempt, and say why; None for no other."""
@@ -304,13 +292,9 @@ class Retries:
         self._idle = 0
 
     def decide(
-        self,
-        exit_status: int,
-        *,
-        told: bool = False,
-        import_error: bool = False,
+        self, exit_status: int, *, told: bool = False, import_error: bool = False,
         progress: int | None = None,
-    ) -> tuple[float | None, str]:
+    ) -> tuple[float | None, str]:  # fmt: skip
         """Return the seconds to wait before the next attempt, None for no other; and why."""
         step = -1 if progress is None else progress
         self._idle = 0 if step > self._best else self._idle + 1
@@ -399,7 +383,6 @@ def _signal_at(before: float, job: Allocation, env: Mapping[str, str]) -> Callab
 
 
 def job_end(job: Allocation, env: Mapping[str, str], now: float) -> float:
-    """Return when the job's time limit ends, in seconds since 1970."""
     if job.ends_at is not None and job.ends_at.timestamp() > now:
         return job.ends_at.timestamp()
     try:

@@ -35,7 +35,6 @@ _NAMED = 16  # so many ranks or hosts are named
 def run(
     launch: Launch, heard: Heard | None = None, on_start: Callable[[], None] | None = None
 ) -> Outcome:
-    """Run one launch to its end."""
     with ExitStack() as stack:
         heard = heard or stack.enter_context(signals())
         wake = os.pipe()
@@ -91,14 +90,10 @@ class _Run:
         control = self.launch.control._replace(where=where, secret=secret)
         try:
             self.process = subprocess.Popen(
-                self.launch.argv,
-                env={**self.launch.environment, VARIABLE: control.value()},
-                bufsize=0,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                start_new_session=True,
-            )
+                self.launch.argv, env={**self.launch.environment, VARIABLE: control.value()},
+                bufsize=0, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE, start_new_session=True,
+            )  # fmt: skip
         except OSError as error:
             self.nodes.close(farewell=True)
             why = f"{self.launch.argv[0]} cannot be started: {error.strerror}"
@@ -110,7 +105,6 @@ class _Run:
         self.output.copy(self.process.stdout, self.process.stderr)
 
     def sleep(self) -> None:
-        """Sleep until something happens or is due."""
         begun = time.monotonic()
         due = min([begun + _AWAKE, *self.at.values()])
         if not self.ending and self.launch.idle_timeout:
@@ -186,7 +180,6 @@ class _Run:
             )
 
     def hear(self) -> None:
-        """Pass on the signals that have arrived for the ranks."""
         while self.arrived:
             number = self.arrived.pop(0)
             if number in ENDING:
@@ -253,7 +246,6 @@ class _Run:
         self.at["kill"] = self.now + SETTLE + self.launch.grace
 
     def is_silent(self) -> bool:
-        """Return whether no rank has written anything for too long."""
         idle, files = self.launch.idle_timeout, self.launch.control.files
         if self.status.all_ended:
             return False
@@ -277,7 +269,6 @@ class _Run:
         self.at["stacks"] = self.now + _STACKS
 
     def act(self) -> None:
-        """Do what is due."""
         if self.is_due("terminate") and self.status.has_running:
             self.announced = True
             self.say_who_failed("; ending the other ranks")
@@ -286,9 +277,8 @@ class _Run:
             self.forward()
         if self.is_due("kill", again=SETTLE):  # for those that come late
             self.output.killed = True
-            self.at["end the launcher"] = min(
-                self.at.get("end the launcher", NEVER), self.now + _KILLED
-            )
+            end = self.at.get("end the launcher", NEVER)
+            self.at["end the launcher"] = min(end, self.now + _KILLED)
             self.nodes.kill()
         if self.is_due("name the absent") and self.status.unstarted and not self.ending:
             absent = self.status.unstarted

@@ -12,7 +12,7 @@ exit status: the command's own, 128 + signal; 127 or 126 when it is not there or
 
 The rank shim starts the first on every rank, so it stands alone and imports next to nothing. A
 complete line is one write, so that ranks which share a pipe do not cut each other's lines.
-What has no end yet (a prompt, a progress bar) is shown after 0.2 s. It shares the command's
+What has no end yet (a prompt, a progress bar) is shown after a second. It shares the command's
 process group: it outlives the signals that are meant for the command, to report its end.
 """
 
@@ -25,7 +25,7 @@ import select
 import sys
 import time
 
-_HELD = 0.2  # seconds after which the beginning of a line is shown without its end
+_HELD = 1.0  # seconds after which the beginning of a line is shown without its end
 _AFTER = 0.5  # seconds for what still writes when the commands have ended (a child that one left)
 _TAIL = 1 << 13  # bytes of a hidden rank's standard error that are shown if it fails
 _PIECE = 1 << 16  # bytes read at once, and of a line that are held at most
@@ -88,7 +88,6 @@ def _run_rank(words: list[str]) -> int:
 
 
 def _options(words: list[str]) -> tuple[bool, str, bool]:
-    """Return whether to prefix, the folder of the files, and whether to hide."""
     prefix, folder, hidden = False, "", False
     rest = iter(words)
     for word in rest:
@@ -167,7 +166,6 @@ class _Signals:
 def _pipes(
     files: list[_Sink | None], head: bytes, *, hidden: bool
 ) -> tuple[list[_Stream], list[int]]:
-    """Return our ends of a command's two pipes, and its own."""
     streams, ends = [], []
     for file, (descriptor, name) in zip(files, ((1, "out"), (2, "err")), strict=True):
         source, drain = os.pipe()
@@ -178,13 +176,9 @@ def _pipes(
 
 
 def _start(
-    command: list[str],
-    ends: list[int],
-    place: str,
-    signals: _Signals,
+    command: list[str], ends: list[int], place: str, signals: _Signals,
     more: dict[bytes, bytes] | None = None,
-) -> int:
-    """Start a command that writes to the two ends, and return its process id."""
+) -> int:  # fmt: skip
     parent = os.getpid()
     child = os.fork()
     if child == 0:

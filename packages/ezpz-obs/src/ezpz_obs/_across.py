@@ -51,16 +51,13 @@ def device_of(torch: Any, dist: Any, group: Any) -> Any:
     return torch.device(kinds[0], torch.get_device_module(kinds[0]).current_device())
 
 
-# Mean, spread and extreme ranks of metrics, and what differs between ranks, in words.
-
-FEW = 16
-"""Ranks up to which Python is quicker than numpy: of 2 ranks and 10 metrics, 20 µs against 60."""
+FEW = 16  # up to so many ranks Python is quicker than numpy: of 2 and 10 metrics 20 µs, not 60
 
 
 def statistics(values: NDArray[np.float64], keys: Sequence[str]) -> dict[str, Any]:
     """Return mean, std (of the population), least, greatest and whose, of (ranks, metrics)."""
     if len(values) <= FEW:
-        found = statistics_of_few(values.tolist(), keys)
+        found = _of_few(values.tolist(), keys)
         if found is not None:
             return found
     with np.errstate(invalid="ignore", over="ignore"):  # NaN and infinities are allowed
@@ -72,9 +69,7 @@ def statistics(values: NDArray[np.float64], keys: Sequence[str]) -> dict[str, An
     return dict(zip(keys, itertools.chain.from_iterable(by_metric), strict=True))
 
 
-def statistics_of_few(
-    rows: Sequence[Sequence[float]], keys: Sequence[str]
-) -> dict[str, Any] | None:
+def _of_few(rows: list[list[float]], keys: Sequence[str]) -> dict[str, Any] | None:
     """Return what `statistics` does, or None where a number is not finite."""
     ranks = len(rows)
     numbers: list[float] = []
@@ -136,13 +131,11 @@ def _ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:
     return shown + (f" and {len(ranks) - 3} more" if len(ranks) > 3 else "")
 
 
-# Statistics by two all-reduces, whose size does not grow with the number of ranks.
-#
-# Gathered, each rank is sent what every other one has: 31 MB of ten metrics on 120,960 ranks. Here,
-# where the backend reduces by a tree (NCCL, XCCL, MPI; gloo does not, and gathers),
-# one all-reduce (MAX, of integers) finds the ends and whose they are, and whether the ranks agree;
-# another (SUM) mean and spread. Both are on their way at once. Where the ranks differ, or a number
-# is not finite, every rank learns of it by the same integers, and all gather.
+# Statistics by two all-reduces, whose size does not grow with the number of ranks. (Gathered, each
+# rank is sent what every other one has: 31 MB of ten metrics on 120,960 ranks.) Where the backend
+# reduces by a tree (NCCL, XCCL, MPI; gloo does not), one (MAX, of integers) finds the ends and
+# whose they are, and whether the ranks agree; another (SUM) mean and spread, on its way at once.
+# Where the ranks differ, or a number is not finite, all learn of it by these integers, and gather.
 
 ENDS_HEAD = 7
 """Integers before the metrics': digest of the names, step and centres, each with its complement
@@ -208,8 +201,7 @@ class Reduction:
 
     def end(self, sent: Sent, wait: Callable[[Any], None]) -> list[float] | None:
         """Return the statistics, in the order of `statistic_names`. Collective."""
-        # None on every rank where the ranks differ, a number is not finite, or one rank has more
-        # metrics than there is room for.
+        # None on every rank where ranks differ, a number is not finite, or there is no room.
         for work in sent.works:
             wait(work)
         ends, sums = (tensor.cpu().numpy() for tensor in sent.tensors)
@@ -263,32 +255,20 @@ def _as_doubles(ordered: NDArray[np.int64]) -> NDArray[np.float64]:
     return bits.view(np.float64)
 
 
-# The exchange itself: gathered, or reduced.
-
-HEAD = 4
-"""What each rank sends before its values: digest of their names, how many, step, bytes of names."""
-
+HEAD = 4  # each rank sends before its values: digest of their names, how many, step, bytes of names
 ROOM = 28  # values at first: with the head 256 bytes, which take no longer than eight
 _WARNINGS = 20  # of one kind; names that change at every step need no more
+# Up to so many ranks a group is made for metrics alone, so that a rank that forgets to update
+# cannot have its neighbours' metrics taken for another collective. Each connects to all others.
 _GROUP_OF_ITS_OWN = 1024
-"""Up to so many ranks a group is made for metrics alone, so that a rank that forgets to call
-`update` cannot have its neighbours' metrics taken for another collective. Each rank connects to
-all others in it."""
+# Up to so many ranks, and over gloo, one all-gather brings each what all have; beyond, statistics
+# are made by all-reduces, and gathered only where ranks differ or a number is not finite.
 GATHERED = 1024
-"""Up to so many ranks, and over gloo, one all-gather brings each what all have; beyond, statistics
-are made by all-reduces, and gathered only where ranks differ or a number is not finite."""
-
-
-class Answer(NamedTuple):
-    values: dict[str, Any]
-    """``{"loss/mean": .., "loss/std": .., ...}``; empty where the ranks were at different steps."""
-    warning: str | None  # what differs between ranks, in words; said once for each difference
 
 
 class Plan(NamedTuple):
     """What does not change while the same names are recorded in the same order."""
 
-    names: tuple[str, ...]
     order: list[str]
     head: tuple[float, int]
     text: bytes
@@ -342,38 +322,40 @@ class Across:
             sent = self.reduction.begin(int(plan.head[0]), step, mine)
         return Exchange(plan, mine, step, sent)
 
-    def end(self, exchange: Exchange, seconds: float | None = None) -> Answer:
-        """Wait for the other ranks, at most so long. Collective."""
-        return self._end(exchange, None if seconds is None else time.monotonic() + seconds)
-
-    def _end(self, exchange: Exchange, until: float | None) -> Answer:
+    def end(
+        self, exchange: Exchange, seconds: float | None = None
+    ) -> tuple[dict[str, Any], str | None]:
+        """Wait for the others, at most so long; return statistics and a warning. Collective."""
+        until = None if seconds is None else time.monotonic() + seconds
         plan, mine, step, work = exchange
         if self.reduction is not None and isinstance(work, Sent):
             numbers = self.reduction.end(work, lambda each: self._wait(each, step, until))
             if numbers is not None:
-                return Answer(dict(zip(plan.keys, numbers, strict=True)), None)
+                return dict(zip(plan.keys, numbers, strict=True)), None
             # Every rank finds that, and all gather: who differs is named, and whose number is NaN.
             work = self._gather(plan, mine, step).work
         self._wait(work, step, until)
         if self._device is not None:
             self._all = self._outward.cpu().numpy().reshape(self._ranks, -1)
         table = self._all
-        found = self._alike(table, plan)
-        if found is not None:
-            return Answer(found, None)
+        count, heads = len(plan.order), table[:, :3].tolist()
+        # One that has more metrics than there is room for has sent none.
+        if count <= self._fits and all(head == heads[0] for head in heads):
+            return statistics(table[:, HEAD : HEAD + count], plan.keys), None
         most = int(table[:, 1].max())
         if most > self._fits:
             # All ranks see that, make room, and send once more.
             self._make_room(max(most, 2 * self._fits))
-            return self._end(self.begin(step, dict(zip(plan.order, mine, strict=True))), until)
+            again = self.begin(step, dict(zip(plan.order, mine, strict=True)))
+            return self.end(again, None if until is None else until - time.monotonic())
         steps = table[:, 2].astype(np.int64).tolist()
         names = self._names_of(table, plan)
         if len(set(steps)) > 1:
             new = self._is_new(tuple(other - steps[0] for other in steps))
-            return Answer({}, other_steps(steps, self._hosts) if new else None)
+            return {}, other_steps(steps, self._hosts) if new else None
         new = self._is_new(tuple(table[:, 0].tolist()))
         values = by_metric(table[:, HEAD:], names)
-        return Answer(values, other_names(names, self._hosts) if new else None)
+        return values, other_names(names, self._hosts) if new else None
 
     def _gather(self, plan: Plan, mine: list[Any], step: int) -> Exchange:
         if not self._slots:
@@ -388,8 +370,7 @@ class Across:
                 self._mine[: HEAD + len(mine)] = (*head, *map(as_float, mine))
         inward = self._inward if self._device is None else self._inward.to(self._device)
         with _Explained(step):
-            # The group's own method: what torch.distributed.all_gather logs of each call takes
-            # 50 µs.
+            # The group's own method: torch.distributed.all_gather takes 50 µs to log the call.
             work = self._group.allgather([self._slots], [inward])
         return Exchange(plan, mine, step, work)
 
@@ -408,21 +389,6 @@ class Across:
                     raise RuntimeError("no answer in the time there is")
                 time.sleep(0.01)
             work.wait()
-
-    def _alike(self, table: NDArray[np.float64], plan: Plan) -> dict[str, Any] | None:
-        count = len(plan.order)
-        if count > self._fits:  # nobody has sent so many
-            return None
-        if self._ranks > FEW:
-            if not (table[:, :3] == table[0, :3]).all():
-                return None
-            return statistics(table[:, HEAD : HEAD + count], plan.keys)
-        rows = table[:, : HEAD + count].tolist()
-        head = rows[0][:3]
-        if not all(row[:3] == head for row in rows):
-            return None
-        found = statistics_of_few([row[HEAD:] for row in rows], plan.keys)
-        return found or statistics(table[:, HEAD : HEAD + count], plan.keys)
 
     def _make_room(self, values: int) -> None:
         self._fits = values
@@ -460,7 +426,7 @@ class Across:
         text = json.dumps(order).encode()  # whatever is in a name
         # 52 bits are a double exactly.
         digest = int.from_bytes(blake2b(text, digest_size=8).digest()) >> 12
-        plan = Plan(names, order, (float(digest), len(order)), text, statistic_names(order))
+        plan = Plan(order, (float(digest), len(order)), text, statistic_names(order))
         if len(self._plans) >= _KEPT:
             self._plans.clear()
         self._plans[names] = plan

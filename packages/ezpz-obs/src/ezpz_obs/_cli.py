@@ -46,12 +46,9 @@ examples:
 exit status: 0; 1 it could not be done, and one line says why; 2 the words make no sense"""
 
 _OPTIONS: Final = {
-    "report": ("out",),
-    "plot": (),
-    "tail": ("lines", "no-follow"),
-    "export": ("csv", "parquet"),
+    "report": ("out",), "plot": (), "tail": ("lines", "no-follow"), "export": ("csv", "parquet"),
     "replay": ("to",),
-}
+}  # fmt: skip
 _FLAGS: Final = ("no-follow",)
 
 
@@ -66,12 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         _answer(words)
         if sys.stdout is not None:
             sys.stdout.flush()
-    except UsageError as error:
-        _complain(str(error))
-        return 2
     except ObsError as error:
         _complain(str(error))
-        return 1
+        return 2 if isinstance(error, UsageError) else 1
     except BrokenPipeError:
         # `ezpz-obs tail RUN | head -1` is no failure, nor is the interpreter's own flush.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
+import fcntl
 import math
 import os
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from ezpz_topo import get_rank_info
 
-# Who speaks, and at which step: what every log line and every run's file begin with.
-
 
 @dataclass(frozen=True)
 class Place:
-    """One process of a job: its rank, of how many, on which host."""
-
     rank: int
     world_size: int
     host: str
@@ -38,20 +36,15 @@ def find_place(env: Mapping[str, str] | None = None) -> Place:
     return Place(info.rank, info.world_size, host)
 
 
+@dataclass(slots=True)
 class Now:
     """What this process is doing: the step that a `History` recorded last, or None."""
 
-    __slots__ = ("step",)
-
-    def __init__(self) -> None:
-        self.step: int | None = None
+    step: int | None = None
 
 
-NOW: Final = Now()
-"""Written by `History` at each record (an attribute, 20 ns), read by every log line."""
+NOW: Final = Now()  # written by `History` at each record (20 ns), read by every log line
 
-
-# Files that only grow: opened, and looked after, by descriptor.
 
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
 
@@ -59,24 +52,31 @@ _FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
 def open_to_append(path: Path, *, exclusive: bool = False) -> int:
     """Open or make a file for reading and appending, beside the three standard ones."""
     descriptor = os.open(path, _FLAGS | (os.O_EXCL if exclusive else 0), 0o644)
+    if descriptor > 2:
+        return descriptor
     # In a process without a standard error this file would be it, and get what native code prints.
-    lower = []
     try:
-        while descriptor <= 2:
-            lower.append(descriptor)
-            descriptor = os.dup(descriptor)
+        return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3)
     finally:
-        for each in lower:
-            os.close(each)
-    return descriptor
+        os.close(descriptor)
 
 
 def is_at(path: Path, descriptor: int) -> bool:
     try:
-        found, ours = os.stat(path), os.fstat(descriptor)
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
     except OSError:
         return False
-    return (found.st_dev, found.st_ino) == (ours.st_dev, ours.st_ino)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Give a path aside to write to, which is renamed over this one once it is whole."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}.new")
+    try:
+        yield aside
+        os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 _DEEPEST = 20  # what goes further is a cycle, as likely as not

@@ -8,6 +8,7 @@ readers. They are written as strings, which no metric is: ``"NaN"``, ``"Infinity
 from __future__ import annotations
 
 import errno
+import fcntl
 import logging
 import math
 import os
@@ -17,7 +18,7 @@ import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,10 +29,6 @@ from ezpz_topo import TopoError, detect, fold_nodelist, redact
 
 from ._context import Place, is_at, open_to_append, to_json
 from ._errors import HistoryError
-
-# What users call a metric, as plain numbers by name.
-
-Number = int | float | bool
 
 RESERVED = frozenset({"step", "time", "replay", "event", "ezpz_obs", "crc"})
 """Names of the file's own: no metric may have one."""
@@ -69,7 +66,7 @@ def _leaves(metrics: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]
             yield f"{prefix}{key}", value
 
 
-def to_number(name: str, value: Any) -> Number:
+def to_number(name: str, value: Any) -> float | int:
     """Return one number, of anything that holds one: 0-d arrays and tensors, numpy's scalars."""
     if isinstance(value, str | bytes):
         raise TypeError(f"metric {name!r} is {value!r:.60}; expected a number")
@@ -107,19 +104,15 @@ def as_float(value: float) -> float:
         return float("inf") if value > 0 else float("-inf")
 
 
-# What statistics over ranks are called.
-
 STATISTICS = ("mean", "std", "min", "max", "min_rank", "max_rank")
 """What follows a metric's name: ``loss/mean``, ..."""
 
 
 def statistic_names(metrics: Iterable[str]) -> list[str]:
-    """Return ``loss/mean``, ``loss/std``, ... metric by metric."""
     return [f"{name}/{statistic}" for name in metrics for statistic in STATISTICS]
 
 
 def refuse_statistics(metrics: Collection[str]) -> None:
-    """Refuse metrics whose names those of statistics would be."""
     for name in metrics:
         of, _, statistic = name.rpartition("/")
         if statistic in STATISTICS and of in metrics:
@@ -129,26 +122,20 @@ def refuse_statistics(metrics: Collection[str]) -> None:
             )
 
 
-# One line of a run's file: how numbers are written so that they come back as they were.
-
 SCHEMA = 1  # the number in each header: what a reader must know to read the file
 
-HEADER, RECORD, EVENT = b'{"ezpz_obs":', b'{"step":', b'{"event":'
-"""How the three kinds of line begin."""
-
+HEADER, RECORD, EVENT = b'{"ezpz_obs":', b'{"step":', b'{"event":'  # how lines begin
 _CRC = b',"crc":"'
 _CRC_LENGTH = len(_CRC) + 8 + len(b'"}')
 _WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _STRING = frozenset({str})
-LONGEST_LINE = 64 << 20
-"""Bytes: what is longer was not written by a History, and is not read into memory."""
+LONGEST_LINE = 64 << 20  # bytes: no History writes more, and it is not read into memory
 _LONGEST_INTEGER = 4000  # digits; Python's own limit is 4,300
 
 
 def encode_record(record: Mapping[str, Any]) -> bytes | None:
     """Return a record of plain numbers as a line, or None where it has to be looked at closely."""
-    # The quick way: most records are floats that JSON has. Names of the file's own are the caller's
-    # to refuse.
+    # The quick way: most records are floats that JSON has.
     try:
         line = orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE)
     except TypeError:  # integers beyond 64 bits, names that are no strings
@@ -169,11 +156,6 @@ def _said(value: Any) -> str:
             f"expected at most {_LONGEST_INTEGER:,} digits"
         )
     return str(value)
-
-
-def seal(line: bytes) -> bytes:
-    body = line[:-2]  # the brace and the newline
-    return b'%b%b%08x"}\n' % (body, _CRC, zlib.crc32(body))
 
 
 def is_intact(line: bytes) -> bool:
@@ -222,54 +204,46 @@ def is_quick(metrics: Mapping[str, Any]) -> bool:
     )
 
 
-# Numbers that lie on a device, brought to the host in one copy.
+Copies = list[tuple[list[str], Any, Any]]  # names of metrics, their numbers on the host, an event
 
 
-class Copies:
-    """Copies of a record's device tensors on their way to the host."""
-
-    # Made without waiting for the device: the numbers are read when `settle` is called, by then
-    # usually there. (CUDA, ROCm and XPU copy beside the queue's next kernels; MPS waits.)
-
-    def __init__(self, flat: dict[str, Any]) -> None:
-        self._flat = flat
-        self._waiting: list[tuple[list[str], Any, Any]] = []
-        by_kind: dict[tuple[Any, bool], list[str]] = {}
-        for name, value in flat.items():
-            if is_on_device(value):
-                if value.numel() != 1:
-                    raise TypeError(
-                        f"metric {name!r} is not one number: a tensor of shape {tuple(value.shape)}"
-                    )
-                by_kind.setdefault((value.device, value.is_floating_point()), []).append(name)
-        for (device, floating), names in by_kind.items():
-            self._send(device, floating, names)
-
-    def _send(self, device: Any, floating: bool, names: list[str]) -> None:
+def copy_to_host(flat: Mapping[str, Any]) -> Copies:
+    """Begin to copy a record's device tensors to the host; `put_copies` waits for them."""
+    # CUDA, ROCm and XPU copy beside the queue's next kernels; MPS waits.
+    by_kind: dict[tuple[Any, bool], list[str]] = {}
+    for name, value in flat.items():
+        if is_on_device(value):
+            if value.numel() != 1:
+                raise TypeError(
+                    f"metric {name!r} is not one number: a tensor of shape {tuple(value.shape)}"
+                )
+            by_kind.setdefault((value.device, value.is_floating_point()), []).append(name)
+    copies: Copies = []
+    for (device, floating), names in by_kind.items():
         torch = sys.modules["torch"]
         # MPS has no doubles.
         wide = torch.float32 if device.type == "mps" else torch.float64
-        values = [self._flat[name].detach().reshape(()) for name in names]
+        values = [flat[name].detach().reshape(()) for name in names]
         together = torch.stack([value.to(wide if floating else torch.int64) for value in values])
         if device.type == "mps":
-            self._waiting.append((names, together.cpu(), None))
-            return
+            copies.append((names, together.cpu(), None))
+            continue
         host = torch.empty(together.shape, dtype=together.dtype, pin_memory=True)
         host.copy_(together, non_blocking=True)
         event = torch.get_device_module(device).Event()
         event.record()
-        self._waiting.append((names, host, event))
-
-    def settle(self) -> dict[str, Any]:
-        for names, host, event in self._waiting:
-            if event is not None:
-                event.synchronize()
-            self._flat.update(zip(names, host.tolist(), strict=True))
-        self._waiting.clear()
-        return self._flat
+        copies.append((names, host, event))
+    return copies
 
 
-# The file of one writer: every line one write, whatever was there before continued.
+def put_copies(copies: Copies, flat: dict[str, Any]) -> None:
+    """Put the numbers in the place of their tensors, once they are there."""
+    while copies:
+        names, host, event = copies.pop()
+        if event is not None:
+            event.synchronize()
+        flat.update(zip(names, host.tolist(), strict=True))
+
 
 logger = logging.getLogger("ezpz_obs")
 _BLOCK = 1 << 20
@@ -289,10 +263,9 @@ class Before:
 class Writer:
     """The file of a `History`: every line one write, which training never fails for."""
 
-    # A last line that was torn by a crash is cut off when the file is opened. What has been written
-    # is in the kernel: the end of the process, of whatever kind, does not lose it; the end of the
-    # host may, unless the disk confirms (fdatasync, about 130 µs on a local one). Of what cannot be
-    # written there is one warning and, at the end, the number.
+    # A last line that was torn by a crash is cut off when the file is opened. What is written is in
+    # the kernel: the end of the process does not lose it; the end of the host may, unless the disk
+    # confirms (fdatasync, about 130 µs). Of what cannot be written one warning says so.
 
     def __init__(self, path: Path, *, checksum: bool, sync: bool | float) -> None:
         self.path = path
@@ -314,8 +287,11 @@ class Writer:
     def put(self, line: Mapping[str, Any], now: float, *, look: bool = True) -> None:
         """Write a header, event or record; with ``look``, make a folder again that is gone."""
         text = encode_record(line) or encode_anything(line)
+        if self._checksum:
+            body = text[:-2]  # without the brace and the newline
+            text = b'%b%b%08x"}\n' % (body, _CRC, zlib.crc32(body))
         try:
-            self._write(seal(text) if self._checksum else text)
+            self._write(text)
         except OSError as error:
             self.lost += 1
             self._fail(error)
@@ -359,10 +335,7 @@ class Writer:
         try:
             _claim(made, self.path)
             os.lseek(self._fd, 0, os.SEEK_SET)
-            with (
-                open(self._fd, "rb", closefd=False) as old,
-                open(made, "wb", closefd=False) as new,
-            ):
+            with open(self._fd, "rb", closefd=False) as old, open(made, "wb", closefd=False) as new:
                 shutil.copyfileobj(old, new, _BLOCK)
         except BaseException:  # also Ctrl-C; raised again
             os.close(made)
@@ -387,10 +360,6 @@ class Writer:
 def _claim(fd: int, path: Path) -> None:
     """Refuse a file that another History, of this process or another, is writing."""
     try:
-        import fcntl
-    except ImportError:  # no such thing outside POSIX
-        return
-    try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise HistoryError(
@@ -403,21 +372,26 @@ def _claim(fd: int, path: Path) -> None:
 
 def _survey(fd: int, path: Path) -> Before:
     """Cut off a torn last line; return how many attempts there were, and how far they got."""
-    attempts = 0
+    attempts, place = 0, 0
     last: int | None = None
+    torn = b""
     refused = f"{path} holds {{!r}}; expected lines that a History wrote: give another outdir"
-
-    def see(line: bytes) -> None:
-        nonlocal attempts, last
-        if line.startswith(HEADER):
-            attempts += 1
-        elif line.startswith(RECORD):
-            step = _step_of(line)
-            last = step if last is None else max(last, step)
-        elif not line.startswith(EVENT):
-            raise HistoryError(refused.format(line[:40]))
-
-    torn = _each_line(fd, see)
+    while block := os.pread(fd, _BLOCK, place):
+        place += len(block)
+        *lines, torn = (torn + block).split(b"\n")
+        if len(torn) > LONGEST_LINE:
+            raise HistoryError(
+                f"{torn[:40]!r} is longer than {LONGEST_LINE >> 20} MiB; expected lines that a "
+                "History wrote: give another outdir"
+            )
+        for line in lines:
+            if line.startswith(RECORD):
+                step = _step_of(line)
+                last = step if last is None else max(last, step)
+            elif line.startswith(HEADER):
+                attempts += 1
+            elif not line.startswith(EVENT):
+                raise HistoryError(refused.format(line[:40]))
     if torn:
         # A host that crashes leaves zeros where it had no time to write.
         begun = torn.rstrip(b"\0")
@@ -425,23 +399,6 @@ def _survey(fd: int, path: Path) -> Before:
             raise HistoryError(refused.format(torn[:40]))
         os.ftruncate(fd, os.fstat(fd).st_size - len(torn))
     return Before(attempts, last)
-
-
-def _each_line(fd: int, see: Callable[[bytes], Any]) -> bytes:
-    """Show every whole line, and return what follows the last newline."""
-    rest, place = b"", 0
-    while block := os.pread(fd, _BLOCK, place):
-        place += len(block)
-        lines = (rest + block).split(b"\n")
-        rest = lines.pop()
-        if len(rest) > LONGEST_LINE:
-            raise HistoryError(
-                f"{rest[:40]!r} is longer than {LONGEST_LINE >> 20} MiB; expected lines that a "
-                "History wrote: give another outdir"
-            )
-        for line in lines:
-            see(line)
-    return rest
 
 
 def _step_of(line: bytes) -> int:
@@ -456,8 +413,6 @@ def _step_of(line: bytes) -> int:
     return step
 
 
-# The first line of each attempt: where, with what, and of which commit it ran.
-
 _WORTH_KNOWING = (
     "ezpz", "ezpz_device", "ezpz_dist", "ezpz_obs", "ezpz_topo", "ezpz_tp", "torch",
     "accelerate", "deepspeed", "mpi4py", "numpy", "transformers",
@@ -469,13 +424,15 @@ def make_header(
     place: Place, before: Before, *, run: str, config: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return what is known of this attempt. No command is started but rank 0's git, for 2 s."""
+    loaded = {name: getattr(sys.modules.get(name), "__version__", None) for name in _WORTH_KNOWING}
+    versions = {name: str(version) for name, version in loaded.items() if version is not None}
     return {
         "ezpz_obs": SCHEMA, "attempt": before.attempts, "time": time.time(), "run": run,
         "rank": place.rank, "world_size": place.world_size, "host": place.host,
         **_surroundings(), "continues": before.last_step,
         # git looks at every file of the folder, which all ranks share.
         "git": find_commit() if place.rank == 0 else None,
-        "versions": _versions(),
+        "versions": {"python": platform.python_version(), **versions},
         # As it will stand in the file: what an object says of itself may hold a secret, too.
         **redact(orjson.loads(encode_anything({"argv": sys.argv, "config": config}))),
     }  # fmt: skip
@@ -517,12 +474,3 @@ def _git(folder: Path, *words: str) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.decode(errors="replace").strip() if done.returncode == 0 else None
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name in _WORTH_KNOWING:
-        version = getattr(sys.modules.get(name), "__version__", None)
-        if version is not None:
-            found[name] = str(version)
-    return found

@@ -38,7 +38,9 @@ def gradient_norm(parameters: Any, norm_type: float = 2.0) -> Any:
     order = float(norm_type)
     if not order > 0:
         raise ValueError(f"norm_type {norm_type}; expected a number above 0, or inf")
-    several = _listed(parameters)
+    if hasattr(parameters, "parameters"):
+        parameters = parameters.parameters()
+    several = [parameters] if hasattr(parameters, "grad") else list(parameters)
     torch: Any = sys.modules.get("torch")
     if torch is None:
         raise ObsError("gradient_norm() of no torch parameters: torch is not imported")
@@ -55,12 +57,6 @@ def gradient_norm(parameters: Any, norm_type: float = 2.0) -> Any:
         )
     with torch.no_grad():
         return _norm(torch, grads, order)
-
-
-def _listed(parameters: Any) -> list[Any]:
-    if hasattr(parameters, "parameters"):
-        return list(parameters.parameters())
-    return [parameters] if hasattr(parameters, "grad") else list(parameters)
 
 
 def _norm_of_ezpz_tp(parameters: list[Any], order: float) -> Any:
@@ -123,14 +119,10 @@ def _local(grad: Any, known: dict[Any, tuple[Any, ...]]) -> tuple[Any, tuple[Any
     """Return what this rank has of a gradient, and the groups that share the rest."""
     mesh = getattr(grad, "device_mesh", None)
     if mesh is not None:
-        tensor = sys.modules["torch.distributed.tensor"]
         if any(placement.is_partial() for placement in grad.placements):
-            grad = grad.redistribute(
-                placements=[
-                    tensor.Replicate() if placement.is_partial() else placement
-                    for placement in grad.placements
-                ]
-            )
+            whole = sys.modules["torch.distributed.tensor"].Replicate()
+            placements = [whole if each.is_partial() else each for each in grad.placements]
+            grad = grad.redistribute(placements=placements)
         # In general all have the same, and asking a mesh is slow.
         key = (mesh, tuple(grad.placements))
         if key not in known:

@@ -11,34 +11,32 @@ import time
 import weakref
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from threading import RLock
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
-from ._context import NOW, find_place
+from ._context import NOW, find_place, replacing
 from ._errors import HistoryError
 from ._file import (
     RESERVED,
-    STATISTICS,
     Before,
-    Copies,
     Writer,
     as_float,
+    copy_to_host,
     flatten,
     is_quick,
     make_header,
+    put_copies,
     refuse_statistics,
+    statistic_names,
 )
 from ._run import FILE_NAME, rank_file_name, read_run
 
 if TYPE_CHECKING:
     from ._across import Across, Exchange
+    from ._file import Copies
     from ._sinks import Feeder
     from ._sinks.libraries import Sink
-
-# The end of a process that has a `History`: of a script, or of a function of multiprocessing.
 
 
 def call_at_exit(end: Callable[[], None]) -> Callable[[], None]:
@@ -59,15 +57,6 @@ def call_at_exit(end: Callable[[], None]) -> Callable[[], None]:
             finalizer.cancel()
 
     return forget
-
-
-def find_cause() -> BaseException | None:
-    """Return what ends this process; None if it is no exception."""
-    # Of a script Python keeps it; of a function of multiprocessing it is on its way.
-    return getattr(sys, "last_value", None) or sys.exc_info()[1]
-
-
-# Records of a History without a folder, in memory: 8 bytes a number.
 
 
 class Kept:
@@ -96,8 +85,6 @@ class Kept:
                 yield {**record, "step": int(record["step"])}
 
 
-# What a launcher is told of how far a run got: the contract of ``EZPZ_PROGRESS_FILE``.
-
 _SECONDS = 1.0
 
 
@@ -118,29 +105,27 @@ class Progress:
             self.write()
 
     def write(self) -> None:
-        """Write the highest step, where it is not written yet."""
         if not self._path or self._highest <= self._written:
             return
         try:
-            # Whole or not at all: beside it, then renamed over it.
-            with open(f"{self._path}.new", "w") as file:
-                file.write(f"{self._highest}\n")
-            os.replace(f"{self._path}.new", self._path)
+            with replacing(Path(self._path)) as aside:
+                aside.write_text(f"{self._highest}\n")
         except OSError:
             self._path = None  # the launcher has ended, or its folder is gone: nobody reads it
         self._written = self._highest
 
 
-# One line that says a step's metrics.
-
 _LEFT_OUT = {"time", "replay"}
 
 
-def summarize(record: Mapping[str, Any]) -> str:
-    """Return ``step=3 loss=0.25 lr=0.001``."""
+def summarize(record: Mapping[str, Any], statistics: Mapping[str, Any] | None = None) -> str:
+    """Return ``step=3 loss=0.25 lr=0.001``; of what has statistics ``loss=0.26±0.03``."""
     parts = []
     for name, value in record.items():
-        if type(value) is float:
+        if statistics and f"{name}/mean" in statistics:
+            mean, std = statistics[f"{name}/mean"], statistics[f"{name}/std"]
+            parts.append(f"{name}={mean:.4g}" + (f"±{std:.2g}" if std else ""))
+        elif type(value) is float:
             if name != "time":
                 parts.append(f"{name}={value:.4g}")
         elif name not in _LEFT_OUT:
@@ -148,225 +133,15 @@ def summarize(record: Mapping[str, Any]) -> str:
     return " ".join(parts)
 
 
-def summarize_ranks(record: Mapping[str, Any], statistics: Mapping[str, Any]) -> str:
-    """Return the line of a record that has statistics: ``step=3 loss=0.26±0.03``."""
-    parts = []
-    for name, value in record.items():
-        if f"{name}/mean" in statistics:
-            mean, std = statistics[f"{name}/mean"], statistics[f"{name}/std"]
-            parts.append(f"{name}={mean:.4g}" + (f"±{std:.2g}" if std else ""))
-        elif name not in _LEFT_OUT and name.rpartition("/")[2] not in STATISTICS:
-            parts.append(f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}")
-    return " ".join(parts)
-
-
-# From the metrics of a step to a record: flat, compared between ranks, written, shown.
-
 logger = logging.getLogger("ezpz_obs")
 _FAR = 1 << 63
 _EVENTS_OWN = RESERVED - {"step", "replay"}
+_OTHERS_SECONDS = 3.0  # and up to 4 for finding who of them is missing
 
 
 class Check(Protocol):
     def check(self, record: Mapping[str, Any]) -> str | None:
         """Return what is wrong, or None."""
-
-
-@dataclass
-class Places:
-    """Where the records of this rank go; None or empty: not there."""
-
-    writer: Writer | None = None
-    kept: Kept | None = None  # memory, where there is no file
-    feeders: Sequence[Feeder] = ()
-    progress: Progress | None = None
-    alarms: Sequence[Check] = ()
-    closed: str = ""  # why nothing more goes anywhere: "after close()"
-    lock: RLock = field(default_factory=RLock)  # a signal's handler may record, too
-
-
-class Recorder:
-    def __init__(
-        self,
-        places: Places,
-        before: Before,
-        *,
-        across: Across | None,
-        alone: bool,  # write the statistics of one rank
-        every: int,
-        deferred: bool,
-        summary: bool,
-    ) -> None:
-        self.places = places
-        self.last: dict[str, Any] = {}
-        # Rank 0 goes on in its file, and the others with it.
-        self._next = before.next_step if across is None else across.first_step
-        self._replayed = before.next_step - 1
-        self._across, self._alone, self._every = across, alone, every
-        self._deferred, self._summary = deferred, summary
-        # Quick: nothing to wait for, nothing to add.
-        self._quick = not (deferred or alone or across is not None)
-        self._updates = 0
-        self._pending: _Pending | None = None
-
-    def summarize(self) -> str:
-        return summarize(self.last) if self._summary else ""
-
-    def event(self, kind: str, message: str, **fields: Any) -> None:
-        self._refuse_closed(f"event {kind!r}")
-        if taken := _EVENTS_OWN.intersection(fields):
-            raise ValueError(
-                f"an event with a field {min(taken)!r}; expected another name: History writes one "
-                "of its own"
-            )
-        if self.places.writer is not None:
-            now = time.time()
-            line = {"event": kind, "time": now, "step": self.last.get("step"), "message": message}
-            # A folder that is gone when all is over was taken away on purpose.
-            self.places.writer.put({**line, **fields}, now, look=kind != "end")
-
-    def take(self, metrics: Mapping[str, Any], step: int | None) -> str | None:
-        """Record one step; return the summary where it is not simply that of `last`."""
-        if step is None:
-            step = self._next
-        elif type(step) is not int:
-            step = operator.index(step)
-        if not -_FAR <= step < _FAR:
-            raise ValueError(f"step {step}; expected an integer of 64 bits")
-        now = time.time()
-        if self._quick and is_quick(metrics):
-            record = {"step": step, "time": now, **metrics}
-            if step <= self._replayed:
-                record["replay"] = True
-            self._next = step + 1
-            self._put(record)
-            return None
-        return self._take_slowly(metrics, step, now)
-
-    def _take_slowly(self, metrics: Mapping[str, Any], step: int, now: float) -> str | None:
-        quick = is_quick(metrics)
-        flat = dict(metrics) if quick else flatten(metrics)
-        self._refuse_closed(f"record of step {step}")
-        if self._alone or self._across is not None:
-            refuse_statistics(flat)
-        copies = None if quick else Copies(flat)
-        record: dict[str, Any] = {"step": step, "time": now}
-        if step <= self._replayed:
-            record["replay"] = True
-        self._next = step + 1
-        exchange = None
-        try:
-            before = self.settle()
-            self._updates += 1
-            if self._across is not None and (self._updates - 1) % self._every == 0:
-                # The others are to be sent numbers, so these are waited for.
-                exchange = self._across.begin(step, copies.settle() if copies else flat)
-        except HistoryError:  # nor are this rank's numbers lost where another rank was
-            self._put({**record, **(copies.settle() if copies else flat)})
-            raise
-        self._pending = _Pending(record, flat, copies, exchange)
-        if self._deferred:
-            return before or ""
-        return self.settle()
-
-    def settle(self, seconds: float | None = None) -> str | None:
-        """Finish the record that waits, for other ranks at most so long; return its summary."""
-        pending, self._pending = self._pending, None
-        if pending is None:
-            return None
-        flat = pending.copies.settle() if pending.copies else pending.flat
-        record = {**pending.record, **flat}
-        statistics: dict[str, Any] = {}
-        try:
-            if self._across is not None and pending.exchange is not None:
-                statistics, warning = self._across.end(pending.exchange, seconds)
-                if warning:
-                    logger.warning("%s", warning)
-                    self.event("warning", warning)
-            elif self._alone and (self._updates - 1) % self._every == 0:
-                statistics = _of_one_rank(flat)
-        finally:  # this rank's own numbers are not lost where another rank is
-            self._put({**record, **statistics, **flat})
-        if not self._summary:
-            return ""
-        return summarize_ranks(record, statistics) if statistics else summarize(record)
-
-    def _refuse_closed(self, what: str) -> None:
-        if self.places.closed:
-            raise HistoryError(
-                f"a {what} {self.places.closed}; expected none: make a new History in the same "
-                "folder, which goes on with the file, and use it in the process that made it"
-            )
-
-    def _put(self, record: dict[str, Any]) -> None:
-        step, now = record["step"], record["time"]
-        places = self.places
-        if places.closed:
-            self._refuse_closed(f"record of step {step}")
-        if places.writer is not None:
-            places.writer.put(record, now)
-        elif places.kept is not None:
-            places.kept.put(record)
-        for feeder in places.feeders:
-            feeder.put(record)
-        self.last = record
-        NOW.step = step
-        if places.progress is not None:
-            places.progress.report(step, now)
-        for alarm in places.alarms:
-            message = alarm.check(record)
-            if message is not None:
-                logger.warning("%s", message)
-                self.event("alarm", message)
-
-
-@dataclass(slots=True)
-class _Pending:
-    record: dict[str, Any]
-    flat: dict[str, Any]
-    copies: Copies | None
-    exchange: Exchange | None
-
-
-def _of_one_rank(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the statistics in a world of one, so that a script's records have the same names."""
-    found: dict[str, Any] = {}
-    for name, value in flat.items():
-        found |= {
-            f"{name}/mean": value, f"{name}/std": 0.0, f"{name}/min": value,
-            f"{name}/max": value, f"{name}/min_rank": 0, f"{name}/max_rank": 0,
-        }  # fmt: skip
-    return found
-
-
-# A forked child has its parent's file and sinks open, and is to leave them alone.
-
-
-def disown_in_children(places: Places) -> None:
-    """Have forked children close their copy of the file, and refuse records."""
-    # The lock on a file is its copies' too: a worker of a DataLoader that outlives a killed
-    # training would keep the next attempt out. And what it recorded would be a second run's.
-    if not hasattr(os, "register_at_fork"):
-        return
-    of_parent = weakref.ref(places)
-
-    def disown() -> None:
-        found = of_parent()
-        if found is None or found.closed:
-            return
-        if found.writer is not None:
-            found.writer.lost = 0  # for the parent to say
-            found.writer.close()
-        found.writer, found.kept, found.feeders, found.progress = None, None, (), None
-        found.closed = "in a process forked from its own"
-        found.lock = RLock()  # another thread of the parent's may hold the old one for ever
-
-    os.register_at_fork(after_in_child=disown)
-
-
-# History: a run's metrics, on disk a moment after they were made.
-
-_OTHERS_SECONDS = 3.0  # and up to 4 for finding who of them is missing
 
 
 class History:
@@ -412,6 +187,16 @@ class History:
     'step=0 loss=0.5 lr=0.001'
     """
 
+    _kept: Kept | None = None  # in memory, where there is no file
+    _writer: Writer | None = None
+    _feeders: Sequence[Feeder] = ()
+    _across: Across | None = None
+    # The record that waits: what is known of it, its metrics, their copies, the other ranks'.
+    _pending: tuple[dict[str, Any], dict[str, Any], Copies, Exchange | None] | None = None
+    _updates = 0
+    _is_over = False
+    _closed = ""  # why nothing more goes anywhere: "after close()"
+
     def __init__(
         self,
         outdir: str | os.PathLike[str] | None = None,
@@ -432,55 +217,58 @@ class History:
         if every < 1:
             raise ValueError(f"every={every}; expected 1 (each update) or more")
         self._place = place = find_place()
-        self.path: Path | None = None
-        self._closed = False
-        self._pid = os.getpid()
         first = place.rank == 0
+        self.path: Path | None = None
+        self._progress = Progress() if first else None
+        self._alarms = tuple(alarms)
+        self._alone = cross_rank and place.world_size == 1  # write the statistics of one rank
+        self._every, self._deferred, self._summary = every, deferred, summary
+        self._last: dict[str, Any] = {}
+        self._lock = RLock()  # a signal's handler may record, too
         sinks = sinks if isinstance(sinks, str) else list(sinks)
         chosen: list[Sink] = []
         if sinks and first:
             from ._sinks import Feeder, make_sinks
 
             chosen = make_sinks(sinks)
-        places = Places(alarms=tuple(alarms), progress=Progress() if first else None)
-        self._places, before = places, Before()
+        before = Before()
         if outdir is None:
-            places.kept = Kept()
+            self._kept = Kept()
         elif first or per_rank:
-            self.path = Path(outdir).absolute() / (
-                FILE_NAME if first else rank_file_name(place.rank)
-            )
-            places.writer = Writer(self.path, checksum=checksum, sync=sync)
-            before = places.writer.before
+            file_name = FILE_NAME if first else rank_file_name(place.rank)
+            self.path = Path(outdir).absolute() / file_name
+            self._writer = Writer(self.path, checksum=checksum, sync=sync)
+            before = self._writer.before
+        self._next = before.next_step
+        self._replayed = before.next_step - 1
         try:
             run = name or (Path(outdir).absolute().name if outdir is not None else "run")
             header: dict[str, Any] = {}
-            if places.writer is not None or chosen:  # elsewhere git need not look at the folder
+            if self._writer is not None or chosen:  # elsewhere git need not look at the folder
                 header = make_header(place, before, run=run, config=config or {})
-            if places.writer is not None:
-                places.writer.put(header, header["time"])
-            across = None
+            if self._writer is not None:
+                self._writer.put(header, header["time"])
             if cross_rank and place.world_size > 1:
                 from ._across import Across  # numpy and torch, which not every History needs
 
-                across = Across(place, before.next_step, timeout)
-            self._recorder = Recorder(
-                places, before, across=across, alone=cross_rank and place.world_size == 1,
-                every=every, deferred=deferred, summary=summary,
-            )  # fmt: skip
+                self._across = Across(place, before.next_step, timeout)
+                self._next = self._across.first_step  # rank 0 goes on in its file, all with it
+            # Quick: nothing to wait for, nothing to add.
+            self._quick = not (deferred or self._alone or self._across is not None)
             folder = None if self.path is None else self.path.parent
-            places.feeders = [Feeder(sink, header, folder) for sink in chosen]
+            self._feeders = [Feeder(sink, header, folder) for sink in chosen]
         except BaseException:  # also Ctrl-C: the file is to be free for the next attempt
-            if places.writer is not None:
-                places.writer.close()
+            if self._writer is not None:
+                self._writer.close()
             raise
         self._forget_exit = call_at_exit(self._at_exit)
-        disown_in_children(places)
+        of_parent = weakref.WeakMethod(self._disown)
+        os.register_at_fork(after_in_child=lambda: (disown := of_parent()) and disown())
 
     @property
     def last(self) -> dict[str, Any]:
         """The latest record, with its step, time and statistics; empty before the first."""
-        return self._recorder.last
+        return self._last
 
     def update(self, metrics: Mapping[str, Any], step: int | None = None) -> str:
         """Record the metrics of one step, write them, and return a one-line summary.
@@ -500,14 +288,16 @@ class History:
             TypeError: A metric or the step is no number, a name no string.
             ValueError: A name is History's own, such as ``step``.
         """
-        with self._places.lock:  # of two threads, each gets a step of its own
-            text = self._recorder.take(metrics, step)
-            return self._recorder.summarize() if text is None else text
+        with self._lock:  # of two threads, each gets a step of its own
+            text = self._take(metrics, step)
+            if text is None:
+                return summarize(self._last) if self._summary else ""
+            return text
 
     def record(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Record and write as `update` does, without a summary."""
-        with self._places.lock:
-            self._recorder.take(metrics, step)
+        with self._lock:
+            self._take(metrics, step)
 
     def event(self, kind: str, message: str = "", **fields: Any) -> None:
         """Write something that happened, with the time and the last step: a checkpoint, say.
@@ -521,11 +311,21 @@ class History:
             HistoryError: After `close`.
             ValueError: A field is one of the file's own: event, time, crc or ezpz_obs.
         """
-        self._recorder.event(kind, message, **fields)
+        self._refuse_closed(f"event {kind!r}")
+        if taken := _EVENTS_OWN.intersection(fields):
+            raise ValueError(
+                f"an event with a field {min(taken)!r}; expected another name: History writes one "
+                "of its own"
+            )
+        if self._writer is not None:
+            now = time.time()
+            line = {"event": kind, "time": now, "step": self._last.get("step"), "message": message}
+            # A folder that is gone when all is over was taken away on purpose.
+            self._writer.put({**line, **fields}, now, look=kind != "end")
 
     def flush(self) -> None:
         """Write what is deferred. Collective with ``cross_rank``."""
-        self._recorder.settle()
+        self._settle()
 
     def finalize(self, *, report: bool = True) -> Any:
         """Close, and return all records; rank 0 writes a report with plots beside its file.
@@ -546,8 +346,8 @@ class History:
         from ._table import dataset_of  # above this room: reads runs
 
         self.close()
-        if self._places.kept is not None:
-            return dataset_of(self._places.kept)
+        if self._kept is not None:
+            return dataset_of(self._kept)
         if self.path is None:
             return None
         run = read_run(self.path)
@@ -568,12 +368,7 @@ class History:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, value: BaseException | None, trace: object) -> None:
         self._close("closed" if value is None else _say(value))
 
     @staticmethod
@@ -585,38 +380,133 @@ class History:
         """
         return list(read_run(path).records())
 
-    def _close(self, cause: str) -> None:
+    def _take(self, metrics: Mapping[str, Any], step: int | None) -> str | None:
+        """Record one step; return the summary where it is not simply that of `last`."""
+        if step is None:
+            step = self._next
+        elif type(step) is not int:
+            step = operator.index(step)
+        if not -_FAR <= step < _FAR:
+            raise ValueError(f"step {step}; expected an integer of 64 bits")
+        now = time.time()
+        if self._quick and is_quick(metrics):
+            record = {"step": step, "time": now, **metrics}
+            if step <= self._replayed:
+                record["replay"] = True
+            self._next = step + 1
+            self._put(record)
+            return None
+        return self._take_slowly(metrics, step, now)
+
+    def _take_slowly(self, metrics: Mapping[str, Any], step: int, now: float) -> str | None:
+        quick = is_quick(metrics)
+        flat = dict(metrics) if quick else flatten(metrics)
+        self._refuse_closed(f"record of step {step}")
+        if self._alone or self._across is not None:
+            refuse_statistics(flat)
+        copies = [] if quick else copy_to_host(flat)
+        record: dict[str, Any] = {"step": step, "time": now}
+        if step <= self._replayed:
+            record["replay"] = True
+        self._next = step + 1
+        exchange = None
+        try:
+            before = self._settle()
+            self._updates += 1
+            if self._across is not None and (self._updates - 1) % self._every == 0:
+                put_copies(copies, flat)  # the others are sent numbers, so these are waited for
+                exchange = self._across.begin(step, flat)
+        except HistoryError:  # nor are this rank's numbers lost where another rank was
+            put_copies(copies, flat)
+            self._put({**record, **flat})
+            raise
+        self._pending = record, flat, copies, exchange
+        return before or "" if self._deferred else self._settle()
+
+    def _settle(self, seconds: float | None = None) -> str | None:
+        """Finish the record that waits, for other ranks at most so long; return its summary."""
+        if self._pending is None:
+            return None
+        (record, flat, copies, exchange), self._pending = self._pending, None
+        put_copies(copies, flat)
+        statistics: dict[str, Any] = {}
+        try:
+            if self._across is not None and exchange is not None:
+                statistics, warning = self._across.end(exchange, seconds)
+                if warning:
+                    logger.warning("%s", warning)
+                    self.event("warning", warning)
+            elif self._alone and (self._updates - 1) % self._every == 0:
+                each = [one for v in flat.values() for one in (v, 0.0, v, v, 0, 0)]
+                statistics = dict(zip(statistic_names(flat), each, strict=True))
+        finally:  # this rank's own numbers are not lost where another rank is
+            self._put({**record, **statistics, **flat})
+        return summarize({**record, **flat}, statistics) if self._summary else ""
+
+    def _refuse_closed(self, what: str) -> None:
         if self._closed:
+            raise HistoryError(
+                f"a {what} {self._closed}; expected none: make a new History in the same "
+                "folder, which goes on with the file, and use it in the process that made it"
+            )
+
+    def _put(self, record: dict[str, Any]) -> None:
+        step, now = record["step"], record["time"]
+        if self._closed:
+            self._refuse_closed(f"record of step {step}")
+        if self._writer is not None:
+            self._writer.put(record, now)
+        elif self._kept is not None:
+            self._kept.put(record)
+        for feeder in self._feeders:
+            feeder.put(record)
+        self._last = record
+        NOW.step = step
+        if self._progress is not None:
+            self._progress.report(step, now)
+        for alarm in self._alarms:
+            message = alarm.check(record)
+            if message is not None:
+                logger.warning("%s", message)
+                self.event("alarm", message)
+
+    def _close(self, cause: str) -> None:
+        if self._is_over or self._closed:  # a forked child's are its parent's
             return
-        self._closed = True
+        self._is_over = True
         self._forget_exit()
-        if os.getpid() != self._pid:
-            return  # a forked child: the file and the sinks are its parent's
-        places = self._places
         began = time.monotonic()
         try:
-            self._recorder.settle(_OTHERS_SECONDS)
+            self._settle(_OTHERS_SECONDS)
         except HistoryError as error:
             # What failed is over; that the other ranks are gone is no reason to fail at the end.
             logger.warning("%s", error)
         self.event("end", cause)
-        if places.progress is not None:
-            places.progress.write()
-        if places.writer is not None:
-            places.writer.close()
-            places.writer = None
-        if places.feeders:
+        if self._progress is not None:
+            self._progress.write()
+        if self._writer is not None:
+            self._writer.close()
+        if self._feeders:
             from ._sinks import close_all
             from ._sinks.libraries import library_seconds
 
             # One second is left for the interpreter's own end.
-            close_all(places.feeders, began + library_seconds() - 1.0 - time.monotonic())
-            places.feeders = ()
-        places.closed = "after close()"
+            close_all(self._feeders, began + library_seconds() - 1.0 - time.monotonic())
+        self._closed = "after close()"
         NOW.step = None  # what is logged now is of no step
 
+    def _disown(self) -> None:
+        """Leave the file to the parent: its lock is the copy's, which may outlive a training."""
+        if not self._closed:
+            if self._writer is not None:
+                self._writer.lost = 0  # for the parent to say
+                self._writer.close()
+            self._closed = "in a process forked from its own"
+            self._lock = RLock()  # another thread of the parent's may hold the old one for ever
+
     def _at_exit(self) -> None:
-        value = find_cause()
+        # Of a script Python keeps the cause; of a function of multiprocessing it is on its way.
+        value = getattr(sys, "last_value", None) or sys.exc_info()[1]
         self._close("exit" if value is None else _say(value))
 
 

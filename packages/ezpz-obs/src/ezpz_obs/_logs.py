@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import io
 import logging
 import os
@@ -11,26 +10,26 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, nullcontext, redirect_stderr
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TextIO, cast
 
 import structlog
 
 from ._context import Place, find_place
 from ._terminal import (
+    LEVELS,
     NAME,
     Event,
     ExcInfo,
     LogFile,
     Output,
     Terminal,
-    copy_output,
     file_name,
     for_rank,
+    get_log_level,
     make_output,
     process_output,
     show,
@@ -39,8 +38,6 @@ from ._terminal import (
     traceback_text,
     wants_json,
 )
-
-# Libraries whose INFO and DEBUG say nothing about a training.
 
 TAMED = (
     "absl", "aiohttp", "alembic", "asyncio", "azure", "boto3", "botocore", "datasets", "filelock",
@@ -55,19 +52,17 @@ OURS = ("ezpz", "ezpz_device", "ezpz_dist", "ezpz_launch", "ezpz_obs", "ezpz_top
 """Loggers that speak from our own level, unless somebody has given them one."""
 
 
-def give_level(logger: logging.Logger, level: int) -> Callable[[], None]:
-    """Give a logger a level; return what takes it back, unless somebody has changed it since."""
+def give_level(undo: ExitStack, logger: logging.Logger, level: int) -> None:
+    """Give a logger a level, which is taken back unless somebody has changed it since."""
     before = logger.level
     logger.setLevel(level)
 
-    def undo() -> None:
+    def take_back() -> None:
         if logger.level == level:
             logger.setLevel(before)
 
-    return undo
+    undo.callback(take_back)
 
-
-# The standard library's handlers that others have put there: they hear our events too.
 
 MARK = "ezpz_obs_event"  # the attribute of a record that was made of an event of ours, and holds it
 
@@ -92,10 +87,10 @@ def tell(
         return
     shown = (f"{k}={v if isinstance(v, str) else show(v)}" for k, v in event.fields.items())
     text = " ".join([event.text, *shown])
-    path, line, function = _caller()
+    site = _find_caller(logger, "", {})
     record = logger.makeRecord(
-        logger.name, event.level, path, line, text, (), exc_info, function,
-        sinfo=event.stack,
+        logger.name, event.level, site["pathname"], site["lineno"], text, (), exc_info,
+        site["func_name"], sinfo=event.stack,
     )  # fmt: skip
     setattr(record, MARK, event)
     if not logger.filter(record):
@@ -103,12 +98,6 @@ def tell(
     for handler in _handlers(logger):
         if event.level >= handler.level and not _writes_to(handler, stream):
             handler.handle(record)
-
-
-def is_ours(record: logging.LogRecord) -> bool:
-    """Say whether a record was made of an event of this process that we have shown already."""
-    # A user's queue may bring it back to the root logger; one from another process is news.
-    return hasattr(record, MARK) and record.process == os.getpid()
 
 
 def _handlers(logger: logging.Logger) -> Iterator[logging.Handler]:
@@ -124,26 +113,18 @@ def _writes_to(handler: logging.Handler, stream: TextIO | None) -> bool:
     return stream is not None and getattr(handler, "stream", None) is stream
 
 
-def _caller() -> tuple[str, int, str]:
-    """Return file, line and function of the nearest frame outside this room and structlog."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        name = frame.f_globals.get("__name__", "")
-        if not name.startswith(("ezpz_obs._logs", "ezpz_obs._progress", "structlog")):
-            return frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
-        frame = frame.f_back
-    return "(unknown file)", 0, "(unknown function)"
+_Site = structlog.processors.CallsiteParameter
+_find_caller = structlog.processors.CallsiteParameterAdder(
+    {_Site.PATHNAME, _Site.LINENO, _Site.FUNC_NAME},
+    additional_ignores=["ezpz_obs._logs", "ezpz_obs._progress"],
+)
 
-
-# The standard library's records, brought to our outputs.
 
 _USUAL = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
 """What every record has; the rest was given as ``extra``."""
 
 
 class StandardHandler(logging.Handler):
-    """Writes records of the standard library where our own events go."""
-
     # Not to the terminal where another's handler shows the record on the same stream.
 
     def __init__(self, output: Output) -> None:
@@ -152,7 +133,9 @@ class StandardHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         output = self._output
-        if record.levelno < output.level or is_ours(record):
+        # Ours is shown already: a user's queue may bring it back. Another process's is news.
+        is_ours = hasattr(record, MARK) and record.process == os.getpid()
+        if record.levelno < output.level or is_ours:
             return
         try:
             text = record.getMessage().rstrip("\n")
@@ -171,49 +154,25 @@ class StandardHandler(logging.Handler):
         output.send(event, to_terminal=not shown)
 
 
-def join(output: Output, *, is_level_given: bool) -> list[Callable[[], None]]:
-    """Bring the standard library's records to an output; return what undoes it."""
-    # One handler goes on the root logger, and on loggers that keep their records from it (torch's
-    # do). Where nobody else has a handler on the root, and its level is the default, it is lowered
-    # to what the output wants; with ``is_level_given`` also where somebody has.
-    root, handler, undo = logging.getLogger(), StandardHandler(output), []
-    loggers = [
-        one for one in [*root.manager.loggerDict.values()] if isinstance(one, logging.Logger)
-    ]
-    known = [one for one in loggers if not one.propagate and one.handlers]
+def join(output: Output, undo: ExitStack, *, is_level_given: bool) -> None:
+    # One handler goes on the root logger, and on loggers that keep their records from it (torch's).
+    # The root's level is given where one was asked for, or it is the default and no one else's.
+    root, handler = logging.getLogger(), StandardHandler(output)
+    loggers = [one for one in root.manager.loggerDict.values() if isinstance(one, logging.Logger)]
     has_others = bool(root.handlers)
-    for logger in (root, *known):
+    for logger in (root, *(one for one in loggers if not one.propagate and one.handlers)):
         logger.addHandler(handler)
-        undo.append(_remover(logger, handler))
+        undo.callback(logger.removeHandler, handler)
     if is_level_given or (root.level == logging.WARNING and not has_others):
-        undo.append(give_level(root, output.level))
+        give_level(undo, root, output.level)
     for names, level in ((TAMED, logging.WARNING), (OURS, output.level)):
         for name in names:
             logger = logging.getLogger(name)
             if logger.level == logging.NOTSET:
-                undo.append(give_level(logger, level))
-    return undo
+                give_level(undo, logger, level)
 
 
-def capture_warnings() -> list[Callable[[], None]]:
-    """Let `warnings` go to the log; return what undoes it: nothing where they did before."""
-    before = warnings.showwarning
-    logging.captureWarnings(capture=True)
-    if warnings.showwarning is before:
-        return []
-    return [lambda: logging.captureWarnings(capture=False)]
-
-
-def _remover(logger: logging.Logger, handler: logging.Handler) -> Callable[[], None]:
-    return lambda: logger.removeHandler(handler)
-
-
-# Loggers that know their rank: rank 0 speaks, the others from WARNING.
-
-_NUMBERS = {
-    "debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING,
-    "error": logging.ERROR, "critical": logging.CRITICAL,
-}  # fmt: skip
+_NUMBERS = {name.lower(): level for name, level in LEVELS.items()}
 
 
 def get_logger(
@@ -249,9 +208,8 @@ def get_logger(
     >>> logger.info("saved", path="step-12")  # doctest: +ELLIPSIS
     {"time":"...","level":"info","logger":"train","event":"saved","rank":0,...,"path":"step-12"}
     """
-    if env is None and file is None:
-        output = process_output()
-    else:
+    output = None
+    if env is not None or file is not None:
         output = make_output(os.environ if env is None else env, file)
     # Structlog's protocol is what it has, by way of a class that is made at import.
     logger: structlog.typing.FilteringBoundLogger = Logger(Channel(output, name), _PROCESSORS, {})
@@ -269,29 +227,23 @@ class Channel:
 
     __slots__ = ("name", "output", "standard")
 
-    def __init__(self, output: Output, name: str | None) -> None:
-        self.output: Output = output
+    def __init__(self, output: Output | None, name: str | None) -> None:
+        self.output: Output = output or process_output()
         self.name: str | None = name
         self.standard: logging.Logger = logging.getLogger(name)
 
     def wants(self, level: int) -> bool:
-        """Say whether anybody hears events of this level."""
         return self.output.level <= level or (
             self.standard.isEnabledFor(level) and has_listeners(self.standard)
         )
 
-    def send(self, event: Event, exc_info: object = None) -> None:
-        """Give an event, with what ``exc_info=`` was given, to whoever wants to hear it."""
-        found = None
-        if exc_info:
-            found = to_exc_info(exc_info)
-            event.exception = traceback_text(exc_info)
-        self.give(event, found)
-
-    def give(
-        self, event: Event, found: ExcInfo | None, *, on_terminal: Event | None = None
+    def send(
+        self, event: Event, exc_info: object = None, *, on_terminal: Event | None = None
     ) -> None:
-        """Give an event that has its traceback to whoever wants to hear it."""
+        """Give an event, with what ``exc_info=`` was given, to whoever wants to hear it."""
+        found = to_exc_info(exc_info) if exc_info else None
+        if found is not None:
+            event.exception = traceback_text(found)
         self.output.send(event, on_terminal=on_terminal)
         if has_listeners(self.standard):
             tell(self.standard, event, found, self.output.terminal.stream())
@@ -300,13 +252,9 @@ class Channel:
         """Return itself: models with a logger in them are copied."""
         return self
 
-    def __reduce__(self) -> tuple[Callable[..., Channel], tuple[str | None]]:
+    def __reduce__(self) -> tuple[Callable[..., Channel], tuple[None, str | None]]:
         """Let a spawned process have the logger of the same name, by its own environment."""
-        return _channel, (self.name,)
-
-
-def _channel(name: str | None) -> Channel:
-    return Channel(process_output(), name)
+        return Channel, (None, self.name)
 
 
 _Base: Any = structlog.make_filtering_bound_logger(logging.NOTSET)
@@ -335,17 +283,11 @@ class Logger(_Base):  # type: ignore[misc]  # structlog makes the class at run t
         channel.send(Event(level, method_name, channel.name, text, known, stack=stack), exc_info)
 
     def log(self, level: int, event: str, /, *args: Any, **fields: Any) -> None:
-        """Log at a level that is given by number."""
         # Levels between two are the lower one's: structlog knows these five.
-        name = max(
-            (name for name in _NUMBERS if _NUMBERS[name] <= level),
-            key=_NUMBERS.__getitem__,
-            default="debug",
-        )
+        *_, name = ("debug", *(name for name, least in _NUMBERS.items() if least <= level))
         getattr(self, name)(event, *args, **fields)
 
     def is_enabled_for(self, level: int) -> bool:
-        """Say whether anybody hears events of this level."""
         return self._logger.wants(level)
 
     def get_effective_level(self) -> int:
@@ -381,9 +323,6 @@ for _name in _NUMBERS:
     setattr(Logger, _name, _method(_name))
 for _alias, _name in {"warn": "warning", "fatal": "critical", "msg": "info"}.items():
     setattr(Logger, _alias, getattr(Logger, _name))
-
-
-# A nested mapping as a bulleted list: a configuration that one can read.
 
 
 def log_dict_as_bulleted_list(
@@ -425,8 +364,6 @@ def _lines(mapping: Mapping[Any, Any], indent: str, above: tuple[int, ...]) -> I
             yield from _lines(value, f"{indent}  ", (*above, id(mapping)))
 
 
-# Exceptions that nobody catches: logged with the rank before the process ends.
-
 _NO_ERRORS = (KeyboardInterrupt, SystemExit, GeneratorExit)
 _LONGEST = 500
 
@@ -434,9 +371,8 @@ _LONGEST = 500
 class Uncaught:
     """Our hooks for uncaught exceptions, which call those that were there before."""
 
-    # They log one line with rank and host; the traceback is for the log file and for the hook
-    # before, which prints it. Only where that is Python's own and the terminal's lines are JSON,
-    # the line holds the traceback and nothing more is printed.
+    # They log a line with rank and host; the traceback is for the log file and the hook before,
+    # which prints it. Only of Python's own a line of JSON holds it, and nothing more is printed.
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -467,20 +403,14 @@ class Uncaught:
         except Exception:  # noqa: BLE001
             lines = []
         text = f"uncaught {kind.__name__}" + (f": {lines[0][:_LONGEST]}" if lines else "")
-        event = Event(
-            logging.CRITICAL, "critical", NAME, text, {} if thread is None else {"thread": thread},
-            exception=traceback_text(found),
-        )  # fmt: skip
-        shown = event if whole else replace(event, exception=None)
-        self._channel.give(event, found, on_terminal=shown)
+        fields = {} if thread is None else {"thread": thread}
+        event = Event(logging.CRITICAL, "critical", NAME, text, fields)
+        # A copy, which gets no traceback.
+        self._channel.send(event, found, on_terminal=None if whole else replace(event))
 
-    def _main(
-        self, kind: type[BaseException], value: BaseException, trace: TracebackType | None
-    ) -> None:
-        self._pass_on(
-            (kind, value, trace), None, self._before is sys.__excepthook__,
-            lambda: self._before(kind, value, trace),
-        )  # fmt: skip
+    def _main(self, *found: Any) -> None:
+        is_pythons = self._before is sys.__excepthook__
+        self._pass_on(cast("ExcInfo", found), None, is_pythons, partial(self._before, *found))
 
     def _thread(self, args: threading.ExceptHookArgs) -> None:
         value = args.exc_value if args.exc_value is not None else args.exc_type()
@@ -488,7 +418,7 @@ class Uncaught:
             (args.exc_type, value, args.exc_traceback),
             "?" if args.thread is None else args.thread.name,
             self._before_in_threads is threading.__excepthook__,
-            lambda: self._before_in_threads(args),
+            partial(self._before_in_threads, args),
         )
 
     def _pass_on(
@@ -499,29 +429,16 @@ class Uncaught:
             return
         whole = is_pythons and self._channel.output.terminal.as_json
         has_said = False
+        # torch.distributed's hook collects what ours prints, and puts ``[rank1]:`` before each
+        # line, which is no JSON then: so it goes to the real standard error.
+        is_collected = type(sys.stderr) is io.StringIO and self._stream not in (None, sys.stderr)
         try:
-            with _on_real_stream(self._stream):
+            with redirect_stderr(self._stream) if is_collected else nullcontext():
                 self.log(found, thread, whole=whole)
             has_said = self._channel.output.terminal.lost == 0
         finally:
             if not (whole and has_said):
                 go_on()
-
-
-@contextmanager
-def _on_real_stream(stream: TextIO | None) -> Iterator[None]:
-    """Give standard error back, while torch.distributed's hook collects what ours prints."""
-    # It puts ``[rank1]:`` before every line, which is no JSON then.
-    collector = sys.stderr
-    if type(collector) is io.StringIO and stream not in (None, collector):
-        sys.stderr = stream
-    try:
-        yield
-    finally:
-        sys.stderr = collector
-
-
-# One place where a process's logs are configured, and undone.
 
 
 @dataclass(frozen=True, slots=True)
@@ -546,41 +463,30 @@ class LogSetup:
     """
 
     def __init__(
-        self, asked: _Asked, uncaught: Uncaught | None, undo: list[Callable[[], None]]
+        self, path: Path | None, log: Callable[[Any], None] | None, undo: Callable[[], None]
     ) -> None:
-        self.path: Path | None = asked.path
-        self._asked = asked
-        self._uncaught = uncaught
+        self.path: Path | None = path
+        self._log = log
         self._undo = undo
 
     def undo(self) -> None:
         """Put everything back as it was. It may be called twice, and after another set-up."""
         global _active
-        if _active is self:
+        if _active is not None and _active[1] is self:
             _active = None
-        while self._undo:
-            self._undo.pop()()
-
-    def is_for(self, asked: _Asked) -> bool:
-        """Say whether it is what is asked for."""
-        return self._asked == asked
+        self._undo()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, value: BaseException | None, trace: object) -> None:
         # Once undone, nobody would log it; where it is printed is for others to say.
-        if isinstance(value, Exception) and kind is not None and self._uncaught is not None:
-            self._uncaught.log((kind, value, trace))
+        if isinstance(value, Exception) and self._log is not None:
+            self._log((type(value), value, value.__traceback__))
         self.undo()
 
 
-_active: LogSetup | None = None
+_active: tuple[_Asked, LogSetup] | None = None
 
 
 def configure_logs(
@@ -634,7 +540,7 @@ def configure_logs(
     global _active
     env = os.environ if env is None else env
     place = find_place(env)
-    said = to_level(env.get("EZPZ_LOG_LEVEL") or "INFO", "EZPZ_LOG_LEVEL")
+    said = get_log_level(env, rank=0)
     number = said if level is None else to_level(level, "level")
     writes = directory is not None and (place.rank == 0 or per_rank)
     asked = _Asked(
@@ -650,29 +556,33 @@ def configure_logs(
         hooks=hooks,
     )
     if _active is not None:
-        if _active.is_for(asked):
-            return _active
-        _active.undo()
-    _active = _set_up(asked, env)
-    return _active
+        if _active[0] == asked:
+            return _active[1]
+        _active[1].undo()
+    setup = _set_up(asked, env)
+    _active = asked, setup
+    return setup
 
 
 def _set_up(asked: _Asked, env: Mapping[str, str]) -> LogSetup:
-    output = process_output()
-    undo: list[Callable[[], None]] = [partial(copy_output, replace(output), output)]
+    output, undo = process_output(), ExitStack()
+    undo.callback(output.become, replace(output))
     terminal = Terminal(None, level=asked.level, as_json=asked.as_json, env=env)
     file = None
     if asked.path is not None:
         file = LogFile(asked.path, level=asked.file_level, complain=output.complain)
-        undo.append(file.close)
-    copy_output(Output(asked.place, terminal, file, is_configured=True), output)
+        undo.callback(file.close)
+    output.become(Output(asked.place, terminal, file, is_configured=True))
     if file is not None:
         file.open(time.time())
-    undo += join(output, is_level_given=asked.is_level_given)
+    join(output, undo, is_level_given=asked.is_level_given)
     if asked.warnings:
-        undo += capture_warnings()
+        before = warnings.showwarning
+        logging.captureWarnings(capture=True)
+        if warnings.showwarning is not before:  # else somebody captures them already
+            undo.callback(logging.captureWarnings, capture=False)
     uncaught = None
     if asked.hooks:
         uncaught = Uncaught(Channel(output, NAME))
-        undo.append(uncaught.remove)
-    return LogSetup(asked, uncaught, undo)
+        undo.callback(uncaught.remove)
+    return LogSetup(asked.path, uncaught.log if uncaught else None, undo.close)

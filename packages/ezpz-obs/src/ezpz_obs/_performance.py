@@ -8,16 +8,13 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from ._context import find_place
 from ._errors import ObsError
 
 if TYPE_CHECKING:
     from ezpz_device import Clock
-
-# High-water marks of a device's memory, as metrics.
 
 _GIB = float(1 << 30)
 
@@ -57,8 +54,6 @@ def memory_metrics(device: Any = None) -> dict[str, float]:
         found["memory_fraction"] = memory.peak / memory.total
     return found
 
-
-# How much a step got done: tokens, samples and floating-point operations a second.
 
 logger = logging.getLogger("ezpz_obs")
 
@@ -118,11 +113,7 @@ class Throughput:
         self._world_size = world_size
 
     def metrics(
-        self,
-        seconds: float | None,
-        *,
-        tokens: float | None = None,
-        samples: float | None = None,
+        self, seconds: float | None, *, tokens: float | None = None, samples: float | None = None
     ) -> dict[str, float]:
         """Return the rates of one step.
 
@@ -157,17 +148,14 @@ class Throughput:
                 raise ValueError("flops_per_token without tokens; give tokens_per_step or tokens")
             flops = self._flops_per_token * tokens
         if flops is not None:
-            rate = flops / seconds / self._devices()
+            self._world_size = self._world_size or find_place().world_size
+            rate = flops / seconds / self._world_size
             found["tflops"] = rate / 1e12
-            peak = self._peak if self._is_peak_known else self._find_peak()
-            if peak is not None:
-                found["mfu"] = rate / peak
+            if not self._is_peak_known:
+                self._peak = self._find_peak()
+            if self._peak is not None:
+                found["mfu"] = rate / self._peak
         return found
-
-    def _devices(self) -> int:
-        if self._world_size is None:
-            self._world_size = find_place().world_size
-        return self._world_size
 
     def _find_peak(self) -> float | None:
         """Look the device's peak up, once; say what is missing where there is none."""
@@ -183,9 +171,8 @@ class Throughput:
                 missing = "ezpz_device is not installed"
                 remedy = "pip install 'ezpz-obs[device]', or give peak_flops"
             else:
-                self._peak = get_peak_flops(self._dtype)
-                if self._peak is not None:
-                    return self._peak
+                if (peak := get_peak_flops(self._dtype)) is not None:
+                    return peak
                 name = get_device_properties()["name"]
                 missing = f"no peak of {self._dtype} is known for {name!r}"
                 remedy = "set EZPZ_PEAK_FLOPS, or give peak_flops (FLOP/s of one device)"
@@ -212,8 +199,6 @@ def transformer_flops(parameters: int, layers: int, hidden: int, sequence: int) 
     """
     return 6 * parameters + 12 * layers * hidden * sequence
 
-
-# Where a step's time goes.
 
 Mark = Any  # a moment, as its clock keeps it
 T = TypeVar("T")
@@ -264,15 +249,14 @@ class StepTimer:
         Raises:
             ValueError: The phase is called ``step``, which is the whole.
         """
-        return self._phases.get(phase) or self._make(phase)
-
-    def _make(self, name: str) -> Phase:
-        if name == "step":
+        found = self._phases.get(phase)
+        if found is not None:
+            return found
+        if phase == "step":
             raise ValueError("phase 'step'; expected another name: step_s is the whole step's time")
         if self._start is None:
             self.start()
-        phase = self._phases[name] = Phase(self._clock)
-        return phase
+        return self._phases.setdefault(phase, Phase(self._clock))
 
     def data(self, batches: Iterable[T], phase: str = "data") -> Batches[T]:
         """Return the batches, timing the host's wait for each.
@@ -391,12 +375,7 @@ class Phase:
             self._start = self.clock.mark()
         self.depth += 1
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.depth -= 1
         if self.depth:
             return
@@ -418,24 +397,18 @@ class Phase:
         return taken
 
 
-class _Step:
+class _Step(NamedTuple):
     """A step whose end the device may still have to reach."""
 
-    __slots__ = ("_start", "_taken", "clock", "end")
-
-    def __init__(
-        self,
-        clock: Clock,
-        start: Mark,
-        end: Mark,
-        taken: dict[str, tuple[float, list[tuple[Mark, Mark]]]],
-    ) -> None:
-        self.clock, self._start, self.end, self._taken = clock, start, end, taken
+    clock: Clock
+    start: Mark
+    end: Mark
+    taken: dict[str, tuple[float, list[tuple[Mark, Mark]]]]
 
     def seconds(self) -> dict[str, float]:
         seconds = self.clock.seconds
-        times = {"step_s": seconds(self._start, self.end)}
-        for name, (known, marks) in self._taken.items():
+        times = {"step_s": seconds(self.start, self.end)}
+        for name, (known, marks) in self.taken.items():
             times[f"{name}_s"] = known + sum(seconds(*pair) for pair in marks)
         return times
 

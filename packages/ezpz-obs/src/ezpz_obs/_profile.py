@@ -8,7 +8,6 @@ import os
 import sys
 from collections.abc import Collection
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from ._context import find_place
@@ -67,20 +66,17 @@ def profile(
         raise ObsError(
             "profile() uses torch's profiler, and torch is not imported; import it first"
         )
-    options = {"record_shapes": shapes, "profile_memory": memory, "with_stack": stacks}
-    return Profile(Path(directory), (begin, end), rank if is_chosen else None, first, options)
+    return Profile(
+        Path(directory), (begin, end), rank if is_chosen else None, first,
+        record_shapes=shapes, profile_memory=memory, with_stack=stacks,
+    )  # fmt: skip
 
 
 class Profile:
     """The profile of a loop, made by `profile`."""
 
     def __init__(
-        self,
-        directory: Path,
-        steps: tuple[int, int],
-        rank: int | None,
-        first: int,
-        options: dict[str, Any],
+        self, directory: Path, steps: tuple[int, int], rank: int | None, first: int, **options: Any
     ) -> None:
         self.trace: Path | None = None  # its file, once it is written
         self.table: str = ""  # of the operators, once the steps are over
@@ -102,12 +98,7 @@ class Profile:
         if self._step >= self._next:
             self._turn()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._profiler is not None:
             self._stop()
         elif not self._is_over:

@@ -63,7 +63,6 @@ class Progress(Generic[T]):
         self._is_total_known = total is not None
 
     def __len__(self) -> int:
-        """Return how many there are."""
         total = self._find_total()
         if total is None:
             raise TypeError(f"a {type(self._iterable).__name__} without a length; give total=")
@@ -72,7 +71,8 @@ class Progress(Generic[T]):
     def __iter__(self) -> Iterator[T]:
         if not self._speaks:
             return iter(self._iterable)
-        if self._wants_bar():
+        terminal = process_output().terminal
+        if terminal.level <= logging.INFO and not terminal.as_json and terminal.is_tty():
             return self._with_bar()
         return self._with_lines()
 
@@ -85,10 +85,6 @@ class Progress(Generic[T]):
             except (TypeError, NotImplementedError, AttributeError):
                 self._total = None
         return self._total
-
-    def _wants_bar(self) -> bool:
-        terminal = process_output().terminal
-        return terminal.level <= logging.INFO and not terminal.as_json and terminal.is_tty()
 
     def _with_bar(self) -> Iterator[T]:
         from tqdm import tqdm  # type: ignore[import-untyped]  # 20 ms

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,6 @@ _NUMBERS = 1 << 20  # of a block at most: of 10,000 metrics 16,384 rows are 5 GB
 
 
 def rank_file_name(rank: int) -> str:
-    """Return the name of the file that one rank writes where all do."""
     return f"metrics-rank{rank:05d}.jsonl"
 
 
@@ -38,8 +37,7 @@ def rank_file_name(rank: int) -> str:
 class Block:
     names: tuple[str, ...]
     steps: NDArray[np.int64]
-    times: NDArray[np.float64]
-    """Seconds since 1970, one a record."""
+    times: NDArray[np.float64]  # seconds since 1970, one a record
     values: NDArray[np.float64]
     """(records, names); integers beyond 2^53 are rounded here, beyond 1.8e308 infinite."""
 
@@ -89,7 +87,7 @@ class Run:
         """
         ends = self._overview[2]
         attempt, waiting = 0, []
-        for number, line in _lines(self.path):
+        for number, line in chain(_lines(self.path), [(0, HEADER)]):  # as before another attempt
             if line.startswith(RECORD):
                 waiting.append((number, line))
                 if len(waiting) < _AT_ONCE:
@@ -100,8 +98,6 @@ class Run:
             yield from (one for one in _decode_many(waiting, self.path) if one["step"] < end)
             waiting = []
             attempt += line.startswith(HEADER)
-        end = float("inf") if superseded else ends[attempt]
-        yield from (one for one in _decode_many(waiting, self.path) if one["step"] < end)
 
     def blocks(self, rows: int = 16_384) -> Iterator[Block]:
         """Read the records as arrays, at most so many rows at once; fewer of many metrics.
@@ -123,7 +119,12 @@ class Run:
                     firsts[-1] = _record(line, number, self.path)["step"]
             elif line.startswith(HEADER):
                 header = _decoded(line, number, self.path)
-                _check_schema(header, self.path)
+                schema = header["ezpz_obs"]
+                if not isinstance(schema, int) or schema > SCHEMA:
+                    raise HistoryError(
+                        f"{self.path} is of schema {schema!r}; expected at most {SCHEMA}: "
+                        "read it with a newer ezpz-obs"
+                    )
                 headers.append(redact(header))  # an older version wrote them
                 firsts.append(float("inf"))
             elif line.startswith(EVENT):
@@ -162,21 +163,19 @@ def follow(
 ) -> Iterator[dict[str, Any]]:
     """Read a run's file as it is written; ``stop`` is asked whenever there is nothing new."""
     run = read_run(path)
-    rest, number = b"", 0
-    with open(run.path, "rb") as file:
+    line, number = b"", 1
+    with open(run.path, "rb", buffering=_BUFFER) as file:
         while True:
-            block = file.read(_BUFFER)
-            if not block:
-                if stop():
-                    return
+            line += file.readline(LONGEST_LINE)
+            if line.endswith(b"\n"):
+                yield _decoded(line[:-1], number, run.path)
+                line, number = b"", number + 1
+            elif len(line) >= LONGEST_LINE:
+                raise _too_long(number, run.path)
+            elif stop():
+                return
+            else:
                 time.sleep(every)  # a file on a shared file system tells nobody that it grew
-                continue
-            lines = (rest + block).split(b"\n")
-            rest = lines.pop()
-            if len(rest) > LONGEST_LINE:
-                raise _too_long(number + len(lines) + 1, run.path)
-            for number, line in enumerate(lines, start=number + 1):  # noqa: B020  # counts on
-                yield _decoded(line, number, run.path)
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -239,15 +238,6 @@ def _is_record(found: Any) -> bool:
         and type(found["step"]) is int
         and "time" in found
     )
-
-
-def _check_schema(header: dict[str, Any], path: Path) -> None:
-    schema = header["ezpz_obs"]
-    if not isinstance(schema, int) or schema > SCHEMA:
-        raise HistoryError(
-            f"{path} is of schema {schema!r}; expected at most {SCHEMA}: "
-            "read it with a newer ezpz-obs"
-        )
 
 
 def to_blocks(records: Iterable[dict[str, Any]], rows: int = 16_384) -> Iterator[Block]:

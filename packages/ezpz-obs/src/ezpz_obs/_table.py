@@ -16,13 +16,13 @@ from typing import Any, Final, TextIO
 import numpy as np
 from numpy.typing import NDArray
 
+from ._context import replacing
 from ._errors import ReportError, require
 from ._run import Block, Run, read_run, to_blocks
 
-# A run's records as a table for other programs.
-
+Floats = NDArray[np.float64]
 _ROWS: Final = 16_384
-_INT64: Final = range(-(1 << 63), 1 << 63)
+_KINDS: Final = ("bool", "int", "float", "text")  # each holds those before it
 
 
 def export(
@@ -68,15 +68,12 @@ def export(
     columns = _columns(found)
     count = 0
     for path, write in ways:
-        aside = path.with_name(f".{path.name}.{os.getpid()}.new")
         try:
-            count = write(found, aside, columns)
-            os.replace(aside, path)
+            with replacing(path) as aside:
+                count = write(found, aside, columns)
         except OSError as error:
             error.filename, error.filename2 = str(path), None  # what was asked for
             raise
-        finally:
-            aside.unlink(missing_ok=True)
     return count
 
 
@@ -89,23 +86,15 @@ def _columns(run: Run) -> dict[str, str]:
     kinds.pop("replay", None)
     # Both first, and there where there are no records.
     kinds = {"step": kinds.pop("step", {"int"}), "time": kinds.pop("time", {"float"}), **kinds}
-    return {name: _joint(of) for name, of in kinds.items()}
+    return {name: max(of, key=_KINDS.index) for name, of in kinds.items()}
 
 
 def _kind(value: Any) -> str:
     if isinstance(value, bool):
         return "bool"
     if isinstance(value, int):
-        return "int" if value in _INT64 else "text"
+        return "int" if -(1 << 63) <= value < 1 << 63 else "text"
     return "float"
-
-
-def _joint(kinds: set[str]) -> str:
-    if "text" in kinds:
-        return "text"
-    if "float" in kinds:
-        return "float"
-    return "bool" if kinds == {"bool"} else "int"
 
 
 def _write_csv(run: Run, path: Path, columns: dict[str, str]) -> int:
@@ -134,27 +123,21 @@ def write_csv(
 def _write_parquet(run: Run, path: Path, columns: dict[str, str]) -> int:
     pyarrow = require("pyarrow", "an export to Parquet", "parquet")
     pq = require("pyarrow.parquet", "an export to Parquet", "parquet")
-    types = {
-        "bool": pyarrow.bool_(), "int": pyarrow.int64(), "float": pyarrow.float64(),
-        "text": pyarrow.string(),
+    kinds: dict[str, tuple[Callable[[Any], Any], Any]] = {
+        "bool": (bool, pyarrow.bool_()), "int": (int, pyarrow.int64()),
+        "float": (float, pyarrow.float64()), "text": (str, pyarrow.string()),
     }  # fmt: skip
-    schema = pyarrow.schema([(name, types[kind]) for name, kind in columns.items()])
-    makers: dict[str, Callable[[Any], Any]] = {
-        "bool": bool, "int": int, "float": float, "text": str,
-    }  # fmt: skip
+    schema = pyarrow.schema([(name, kinds[kind][1]) for name, kind in columns.items()])
     count, records = 0, run.records()
     with pq.ParquetWriter(path, schema) as writer:
         while rows := list(islice(records, _ROWS)):
             table = {
-                name: [makers[kind](row[name]) if name in row else None for row in rows]
+                name: [kinds[kind][0](row[name]) if name in row else None for row in rows]
                 for name, kind in columns.items()
             }
             writer.write_table(pyarrow.Table.from_pydict(table, schema))
             count += len(rows)
     return count
-
-
-# All records of a run as arrays, for notebooks.
 
 
 def dataset_of(run: Run | Iterable[Mapping[str, Any]]) -> Any:
@@ -225,9 +208,7 @@ class _Columns:
             names |= before[1]
         self._last = (int(block.steps[-1]), names)
 
-    def arrays(
-        self,
-    ) -> tuple[NDArray[np.int64], NDArray[np.float64], dict[str, NDArray[np.float64]]]:
+    def arrays(self) -> tuple[NDArray[np.int64], Floats, dict[str, Floats]]:
         for column in self._columns.values():
             _lengthen(column, len(self._steps))
         return (
@@ -242,7 +223,7 @@ def _lengthen(column: array[float], count: int) -> None:
         column.frombytes(np.full(count - len(column), np.nan).tobytes())
 
 
-def _attributes(values: NDArray[np.float64], count: int) -> dict[str, Any]:
+def _attributes(values: Floats, count: int) -> dict[str, Any]:
     finite = values[np.isfinite(values)]
     found: dict[str, Any] = {"count": len(finite), "not_finite": count - len(finite)}
     if len(finite):

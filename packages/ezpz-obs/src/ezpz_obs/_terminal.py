@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cache, lru_cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
@@ -25,10 +26,11 @@ from ezpz_topo import redact
 
 from ._context import NOW, Place, find_place, is_at, open_to_append, to_json
 
-# From which level a rank logs, and in which format: what the environment says.
-
-LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
-_OTHER_NAMES = {"WARN": "WARNING", "FATAL": "CRITICAL"}
+LEVELS = {
+    "DEBUG": logging.DEBUG, "INFO": logging.INFO, "WARNING": logging.WARNING,
+    "ERROR": logging.ERROR, "CRITICAL": logging.CRITICAL,
+}  # fmt: skip
+_OTHER_NAMES = {"WARN": logging.WARNING, "FATAL": logging.CRITICAL}
 
 
 def get_log_level(env: Mapping[str, str], *, rank: int) -> int:
@@ -50,10 +52,9 @@ def for_rank(level: int, env: Mapping[str, str], rank: int) -> int:
 def to_level(value: str | int, said_by: str) -> int:
     if isinstance(value, int):
         return value
-    name = _OTHER_NAMES.get(value.upper(), value.upper())
-    if name not in LEVELS:
-        raise ValueError(f"{said_by}={name!r}; expected one of {', '.join(LEVELS)}")
-    level: int = getattr(logging, name)
+    level = (LEVELS | _OTHER_NAMES).get(value.upper())
+    if level is None:
+        raise ValueError(f"{said_by}={value.upper()!r}; expected one of {', '.join(LEVELS)}")
     return level
 
 
@@ -63,8 +64,6 @@ def wants_json(env: Mapping[str, str]) -> bool:
         raise ValueError(f"EZPZ_LOG_FORMAT={said!r}; expected console (the default) or json")
     return said == "json"
 
-
-# One event as a line: for people, or as JSON.
 
 ExcInfo = tuple[type[BaseException], BaseException, TracebackType | None]
 
@@ -80,8 +79,6 @@ _LONGEST = 2000  # letters of a value that is no number, string, list or mapping
 
 @dataclass(slots=True)
 class Event:
-    """Something to say: who, what, how bad, and what belongs to it."""
-
     level: int
     label: str
     logger: str | None
@@ -91,16 +88,16 @@ class Event:
     stack: str | None = None
 
     def redact(self) -> None:
-        """Take the secrets out of it."""
         self.text, self.fields = redact(self.text), redact(self.fields)
         self.exception, self.stack = redact(self.exception), redact(self.stack)
 
 
 def json_line(event: Event, place: Place, now: float) -> bytes:
     """Return the event as one line of JSON, with its newline."""
-    # What JSON has no word for is told by a string: NaN and the infinities, integers beyond 64
-    # bits, objects.
-    line: dict[str, Any] = {"time": _utc(now), "level": event.label}
+    # What JSON has no word for is a string: NaN, infinities, integers beyond 64 bits, objects.
+    microseconds = int(now * 1e6)
+    stamp = f"{_utc(microseconds // 1_000_000)}.{microseconds % 1_000_000:06}+00:00"
+    line: dict[str, Any] = {"time": stamp, "level": event.label}
     if event.logger is not None:
         line["logger"] = event.logger
     line["event"], line["rank"], line["host"] = event.text, place.rank, place.host
@@ -117,74 +114,48 @@ def json_line(event: Event, place: Place, now: float) -> bytes:
     return orjson.dumps(to_json(line, _item), option=_OPTIONS) if b"null" in written else written
 
 
-def _utc(now: float) -> str:
-    """Return ISO 8601 in UTC with microseconds, always of the same length."""
-    global _utc_second
-    microseconds = int(now * 1e6)
-    second = microseconds // 1_000_000
-    known, text = _utc_second
-    if known != second:  # a microsecond's work, and most lines share theirs with another
-        text = datetime.fromtimestamp(second, UTC).strftime("%Y-%m-%dT%H:%M:%S")
-        _utc_second = second, text
-    return f"{text}.{microseconds - second * 1_000_000:06}+00:00"
+# A microsecond's work each, and most lines share theirs with another.
+@lru_cache(maxsize=4)
+def _utc(second: int) -> str:
+    return datetime.fromtimestamp(second, UTC).strftime("%Y-%m-%dT%H:%M:%S")
 
 
-_utc_second: tuple[int, str] = (-1, "")
+@lru_cache(maxsize=4)
+def _local(second: int) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(second))
 
 
-class Console:
-    def __init__(self, *, colours: bool) -> None:
-        self._second: tuple[int, str] = (-1, "")
-        # Structlog's is for terminals; into files it takes 11 µs a line, ours 3.
-        self._colourful = (
-            structlog.dev.ConsoleRenderer(
-                colors=True, force_colors=True, sort_keys=False,
-                # The rich one prints every local variable: ours comes as text.
-                exception_formatter=structlog.dev.plain_traceback,
-            ) if colours else None
-        )  # fmt: skip
+@cache
+def _renderer() -> Any:
+    # The rich formatter prints every local variable: ours comes as text.
+    plain = structlog.dev.plain_traceback
+    return structlog.dev.ConsoleRenderer(
+        colors=True, force_colors=True, sort_keys=False, exception_formatter=plain
+    )
 
-    def line(self, event: Event, place: Place, now: float) -> str:
-        """Return the event as text, with its newline; a traceback takes lines of its own."""
-        shown = {}
-        if place.world_size > 1:
-            shown = {"rank": place.rank, "host": place.host}
-        shown |= _fields(event, place if shown else None)
-        if event.text.startswith(f"step={NOW.step} "):
-            shown.pop("step", None)  # what `History.update` returned begins with it
-        stamp = self._stamp(int(now))
-        if self._colourful is None:
-            return _uncoloured(event, shown, stamp)
+
+def console_line(event: Event, place: Place, now: float, *, colours: bool) -> str:
+    """Return the event as text, with its newline; a traceback takes lines of its own."""
+    shown = {}
+    if place.world_size > 1:
+        shown = {"rank": place.rank, "host": place.host}
+    shown |= _fields(event, place if shown else None)
+    if event.text.startswith(f"step={NOW.step} "):
+        shown.pop("step", None)  # what `History.update` returned begins with it
+    first, _, rest = event.text.partition("\n")
+    stamp = _local(int(now))
+    if colours:
         # What structlog cannot show may raise, and it may not.
         plain = (str, int, float, type(None))
-        shown = {
-            k: value if isinstance(value, plain) else show(value) for k, value in shown.items()
-        }
-        first, _, rest = event.text.partition("\n")
+        shown = {k: v if isinstance(v, plain) else show(v) for k, v in shown.items()}
         shown |= {"timestamp": stamp, "level": event.label, "event": first}
         if event.logger is not None:
             shown["logger"] = event.logger
-        return _with_more(self._colourful(None, event.label, shown), rest, event)
-
-    def _stamp(self, second: int) -> str:
-        known, text = self._second
-        if known != second:  # 2 µs, and most lines share theirs with another
-            text = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(second))
-            self._second = second, text
-        return text
-
-
-def _uncoloured(event: Event, shown: Mapping[str, Any], stamp: str) -> str:
-    """Return a line as structlog's renderer does, without its columns' machinery."""
-    logger = "" if event.logger is None else f" [{event.logger}]"
-    fields = "".join([f" {name}={show(value)}" for name, value in shown.items()])
-    first, _, rest = event.text.partition("\n")
-    line = f"{stamp} [{event.label:<9}] {first:<30}{logger}{fields}".rstrip(" ")
-    return _with_more(line, rest, event)
-
-
-def _with_more(line: str, rest: str, event: Event) -> str:
-    """Return the line with what has lines of its own below it."""
+        line = _renderer()(None, event.label, shown)
+    else:  # as structlog does, which takes 11 µs a line into files, and this 3
+        logger = "" if event.logger is None else f" [{event.logger}]"
+        fields = "".join([f" {name}={show(value)}" for name, value in shown.items()])
+        line = f"{stamp} [{event.label:<9}] {first:<30}{logger}{fields}".rstrip(" ")
     for more in (rest, event.stack, event.exception):
         if more:
             line = f"{line}\n{more}"
@@ -203,7 +174,6 @@ def show(value: object) -> str:
 
 
 def traceback_text(exc_info: object) -> str | None:
-    """Return the traceback of what ``exc_info=`` was given; None where there is none."""
     found = to_exc_info(exc_info)
     if found is None:
         return None
@@ -272,56 +242,59 @@ def _text(value: object) -> str:
     return said if len(said) <= _LONGEST else f"{said[:_LONGEST]}..."
 
 
-# The stream where people read: standard error, or one that was given.
+class _Target:
+    def __init__(self, level: int) -> None:
+        self.level = level
+        self.lost: int = 0  # how many lines it did not take since the last that it took
+        self.trouble: Exception | None = None  # why the latest was not taken
+        self._is_torn = False
+
+    def _append(self, descriptor: int, line: bytes) -> None:
+        if self._is_torn:
+            line = b"\n" + line
+        written = os.write(descriptor, line)
+        while written < len(line):  # the disk, or a pipe, is nearly full
+            self._is_torn = True
+            written += os.write(descriptor, line[written:])
+        self._is_torn = False
 
 
-class Terminal:
-    """A stream to which each line goes in one write; one that fails is no error."""
+class Terminal(_Target):
+    """The stream where people read: standard error, or one that was given."""
 
-    # Without a stream: standard error as it is at each line, since tests and notebooks replace it;
-    # a process without one (``2>&-``, pythonw) says nothing.
+    # Without a stream: standard error as it is at each line, since tests and notebooks replace it.
 
     def __init__(
         self, stream: TextIO | None, *, level: int, as_json: bool, env: Mapping[str, str]
     ) -> None:
-        self.level = level
+        super().__init__(level)
         self.as_json = as_json
-        self.lost: int = 0  # how many lines it did not take since the last that it took
-        self.trouble: Exception | None = None  # why the latest was not taken
         self._given = stream
         self._no_colours = bool(env.get("NO_COLOR")) or env.get("TERM") == "dumb"
         self._seen: TextIO | None = None
         self._is_tty = False
-        self._is_torn = False
-        self._console = Console(colours=False)
+        self._colours = False
 
     def stream(self) -> TextIO | None:
-        """Return where lines go at the moment."""
         return self._given if self._given is not None else sys.stderr
 
     def is_tty(self) -> bool:
-        """Say whether a person is looking."""
         self._look(self.stream())
         return self._is_tty
 
     def render(self, event: Event, place: Place, now: float) -> str | bytes:
-        """Return the event as this terminal shows it."""
         if self.as_json:
             return json_line(event, place, now)
         self._look(self.stream())
-        return self._console.line(event, place, now)
+        return console_line(event, place, now, colours=self._colours)
 
     def write(self, line: str | bytes) -> bool:
-        """Write a line; return whether it was taken."""
         stream = self.stream()
         if stream is None:
             return True  # nobody wants to know
         self._look(stream)
         try:
-            if self._is_tty:
-                with _without_bars(stream):
-                    self._write(stream, line)
-            else:
+            with _without_bars(stream) if self._is_tty else nullcontext():
                 self._write(stream, line)
         # A full disk, a reader that has gone, a stream that is closed or somebody's own object
         # that raises anything: logging must not end a training. Tried again at the next line.
@@ -344,15 +317,9 @@ class Terminal:
         if isinstance(line, str):
             line = line.encode(stream.encoding, "backslashreplace")
         stream.flush()  # what the script has printed comes first
-        if self._is_torn:
-            line = b"\n" + line
         # Past Python's buffer: what cannot be written is not tried again at exit, which would
         # change the exit status to 120; and ranks that share the stream do not mix their lines.
-        written = os.write(descriptor, line)
-        while written < len(line):
-            self._is_torn = True
-            written += os.write(descriptor, line[written:])
-        self._is_torn = False
+        self._append(descriptor, line)
 
     def _look(self, stream: TextIO | None) -> None:
         """See what kind of stream this is, once for each."""
@@ -363,7 +330,7 @@ class Terminal:
             self._is_tty = stream is not None and stream.isatty()
         except (OSError, ValueError, AttributeError):  # closed, or hardly a stream
             self._is_tty = False
-        self._console = Console(colours=self._is_tty and not self._no_colours)
+        self._colours = self._is_tty and not self._no_colours
 
 
 def _descriptor(stream: TextIO) -> int | None:
@@ -384,8 +351,6 @@ def _without_bars(stream: TextIO) -> AbstractContextManager[Any]:
     return found
 
 
-# A rank's log file: a line a write, so that a kill loses nothing.
-
 _LOOK = 1.0  # seconds between two looks whether the file is still there
 
 
@@ -393,37 +358,26 @@ def file_name(rank: int) -> str:
     return f"rank-{rank:05}.jsonl"
 
 
-class LogFile:
-    """A file to which each line is appended by one ``os.write``; one that fails is no error."""
+class LogFile(_Target):
+    """A file to which each line is appended."""
 
-    # It is made when it is opened, and again where somebody has removed it. A line that an earlier
-    # process left half-written is ended first.
+    # It is made again where somebody has removed it; a line that is half-written is ended first.
 
     def __init__(self, path: Path, *, level: int, complain: Callable[[str], None]) -> None:
+        super().__init__(level)
         self.path = path
-        self.level = level
-        self.lost: int = 0  # how many lines it did not take since the last that it took
-        self.trouble: Exception | None = None  # why the latest was not taken
         self._complain = complain
         self._has_complained = False
         self._descriptor = -1
-        self._is_torn = False
         self._next_look = 0.0
         # One that may be taken twice: a signal's handler may log while its thread holds it.
         self._lock = threading.RLock()
 
     def write(self, line: bytes, now: float) -> bool:
-        """Append a line; return whether it was taken."""
         try:
             if not self._next_look - _LOOK <= now < self._next_look:
                 self._look(now)
-            if self._is_torn:
-                line = b"\n" + line
-            written = os.write(self._descriptor, line)
-            self._is_torn = written < len(line)
-            while written < len(line):  # the disk is nearly full
-                written += os.write(self._descriptor, line[written:])
-            self._is_torn = False
+            self._append(self._descriptor, line)
         except OSError as error:
             self._failed(error)
             return False
@@ -474,15 +428,11 @@ class LogFile:
             self._complain(text)
 
 
-# Where the lines of a process go: its terminal, and its log file where it has one.
-
 NAME = "ezpz_obs"  # the logger of what we say about ourselves
 
 
 @dataclass(slots=True)
 class Output:
-    """A terminal and perhaps a log file, with the rank that speaks there."""
-
     place: Place
     terminal: Terminal
     file: LogFile | None = None
@@ -490,12 +440,13 @@ class Output:
     is_configured: bool = False  # whether `configure_logs` has made it what it is
 
     def __post_init__(self) -> None:
-        self.settle()
-
-    def settle(self) -> None:
-        """Find the level again, after a change."""
         level = self.terminal.level
         self.level = level if self.file is None else min(level, self.file.level)
+
+    def become(self, other: Output) -> None:
+        """Be what another is: loggers hold this one."""
+        self.place, self.terminal, self.file = other.place, other.terminal, other.file
+        self.level, self.is_configured = other.level, other.is_configured
 
     def send(
         self, event: Event, *, to_terminal: bool = True, on_terminal: Event | None = None
@@ -519,7 +470,6 @@ class Output:
                 self._tell_lost(file, now)
 
     def complain(self, text: str) -> None:
-        """Say on the terminal what is wrong with the file."""
         event = Event(logging.WARNING, "warning", NAME, text, {})
         self.terminal.write(self.terminal.render(event, self.place, time.time()))
 
@@ -552,12 +502,5 @@ def process_output() -> Output:
     if _process is None:
         _process = make_output(os.environ, None)
     elif not _process.is_configured:
-        copy_output(make_output(os.environ, None), _process)
+        _process.become(make_output(os.environ, None))
     return _process
-
-
-def copy_output(source: Output, target: Output) -> None:
-    """Make ``target``, which loggers hold, what ``source`` is."""
-    target.place, target.terminal, target.file = source.place, source.terminal, source.file
-    target.is_configured = source.is_configured
-    target.settle()

@@ -36,17 +36,15 @@ def test_any_values_can_be_drawn(values):
     assert "nan" not in svg.lower().replace("nan (", "")
 
 
-def test_what_is_no_number_is_marked_and_said():
+def test_what_is_no_number_is_marked_and_said_and_colours_are_the_pages():
     values = noise()
     values[100:103] = np.nan
     values[200] = np.inf
+    before = dict(mpl.rcParams)
     svg, notes = curves([Drawn("loss", series(values), None, 0)], title="loss")
-    assert "var(--alarm" in svg
+    assert dict(mpl.rcParams) == before, "of the user's nothing is changed"
     assert "3 NaN and 1 infinite (\N{MULTIPLICATION SIGN}), first at step 100" in notes
-
-
-def test_colours_are_the_pages():
-    svg, _ = curves([Drawn("loss", series(noise()), None, 0)], title="loss")
+    assert "var(--alarm" in svg
     assert "currentColor" in svg
     assert "var(--series-0, #0072b2)" in svg
     assert not re.search(r"#0[123][0-9a-f]{2}0[1-9a-f]", svg)
@@ -73,12 +71,6 @@ def test_spread_over_ranks_is_drawn_as_bands():
     assert any("ranks" in note for note in notes)
 
 
-def test_nothing_of_the_users_matplotlib_is_changed():
-    before = dict(mpl.rcParams)
-    curves([Drawn("loss", series(noise()), None, 0)], title="loss")
-    assert dict(mpl.rcParams) == before
-
-
 def test_step_times():
     found = StepTimes([0.0])
     took = np.random.default_rng(0).lognormal(-2, 0.1, 3000)
@@ -89,16 +81,10 @@ def test_step_times():
     assert any(re.search(r"median \(dashed\) 13\d ms", note) for note in notes)
     svg, _ = step_histogram([("a", found), ("b", found)], title="step times")
     assert "var(--series-1" in svg
-
-
-def test_a_single_step_time():
-    found = StepTimes([0.0])
-    found.add(np.array([0, 1]), np.array([1.0, 1.0]))
-    found.settle()
-    ET.fromstring(step_histogram([("run", found)], title="step times")[0])
-
-
-# What a curve looks like: smoothed, and in which frame.
+    single = StepTimes([0.0])
+    single.add(np.array([0, 1]), np.array([1.0, 1.0]))
+    single.settle()
+    ET.fromstring(step_histogram([("run", single)], title="step times")[0])
 
 
 def test_noise_goes_and_the_course_stays():
@@ -111,12 +97,9 @@ def test_noise_goes_and_the_course_stays():
     assert abs((smoothed - course)[:50].mean()) < 0.15
 
 
-def test_corners_without_noise_are_left_alone():
+def test_corners_without_noise_are_left_alone_and_gaps_stay_gaps():
     assert smooth(table(np.minimum(np.arange(200), 50))) is None
     assert smooth(table(np.arange(10))) is None
-
-
-def test_gaps_stay_gaps():
     values = np.random.default_rng(0).normal(0, 1, 100)
     values[40:50] = np.nan
     smoothed = smooth(table(values))
@@ -131,11 +114,8 @@ def test_one_outlier_does_not_hide_the_rest():
     assert (log, outside) == (False, True)
     assert high < 10
     assert low < 1 < high
-
-
-def test_many_decades_are_logarithmic():
     low, high, log, _ = limits([table(np.logspace(0, -6, 300))])
-    assert log
+    assert log, "of many decades"
     assert low < 1e-6
     assert high > 1
 

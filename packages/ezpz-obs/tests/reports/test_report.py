@@ -62,13 +62,10 @@ def test_a_report_is_replaced_and_other_files_left_alone(run):
     assert (run / "report" / "notes.txt").read_text() == "mine"
 
 
-def test_elsewhere(run, tmp_path):
+def test_elsewhere_and_refused(run, tmp_path):
     page = write_report(str(run), tmp_path / "a" / "b")[0]
     assert page == tmp_path / "a" / "b" / "index.html"
     assert not (run / "report").exists()
-
-
-def test_refused(run, tmp_path):
     with pytest.raises(ReportError, match="no runs"):
         write_report([])
     with pytest.raises(HistoryError, match="no run at"):

@@ -66,35 +66,29 @@ def test_a_run_longer_than_a_batch(write_run, records, tmp_path):
     assert found["loss"] == [step / 7 for step in range(40_000)]
 
 
-def test_no_records(write_run, tmp_path):
-    assert export(write_run(), csv=tmp_path / "x.csv", parquet=tmp_path / "x.parquet") == 0
-    assert (tmp_path / "x.csv").read_text().strip() == "step,time"
-    assert pq.read_table(tmp_path / "x.parquet").num_rows == 0
-
-
-def test_numbers_of_any_size(tmp_path):
-    with History(tmp_path / "run") as history:
-        history.record({"huge": 10**400}, step=1 << 62)
-        history.record({"huge": 0.5})
-    export(tmp_path / "run", csv=tmp_path / "x.csv", parquet=tmp_path / "x.parquet")
-    found = pq.read_table(tmp_path / "x.parquet").to_pydict()
+def test_no_records_and_numbers_of_any_size(write_run, tmp_path):
+    out = {"csv": tmp_path / "x.csv", "parquet": tmp_path / "x.parquet"}
+    assert export(write_run(), **out) == 0
+    assert out["csv"].read_text().strip() == "step,time"
+    assert pq.read_table(out["parquet"]).num_rows == 0
+    with History(tmp_path / "big") as history:
+        history.record({"huge": 10**400, "mixed": 1}, step=1 << 62)
+        history.record({"huge": 0.5, "mixed": 0.5})
+    export(tmp_path / "big", **out)
+    found = pq.read_table(out["parquet"]).to_pydict()
     assert found["step"] == [1 << 62, (1 << 62) + 1]
     assert found["huge"] == [str(10**400), "0.5"]
-
-
-def test_refused(run, tmp_path):
-    with pytest.raises(ReportError, match="expected csv=FILE"):
-        export(run)
-    with pytest.raises(ReportError, match="the run itself"):
-        export(run, csv=run / "metrics.jsonl")
-    with pytest.raises(ReportError, match="is a folder"):
-        export(run, csv=tmp_path)
-    with pytest.raises(FileNotFoundError) as error:
-        export(run, csv=tmp_path / "none" / "x.csv")
-    assert error.value.filename == str(tmp_path / "none" / "x.csv")
+    assert found["mixed"] == [1.0, 0.5]
 
 
 def test_what_fails_leaves_the_old_file(run, tmp_path):
+    for where, kind, message in (
+        ({}, ReportError, "expected csv=FILE"), ({"csv": tmp_path}, ReportError, "is a folder"),
+        ({"csv": run / "metrics.jsonl"}, ReportError, "the run itself"),
+        ({"csv": tmp_path / "none" / "x.csv"}, FileNotFoundError, str(tmp_path / "none" / "x.csv")),
+    ):  # fmt: skip
+        with pytest.raises(kind, match=message):
+            export(run, **where)
     target = tmp_path / "x.csv"
     target.write_text("old")
     with open(run / "metrics.jsonl", "a") as file:
@@ -103,9 +97,6 @@ def test_what_fails_leaves_the_old_file(run, tmp_path):
         export(run, csv=target)
     assert target.read_text() == "old"
     assert [path.name for path in tmp_path.iterdir() if "new" in path.name] == []
-
-
-# Arrays.
 
 
 def test_a_runs_records_come_back(tmp_path):
@@ -131,25 +122,19 @@ def test_a_runs_records_come_back(tmp_path):
     assert abs(found["time"].values[0] - np.datetime64("now")) < np.timedelta64(1, "h")
 
 
-def test_records_in_memory():
-    found = dataset_of([{"step": 0, "time": 1.0, "a": 1.0}, {"step": 1, "time": 2.0, "b": 2.0}])
-    np.testing.assert_array_equal(found["a"], [1.0, np.nan])
-    np.testing.assert_array_equal(found["b"], [np.nan, 2.0])
-
-
-def test_a_step_recorded_twice_loses_nothing():
-    found = dataset_of([{"step": 3, "time": 1.0, "a": 1.0}, {"step": 3, "time": 2.0, "a": 2.0}])
-    np.testing.assert_array_equal(found["a"], [1.0, 2.0])
-    np.testing.assert_array_equal(found["step"], [3, 3])
-
-
-def test_three_records_of_a_step():
-    found = dataset_of([
-        {"step": 3, "time": 1.0, "a": 1.0}, {"step": 3, "time": 2.0, "b": 2.0},
-        {"step": 3, "time": 3.0, "a": 3.0}, {"step": 4, "time": 4.0, "a": 4.0},
-    ])  # fmt: skip
-    np.testing.assert_array_equal(found["a"], [1.0, 3.0, 4.0])
-    np.testing.assert_array_equal(found["b"], [2.0, np.nan, np.nan])
+@pytest.mark.parametrize(
+    ("records", "steps", "a", "b"),
+    [([(0, "a"), (1, "b")], [0, 1], [0, np.nan], [np.nan, 1]),
+     ([(3, "a"), (3, "b"), (3, "a"), (4, "a")], [3, 3, 4], [0, 2, 3], [1, np.nan, np.nan])],
+)  # fmt: skip
+def test_records_of_one_step_are_a_row_and_nothing_is_lost(records, steps, a, b):
+    found = dataset_of(
+        {"step": step, "time": float(place), name: float(place)}
+        for place, (step, name) in enumerate(records)
+    )
+    np.testing.assert_array_equal(found["step"], steps)
+    np.testing.assert_array_equal(found["a"], a)
+    np.testing.assert_array_equal(found["b"], b)
 
 
 def test_nothing_but_nan_and_nothing_at_all(write_run, records):
@@ -158,22 +143,15 @@ def test_nothing_but_nan_and_nothing_at_all(write_run, records):
     assert dict(dataset_of(read_run(write_run())).sizes) == {"step": 0}
 
 
-def test_a_history_without_a_folder(tmp_path):
-    history = History()
+@pytest.mark.parametrize("folder", [None, "run"])
+def test_what_finalize_returns_and_writes(tmp_path, folder):
+    history = History(folder and tmp_path / folder)
     for step in range(5):
         history.update({"loss": step, "flag": True})
     found = history.finalize()
     np.testing.assert_array_equal(found["loss"], range(5))
     assert found["loss"].attrs["mean"] == 2.0
-
-
-def test_finalize_writes_the_report(tmp_path):
-    history = History(tmp_path / "run")
-    for step in range(5):
-        history.update({"loss": step})
-    found = history.finalize()
-    np.testing.assert_array_equal(found["loss"], range(5))
-    assert (tmp_path / "run" / "report" / "index.html").is_file()
+    assert (tmp_path / "run" / "report" / "index.html").is_file() == bool(folder)
 
 
 def test_arrays_without_xarray(write_run, records, python):

@@ -74,6 +74,6 @@ if TYPE_CHECKING:
     from . import models as models
     from . import tp as tp
 else:
-    from ._names import attach
+    from ezpz_topo import attach
 
     __getattr__, __dir__ = attach(__name__)

@@ -10,12 +10,5 @@ from ._doctor.checks import GROUP, TIMEOUT, Check, DoctorError, find_checks, run
 from ._doctor.cli import main
 
 __all__ = [
-    "GROUP",
-    "TIMEOUT",
-    "Check",
-    "CheckResult",
-    "DoctorError",
-    "find_checks",
-    "main",
-    "run_checks",
-]
+    "GROUP", "TIMEOUT", "Check", "CheckResult", "DoctorError", "find_checks", "main", "run_checks",
+]  # fmt: skip

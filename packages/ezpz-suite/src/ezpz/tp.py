@@ -10,15 +10,13 @@
 
 import ezpz_tp
 
-from ._names import unknown
-
 __all__ = ezpz_tp.__all__
 
 
 def __getattr__(name: str) -> object:
     # Asked of it, not copied: some of its names are imported when they are first used.
     if name not in __all__:
-        raise unknown(__name__, name, __all__)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value: object = getattr(ezpz_tp, name)
     globals()[name] = value
     return value

@@ -54,21 +54,14 @@ def test_workers_are_this_ranks_share_of_the_cpus(node, cpus, ranks, bound, work
     assert options.get("multiprocessing_context") == ("forkserver" if workers else None)
 
 
-def test_memory_is_pinned_where_that_helps(node):
+def test_memory_is_pinned_where_that_helps_and_nothing_is_forked_beside_mpi(node, monkeypatch):
     for device, pinned in (("cuda", True), ("xpu", True), ("mps", False), ("cpu", False)):
         node(device)
         assert loader_options()["pin_memory"] is pinned
-
-
-def test_nothing_is_forked_beside_mpi(node, monkeypatch):
-    node("cpu")
     assert "multiprocessing_context" not in loader_options(2)
     running = SimpleNamespace(Is_initialized=lambda: True, Is_finalized=lambda: False)
     monkeypatch.setitem(sys.modules, "mpi4py.MPI", running)
     assert loader_options(2)["multiprocessing_context"] == "forkserver"
-
-
-def test_a_negative_number_is_refused():
     with pytest.raises(ValueError, match="num_workers=-1; expected 0 or more"):
         loader_options(-1)
 

@@ -21,9 +21,9 @@ from ezpz_dist import DataError
 
 @pytest.fixture
 def path(tmp_path):
-    return write_tokens(
-        tmp_path / "text.tokens", texts=["first", "", "second", "third"], progress=False
-    )
+    (tmp_path / "a.txt").write_text("first")
+    texts = ["", "second", "third"]
+    return write_tokens(tmp_path / "text.tokens", [tmp_path / "a.txt"], texts=texts, progress=False)
 
 
 def test_bytes_and_documents(path):
@@ -49,20 +49,6 @@ def test_bytes_and_documents(path):
             TokenBlocks(path, block)
 
 
-def test_real_files_come_back_as_they_were(tmp_path):
-    files = python_sources(most=300_000)
-    assert sum(file.stat().st_size for file in files) <= 300_000
-    path = write_tokens(tmp_path / "stdlib.tokens", files, progress=False)
-    text = b"".join(file.read_bytes() + b"\0" for file in files if file.stat().st_size)
-    block = 1000
-    blocks = TokenBlocks(path, block)
-    for number in (0, len(blocks) // 2, len(blocks) - 1):
-        tokens, targets = blocks[number]
-        start = number * block
-        assert bytes(tokens.tolist()) == text[start : start + block]
-        assert bytes(targets.tolist()) == text[start + 1 : start + block + 1]
-
-
 @pytest.mark.parametrize(("vocab_size", "itemsize"), [(256, 1), (257, 2), (65_537, 4)])
 def test_a_tokenizer(tmp_path, vocab_size, itemsize):
     def encode(text):
@@ -76,20 +62,6 @@ def test_a_tokenizer(tmp_path, vocab_size, itemsize):
     blocks = TokenBlocks(path, 5)
     assert blocks[0][0].tolist() == [3, vocab_size - 2, vocab_size - 1, 4, vocab_size - 2]
     assert blocks.vocab_size == vocab_size
-
-
-def test_a_real_tokenizer(tmp_path):
-    tokenizers = pytest.importorskip("tokenizers")
-    learned = tokenizers.ByteLevelBPETokenizer()
-    texts = [file.read_text() for file in python_sources(most=60_000)]
-    learned.train_from_iterator(texts, vocab_size=500, show_progress=False)
-    path = write_tokens(
-        tmp_path / "bpe", texts=texts, encode=lambda text: learned.encode(text).ids,
-        vocab_size=500, progress=False,
-    )  # fmt: skip
-    blocks = TokenBlocks(path, 200)
-    assert texts[0].startswith(learned.decode(blocks[0][0].tolist()))
-    assert blocks.header.tokens < sum(map(len, texts)) / 1.5
 
 
 def change(path, at, by):
@@ -117,10 +89,7 @@ def of_another(path):
     [
         (lambda path: path.write_bytes(path.read_bytes()[:-1]), "bytes; .* it is truncated"),
         (lambda path: path.write_bytes(path.read_bytes() + b"x"), "longer than its index says"),
-        (
-            lambda path: path.write_text("text " * 50),
-            "no file of tokens, it begins with b'text tex'",
-        ),
+        (lambda path: path.write_text("text " * 50), "no file of tokens, .* with b'text tex'"),
         (lambda path: path.write_bytes(b"EZPZTOK1" + bytes(70)), "former format, .* it again, of"),
         (lambda path: change(path, 128 + 3, b"X"), "checksum .* damaged, or mixed from two files"),
         (lambda path: change(path, 10, b"z"), "its header is damaged"),
@@ -174,11 +143,9 @@ def test_a_writer_that_fails_leaves_what_was_there(path, tmp_path):
         with pytest.raises(DataError, match=words):
             write_tokens(path, **{"progress": False, **more})
     assert path.read_bytes() == before
-    assert {file.name for file in tmp_path.iterdir()} == {"latin", path.name, index_of(path).name}
-
-
-def test_a_place_that_cannot_be_written_is_named(path):
-    """Also where even looking for what was begun is an error, as on a read-only file system."""
+    names = {file.name for file in tmp_path.iterdir()}
+    assert names == {"a.txt", "latin", path.name, index_of(path).name}
+    # Also where even looking for what was begun is an error, as on a read-only file system.
     with pytest.raises(DataError, match="Not a directory"):
         write_tokens(path / "below", texts=["a"], progress=False)
 
@@ -204,9 +171,10 @@ def test_which_files(tmp_path):
         text_files(tmp_path, most=3)
     with pytest.raises(DataError, match="no text files"):
         text_files(tmp_path / "nowhere")
-    names = {file.name for file in python_sources()}
-    assert {"this.py", "decoder.py"} <= names
-    assert not any("site-packages" in str(file) for file in python_sources(most=2_000_000))
+    assert {"this.py", "decoder.py"} <= {file.name for file in python_sources()}
+    some = python_sources(most=2_000_000)
+    assert sum(file.stat().st_size for file in some) <= 2_000_000
+    assert not any("site-packages" in str(file) for file in some)
 
 
 def test_text_that_cannot_be_read_is_not_passed_over(tmp_path, monkeypatch):
@@ -260,20 +228,19 @@ def test_a_writer_that_fails_or_is_late_is_everybodys_error(ranks, tmp_path):
         while True:
             time.sleep(0.2)
             yield "text"
-    cases = {{"files": ["/nowhere/a.txt"]}}, {{"texts": late, "timeout": 1.5}}, {{"texts": "a"}}
-    for more in cases:
+    def attempt(path, **options):
         try:
-            write_tokens_once({path!r}, progress=False, **more)
+            write_tokens_once(path, progress=False, **options)
         except ezpz_dist.DataError as error:
             print(error)
+    attempt({path!r}, files=["/nowhere/a.txt"])
+    attempt({path!r}, texts=late, timeout=1.5)
+    attempt({path!r}, texts="a")
     def lost(path, **options):
         raise ezpz_dist.DataError("it is gone")
     if rank == 0:
         _tokens.read_header = lost
-    try:
-        write_tokens_once({path!r} + "-lost", texts=["a"], progress=False)
-    except ezpz_dist.DataError as error:
-        print(error)
+    attempt({path!r} + "-lost", texts=["a"])
     ezpz_dist.cleanup()
     """
     target = tmp_path / "once"

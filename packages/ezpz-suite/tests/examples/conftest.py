@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-PATIENCE = 240
-"""Seconds until what hangs is given up, however busy the machine is."""
+PATIENCE = 240  # seconds until what hangs is given up, however busy the machine is
 
 
 @pytest.fixture

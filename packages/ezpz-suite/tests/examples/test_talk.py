@@ -29,9 +29,14 @@ def test_one_rank_as_it_stands(clean_env, tmp_path):
 
 
 @pytest.mark.parametrize("wrap", ["", "ezpz"], ids=["without-device_ids", "wrap_model"])
-def test_two_ranks(start, clean_env, wrap):
-    clean_env.update(WANDB_DISABLED="1", WRAP=wrap)
-    process = start("-n", "2", sys.executable, str(SCRIPT))
-    out, err = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 0, out + err
-    check(out + err, "DistributedDataParallel")
+def test_two_ranks(ranks, tmp_path, wrap):
+    script = f"""
+    import atexit, runpy
+    os.environ.update(WANDB_DISABLED="1", WRAP={wrap!r})
+    runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
+    atexit._run_exitfuncs()
+    """
+    done = ranks(2, script, check=False, cwd=tmp_path)
+    said = "".join(out + err for _, out, err in done)
+    assert [status for status, _, _ in done] == [0, 0], said
+    check(said, "DistributedDataParallel")

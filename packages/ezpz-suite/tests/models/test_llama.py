@@ -86,36 +86,30 @@ def test_named_sizes_have_the_published_numbers_of_parameters():
             model = Llama(LlamaConfig.named(name))
         assert sum(one.numel() for one in model.parameters()) == LLAMA_SIZES[name].parameters()
     assert LlamaConfig.named("8b", layers=2).layers == 2
+    with pytest.raises(ModelError, match="no Llama of size '9b'; expected one of debug, 7b"):
+        LlamaConfig.named("9b")
 
 
 @pytest.mark.parametrize(
-    ("make", "words"),
+    ("sizes", "options", "words"),
     [
-        (lambda: LlamaConfig(dim=60, heads=8), "make dim a multiple of 16"),
-        (lambda: LlamaConfig(dim=24, heads=8), "heads of an even size"),
-        (lambda: LlamaConfig(heads=8, kv_heads=3), "expected kv_heads that divide heads"),
-        (lambda: LlamaConfig(layers=0), r"layers=0\); expected a whole number from 1"),
-        (lambda: LlamaConfig(vocab_size=2.5), "vocab_size=2.5"),
-        (lambda: LlamaConfig.named("9b"), r"no Llama of size '9b'; expected one of debug, 7b"),
-        (lambda: Llama(CONFIG, sequence_parallel=True), "expected parallel=True"),
-        (lambda: Llama(CONFIG, context_parallel="ring"), "expected parallel=True"),
-        (lambda: parallel("rings"), "expected one of ring, ulysses, unified"),
-        (lambda: parallel("unified"), r"expected ulysses= .* with 'unified'"),
-        (lambda: parallel("ring", ulysses=2), "and only there"),
-        (
-            lambda: Llama(CONFIG)(torch.zeros(1, 65, dtype=torch.int64)),
-            "a sequence of 65 tokens; expected at most 64",
-        ),
-        (lambda: Llama(CONFIG, last=False).loss(*batch()), "without the output layer has no loss"),
+        ({"dim": 60, "heads": 8}, {}, "make dim a multiple of 16"),
+        ({"dim": 24, "heads": 8}, {}, "heads of an even size"),
+        ({"heads": 8, "kv_heads": 3}, {}, "expected kv_heads that divide heads"),
+        ({"layers": 0}, {}, r"layers=0\); expected a whole number from 1"),
+        ({"vocab_size": 2.5}, {}, "vocab_size=2.5"),
+        ({}, {"sequence_parallel": True}, "expected parallel=True"),
+        ({}, {"context_parallel": "ring"}, "expected parallel=True"),
+        ({}, {"parallel": True, "context_parallel": "rings"}, "one of ring, ulysses, unified"),
+        ({}, {"parallel": True, "context_parallel": "unified"}, "ulysses= .* with 'unified'"),
+        ({}, {"parallel": True, "context_parallel": "ring", "ulysses": 2}, "and only there"),
+        ({"max_seq_len": 31}, {}, "a sequence of 32 tokens; expected at most 31"),
+        ({}, {"last": False}, "without the output layer has no loss"),
     ],
 )
-def test_what_does_not_fit_is_refused(make, words):
+def test_what_does_not_fit_is_refused(sizes, options, words):
     with pytest.raises(ModelError, match=words):
-        make()
-
-
-def parallel(context, **options):
-    return Llama(CONFIG, parallel=True, context_parallel=context, **options)
+        Llama(LlamaConfig(**sizes), **options).loss(*batch())
 
 
 def test_the_first_weights_depend_on_the_seed_alone():
@@ -136,11 +130,10 @@ def test_the_first_weights_depend_on_the_seed_alone():
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("parallel", [False, True])
-def test_from_the_meta_device(parallel, tied):
+def test_from_the_meta_device(tied):
     config = LlamaConfig(dim=64, layers=2, heads=4, tie_embeddings=tied)
-    wanted = Llama(config, parallel=parallel).state_dict()
-    model = Llama(config, parallel=parallel, device="meta")
+    wanted = Llama(config).state_dict()
+    model = Llama(config, device="meta")
     assert all(one.is_meta for one in model.parameters())
     model.to_empty(device="cpu")
     model.reset_parameters()
@@ -162,24 +155,6 @@ def test_a_copy_is_alike_and_apart():
     assert [number for number, _ in twin.layers.named_children()] == ["0", "1"]
 
 
-def test_checkpointed_blocks_have_the_same_gradients():
-    tokens, targets = batch()
-    models = [Llama(CONFIG, checkpoint=kept) for kept in (False, True)]
-    for model in models:
-        model.loss(tokens, targets).backward()
-    for one, other in zip(*(model.parameters() for model in models), strict=True):
-        assert torch.equal(one.grad, other.grad)
-
-
-def test_the_layers_are_torchs_own():
-    """FSDP2's units are known by the class: the embedding and the head are one each."""
-    model = Llama(CONFIG)
-    assert type(model.embed_tokens) is torch.nn.Embedding
-    assert {type(module) for module in model.modules() if hasattr(module, "bias")} == {
-        torch.nn.Linear
-    }
-
-
 def test_half_precision():
     model, (tokens, targets) = Llama(CONFIG, dtype=torch.bfloat16), batch()
     loss = model.loss(tokens, targets)
@@ -188,17 +163,6 @@ def test_half_precision():
     with torch.autocast("cpu", torch.bfloat16):
         mixed = Llama(CONFIG).loss(tokens, targets)
     torch.testing.assert_close(mixed, loss, rtol=0.01, atol=0)
-
-
-def test_stages_are_the_model():
-    tokens, targets = batch()
-    whole = Llama(CONFIG)
-    first = Llama(CONFIG, layers=range(1), last=False)
-    last = Llama(CONFIG, layers=range(1, 2), first=False)
-    torch.testing.assert_close(last(first(tokens), targets), whole.loss(tokens, targets))
-    names = {**first.state_dict(), **last.state_dict()}.keys()
-    assert names == whole.state_dict().keys()
-    assert [name for name, _ in last.layers.named_children()] == ["1"]
 
 
 def test_the_plain_model_knows_of_no_groups():

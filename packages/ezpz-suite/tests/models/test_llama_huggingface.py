@@ -5,13 +5,7 @@ import json
 import pytest
 import torch
 
-from ezpz.models import (
-    Llama,
-    LlamaConfig,
-    ModelError,
-    huggingface_state_dict,
-    load_huggingface,
-)
+from ezpz.models import Llama, LlamaConfig, ModelError, huggingface_state_dict, load_huggingface
 from ezpz_tp.testing import run_ranks
 
 transformers = pytest.importorskip("transformers", reason="the extra huggingface")
@@ -19,8 +13,7 @@ transformers = pytest.importorskip("transformers", reason="the extra huggingface
 LONG = {
     "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0,
     "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
-}  # fmt: skip
-"""Short enough that every frequency is kept, blended or divided within 100 tokens."""
+}  # fmt: skip  # short enough that every frequency is kept, blended or divided within 100 tokens
 
 
 def theirs(tied=False, rope=None):

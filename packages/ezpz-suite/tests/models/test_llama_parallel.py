@@ -4,24 +4,17 @@ import pytest
 import torch
 
 import ezpz_tp
-from ezpz.models import (
-    Llama,
-    LlamaConfig,
-    huggingface_state_dict,
-    llama_pipeline,
-    load_huggingface,
-)
+from ezpz.models import Llama, LlamaConfig, huggingface_state_dict, llama_pipeline, load_huggingface
 from ezpz_tp.testing import run_ranks
 
-CONFIG = LlamaConfig(dim=64, layers=2, heads=8, kv_heads=4, hidden=96, max_seq_len=64)
-ODD = LlamaConfig(vocab_size=251, dim=64, layers=2, heads=8, kv_heads=4, hidden=96)
-"""Its vocabulary does not divide."""
+SIZES = {"dim": 64, "heads": 8, "kv_heads": 4, "hidden": 96}
+CONFIG = LlamaConfig(layers=2, **SIZES)
+ODD = LlamaConfig(vocab_size=251, layers=2, **SIZES)  # its vocabulary does not divide
+DEEP = LlamaConfig(layers=4, **SIZES)
 
 
-def batch(size=2, length=32, vocabulary=251):
-    tokens = torch.randint(
-        vocabulary, (size, length + 1), generator=torch.Generator().manual_seed(0)
-    )
+def batch(size=2, length=32):
+    tokens = torch.randint(251, (size, length + 1), generator=torch.Generator().manual_seed(0))
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
@@ -61,21 +54,20 @@ def step(config, wanted, options):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "context", "options"),
+    ("config", "ranks", "context", "options"),
     [
-        (2, 1, {}),
-        (4, 1, {"checkpoint": True}),
-        (2, 1, {"sequence_parallel": True}),
-        (2, 1, {"sequence_parallel": True, "checkpoint": True}),
-        (2, 2, {}),
-        (2, 2, {"context_parallel": "ulysses", "checkpoint": True}),
-        (4, 2, {"sequence_parallel": True}),
-        (4, 2, {"context_parallel": "ulysses"}),
-        (4, 4, {"context_parallel": "unified", "ulysses": 2}),
+        (CONFIG, 2, 1, {}),
+        (ODD, 4, 1, {"checkpoint": True}),
+        (CONFIG, 2, 1, {"sequence_parallel": True}),
+        (ODD, 2, 1, {"sequence_parallel": True, "checkpoint": True}),
+        (CONFIG, 2, 2, {}),
+        (CONFIG, 2, 2, {"context_parallel": "ulysses", "checkpoint": True}),
+        (ODD, 4, 2, {"sequence_parallel": True}),
+        (ODD, 4, 2, {"context_parallel": "ulysses"}),
+        (CONFIG, 4, 4, {"context_parallel": "unified", "ulysses": 2}),
     ],
-    ids=str,
+    ids=lambda value: {CONFIG: "even", ODD: "odd"}[value] if value in (CONFIG, ODD) else str(value),
 )
-@pytest.mark.parametrize("config", [CONFIG, ODD], ids=["even", "odd"])
 def test_parallel_is_plain(config, ranks, context, options):
     loss, wanted = plain(config)
     # In processes where groups are made of torch's.
@@ -142,11 +134,8 @@ def test_what_is_sent():
 
 
 def test_heads_that_do_not_divide_are_refused():
-    def build():
-        return Llama(CONFIG, parallel=True)
-
     with pytest.raises(ezpz_tp.DegreeError, match=r"kv_heads=4 is not divisible by .* degree 8"):
-        run_ranks(build, 8)
+        run_ranks(lambda: Llama(CONFIG, parallel=True), 8)
 
 
 def from_meta(options):
@@ -199,7 +188,7 @@ def learn(config, degrees, options):
     ids=str,
 )
 def test_a_pipeline_is_the_whole_model(axis, tied, options):
-    config = LlamaConfig(dim=64, layers=4, heads=8, kv_heads=4, hidden=96, tie_embeddings=tied)
+    config = LlamaConfig(layers=4, tie_embeddings=tied, **SIZES)
     model = Llama(config)
     expected = []
     for _ in range(2):
@@ -227,16 +216,14 @@ def test_a_pipeline_is_the_whole_model(axis, tied, options):
 
 
 def of_chunks():
-    config = LlamaConfig(dim=64, layers=4, heads=8, kv_heads=4, hidden=96)
-    pipeline = llama_pipeline(config, microbatches=2, schedule="interleaved", virtual=2)
-    load_huggingface(pipeline.module, huggingface_state_dict(Llama(config, seed=3)))
+    pipeline = llama_pipeline(DEEP, microbatches=2, schedule="interleaved", virtual=2)
+    load_huggingface(pipeline.module, huggingface_state_dict(Llama(DEEP, seed=3)))
     return huggingface_state_dict(pipeline.module)
 
 
 def test_the_chunks_of_a_pipeline_load_their_layers():
     """From Hugging Face's names, which the chunks' are once `model.` is put before them."""
-    config = LlamaConfig(dim=64, layers=4, heads=8, kv_heads=4, hidden=96)
-    wanted = huggingface_state_dict(Llama(config, seed=3))
+    wanted = huggingface_state_dict(Llama(DEEP, seed=3))
     for found in run_ranks(of_chunks, 4, tensor=2, pipeline=2, in_processes=True, timeout=180):
         assert found.keys() == wanted.keys()
         assert all(torch.equal(found[name], one) for name, one in wanted.items())

@@ -7,135 +7,115 @@
 (1, 2, 'PMI_RANK')
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING
+import sys
 
-from ._allocation import Allocation
-from ._devices import Accelerators, get_accelerators, get_cpu_count, get_cpus_per_node
-from ._env import FAMILIES, Family, family
-from ._errors import (
-    CheckError,
-    HostfileError,
-    IncompleteLauncherError,
-    InvalidVariableError,
-    LauncherConflictError,
-    MachineError,
-    NodelistError,
-    SchedulerError,
-    TopoError,
-)
-from ._hostfile import HostSlots, get_nodes_from_hostfile, parse_hostfile, read_hostfile
-from ._hosts import (
-    Hosts,
-    get_allocation,
-    get_hostfile_with_fallback,
-    get_hosts,
-    write_hostfile_from_list_of_hosts,
-    write_localhost_to_hostfile,
-)
-from ._machine import Machine, get_machine, get_machine_info, known_machines
-from ._nodelist import (
-    expand_nodelist,
-    first_host,
-    fold_nodelist,
-    get_hostname,
-    same_host,
-    short_name,
-)
-from ._rank import (
-    Ancestor,
-    RankInfo,
-    get_local_device,
-    get_local_rank,
-    get_local_world_size,
-    get_rank,
-    get_rank_info,
-    launching_ancestors,
-)
-from ._topology import (
-    Topology,
-    detect,
-    get_gpus_per_node,
-    get_node_index,
-    get_num_nodes,
-    get_world_size,
-    get_world_size_in_use,
-    get_world_size_total,
-    imagine,
-)
-from ._version import __version__
+from ._version import __version__ as __version__
 
+TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from ._checks import CheckResult
-    from ._pbs import get_pbs_folder
-    from ._secrets import redact
+    from collections.abc import Callable
 
-__all__ = [
-    "FAMILIES",
-    "Accelerators",
-    "Allocation",
-    "Ancestor",
-    "CheckError",
-    "CheckResult",
-    "Family",
-    "HostSlots",
-    "HostfileError",
-    "Hosts",
-    "IncompleteLauncherError",
-    "InvalidVariableError",
-    "LauncherConflictError",
-    "Machine",
-    "MachineError",
-    "NodelistError",
-    "RankInfo",
-    "SchedulerError",
-    "TopoError",
-    "Topology",
-    "__version__",
-    "detect",
-    "expand_nodelist",
-    "family",
-    "first_host",
-    "fold_nodelist",
-    "get_accelerators",
-    "get_allocation",
-    "get_cpu_count",
-    "get_cpus_per_node",
-    "get_gpus_per_node",
-    "get_hostfile_with_fallback",
-    "get_hostname",
-    "get_hosts",
-    "get_local_device",
-    "get_local_rank",
-    "get_local_world_size",
-    "get_machine",
-    "get_machine_info",
-    "get_node_index",
-    "get_nodes_from_hostfile",
-    "get_num_nodes",
-    "get_pbs_folder",
-    "get_rank",
-    "get_rank_info",
-    "get_world_size",
-    "get_world_size_in_use",
-    "get_world_size_total",
-    "imagine",
-    "known_machines",
-    "launching_ancestors",
-    "parse_hostfile",
-    "read_hostfile",
-    "redact",
-    "same_host",
-    "short_name",
-    "write_hostfile_from_list_of_hosts",
-    "write_localhost_to_hostfile",
-]
-
-# Few need these, and they take 10 ms of a start.
-_LAZY = {"CheckResult": "_checks", "get_pbs_folder": "_pbs", "redact": "_secrets"}
+    # The one list of the public names: type checkers read it, and `attach` does.
+if TYPE_CHECKING:
+    from ._allocation import Allocation as Allocation
+    from ._checks import CheckResult as CheckResult
+    from ._devices import Accelerators as Accelerators
+    from ._devices import get_accelerators as get_accelerators
+    from ._devices import get_cpu_count as get_cpu_count
+    from ._devices import get_cpus_per_node as get_cpus_per_node
+    from ._env import FAMILIES as FAMILIES
+    from ._env import Family as Family
+    from ._env import family as family
+    from ._errors import CheckError as CheckError
+    from ._errors import HostfileError as HostfileError
+    from ._errors import IncompleteLauncherError as IncompleteLauncherError
+    from ._errors import InvalidVariableError as InvalidVariableError
+    from ._errors import LauncherConflictError as LauncherConflictError
+    from ._errors import MachineError as MachineError
+    from ._errors import NodelistError as NodelistError
+    from ._errors import SchedulerError as SchedulerError
+    from ._errors import TopoError as TopoError
+    from ._hostfile import HostSlots as HostSlots
+    from ._hostfile import get_nodes_from_hostfile as get_nodes_from_hostfile
+    from ._hostfile import parse_hostfile as parse_hostfile
+    from ._hostfile import read_hostfile as read_hostfile
+    from ._hosts import Hosts as Hosts
+    from ._hosts import get_allocation as get_allocation
+    from ._hosts import get_hostfile_with_fallback as get_hostfile_with_fallback
+    from ._hosts import get_hosts as get_hosts
+    from ._hosts import write_hostfile_from_list_of_hosts as write_hostfile_from_list_of_hosts
+    from ._hosts import write_localhost_to_hostfile as write_localhost_to_hostfile
+    from ._machine import Machine as Machine
+    from ._machine import get_machine as get_machine
+    from ._machine import get_machine_info as get_machine_info
+    from ._machine import known_machines as known_machines
+    from ._nodelist import expand_nodelist as expand_nodelist
+    from ._nodelist import first_host as first_host
+    from ._nodelist import fold_nodelist as fold_nodelist
+    from ._nodelist import get_hostname as get_hostname
+    from ._nodelist import same_host as same_host
+    from ._nodelist import short_name as short_name
+    from ._pbs import get_pbs_folder as get_pbs_folder
+    from ._rank import Ancestor as Ancestor
+    from ._rank import RankInfo as RankInfo
+    from ._rank import get_local_device as get_local_device
+    from ._rank import get_local_rank as get_local_rank
+    from ._rank import get_local_world_size as get_local_world_size
+    from ._rank import get_rank as get_rank
+    from ._rank import get_rank_info as get_rank_info
+    from ._rank import launching_ancestors as launching_ancestors
+    from ._secrets import redact as redact
+    from ._topology import Topology as Topology
+    from ._topology import detect as detect
+    from ._topology import get_gpus_per_node as get_gpus_per_node
+    from ._topology import get_node_index as get_node_index
+    from ._topology import get_num_nodes as get_num_nodes
+    from ._topology import get_world_size as get_world_size
+    from ._topology import get_world_size_in_use as get_world_size_in_use
+    from ._topology import get_world_size_total as get_world_size_total
+    from ._topology import imagine as imagine
 
 
-def __getattr__(name: str) -> object:
-    if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{_LAZY[name]}", __name__), name)
+def attach(module: str) -> "tuple[Callable[[str], object], Callable[[], list[str]]]":
+    """Make the public names of a package of ezpz's load their modules when they are first used.
+
+    The names are those that the package's source imports for type checkers, each on a line of its
+    own: ``from .home import name as name``. The source is read when a name is first looked up.
+
+    Args:
+        module: the package's name.
+
+    Returns:
+        Its ``__getattr__``, which also gives its ``__all__``, and its ``__dir__``.
+    """
+    homes: dict[str, tuple[str, str]] = {}
+
+    def names() -> "dict[str, tuple[str, str]]":
+        if not homes:
+            spec = sys.modules[module].__spec__
+            source = spec.loader.get_data(spec.origin)  # type: ignore[union-attr]  # it has a file
+            for line in source.decode().splitlines():
+                words = line.split()
+                if words[:5:2] == ["from", "import", "as"]:
+                    homes[words[5]] = (words[1], words[3])
+        return homes
+
+    def get(name: str) -> object:
+        from importlib import import_module  # noqa: PLC0415  # importing a package loads nothing
+
+        if name == "__all__":
+            return sorted(names())
+        if name not in names():
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        home, there = homes[name]
+        if home == ".":
+            return import_module(f"{module}.{there}")
+        value: object = getattr(import_module(home, module), there)
+        setattr(sys.modules[module], name, value)
+        return value
+
+    return get, lambda: sorted({*vars(sys.modules[module]), *names()})
+
+
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = attach(__name__)

@@ -157,12 +157,9 @@ def _some(hosts: Iterable[str]) -> str:
 # Which interfaces a variable chooses: each library has a form of its own.
 
 VARIABLES = {
-    "NCCL_SOCKET_IFNAME": "prefixes",
-    "GLOO_SOCKET_IFNAME": "names",
-    "TP_SOCKET_IFNAME": "names",
-    "CCL_KVS_IFACE": "names",
-    "FI_TCP_IFACE": "names",
-}
+    "NCCL_SOCKET_IFNAME": "prefixes", "GLOO_SOCKET_IFNAME": "names", "TP_SOCKET_IFNAME": "names",
+    "CCL_KVS_IFACE": "names", "FI_TCP_IFACE": "names",
+}  # fmt: skip
 """Variable to its form: NCCL's documentation, "Environment variables"; torch.distributed's,
 "Common environment variables"; oneCCL's; libfabric's fi_tcp(7)."""
 
@@ -175,7 +172,6 @@ class Choice(NamedTuple):
 
 
 def chosen(form: str, text: str, interfaces: Sequence[str]) -> Choice:
-    """Return which of these interfaces a variable's value chooses."""
     if form == "names":
         words = [word.strip() for word in text.split(",") if word.strip()]
         missing = tuple(word for word in words if word not in interfaces)
@@ -184,11 +180,8 @@ def chosen(form: str, text: str, interfaces: Sequence[str]) -> Choice:
     # are here do; so only where none is here, all are missing.
     excluded, exact = text.startswith("^"), text.lstrip("^").startswith("=")
     words = [word for word in text.lstrip("^=").split(",") if word]
-    hit = [
-        name
-        for name in interfaces
-        if any(name == word if exact else name.startswith(word) for word in words)
-    ]
+    fits = str.__eq__ if exact else str.startswith
+    hit = [name for name in interfaces if any(fits(name, word) for word in words)]
     if excluded:
         return Choice(tuple(name for name in interfaces if name not in hit))
     return Choice(tuple(hit), () if hit else tuple(words))
@@ -302,11 +295,10 @@ def _slowed(env: Mapping[str, str], root: str, *, several: bool) -> tuple[str, s
     with contextlib.suppress(OSError):  # no such card, or no Linux
         cards = sorted(os.listdir(f"{root.rstrip('/')}/sys/class/infiniband"))
     for name, what in _SLOW.items():
-        if env.get(name, "0") in ("", "0"):
+        is_fabric = name == "NCCL_IB_DISABLE"
+        if env.get(name, "0") in ("", "0") or (is_fabric and not (several and cards)):
             continue
-        if name == "NCCL_IB_DISABLE" and not (several and cards):
-            continue
-        there = f" ({', '.join(cards)})" if name == "NCCL_IB_DISABLE" else ""
+        there = f" ({', '.join(cards)})" if is_fabric else ""
         return f"{name}={env[name]}: {what}{there}", f"unset {name}, unless it is a workaround"
     return None
 

@@ -35,14 +35,9 @@ class Answer:
 
 
 def ask(
-    argv: Sequence[str],
-    *,
-    env: Mapping[str, str],
-    time_limit: float | None = None,
-    attempts: int = 2,
-    good: Container[int] = (0,),
-    place: str = "",
-) -> Answer:
+    argv: Sequence[str], *, env: Mapping[str, str], time_limit: float | None = None,
+    attempts: int = 2, good: Container[int] = (0,), place: str = "",
+) -> Answer:  # fmt: skip
     """Run a command to its end; where it hangs or fails, try again after a pause."""
     time_limit = get_time_limit(env) if time_limit is None else time_limit
     shown = _shown(" ".join(argv))
@@ -105,13 +100,9 @@ def _run(
     deadline = time.monotonic() + time_limit
     try:
         process = subprocess.Popen(
-            list(argv),
-            env=dict(env),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
+            list(argv), env=dict(env), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, start_new_session=True,
+        )  # fmt: skip
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", error)
         hint = f"export PATH=$PATH:{place}" if place else "add the command's directory"

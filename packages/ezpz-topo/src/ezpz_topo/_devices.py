@@ -64,7 +64,7 @@ def cpus_per_node_with_source(
         return _within_quota(int(text), "SLURM_CPUS_ON_NODE", root)
     count, source = os.cpu_count() or 1, "os.cpu_count()"
     for path in _cgroup_files(root, "cpuset", ("cpuset.cpus.effective", "cpuset.cpus")):
-        allowed = _cpus_in_set(_read(path))
+        allowed = len(cores_of(_read(path).strip()))
         if 0 < allowed < count:
             count, source = allowed, f"cgroup cpuset {path.removeprefix(root.rstrip('/'))}"
     return _within_quota(count, source, root)
@@ -111,15 +111,16 @@ def _cgroup_files(root: str, controller: str, names: tuple[str, ...]) -> Iterato
                         yield f"{directory}/{name}"
 
 
-def _cpus_in_set(text: str) -> int:
-    """Count the CPUs of a list such as ``0-3,8``; 0 where it says nothing that parses."""
-    count = 0
-    for item in text.strip().split(","):
-        match = re.fullmatch("([0-9]+)(?:-([0-9]+))?", item)
-        if match is None:
-            return 0
-        count += max(0, int(match[2] or match[1]) - int(match[1]) + 1)
-    return count
+def cores_of(text: str) -> set[int]:
+    """Return the cores of ``0-7,104-111``; none where it does not parse."""
+    cores: set[int] = set()
+    for part in text.split(","):
+        match = re.fullmatch("(0|[1-9][0-9]{0,4})(?:-(0|[1-9][0-9]{0,4}))?", part)
+        span = range(int(match[1]), int(match[2] or match[1]) + 1) if match else range(0)
+        if not span or not cores.isdisjoint(span):
+            return set()
+        cores.update(span)
+    return cores
 
 
 def _read(path: str) -> str:
@@ -135,11 +136,9 @@ def _read(path: str) -> str:
 DEVICE_TYPES = ("xpu", "cuda", "mps", "cpu")
 
 _VARIABLES = {
-    "CUDA_VISIBLE_DEVICES": "nvidia",
-    "ROCR_VISIBLE_DEVICES": "amd",
-    "HIP_VISIBLE_DEVICES": "amd",
+    "CUDA_VISIBLE_DEVICES": "nvidia", "ROCR_VISIBLE_DEVICES": "amd", "HIP_VISIBLE_DEVICES": "amd",
     "ZE_AFFINITY_MASK": "intel",
-}
+}  # fmt: skip
 _DEVICE_TYPE_OF = {"nvidia": "cuda", "amd": "cuda", "intel": "xpu"}
 
 
@@ -162,12 +161,9 @@ class Accelerators:
 
 
 def get_accelerators(
-    env: Mapping[str, str] | None = None,
-    *,
-    root: str = "/",
-    tools: bool = True,
+    env: Mapping[str, str] | None = None, *, root: str = "/", tools: bool = True,
     fallback: tuple[str, int, str] | None = None,
-) -> Accelerators:
+) -> Accelerators:  # fmt: skip
     """Count the devices of this host.
 
     Args:
@@ -371,13 +367,9 @@ class Told:
 
 
 def ask_vendor_tool(
-    vendor: str,
-    env: Mapping[str, str],
-    *,
-    root: str = "/",
-    flat: bool = True,
+    vendor: str, env: Mapping[str, str], *, root: str = "/", flat: bool = True,
     time_limit: float = _TIME_LIMIT,
-) -> Told:
+) -> Told:  # fmt: skip
     """Ask the vendor's tool on the ``PATH`` of ``env`` how many devices there are."""
     notes: tuple[str, ...] = ()
     for argv, pattern, expected in _TOOLS.get(vendor, ()):
@@ -449,13 +441,8 @@ def _output(
     try:
         # Once: this stands in the way of a launch, and there is another source. Each signal and
         # exit status is an answer, to be told in our words.
-        answer = ask(
-            argv,
-            env={**env, "LC_ALL": "C"},
-            time_limit=time_limit,
-            attempts=1,
-            good=range(-64, 256),
-        )
+        plain, good = {**env, "LC_ALL": "C"}, range(-64, 256)
+        answer = ask(argv, env=plain, time_limit=time_limit, attempts=1, good=good)
     except SchedulerError as error:
         # Its words are about schedulers; the cause is an OSError where it did not start.
         cause = error.__cause__

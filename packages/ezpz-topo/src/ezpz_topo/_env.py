@@ -34,17 +34,15 @@ class Family:
     """Names of the processes that start its ranks, or the Python modules and scripts that do."""
     measured: bool = True
     """False where the names come from documentation and have not been run by us."""
+    launcher: str = ""
+    """Its command's kind, in the words of a machine's file and of ``ezpz-launch --launcher``."""
 
 
 EZPZ = Family(
-    name="ezpz",
-    rank=("EZPZ_RANK",),
-    world_size=("EZPZ_WORLD_SIZE",),
-    local_rank=("EZPZ_LOCAL_RANK",),
-    local_world_size=("EZPZ_LOCAL_WORLD_SIZE",),
-    node_rank=("EZPZ_NODE_RANK",),
-    num_nodes=("EZPZ_NUM_NODES",),
-)
+    name="ezpz", rank=("EZPZ_RANK",), world_size=("EZPZ_WORLD_SIZE",),
+    local_rank=("EZPZ_LOCAL_RANK",), local_world_size=("EZPZ_LOCAL_WORLD_SIZE",),
+    node_rank=("EZPZ_NODE_RANK",), num_nodes=("EZPZ_NUM_NODES",),
+)  # fmt: skip
 """The launch variables: set for each rank by ezpz-launch, from those of its launcher."""
 
 EZPZ_LAUNCHER = "EZPZ_LAUNCHER"
@@ -67,14 +65,11 @@ TORCHRUN = Family(
     node_rank=("GROUP_RANK", "NODE_RANK"),
     num_nodes=("GROUP_WORLD_SIZE",),
     processes=(
-        "torchrun",
-        "torch.distributed.run",
-        "torch.distributed.launch",
-        "accelerate",
-        "accelerate.commands.launch",
-        "deepspeed.launcher.launch",
+        "torchrun", "torch.distributed.run", "torch.distributed.launch", "accelerate",
+        "accelerate.commands.launch", "deepspeed.launcher.launch",
     ),
-)
+    launcher="torchrun",
+)  # fmt: skip
 """Also what DeepSpeed's launcher, accelerate and hand-written scripts export."""
 
 TORCHRUN_PROOF = "TORCHELASTIC_RUN_ID"
@@ -95,6 +90,7 @@ LAUNCHERS: tuple[Family, ...] = (
         # OMPI_COMM_WORLD_NODE_RANK is the rank on the node, not the node's index.
         # Beside the launcher itself (of version 4: mpirun, mpiexec, orterun) there is no daemon.
         processes=("prted", "prterun", "orted", "orterun", "mpirun", "mpiexec"),
+        launcher="openmpi",
     ),
     Family(
         name="mvapich2",
@@ -115,6 +111,7 @@ LAUNCHERS: tuple[Family, ...] = (
         node_rank=("PALS_NODEID",),
         processes=("palsd", "apinit"),
         measured=False,
+        launcher="pals",
     ),
     Family(
         name="pmi",
@@ -124,6 +121,7 @@ LAUNCHERS: tuple[Family, ...] = (
         local_rank=("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
         local_world_size=("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
         processes=("hydra_pmi_proxy", "pmi_proxy"),
+        launcher="hydra",
     ),
     Family(
         name="pmix",
@@ -165,6 +163,7 @@ LAUNCHERS: tuple[Family, ...] = (
         tasks_per_node="SLURM_STEP_TASKS_PER_NODE",
         num_nodes=("SLURM_STEP_NUM_NODES",),
         processes=("slurmstepd",),
+        launcher="srun",
     ),
 )
 """In order of trust: MPI ranks inside a Slurm step carry the SLURM_PROCID of their *proxy*."""

@@ -72,7 +72,6 @@ def get_nodes_from_hostfile(hostfile: str | os.PathLike[str]) -> list[str]:
 
 
 def read_slots(path: str | os.PathLike[str]) -> dict[str, int | None]:
-    """Return host -> slots of a hostfile, in order."""
     name = os.fspath(path)
     try:
         text = read_regular(name, MAX_BYTES).decode()

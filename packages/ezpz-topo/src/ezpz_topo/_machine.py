@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, NoReturn
 
 from ._allocation import scheduler_of
-from ._devices import DEVICE_TYPES
+from ._devices import DEVICE_TYPES, cores_of
+from ._env import FAMILIES
 from ._errors import MachineError
 from ._hostfile import read_regular
 from ._nodelist import get_hostname, short_name
@@ -21,7 +22,7 @@ GENERIC = {"slurm": "generic-slurm", "pbs": "generic-pbs", "none": "workstation"
 """Which file serves where no named machine matches, by the scheduler of the job variables."""
 
 SCHEDULERS = ("slurm", "pbs", "none")
-LAUNCHERS = ("pals", "hydra", "openmpi", "srun", "torchrun", "spawn", "mpiexec")
+LAUNCHERS = (*(each.launcher for each in FAMILIES if each.launcher), "spawn", "mpiexec")
 BACKENDS = ("nccl", "xccl", "ccl", "gloo", "mpi")
 
 _CHOICES = {
@@ -384,12 +385,9 @@ class _Reader:
     def facts(self, of: type[Machine | Option]) -> dict[str, Any]:
         """Return the values of the fields of a class, each read as its annotation says."""
         read: dict[Any, Callable[[str], object]] = {
-            "str": self.text,
-            "tuple[str, ...]": self.texts,
-            "int | None": self.count,
-            "tuple[int, ...]": self.counts,
-            "Mapping[str, str]": self.variables,
-        }
+            "str": self.text, "tuple[str, ...]": self.texts, "int | None": self.count,
+            "tuple[int, ...]": self.counts, "Mapping[str, str]": self.variables,
+        }  # fmt: skip
         names = [each for each in fields(of) if each.compare and each.name not in ("name", "date")]
         return {each.name: read[each.type](each.name) for each in names if each.type in read}
 
@@ -467,25 +465,10 @@ class _Reader:
                 table.fail(name, list(ranges), f"{devices or 'no'} ranges, as devices_per_node has")
             taken = set(reserved)
             for text in ranges:
-                cores = _cores(text)
+                cores = cores_of(text)
                 if not cores:
                     table.fail(name, text, "cores low-high, such as 4-7 or 0-7,104-111")
                 if not taken.isdisjoint(cores):
                     table.fail(name, text, "cores that no other rank has and none is reserved")
                 taken |= cores
         return {name: table.texts(name) for name in table.document}
-
-
-def _cores(text: str) -> set[int]:
-    """Return the cores of ``0-7,104-111``; none where it does not parse."""
-    cores: set[int] = set()
-    for part in text.split(","):
-        low, dash, high = part.partition("-")
-        ends = (low, high if dash else low)
-        if not all(n.isascii() and n.isdecimal() and len(n) < 6 and n == str(int(n)) for n in ends):
-            return set()
-        span = range(int(ends[0]), int(ends[1]) + 1)
-        if not span or not cores.isdisjoint(span):
-            return set()
-        cores.update(span)
-    return cores

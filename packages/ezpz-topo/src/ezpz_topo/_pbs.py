@@ -195,7 +195,6 @@ def _job(job_id: str, env: Mapping[str, str]) -> Attributes:
 
 
 def _jobs(job_ids: Sequence[str], env: Mapping[str, str]) -> tuple[int, dict[str, Attributes]]:
-    """Return qstat's exit status and the jobs that it told."""
     for job_id in job_ids:
         if not _JOB_ID.fullmatch(job_id):
             raise InvalidVariableError(
@@ -204,11 +203,9 @@ def _jobs(job_ids: Sequence[str], env: Mapping[str, str]) -> tuple[int, dict[str
             )
     # qstat itself makes text of times, with ctime (OpenPBS, qstat.c): the zone is ours to choose.
     answer = _commands.ask(
-        (*QSTAT.split(), *job_ids),
-        env={**env, "TZ": "UTC0"},
-        good=(0, _UNKNOWN, _FINISHED),
+        (*QSTAT.split(), *job_ids), env={**env, "TZ": "UTC0"}, good=(0, _UNKNOWN, _FINISHED),
         place=get_pbs_folder(env),
-    )
+    )  # fmt: skip
     if answer.status and not answer.stdout.strip():
         return answer.status, {}
     told = _parse(answer.stdout).get("Jobs")
@@ -268,7 +265,6 @@ def _allocation_of(job_id: str, job: Attributes) -> Allocation:
 
 
 def _chunks(job_id: str, job: Attributes) -> list[tuple[str, int]]:
-    """Return host and CPUs of each chunk."""
     exec_host, state = _text(job, "exec_host"), _text(job, "job_state")
     if not exec_host:
         raise SchedulerError(

@@ -63,15 +63,10 @@ _REQUIRED = ("rank", "world_size", "local_rank")
 _FIELDS = (*_REQUIRED, "local_world_size", "node_rank", "num_nodes")
 
 ONE_PROCESS = RankInfo(
-    rank=0,
-    world_size=1,
-    local_rank=0,
-    local_world_size=1,
-    node_rank=0,
+    rank=0, world_size=1, local_rank=0, local_world_size=1, node_rank=0, num_nodes=1,
     launcher="none",
-    num_nodes=1,
     sources=dict.fromkeys(_FIELDS, "no launcher's variables are set: one process"),
-)
+)  # fmt: skip
 
 _NAMES = frozenset(
     name for each in FAMILIES for key in _REQUIRED for name in getattr(each, key)
@@ -268,11 +263,9 @@ def read(family: Family, env: Mapping[str, str]) -> RankInfo | IncompleteLaunche
     return info
 
 
-def read_partial(family: Family, env: Mapping[str, str]) -> dict[str, str] | None:
-    """Return what a family tells of rank, world size and local rank, unchecked; None if absent."""
-    chosen = _choose(family, env)
-    if chosen is None:
-        return None
+def read_partial(family: Family, env: Mapping[str, str]) -> dict[str, str]:
+    """Return what a family tells of rank, world size and local rank, unchecked."""
+    chosen = _choose(family, env) or {}
     return {key: env[name] for key, name in chosen.items() if name is not None}
 
 
@@ -341,12 +334,12 @@ def _without_another_jobs_launch(env: Mapping[str, str]) -> tuple[Mapping[str, s
     ours = [env[name] for name in _JOB_IDS if env.get(name)]
     if not theirs or not ours or theirs in ours:
         return env, ""
-    launched = read_partial(EZPZ, env) or {}
+    launched = read_partial(EZPZ, env)
     leftover = {*_variables(EZPZ), EZPZ_JOB_ID, EZPZ_LOCAL_DEVICE, EZPZ_LAUNCHER}
     # The shim exports torchrun's names too, and reads those of its launcher; Slurm's own are of
     # this job.
     for each in (TORCHRUN, *LAUNCHERS):
-        told = read_partial(each, env) or {}
+        told = read_partial(each, env)
         same = all(told.get(key) in (None, launched.get(key)) for key in ("rank", "world_size"))
         if each is TORCHRUN or each.name == env.get(EZPZ_LAUNCHER) != "slurm":
             leftover |= _variables(each) if same else set()
@@ -406,12 +399,11 @@ class Conflict:
 
 
 def _find_conflicts(best: RankInfo, env: Mapping[str, str]) -> list[Conflict]:
-    """Return the launchers whose variables contradict ``best``, half-set ones included."""
     conflicts = []
     for other in (*LAUNCHERS, TORCHRUN):
-        told = read_partial(other, env) if other.name != best.launcher else None
+        told = read_partial(other, env) if other.name != best.launcher else {}
         # A few of torchrun's variables are a leftover of the user's shell, and noted as such.
-        if told is None or (other is TORCHRUN and len(told) < len(_REQUIRED)):
+        if not told or (other is TORCHRUN and len(told) < len(_REQUIRED)):
             continue
         device = env.get(EZPZ_LOCAL_DEVICE)
         if other is TORCHRUN and best.launcher == EZPZ.name and told["local_rank"] == device:
@@ -434,10 +426,7 @@ def _is_spread_otherwise(best: RankInfo, family: Family, env: Mapping[str, str])
 
 
 def _resolve_conflict(
-    best: RankInfo,
-    conflicts: Sequence[Conflict],
-    above: Iterable[Ancestor],
-    env: Mapping[str, str],
+    best: RankInfo, conflicts: Sequence[Conflict], above: Iterable[Ancestor], env: Mapping[str, str]
 ) -> RankInfo:
     """Let the nearest launching process decide; without one, refuse what is no known nesting."""
     by_name = {conflict.family.name: conflict for conflict in conflicts}

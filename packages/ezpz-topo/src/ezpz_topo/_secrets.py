@@ -73,10 +73,7 @@ _FORMS = (
         ),
         REDACTED,
     ),
-    (
-        re.compile(r"(-----BEGIN [A-Z ]*PRIVATE KEY-----).*", re.DOTALL),
-        r"\1***",
-    ),
+    (re.compile(r"(-----BEGIN [A-Z ]*PRIVATE KEY-----).*", re.DOTALL), r"\1***"),
 )
 
 

@@ -40,15 +40,10 @@ def allocation(env: Mapping[str, str], *, commands: bool = True) -> Allocation:
     ends_at = _end_from_variable(env)
     names |= {"slots": slots_source, "ends_at": "SLURM_JOB_END_TIME" if ends_at else ""}
     job = Allocation(
-        "slurm",
-        env["SLURM_JOB_ID"],
-        tuple(hosts),
-        slots=slots,
-        name=env.get(names["name"]),
-        queue=env.get(names["queue"]),
-        ends_at=ends_at,
+        "slurm", env["SLURM_JOB_ID"], tuple(hosts), slots=slots, name=env.get(names["name"]),
+        queue=env.get(names["queue"]), ends_at=ends_at,
         sources=sources | {key: variable for key, variable in names.items() if variable},
-    )
+    )  # fmt: skip
     return _placed(job, env)
 
 

@@ -53,14 +53,11 @@ class Topology:
     def explain(self) -> list[Row]:
         """Return ``(name, value, source)`` rows, one a fact; a value of None is not known."""
         job, machine, devices, rank = self.allocation, self.machine, self.accelerators, self.rank
-        sources, scheduler_source = (
-            rank.sources,
-            job.sources.get("scheduler", "its job's variables"),
-        )
+        sources = rank.sources
         return [
             ("machine", machine.name, machine.matched_by),
             ("hostname", self.hostname, "uname"),
-            ("scheduler", job.scheduler, scheduler_source),
+            ("scheduler", job.scheduler, job.sources.get("scheduler", "its job's variables")),
             *(() if job.scheduler == "none" else _explain_job(job)),
             ("nodes", *_or_why(count_nodes, rank, job)),
             ("hosts", fold_nodelist(job.hosts) or None, job.sources["hosts"]),
@@ -118,17 +115,9 @@ def detect(env: Mapping[str, str] | None = None, *, ask: bool | None = None) -> 
             cpu_count, cpu_source = told[0], told[2]
         if told and told[1] < cpus_per_node:
             cpus_per_node, cpus_per_node_source = told[1], told[2]
-    return Topology(
-        rank=rank,
-        allocation=job,
-        machine=machine,
-        accelerators=_devices_here(env, rank, job, machine),
-        hostname=get_hostname(),
-        cpu_count=cpu_count,
-        cpu_source=cpu_source,
-        cpus_per_node=cpus_per_node,
-        cpus_per_node_source=cpus_per_node_source,
-    )
+    devices = _devices_here(env, rank, job, machine)
+    cpus = (cpu_count, cpu_source, cpus_per_node, cpus_per_node_source)
+    return Topology(rank, job, machine, devices, get_hostname(), *cpus)
 
 
 def imagine(machine: str, nodes: int = 1, env: Mapping[str, str] | None = None) -> Topology:
@@ -161,25 +150,13 @@ def imagine(machine: str, nodes: int = 1, env: Mapping[str, str] | None = None) 
     bound = re.findall("[0-9]+", " ".join(" ".join(each) for each in known.cpu_bind.values()))
     cores = known.cores_per_node or max(map(int, bound), default=-1) + 1
     told = facts if cores else f"not told by {facts}"
-    return Topology(
-        rank=ONE_PROCESS,
-        allocation=Allocation(
-            known.scheduler,
-            "hypothetical" if known.scheduler != "none" else None,
-            hosts,
-            node_name=hosts[0],
-            sources=dict.fromkeys(("scheduler", "job_id", "hosts", "node_name"), source),
-        ),
-        machine=known,
-        accelerators=Accelerators(
-            known.device_type or "cpu", known.devices_per_node or 0, f"devices_per_node of {facts}"
-        ),
-        hostname=hosts[0],
-        cpu_count=cores,
-        cpu_source=told,
-        cpus_per_node=cores,
-        cpus_per_node_source=told,
+    job_id = None if known.scheduler == "none" else "hypothetical"
+    sources = dict.fromkeys(("scheduler", "job_id", "hosts", "node_name"), source)
+    job = Allocation(known.scheduler, job_id, hosts, node_name=hosts[0], sources=sources)
+    devices = Accelerators(
+        known.device_type or "cpu", known.devices_per_node or 0, f"devices_per_node of {facts}"
     )
+    return Topology(ONE_PROCESS, job, known, devices, hosts[0], cores, told, cores, told)
 
 
 def _explain_job(job: Allocation) -> list[Row]:

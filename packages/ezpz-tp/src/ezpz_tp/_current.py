@@ -201,15 +201,7 @@ def use_state(state: ParallelState) -> Iterator[ParallelState]:
 
 
 def tensor_group(tp_group: ProcessGroup | None = None) -> ProcessGroup | None:
-    """Return the group that layers and mappings communicate in, or None for no one else.
-
-    Args:
-        tp_group: The group given; None is the tensor group of the state in use.
-
-    Raises:
-        ParallelError: ``tp_group`` is not a group that this rank is in.
-        NotInitializedError: The world that the state in use was made in was destroyed.
-    """
+    """Return the group given, or the tensor group of the state in use; None for no one else."""
     return _shared(tp_group, "tensor")
 
 

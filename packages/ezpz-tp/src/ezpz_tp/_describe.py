@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import textwrap
 import warnings
@@ -9,21 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
+from . import _pictures as pictures
 from ._current import get_state
 from ._errors import ParallelError
-from ._pictures import (
-    ASCII,
-    CLOSE,
-    Axis,
-    Grid,
-    Nodes,
-    Terminal,
-    draw,
-    elided,
-    find_nodes,
-    grids_of_layout,
-)
+from ._pictures import Axis, Grid, Hosts, Nodes, PerNode
 from ._ranks import RankLayout
 from ._state import ParallelState
 
@@ -48,7 +40,7 @@ def shortened(ranks: Sequence[int]) -> str:
 
 
 def _remedy(axis: Axis, nodes: Nodes) -> str:
-    size, words = nodes.common_size, []
+    size, words = math.gcd(*nodes.sizes), list[str]()
     if not nodes.in_blocks:
         words.append("number the ranks node by node (srun --distribution=block)")
     if axis.stride > 1:
@@ -110,11 +102,8 @@ class Description:
                 "describe(..., ranks_per_node=)"
             )
         spans = grid.nodes_spanned(found, self.nodes)
-        return [
-            tuple(group)
-            for group, count in zip(grid.groups(found), spans, strict=True)
-            if count > 1
-        ]
+        groups = zip(grid.groups(found), spans, strict=True)
+        return [tuple(group) for group, count in groups if count > 1]
 
     def text(self, *, ascii_only: bool = False, width: int = 80) -> str:
         """Return the picture in characters; ``str`` of it is the same.
@@ -129,19 +118,20 @@ class Description:
 
         lines = wrapped(self._headline())
         for grid in self.grids:
-            drawn = Terminal(grid, self.nodes, width)
+            drawn = pictures.Terminal(grid, self.nodes, width)
             lines += ["", *([f"{grid.title}: {grid}"] if grid.title else []), *drawn.lines()]
-            for note in elided(grid, drawn.picture, self.nodes):
+            for note in pictures.elided(grid, drawn.picture, self.nodes):
                 lines += wrapped(note)
         lines += ["", *self._table()]
         for note in self._notes():
             lines += wrapped(note)
         text = "\n".join(lines).rstrip()
-        return text.translate(ASCII) if ascii_only else text
+        return text.translate(pictures.ASCII) if ascii_only else text
 
     def svg(self) -> str:
         """Return the picture as SVG: one ``svg`` element that needs nothing else."""
-        return draw(self._headline(), self._table(), self._notes(), self.grids, self.nodes)
+        words = self._headline(), self._table(), self._notes()
+        return pictures.draw(*words, self.grids, self.nodes)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the SVG into a file.
@@ -173,9 +163,8 @@ class Description:
         """The number of nodes of each group, by axis; empty if nodes are not known."""
         if self.nodes is None:
             return {}
-        return {
-            axis.name: grid.nodes_spanned(axis, self.nodes) for grid, axis in axes_of(self.grids)
-        }
+        axes = axes_of(self.grids)
+        return {axis.name: grid.nodes_spanned(axis, self.nodes) for grid, axis in axes}
 
     def _headline(self) -> str:
         ranks = f"{self.world_size:,} rank{'s' * (self.world_size > 1)}"
@@ -209,13 +198,10 @@ class Description:
 
     def _notes(self) -> list[str]:
         """Return what is to be said besides: names of nodes, warnings, and what is not known."""
-        nodes = self.nodes
+        nodes, why, found = self.nodes, self.unknown, []
         if nodes is None:
-            if self.world_size == 1:
-                return []
-            why = self.unknown
-            return [f"Which ranks share a node is not known ({why}); give ranks_per_node=."]
-        found = []
+            note = f"Which ranks share a node is not known ({why}); give ranks_per_node=."
+            return [note] if self.world_size > 1 else []
         if nodes.names:
             named = [f"{number} {name}" for number, name in enumerate(nodes.names[:NAMED_NODES])]
             more = len(nodes.names) - NAMED_NODES
@@ -226,7 +212,7 @@ class Description:
         """Return what is wrong with the groups that should stay within a node."""
         found = []
         for grid, axis in axes_of(self.grids):
-            if self.nodes is None or axis.name not in CLOSE:
+            if self.nodes is None or axis.name not in pictures.CLOSE:
                 continue
             spans = self._spans[axis.name]
             crossing = sum(count > 1 for count in spans)
@@ -279,8 +265,7 @@ def describe(
     context       2       8  0 2               none           1
     data          4       4  0 4 8 12           all           2
     """
-    if state is None:
-        state = get_state()
+    state = get_state() if state is None else state
     if isinstance(state, RankLayout):
         layout, rank = state, 0
     elif isinstance(state, ParallelState):
@@ -296,20 +281,15 @@ def describe(
             f"describe({type(state).__name__}); expected a ParallelState or a RankLayout (of a "
             "DeviceMesh: ParallelState.from_mesh(mesh))"
         )
-    return describe_grids(grids_of_layout(layout), rank, ranks_per_node, hosts, environ)
+    return describe_grids(pictures.grids_of_layout(layout), rank, ranks_per_node, hosts, environ)
 
 
 def describe_grids(
-    grids: tuple[Grid, ...],
-    rank: int,
-    ranks_per_node: int | Sequence[int] | None,
-    hosts: Sequence[str] | None,
-    environ: Mapping[str, str] | None,
+    grids: Sequence[Grid], rank: int, ranks_per_node: PerNode, hosts: Hosts, environ: Any
 ) -> Description:
     """Describe grids, and warn as `describe` does, in the name of the caller's caller."""
-    nodes, unknown = find_nodes(
-        grids[0].world_size, ranks_per_node, hosts, os.environ if environ is None else environ
-    )
+    grids, environ = tuple(grids), os.environ if environ is None else environ
+    nodes, unknown = pictures.find_nodes(grids[0].world_size, ranks_per_node, hosts, environ)
     description = Description(grids, nodes, rank, unknown)
     for warning in description._warnings():  # noqa: SLF001 - ours
         warnings.warn(warning, UserWarning, stacklevel=3)

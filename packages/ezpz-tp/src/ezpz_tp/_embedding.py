@@ -13,12 +13,7 @@ from torch.nn.init import xavier_normal_
 
 from ._errors import DegreeError, ParallelError
 from ._init import InitMethod, held_part
-from ._linear import (
-    ParallelModule,
-    empty_parameter,
-    set_tensor_model_parallel_attributes,
-    set_whole,
-)
+from ._linear import ParallelModule
 from ._mappings import (
     SUM,
     all_gather,
@@ -130,7 +125,6 @@ class EmbeddingTable(ParallelModule):
         num_embeddings: int,
         embedding_dim: int,
         padding_idx: int | None,
-        *,
         max_norm: float | None,
         norm_type: float,
         scale_grad_by_freq: bool,
@@ -148,44 +142,18 @@ class EmbeddingTable(ParallelModule):
                 f"vocabulary; expected 0 to {num_embeddings - 1}, or as many from its end"
             )
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.full_shape: tuple[int, int] = (num_embeddings, embedding_dim)
         self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
         self.max_norm, self.norm_type = max_norm, norm_type
         self.scale_grad_by_freq, self.sparse = scale_grad_by_freq, sparse
 
-    def make_weight(
-        self, *shape: int, device: torch.device | str | None, dtype: torch.dtype | None
-    ) -> None:
-        """Make this rank's part of the weight, and fill it."""
-        self.weight: nn.Parameter = empty_parameter(*shape, device=device, dtype=dtype)
-        set_tensor_model_parallel_attributes(self.weight, self.tp_size > 1, self.partition_dim, 1)
-        full_shape = (self.num_embeddings, self.embedding_dim)
-        set_whole(self.weight, full_shape, padded=self.partition_dim == 0)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Fill the weight with this rank's part of the full one, which no rank holds.
-
-        The row of ``padding_idx`` is zero, and so are rows past the end of the vocabulary. The
-        full weight is the same for every degree. It is drawn from ``seed``, or else from torch's
-        default generator on the group's first rank. Collective over the tensor-parallel group,
-        unless ``seed`` was given or the layer is on the meta device.
-        """
-        if self.weight.is_meta:
-            return
-        self.fill((self.num_embeddings, self.embedding_dim))
+    def set_zeros(self) -> None:
+        """Set the row of ``padding_idx``, on the rank that has it."""
         row = self.padding_row()
         if row is not None:
-            with torch.no_grad():
-                local, (first, _) = held_part(self.weight)
-                if first <= row < first + local.shape[0]:
-                    local[row - first].zero_()
-
-    def get_master_weight(self) -> Tensor:
-        """Return the full weight ``[num_embeddings, embedding_dim]``. Collective."""
-        if self.tp_group is None:
-            return self.weight.detach().clone()
-        full = all_gather(self.weight.detach(), self.partition_dim, self.tp_group)
-        return full.narrow(0, 0, self.num_embeddings)
+            local, (first, _) = held_part(self.weight)
+            if first <= row < first + local.shape[0]:
+                local[row - first].zero_()
 
     def extra_repr(self) -> str:
         """Return the sizes, the options and this rank's place."""
@@ -267,6 +235,7 @@ class VocabParallelEmbedding(EmbeddingTable):
     """
 
     partition_dim = 0
+    weight: nn.Parameter
 
     def __init__(
         self,
@@ -286,26 +255,17 @@ class VocabParallelEmbedding(EmbeddingTable):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(
-            num_embeddings,
-            embedding_dim,
-            padding_idx,
-            max_norm=max_norm,
-            norm_type=norm_type,
-            scale_grad_by_freq=scale_grad_by_freq,
-            sparse=sparse,
-            init_method=init_method,
-            tp_group=tp_group,
-            seed=seed,
-            init=init,
-        )
+        how = max_norm, norm_type, scale_grad_by_freq, sparse, init_method, tp_group, seed, init
+        super().__init__(num_embeddings, embedding_dim, padding_idx, *how)
         # With one rank there is no sequence to share.
         self.sequence_parallel: bool = sequence_parallel and self.tp_group is not None
         self.num_embeddings_per_partition: int = -(-num_embeddings // self.tp_size)
         rows = self.num_embeddings_per_partition
         self.vocab_start_index: int = min(self.tp_rank * rows, num_embeddings)
         self.vocab_end_index: int = min(self.vocab_start_index + rows, num_embeddings)
-        self.make_weight(rows, embedding_dim, device=device, dtype=dtype)
+        of = self.full_shape
+        self.weight = self.part(rows, embedding_dim, of=of, padded=True, device=device, dtype=dtype)
+        self.reset_parameters()
 
     def forward(self, input_: Tensor) -> Tensor:
         """Look up ids ``[...]``, of int32 or int64, the same on every rank.
@@ -381,6 +341,7 @@ class ParallelEmbedding(EmbeddingTable):
     """
 
     partition_dim = 1
+    weight: nn.Parameter
 
     def __init__(
         self,
@@ -401,24 +362,14 @@ class ParallelEmbedding(EmbeddingTable):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(
-            num_embeddings,
-            embedding_dim,
-            padding_idx,
-            max_norm=max_norm,
-            norm_type=norm_type,
-            scale_grad_by_freq=scale_grad_by_freq,
-            sparse=sparse,
-            init_method=init_method,
-            tp_group=tp_group,
-            seed=seed,
-            init=init,
-        )
+        how = max_norm, norm_type, scale_grad_by_freq, sparse, init_method, tp_group, seed, init
+        super().__init__(num_embeddings, embedding_dim, padding_idx, *how)
         self.gather_output = gather_output
-        self.embedding_dim_per_partition: int = self.shard_size("embedding_dim", embedding_dim)
-        self.make_weight(
-            num_embeddings, self.embedding_dim_per_partition, device=device, dtype=dtype
-        )
+        columns = self.shard_size("embedding_dim", embedding_dim)
+        self.embedding_dim_per_partition: int = columns
+        of = self.full_shape
+        self.weight = self.part(num_embeddings, columns, of=of, device=device, dtype=dtype)
+        self.reset_parameters()
         self.master_weight: Tensor | None = (
             self.get_master_weight() if keep_master_weight_for_test else None
         )

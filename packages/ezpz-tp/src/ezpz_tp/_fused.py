@@ -53,21 +53,10 @@ def column_linear(
     sequence_parallel: bool = False,
     reduce_input_gradient: bool = True,
 ) -> Tensor:
-    """Return ``input_ @ weight.T + bias`` for this rank's rows of the weight. Collective.
-
-    Args:
-        input_: ``[..., in]``, the same on all ranks; under sequence parallelism this rank's
-            part ``[s/tp, ..., in]`` of the sequence.
-        weight: ``[out/tp, in]``.
-        bias: ``[out/tp]``.
-        group: The ranks that hold the weight.
-        sequence_parallel: Gather dim 0 of the input.
-        reduce_input_gradient: False leaves the input's gradient partial, for a caller who sums
-            the gradients of several layers at once.
-
-    Returns:
-        ``[..., out/tp]``.
-    """
+    """Return ``input_ @ weight.T + bias`` for this rank's rows of the weight. Collective."""
+    # The input is ``[..., in]``, the same on all ranks; under sequence parallelism this rank's part
+    # of dim 0, which is gathered. ``reduce_input_gradient=False`` leaves the input's gradient
+    # partial, for a caller who sums the gradients of several layers at once.
     if has_torch_function_unary(input_):
         modes = sequence_parallel, reduce_input_gradient
         return watched(column_linear, input_, weight, bias, group, *modes)

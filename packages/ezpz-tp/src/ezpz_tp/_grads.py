@@ -88,19 +88,14 @@ def finalize_grads(
     """
     parameters = [one for one in parameters_of(model_or_parameters) if one.requires_grad]
     if has_torch_function(parameters):  # `check` looks on
-        handle_torch_function(
-            finalize_grads,
-            parameters,
-            parameters,
-            average_over=average_over,
-            sum_over=sum_over,
-            state=state,
-            embedding_group=embedding_group,
-        )
+        axes: Any = {"average_over": average_over, "sum_over": sum_over}
+        more: Any = {"state": state, "embedding_group": embedding_group}
+        handle_torch_function(finalize_grads, parameters, parameters, **axes, **more)
         return
     state = state or current_state()
     check_state(state, parameters)
-    average, total = _axes(average_over), _axes(sum_over)
+    average = (average_over,) if isinstance(average_over, str) else tuple(average_over)
+    total = (sum_over,) if isinstance(sum_over, str) else tuple(sum_over)
     if average or total:
         _reduce(parameters, average, total, state)
     if state is not None and state.size("tensor") > 1:
@@ -185,10 +180,6 @@ def _embedding_group(state: ParallelState | None, tied: Tensor) -> ProcessGroup 
             "embedding group; make the groups with embedding=True, or give embedding_group="
         )
     return state.group("embedding")
-
-
-def _axes(given: str | Iterable[str]) -> tuple[str, ...]:
-    return (given,) if isinstance(given, str) else tuple(given)
 
 
 def _reduce(
@@ -390,7 +381,7 @@ def get_grad_norm(
         norms.append(norm if first_tensor_rank or not is_expert else torch.zeros_like(norm))
     if not norms:
         norms.append(torch.zeros((), dtype=dtype, device=device))
-    total = norms[0] if len(norms) == 1 else _joined(torch.stack(norms), order)
+    total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), order)
     for group in _model_groups(state):
         total = _norm_over(total, group, order)
     if error_if_nonfinite and not torch.isfinite(total):
@@ -484,12 +475,9 @@ def _norm(
         norms.append(torch.stack(found).to(device, dtype))
     if not norms:
         return torch.zeros((), dtype=dtype, device=device)
-    return _joined(norms[0] if len(norms) == 1 else torch.cat(norms), order)
-
-
-def _joined(norms: Tensor, order: float) -> Tensor:
-    joined: Tensor = torch.linalg.vector_norm(norms, order)
-    return joined
+    together = norms[0] if len(norms) == 1 else torch.cat(norms)
+    norm: Tensor = torch.linalg.vector_norm(together, order)
+    return norm
 
 
 def _norm_over(norm: Tensor, group: ProcessGroup, order: float) -> Tensor:

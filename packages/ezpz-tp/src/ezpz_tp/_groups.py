@@ -21,9 +21,7 @@ from ._ranks import AXES, RankLayout, ordered
 
 # The group of all ranks, and whether it is still the one that groups were made in.
 
-# Some of its private names are needed, each isolated and said why.
-c10d: Any = distributed_c10d
-
+c10d: Any = distributed_c10d  # of which some private names are needed
 World = weakref.ReferenceType[ProcessGroup]
 
 
@@ -35,11 +33,7 @@ def live_world() -> ProcessGroup | None:
 
 
 def initialized_world(wanted: str) -> ProcessGroup:
-    """Return the group of all ranks.
-
-    Raises:
-        NotInitializedError: There is none; says what was wanted of it.
-    """
+    """Return the group of all ranks; without one raise an error that says what was wanted."""
     world = live_world()
     if world is None:
         raise NotInitializedError(
@@ -90,33 +84,24 @@ def agree(arguments: str, number: int, world: ProcessGroup, timeout: timedelta |
             store.wait([f"{key}.go"], timeout)
         answer = store.get(f"{key}.go").decode()
     except RuntimeError as error:
+        came = "an unknown number"
+        with contextlib.suppress(RuntimeError):  # the rank that keeps the store may be gone
+            came = str(store.add(f"{key}.came", 0))
         raise ParallelError(
             f"rank {rank} waited for all {size} ranks to make {arguments}; "
-            f"{_came(store, key)} came: {error}. Every rank must initialize, and destroy, as "
+            f"{came} came: {error}. Every rank must initialize, and destroy, as "
             f"often as the others (this was the {number}. time in this world)"
         ) from error
     if answer != _GO:
-        _let_all_read(store, key, size)
+        with contextlib.suppress(RuntimeError):
+            # A moment for all to read: a rank that ends now may take the store with it.
+            if store.add(f"{key}.read", 1) == size:
+                store.set(f"{key}.all read", "")
+            store.wait([f"{key}.all read"], timedelta(seconds=2))
         raise DegreeError(answer)
 
 
-def _came(store: Any, key: str) -> str:
-    try:
-        return f"{store.add(f'{key}.came', 0)}"
-    except RuntimeError:  # the rank that keeps the store is gone
-        return "an unknown number"
-
-
-def _let_all_read(store: Any, key: str, size: int) -> None:
-    """Wait a moment: a rank that ends now may take the store with it, and the answer."""
-    with contextlib.suppress(RuntimeError):
-        if store.add(f"{key}.read", 1) == size:
-            store.set(f"{key}.all read", "")
-        store.wait([f"{key}.all read"], _TIME_TO_READ)
-
-
 _GO = "go"
-_TIME_TO_READ = timedelta(seconds=2)
 
 
 # The group of one rank: what an axis of degree 1 has, where every collective is a copy.
@@ -125,11 +110,8 @@ _TIME_TO_READ = timedelta(seconds=2)
 # world, and so that nothing is made: no store is asked and no communicator opened.
 
 
-# Its names are private and untyped.
-_core: Any = _distributed_c10d
+_core: Any = _distributed_c10d  # private and untyped
 _numbers = itertools.count()
-
-
 _Group: Any = dist.ProcessGroup  # whose overloads say more than a group of one needs
 
 
@@ -451,13 +433,18 @@ class Maker:
             return self._of(("pipeline",) if len(pipeline) > 1 else ())
         if len(inside) < 2:
             return None
-        others = tuple(rank for rank in pipeline if rank not in inside)
-        mine = inside if self._rank in inside else others
+        places = {pipeline.index(rank) for rank in inside}
+
+        def halves(ranks: tuple[int, ...]) -> list[tuple[int, ...]]:
+            chosen = tuple(rank for place, rank in enumerate(ranks) if place in places)
+            return [chosen, tuple(rank for rank in ranks if rank not in chosen)]
+
+        mine = inside if self._rank in inside else halves(pipeline)[1]
         return self._new(
             name if self._rank in inside else f"not-{name}",
             mine,
             self._backend_of(("pipeline",)),
-            lambda: _halves(self._layout.groups("pipeline"), pipeline, inside),
+            lambda: [part for ranks in self._layout.groups("pipeline") for part in halves(ranks)],
         )
 
     def _backend_of(self, axes: tuple[str, ...]) -> str | None:
@@ -533,17 +520,6 @@ def _named_group(
     )
     c10d._world.pg_group_ranks[made] = {rank: index for index, rank in enumerate(ranks)}  # noqa: SLF001
     return made
-
-
-def _halves(
-    pipelines: list[tuple[int, ...]], pipeline: tuple[int, ...], inside: tuple[int, ...]
-) -> list[tuple[int, ...]]:
-    places = [pipeline.index(rank) for rank in inside]
-    parts = []
-    for ranks in pipelines:
-        chosen = tuple(ranks[place] for place in places)
-        parts += [chosen, tuple(rank for rank in ranks if rank not in chosen)]
-    return parts
 
 
 def _short(ranks: tuple[int, ...]) -> str:

@@ -14,7 +14,7 @@ import math
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -311,10 +311,6 @@ def _is_pointwise(name: str) -> bool:
 InitMethod = Callable[[Tensor], object]
 """Fills a tensor in place, as the functions of ``torch.nn.init`` do."""
 
-Init = Literal["blocks", "whole"]
-"""How a weight is drawn: in blocks, of which no rank makes more than it holds; or whole, from
-torch's default generator, as fairscale and torch's own layers do."""
-
 _LARGE = 1 << 28
 """Bytes of a full weight from which making it is worth a warning."""
 
@@ -374,8 +370,12 @@ def initialize_shard(
             with NoOtherNumbers():
                 for at, full in held:
                     _fill(local[slices(at)], full, full_shape, dim, init_method, seed=seed)
-                if not held:
-                    _draw_first(local, full_shape, dim, init_method, seed)
+                first: Box = tuple((0, min(1, size)) for size in full_shape)
+                if not held and elements(first):
+                    # All padding here: one element is drawn, so that what ``init_method`` keeps
+                    # to itself, such as a generator, is the same on all ranks.
+                    into = local.new_empty([1] * len(full_shape))
+                    _fill(into, first, full_shape, dim, init_method, seed=seed)
         except NotElementwiseError as error:
             weight = _whole(local, full_shape, init_method, seed, error)
             for at, full in held:
@@ -394,15 +394,9 @@ def initialize_from_whole(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Fill this rank's part of a weight that is made whole, from torch's default generator.
-
-    As fairscale and, with ``dtype`` float32, Megatron-LM on the CPU do. The ranks must agree on
-    where their generators are (`one_generator`). The weight is made on the shard's device, and of
-    its dtype, unless said otherwise.
-
-    Returns:
-        The full weight.
-    """
+    """Fill this rank's part of a weight that torch's default generator makes whole; return it."""
+    # As fairscale and, with ``dtype`` float32, Megatron-LM on the CPU do. The ranks must agree on
+    # where their generators are (`one_generator`).
     weight = torch.empty(
         tuple(full_shape), dtype=dtype or shard.dtype, device=device or shard.device
     )
@@ -431,14 +425,6 @@ def _held(
     if sum(elements(full) for _, full in held) < local.numel():
         local.zero_()
     return local, [(at, full) for at, full in held if elements(full)]
-
-
-def check_init(layer: str, init: str) -> Init:
-    if init not in get_args(Init):
-        raise ValueError(
-            f"{layer}: init={init!r}; expected {' or '.join(map(repr, get_args(Init)))}"
-        )
-    return init  # type: ignore[return-value]
 
 
 @contextlib.contextmanager
@@ -480,17 +466,9 @@ def _seeded(seed: int, device: torch.device) -> Iterator[None]:
 def agree_on_seed(
     seed: int | None, group: ProcessGroup | None, device: torch.device | str | None = None
 ) -> int:
-    """Return one seed on every rank of a group.
-
-    Collective when ``seed`` is None: every rank of the group calls this.
-
-    Args:
-        seed: The seed, the same on every rank; or None for one drawn from torch's default
-            generator of the device on the group's first rank. Every rank draws, so that their
-            generators stay as far as each other's.
-        group: The ranks that share the weight; None for a rank alone.
-        device: Where the weight will be; the CPU for None and meta.
-    """
+    """Return one seed on every rank of a group. Collective when ``seed`` is None."""
+    # None draws one from torch's default generator of the device on the group's first rank. Every
+    # rank draws, so that their generators stay as far as each other's.
     if seed is not None:
         return int(seed)
     # Where the weight is, as Megatron-LM's seed is its accelerator's alone; meta has no values.
@@ -555,17 +533,6 @@ def _fill(
         init_method(Tile.of(values, full_shape, generator.manual_seed(_mixed(seed, number))))
         if not whole:
             into.copy_(values[slices(shifted(both, tile))])
-
-
-def _draw_first(
-    like: Tensor, full_shape: tuple[int, ...], dim: int, init_method: InitMethod, seed: int
-) -> None:
-    """Draw one element, where this rank's are all padding."""
-    # So that what ``init_method`` keeps to itself, such as a generator, is the same on all ranks.
-    first: Box = tuple((0, min(1, size)) for size in full_shape)
-    if elements(first):
-        into = torch.empty([1] * len(full_shape), dtype=like.dtype, device=like.device)
-        _fill(into, first, full_shape, dim, init_method, seed=seed)
 
 
 def _whole(

@@ -12,7 +12,7 @@ torch.Size([8, 64])
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn, Self
 
@@ -25,25 +25,15 @@ from torch.nn.init import xavier_normal_
 from ._current import current_state, tensor_group
 from ._errors import DegreeError, NotInitializedError, ParallelError
 from ._fused import column_linear, row_linear
-from ._init import (
-    Init,
-    InitMethod,
-    agree_on_seed,
-    check_init,
-    initialize_from_whole,
-    initialize_shard,
-    one_generator,
-)
+from ._init import InitMethod, agree_on_seed, initialize_from_whole, initialize_shard, one_generator
 from ._mappings import (
     all_gather,
     gather_from_tensor_parallel_region,
     scatter_to_tensor_parallel_region,
 )
 
-# The attributes by which optimizers, gradient clipping and checkpoints know a parameter.
-#
-# The names are Megatron-LM's (megatron/core/tensor_parallel/layers.py), read by DeepSpeed,
-# Transformer Engine and others:
+# The attributes by which optimizers, gradient clipping and checkpoints know a parameter. The names
+# are Megatron-LM's (megatron/core/tensor_parallel/layers.py), which DeepSpeed and others read:
 #
 # ``tensor_model_parallel``  each tensor-parallel rank holds another part of it
 # ``partition_dim``          the dim along which it is split, -1 when it is not
@@ -52,8 +42,7 @@ from ._mappings import (
 # ``allreduce``              False for an expert's parameter, reduced over another group
 # ``shared``                 a copy of a tied parameter that is counted elsewhere
 #
-# Megatron-LM's do not say how large the whole is, nor of which parts; these do, for checkpoints
-# that change their degree (`ezpz_tp.Shard`):
+# These say how large the whole is, for checkpoints that change their degree (`ezpz_tp.Shard`):
 #
 # ``full_shape``             shape over all ranks, without padding
 # ``partition_blocks``       sizes along the dim of the matrices stacked in it, each split by itself
@@ -83,11 +72,7 @@ def set_tensor_model_parallel_attributes(
     Raises:
         ParallelError: It is already said, and otherwise: two owners claim one parameter.
     """
-    wanted = {
-        "tensor_model_parallel": is_parallel,
-        "partition_dim": dim,
-        "partition_stride": stride,
-    }
+    wanted = dict(zip(_DEFAULTS, (is_parallel, dim, stride), strict=True))
     for name, value in wanted.items():
         found = getattr(tensor, name, value)
         if found != value:
@@ -119,11 +104,9 @@ def copy_tensor_model_parallel_attributes(
 ) -> None:
     """Say of one tensor (an optimizer's fp32 copy, say) what is said of another.
 
-    What is not set on the source is left as it is on the destination.
+    What the source lacks is left as it is.
     """
-    for name in _ALL:
-        if hasattr(source_tensor, name):
-            setattr(destination_tensor, name, getattr(source_tensor, name))
+    _copy(_ALL, source_tensor, destination_tensor)
 
 
 def mark_sequence_parallel(param: Tensor) -> None:
@@ -159,7 +142,11 @@ def param_is_not_tensor_parallel_duplicate(
 
 def copy_gtp_attributes(destination: Tensor, source: Tensor) -> None:
     """Say of one tensor what Megatron-LM says of another's weight that is sharded once more."""
-    for name in _GTP:
+    _copy(_GTP, source, destination)
+
+
+def _copy(names: Iterable[str], source: Tensor, destination: Tensor) -> None:
+    for name in names:
         if hasattr(source, name):
             setattr(destination, name, getattr(source, name))
 
@@ -216,10 +203,12 @@ class ParallelModule(nn.Module):
 
     scatters_sequence = False  # whether the output is a part of the sequence of the input
     partition_dim: int
+    full_shape: tuple[int, int]  # of the weight
     weight: nn.Parameter
     init_method: InitMethod
     seed: int | None
-    init: Init
+    init: str
+    stride: int | tuple[int, ...] = 1
 
     def __init__(
         self,
@@ -234,30 +223,84 @@ class ParallelModule(nn.Module):
         for what, size in sizes.items():
             if size < 1:
                 raise DegreeError(f"{name}: {what}={size}; expected at least 1")
-        self.init_method, self.seed, self.init = init_method, seed, check_init(name, init)
+        if init not in ("blocks", "whole"):
+            raise ValueError(f"{name}: init={init!r}; expected 'blocks' or 'whole'")
+        self.init_method, self.seed, self.init = init_method, seed, init
         self.tp_group: ProcessGroup | None = tensor_group(tp_group)
         self.tp_size: int = 1 if self.tp_group is None else self.tp_group.size()
         self.tp_rank: int = 0 if self.tp_group is None else self.tp_group.rank()
         # Whole because nothing was initialized yet, and not because the degree is one.
         self._built_early = tp_group is None and current_state() is None
 
-    def fill(self, full_shape: tuple[int, int], stride: int | Sequence[int] = 1) -> None:
-        """Fill the weight with this rank's part of the full one, which no rank holds."""
-        weight = self.weight
-        where = (weight, full_shape, self.partition_dim, self.tp_rank, self.tp_size)
+    def part(
+        self,
+        *shape: int,
+        of: tuple[int, ...],
+        padded: bool = False,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> nn.Parameter:
+        """Return an empty parameter that says how it is split, and what it is a part of."""
+        parameter = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        blocks = self.blocks()
+        set_tensor_model_parallel_attributes(
+            parameter, self.tp_size > 1, self.partition_dim, max(1, len(blocks))
+        )
+        set_whole(parameter, of, blocks, padded and not blocks)
+        return parameter
+
+    def reset_parameters(self) -> None:
+        """Fill the weight with this rank's part of the full one, which no rank holds.
+
+        A bias is zero, and so are the row of ``padding_idx`` and rows past the end of a
+        vocabulary. The full weight is the same for every degree. It is drawn from ``seed``, or
+        else from torch's default generator on the group's first rank. Collective over the
+        tensor-parallel group, unless ``seed`` was given or the layer is on the meta device.
+        """
+        weight, group = self.weight, self.tp_group
+        if weight.is_meta:
+            return
+        where = (weight, self.full_shape, self.partition_dim, self.tp_rank, self.tp_size)
         if self.init == "whole":
-            with one_generator(self.seed, self.tp_group, weight.device):
-                initialize_from_whole(*where, self.init_method, stride=stride)
+            with one_generator(self.seed, group, weight.device):
+                initialize_from_whole(*where, self.init_method, stride=self.stride)
         else:
-            seed = agree_on_seed(self.seed, self.tp_group, weight.device)
-            initialize_shard(*where, self.init_method, seed=seed, stride=stride)
+            seed = agree_on_seed(self.seed, group, weight.device)
+            initialize_shard(*where, self.init_method, seed=seed, stride=self.stride)
+        with torch.no_grad():
+            self.set_zeros()
+
+    def set_zeros(self) -> None:
+        """Set what is zero at first."""
+        bias = self._parameters.get("bias")
+        if bias is not None:
+            bias.zero_()
+
+    def blocks(self) -> tuple[int, ...]:
+        """Return the sizes of the matrices that are stacked in the weight; none if it is one."""
+        if not isinstance(self.stride, int):
+            return self.stride if len(self.stride) > 1 else ()
+        size = self.full_shape[self.partition_dim]
+        return (size // self.stride,) * self.stride if self.stride > 1 else ()
+
+    def get_master_weight(self) -> Tensor:
+        """Return the full weight, ``[out_features, in_features]`` or the whole table. Collective.
+
+        What pads an uneven dim is left out.
+        """
+        if self.tp_group is None:
+            return self.weight.detach().clone()
+        dim = self.partition_dim
+        full = all_gather(self.weight.detach(), dim, self.tp_group)
+        if blocks := self.blocks():
+            # A rank's part has a piece of each block, of which the full weight takes turns.
+            sizes = [block // self.tp_size for block in blocks]
+            parts = [part.split(sizes, dim) for part in full.chunk(self.tp_size, dim)]
+            full = torch.cat([torch.cat(same, dim) for same in zip(*parts, strict=True)], dim)
+        return full.narrow(0, 0, self.full_shape[0])
 
     def shard_size(self, what: str, size: int) -> int:
-        """Return ``size`` over the degree.
-
-        Raises:
-            DegreeError: The degree does not divide it.
-        """
+        """Return ``size`` over the degree, which has to divide it."""
         if size % self.tp_size:
             raise DegreeError(
                 f"{type(self).__name__}: {what}={size} is not divisible by the tensor-parallel "
@@ -266,11 +309,7 @@ class ParallelModule(nn.Module):
         return size // self.tp_size
 
     def check_not_early(self) -> None:
-        """Refuse to use a whole layer as a shard, because it was built before initialization.
-
-        Raises:
-            NotInitializedError: A tensor-parallel degree was set after the layer was built.
-        """
+        """Raise `NotInitializedError` where a degree was set after this whole layer was built."""
         state = current_state()
         if state is not None and state.size("tensor") > 1:
             raise NotInitializedError(
@@ -366,12 +405,6 @@ class ParallelModule(nn.Module):
             super()._load_from_state_dict(*arguments, **options)
 
 
-def empty_parameter(
-    *shape: int, device: torch.device | str | None, dtype: torch.dtype | None
-) -> nn.Parameter:
-    return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-
-
 # The weight of a linear layer of which each rank holds a part.
 
 
@@ -398,6 +431,7 @@ class ShardedLinear(ParallelModule):
         sizes = {"in_features": in_features, "out_features": out_features}
         super().__init__(sizes, init_method, tp_group, seed, init)
         self.in_features, self.out_features = in_features, out_features
+        self.full_shape: tuple[int, int] = (out_features, in_features)
         self.stride: int | tuple[int, ...] = stride if isinstance(stride, int) else tuple(stride)
         # With one rank there is no sequence to share.
         self.sequence_parallel: bool = sequence_parallel and self.tp_group is not None
@@ -423,21 +457,6 @@ class ShardedLinear(ParallelModule):
             self.shard_size(f"{what}, stride[{number}]", block)
         return size // self.tp_size
 
-    def blocks(self) -> tuple[int, ...]:
-        """Return the sizes of the matrices that are stacked in the weight; none if it is one."""
-        if not isinstance(self.stride, int):
-            return self.stride if len(self.stride) > 1 else ()
-        size = (self.out_features, self.in_features)[self.partition_dim]
-        return (size // self.stride,) * self.stride if self.stride > 1 else ()
-
-    def tag(self, parameter: nn.Parameter, *full_shape: int, padded: bool = False) -> None:
-        """Say of a parameter how it is split, and what it is a part of."""
-        blocks = self.blocks()
-        set_tensor_model_parallel_attributes(
-            parameter, self.tp_size > 1, self.partition_dim, max(1, len(blocks))
-        )
-        set_whole(parameter, full_shape, blocks, padded and not blocks)
-
     def own_parameters(self) -> tuple[nn.Parameter, nn.Parameter | None]:
         """Return weight and bias without the search of `Module.__getattr__`."""
         parameters = self._parameters
@@ -445,33 +464,6 @@ class ShardedLinear(ParallelModule):
             return parameters["weight"], parameters["bias"]  # type: ignore[return-value]
         except KeyError:  # parametrized: no longer a parameter, but an attribute
             return self.weight, self.bias
-
-    def reset_parameters(self) -> None:
-        """Fill the weight with this rank's part of the full one, which no rank holds; zero bias.
-
-        The full weight is the same for every degree. It is drawn from ``seed``, or else from
-        torch's default generator on the group's first rank. Collective over the tensor-parallel
-        group, unless ``seed`` was given or the layer is on the meta device.
-        """
-        if self.weight.device.type == "meta":
-            return
-        self.fill((self.out_features, self.in_features), self.stride)
-        with torch.no_grad():
-            if self.bias is not None:
-                self.bias.zero_()
-
-    def get_master_weight(self) -> Tensor:
-        """Return the full weight ``[out_features, in_features]``. Collective."""
-        if self.tp_group is None:
-            return self.weight.detach().clone()
-        dim = self.partition_dim
-        full = all_gather(self.weight.detach(), dim, self.tp_group)
-        if blocks := self.blocks():
-            # A rank's part has a piece of each block, of which the full weight takes turns.
-            sizes = [block // self.tp_size for block in blocks]
-            parts = [part.split(sizes, dim) for part in full.chunk(self.tp_size, dim)]
-            full = torch.cat([torch.cat(same, dim) for same in zip(*parts, strict=True)], dim)
-        return full.narrow(0, 0, self.out_features)
 
     def extra_repr(self) -> str:
         """Return the sizes, the options and this rank's place."""
@@ -522,7 +514,6 @@ class ColumnParallelLinear(ShardedLinear):
 
     partition_dim = 0
     weight: nn.Parameter
-    bias: nn.Parameter | None
     master_weight: Tensor | None
 
     def __init__(
@@ -544,17 +535,8 @@ class ColumnParallelLinear(ShardedLinear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(
-            in_features,
-            out_features,
-            init_method,
-            stride,
-            sequence_parallel,
-            skip_bias_add,
-            tp_group,
-            seed,
-            init,
-        )
+        how = init_method, stride, sequence_parallel, skip_bias_add, tp_group, seed, init
+        super().__init__(in_features, out_features, *how)
         self.gather_output = gather_output
         # Summing the gradients of several layers at once is for the caller who clears this.
         self.reduce_input_gradient = True
@@ -570,13 +552,10 @@ class ColumnParallelLinear(ShardedLinear):
         # How many of this rank's outputs are real; the rest is padding.
         self.own_features: int = max(0, min(rows, out_features - self.tp_rank * rows))
         self.padded: bool = self.own_features != rows
-        self.weight = empty_parameter(rows, in_features, device=device, dtype=dtype)
-        self.tag(self.weight, out_features, in_features, padded=pad_output)
-        if bias:
-            self.bias = empty_parameter(rows, device=device, dtype=dtype)
-            self.tag(self.bias, out_features, padded=pad_output)
-        else:
-            self.register_parameter("bias", None)
+        options: Any = {"padded": pad_output, "device": device, "dtype": dtype}
+        self.weight = self.part(rows, in_features, of=self.full_shape, **options)
+        own_bias = self.part(rows, of=(out_features,), **options) if bias else None
+        self.register_parameter("bias", own_bias)
         self.reset_parameters()
         if keep_master_weight_for_test:
             self.master_weight = self.get_master_weight()
@@ -598,7 +577,7 @@ class ColumnParallelLinear(ShardedLinear):
         group = self.tp_group
         try:
             if input_.is_meta is not weight.is_meta:  # torch multiplies them, into garbage
-                raise RuntimeError("one of input and weight has no data")
+                raise RuntimeError
             if group is None:
                 if self._built_early:
                     self.check_not_early()
@@ -654,7 +633,6 @@ class RowParallelLinear(ShardedLinear):
 
     partition_dim = 1
     weight: nn.Parameter
-    bias: nn.Parameter | None
     master_weight: Tensor | None
     scatters_sequence = True
 
@@ -676,27 +654,16 @@ class RowParallelLinear(ShardedLinear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(
-            in_features,
-            out_features,
-            init_method,
-            stride,
-            sequence_parallel,
-            skip_bias_add,
-            tp_group,
-            seed,
-            init,
-        )
+        how = init_method, stride, sequence_parallel, skip_bias_add, tp_group, seed, init
+        super().__init__(in_features, out_features, *how)
         self.input_is_parallel = input_is_parallel
         columns = self.stacked_shard_size("in_features", in_features)
-        self.weight = empty_parameter(out_features, columns, device=device, dtype=dtype)
-        self.tag(self.weight, out_features, in_features)
-        if bias:
-            self.bias = empty_parameter(out_features, device=device, dtype=dtype)
-            if self.sequence_parallel:
-                mark_sequence_parallel(self.bias)
-        else:
-            self.register_parameter("bias", None)
+        options: Any = {"device": device, "dtype": dtype}
+        self.weight = self.part(out_features, columns, of=self.full_shape, **options)
+        own_bias = nn.Parameter(torch.empty(out_features, **options)) if bias else None
+        self.register_parameter("bias", own_bias)
+        if self.bias is not None and self.sequence_parallel:
+            mark_sequence_parallel(self.bias)
         self.reset_parameters()
         if keep_master_weight_for_test:
             self.master_weight = self.get_master_weight()
@@ -713,7 +680,7 @@ class RowParallelLinear(ShardedLinear):
         added = None if self.skip_bias_add else bias
         try:
             if input_.is_meta is not weight.is_meta:  # torch multiplies them, into garbage
-                raise RuntimeError("one of input and weight has no data")
+                raise RuntimeError
             if group is None:
                 if self._built_early:
                     self.check_not_early()

@@ -47,10 +47,8 @@ from torch.overrides import handle_torch_function, has_torch_function, has_torch
 from ._current import tensor_group
 from ._errors import DegreeError
 
-# Collectives on tensors, without autograd.
-#
-# Nothing here changes a tensor that the caller does not own: what ends in an underscore works in
-# place, all else returns a new tensor.
+# Collectives on tensors, without autograd. What ends in an underscore works in place, on a tensor
+# that the caller owns; all else returns a new one.
 #
 # The methods of the process group are called directly: `torch.distributed.all_reduce` adds 2 us
 # of checks that are done once here, as much as a small addition costs. While torch.compile
@@ -60,24 +58,15 @@ from ._errors import DegreeError
 # ``torch.distributed`` work too, as those of ranks that are threads (`ezpz_tp.testing`).
 
 SUM = dist.ReduceOp.SUM
-
 P = ParamSpec("P")
-
 
 _BLOCKING, _OVERLAPPED = AllreduceOptions(), AllreduceOptions()
 _GATHER, _OVERLAPPED_GATHER = AllgatherOptions(), AllgatherOptions()
 _SCATTER, _OVERLAPPED_SCATTER = ReduceScatterOptions(), ReduceScatterOptions()
-for _options, _asynchronous in (
-    (_BLOCKING, False),
-    (_GATHER, False),
-    (_SCATTER, False),
-    (_OVERLAPPED, True),
-    (_OVERLAPPED_GATHER, True),
-    (_OVERLAPPED_SCATTER, True),
-):
-    # False keeps NCCL's work on the current stream; unknown before torch 2.8.
-    if hasattr(_options, "asyncOp"):
-        _options.asyncOp = _asynchronous
+if hasattr(_BLOCKING, "asyncOp"):  # unknown before torch 2.8
+    # False keeps NCCL's work on the current stream.
+    _BLOCKING.asyncOp = _GATHER.asyncOp = _SCATTER.asyncOp = False
+    _OVERLAPPED.asyncOp = _OVERLAPPED_GATHER.asyncOp = _OVERLAPPED_SCATTER.asyncOp = True
 
 
 def contiguous_copy(tensor: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -35,145 +35,193 @@ from ._ranks import RankLayout
 from ._state import ParallelState
 
 __all__ = [
-    "RankGenerator",
-    "create_all_gather_groups",
-    "create_group",
-    "get_all_ranks",
-    "get_amax_reduction_group",
-    "get_context_parallel_global_ranks",
-    "get_context_parallel_group",
-    "get_context_parallel_rank",
-    "get_context_parallel_world_size",
-    "get_data_and_context_parallel_group",
-    "get_data_parallel_group",
-    "get_data_parallel_rank",
-    "get_data_parallel_src_rank",
-    "get_data_parallel_world_size",
-    "get_embedding_group",
-    "get_expert_data_parallel_group",
-    "get_expert_data_parallel_rank",
-    "get_expert_data_parallel_world_size",
-    "get_expert_gtp_weight_remat_global_ranks",
-    "get_expert_gtp_weight_remat_group",
-    "get_expert_gtp_weight_remat_rank",
-    "get_expert_gtp_weight_remat_world_size",
-    "get_expert_model_parallel_group",
-    "get_expert_model_parallel_rank",
-    "get_expert_model_parallel_src_rank",
-    "get_expert_model_parallel_world_size",
-    "get_expert_tensor_and_model_parallel_group",
-    "get_expert_tensor_and_model_parallel_rank",
-    "get_expert_tensor_and_model_parallel_world_size",
-    "get_expert_tensor_model_pipeline_parallel_group",
-    "get_expert_tensor_parallel_group",
-    "get_expert_tensor_parallel_rank",
-    "get_expert_tensor_parallel_world_size",
-    "get_gtp_weight_remat_global_ranks",
-    "get_gtp_weight_remat_group",
-    "get_gtp_weight_remat_rank",
-    "get_gtp_weight_remat_world_size",
-    "get_hierarchical_context_parallel_groups",
-    "get_hybrid_data_context_parallel_groups",
-    "get_inter_distributed_optimizer_instance_group",
-    "get_intra_distributed_optimizer_instance_group",
-    "get_model_parallel_group",
-    "get_model_parallel_src_rank",
-    "get_pipeline_model_parallel_first_rank",
-    "get_pipeline_model_parallel_group",
-    "get_pipeline_model_parallel_last_rank",
-    "get_pipeline_model_parallel_next_rank",
-    "get_pipeline_model_parallel_prev_rank",
-    "get_pipeline_model_parallel_rank",
-    "get_pipeline_model_parallel_world_size",
-    "get_position_embedding_group",
-    "get_tensor_and_context_parallel_group",
-    "get_tensor_and_context_parallel_rank",
-    "get_tensor_and_context_parallel_world_size",
-    "get_tensor_and_data_parallel_group",
-    "get_tensor_model_parallel_group",
-    "get_tensor_model_parallel_rank",
-    "get_tensor_model_parallel_src_rank",
-    "get_tensor_model_parallel_world_size",
-    "get_virtual_pipeline_model_parallel_rank",
-    "get_virtual_pipeline_model_parallel_world_size",
-    "is_initialized",
-    "is_pipeline_first_stage",
-    "is_pipeline_last_stage",
-    "is_rank_in_embedding_group",
-    "is_rank_in_position_embedding_group",
-    "model_parallel_is_initialized",
-    "set_data_parallel_rank",
-    "set_expert_model_parallel_rank",
-    "set_expert_model_parallel_world_size",
-    "set_expert_tensor_parallel_rank",
-    "set_expert_tensor_parallel_world_size",
-    "set_pipeline_model_parallel_rank",
-    "set_pipeline_model_parallel_world_size",
-    "set_tensor_model_parallel_rank",
-    "set_tensor_model_parallel_world_size",
-    "set_virtual_pipeline_model_parallel_rank",
-    "set_virtual_pipeline_model_parallel_world_size",
-    "update_pg_timeout",
-]
+    "RankGenerator", "create_all_gather_groups", "create_group", "get_all_ranks",
+    "get_amax_reduction_group", "get_context_parallel_global_ranks", "get_context_parallel_group",
+    "get_context_parallel_rank", "get_context_parallel_world_size",
+    "get_data_and_context_parallel_group", "get_data_parallel_group", "get_data_parallel_rank",
+    "get_data_parallel_src_rank", "get_data_parallel_world_size", "get_embedding_group",
+    "get_expert_data_parallel_group", "get_expert_data_parallel_rank",
+    "get_expert_data_parallel_world_size", "get_expert_gtp_weight_remat_global_ranks",
+    "get_expert_gtp_weight_remat_group", "get_expert_gtp_weight_remat_rank",
+    "get_expert_gtp_weight_remat_world_size", "get_expert_model_parallel_group",
+    "get_expert_model_parallel_rank", "get_expert_model_parallel_src_rank",
+    "get_expert_model_parallel_world_size", "get_expert_tensor_and_model_parallel_group",
+    "get_expert_tensor_and_model_parallel_rank", "get_expert_tensor_and_model_parallel_world_size",
+    "get_expert_tensor_model_pipeline_parallel_group", "get_expert_tensor_parallel_group",
+    "get_expert_tensor_parallel_rank", "get_expert_tensor_parallel_world_size",
+    "get_gtp_weight_remat_global_ranks", "get_gtp_weight_remat_group", "get_gtp_weight_remat_rank",
+    "get_gtp_weight_remat_world_size", "get_hierarchical_context_parallel_groups",
+    "get_hybrid_data_context_parallel_groups", "get_inter_distributed_optimizer_instance_group",
+    "get_intra_distributed_optimizer_instance_group", "get_model_parallel_group",
+    "get_model_parallel_src_rank", "get_pipeline_model_parallel_first_rank",
+    "get_pipeline_model_parallel_group", "get_pipeline_model_parallel_last_rank",
+    "get_pipeline_model_parallel_next_rank", "get_pipeline_model_parallel_prev_rank",
+    "get_pipeline_model_parallel_rank", "get_pipeline_model_parallel_world_size",
+    "get_position_embedding_group", "get_tensor_and_context_parallel_group",
+    "get_tensor_and_context_parallel_rank", "get_tensor_and_context_parallel_world_size",
+    "get_tensor_and_data_parallel_group", "get_tensor_model_parallel_group",
+    "get_tensor_model_parallel_rank", "get_tensor_model_parallel_src_rank",
+    "get_tensor_model_parallel_world_size", "get_virtual_pipeline_model_parallel_rank",
+    "get_virtual_pipeline_model_parallel_world_size", "is_initialized", "is_pipeline_first_stage",
+    "is_pipeline_last_stage", "is_rank_in_embedding_group", "is_rank_in_position_embedding_group",
+    "model_parallel_is_initialized", "set_data_parallel_rank", "set_expert_model_parallel_rank",
+    "set_expert_model_parallel_world_size", "set_expert_tensor_parallel_rank",
+    "set_expert_tensor_parallel_world_size", "set_pipeline_model_parallel_rank",
+    "set_pipeline_model_parallel_world_size", "set_tensor_model_parallel_rank",
+    "set_tensor_model_parallel_world_size", "set_virtual_pipeline_model_parallel_rank",
+    "set_virtual_pipeline_model_parallel_world_size", "update_pg_timeout",
+]  # fmt: skip
 
 
-# Sizes and ranks that Megatron-style code sets by hand, over what the groups say.
+# Getters and setters that differ in their axes alone are made, not written out.
 #
-# Checkpoint converters do this: they build the model of rank (t, p) in one process. Only the
-# getters of `ezpz_tp.parallel_state` and `ezpz_tp.mpu` read these; layers and mappings
-# communicate in the groups that there are. They end with the state that was in use when they
-# were set; those set without one, when groups are made or destroyed.
+# Before there are groups, sizes are 1 and ranks 0 if this rank is alone in the world, and all else
+# is a NotInitializedError. Megatron's arguments ``with_gtp_remat`` and ``partial_*`` change nothing
+# here: without weights that are gathered again and without several optimizer instances, what they
+# choose from is the same group.
+#
+# Checkpoint converters set sizes and ranks by hand: they build the model of rank (t, p) in one
+# process. Only the getters of `ezpz_tp.parallel_state` and `ezpz_tp.mpu` read these; layers and
+# mappings communicate in the groups that there are. They end with the state that was in use when
+# they were set; those set without one, when groups are made or destroyed.
+#
+# Source: NVIDIA/Megatron-LM megatron/core/parallel_state.py, 2026-08-22.
+
+is_initialized = tensor_parallel_is_initialized
+model_parallel_is_initialized = tensor_parallel_is_initialized
+
+Number = Callable[[], int]
 
 
-def overridden(name: str) -> int | None:
-    """Return what was set by hand under this name, or None."""
+class GroupGetter(Protocol):
+    """A function that returns a group."""
+
+    def __call__(self, check_initialized: bool = True) -> ProcessGroup | None: ...
+
+
+class SizeSetter(Protocol):
+    """A function that sets a size by hand."""
+
+    def __call__(self, world_size: int | None) -> None: ...
+
+
+class RankSetter(Protocol):
+    """A function that sets a rank by hand."""
+
+    def __call__(self, rank: int | None) -> None: ...
+
+
+def found_group(check_initialized: bool, *axes: str) -> ProcessGroup | None:
+    """Return a group; None where there is none and the caller said not to check."""
+    state = current_state()
+    if not check_initialized and (state is None or not state.has_group(*axes)):
+        return None
+    return get_state().group(*axes)
+
+
+def by_hand(name: str) -> int | None:
+    """Return what was set under this name, or None."""
     value: int | None = notes().get(name)
     return value
 
 
-def set_tensor_model_parallel_world_size(world_size: int | None) -> None:
-    """Let `get_tensor_model_parallel_world_size` return this; None undoes it."""
-    notes()["tensor size"] = world_size
+def size_of(*axes: str) -> int:
+    """Return the degree of axes, or what was set by hand."""
+    value = by_hand(f"{' '.join(axes)} size")
+    return size_or_alone(*axes) if value is None else value
 
 
-def set_tensor_model_parallel_rank(rank: int | None) -> None:
-    """Let `get_tensor_model_parallel_rank` return this; None undoes it."""
-    notes()["tensor rank"] = rank
+def rank_of(*axes: str) -> int:
+    """Return the position along axes, or what was set by hand."""
+    value = by_hand(f"{' '.join(axes)} rank")
+    return index_or_alone(*axes) if value is None else value
 
 
-def set_pipeline_model_parallel_world_size(world_size: int | None) -> None:
-    """Let `get_pipeline_model_parallel_world_size` return this; None undoes it."""
-    notes()["pipeline size"] = world_size
+def group_getter(*axes: str) -> GroupGetter:
+    def get(check_initialized: bool = True) -> ProcessGroup | None:
+        return found_group(check_initialized, *axes)
+
+    group = " x ".join(axes)
+    get.__doc__ = f"Return this rank's {group} group; None where it is absent and not checked for."
+    return get
 
 
-def set_pipeline_model_parallel_rank(rank: int | None) -> None:
-    """Let `get_pipeline_model_parallel_rank` return this; None undoes it."""
-    notes()["pipeline rank"] = rank
+def size_getter(*axes: str) -> Number:
+    def get() -> int:
+        return size_of(*axes)
+
+    get.__doc__ = f"Return the number of ranks in this rank's {' x '.join(axes)} group."
+    return get
 
 
-def set_data_parallel_rank(rank: int | None) -> None:
-    """Let `get_data_parallel_rank` return this; None undoes it."""
-    notes()["data rank"] = rank
+def rank_getter(*axes: str) -> Number:
+    def get() -> int:
+        return rank_of(*axes)
+
+    get.__doc__ = f"Return this rank's position in its {' x '.join(axes)} group."
+    return get
 
 
-def set_expert_model_parallel_world_size(world_size: int | None) -> None:
-    """Let `get_expert_model_parallel_world_size` return this; None undoes it."""
-    notes()["expert size"] = world_size
+def size_setter(axis: str) -> SizeSetter:
+    def set_(world_size: int | None) -> None:
+        notes()[f"{axis} size"] = world_size
+
+    set_.__doc__ = f"Let the getter of the {axis} group's size return this; None undoes it."
+    return set_
 
 
-def set_expert_model_parallel_rank(rank: int | None) -> None:
-    """Let `get_expert_model_parallel_rank` return this; None undoes it."""
-    notes()["expert rank"] = rank
+def rank_setter(axis: str) -> RankSetter:
+    def set_(rank: int | None) -> None:
+        notes()[f"{axis} rank"] = rank
+
+    set_.__doc__ = f"Let the getter of the rank in the {axis} group return this; None undoes it."
+    return set_
 
 
-def set_expert_tensor_parallel_world_size(world_size: int | None) -> None:
-    """Let `get_expert_tensor_parallel_world_size` return this; None undoes it."""
-    notes()["expert_tensor size"] = world_size
+def name_made(module: dict[str, Any]) -> None:
+    """Give what was made the names that it has in a module: for pickle and tracebacks."""
+    for name, made in module.items():
+        if "<locals>" in getattr(made, "__qualname__", ""):
+            made.__module__, made.__name__, made.__qualname__ = module["__name__"], name, name
 
 
-def set_expert_tensor_parallel_rank(rank: int | None) -> None:
-    """Let `get_expert_tensor_parallel_rank` return this; None undoes it."""
-    notes()["expert_tensor rank"] = rank
+get_model_parallel_group: GroupGetter = group_getter("tensor", "pipeline")
+get_tensor_model_parallel_group: GroupGetter = group_getter("tensor")
+get_pipeline_model_parallel_group: GroupGetter = group_getter("pipeline")
+get_context_parallel_group: GroupGetter = group_getter("context")
+get_embedding_group: GroupGetter = group_getter("embedding")
+get_position_embedding_group: GroupGetter = group_getter("position_embedding")
+get_tensor_and_context_parallel_group: GroupGetter = group_getter("tensor", "context")
+get_intra_distributed_optimizer_instance_group: GroupGetter = group_getter(
+    "tensor", "context", "data", "pipeline"
+)
+get_tensor_model_parallel_world_size: Number = size_getter("tensor")
+get_tensor_model_parallel_rank: Number = rank_getter("tensor")
+get_pipeline_model_parallel_world_size: Number = size_getter("pipeline")
+get_pipeline_model_parallel_rank: Number = rank_getter("pipeline")
+get_tensor_and_context_parallel_world_size: Number = size_getter("tensor", "context")
+get_tensor_and_context_parallel_rank: Number = rank_getter("tensor", "context")
+set_tensor_model_parallel_world_size: SizeSetter = size_setter("tensor")
+set_tensor_model_parallel_rank: RankSetter = rank_setter("tensor")
+set_pipeline_model_parallel_world_size: SizeSetter = size_setter("pipeline")
+set_pipeline_model_parallel_rank: RankSetter = rank_setter("pipeline")
+set_data_parallel_rank: RankSetter = rank_setter("data")
+
+# Experts lie on a grid of their own.
+get_expert_model_parallel_group: GroupGetter = group_getter("expert")
+get_expert_tensor_parallel_group: GroupGetter = group_getter("expert_tensor")
+get_expert_tensor_and_model_parallel_group: GroupGetter = group_getter("expert_tensor", "expert")
+get_expert_model_parallel_world_size: Number = size_getter("expert")
+get_expert_model_parallel_rank: Number = rank_getter("expert")
+get_expert_tensor_parallel_world_size: Number = size_getter("expert_tensor")
+get_expert_tensor_parallel_rank: Number = rank_getter("expert_tensor")
+get_expert_tensor_and_model_parallel_world_size: Number = size_getter("expert_tensor", "expert")
+get_expert_tensor_and_model_parallel_rank: Number = rank_getter("expert_tensor", "expert")
+set_expert_model_parallel_world_size: SizeSetter = size_setter("expert")
+set_expert_model_parallel_rank: RankSetter = rank_setter("expert")
+set_expert_tensor_parallel_world_size: SizeSetter = size_setter("expert_tensor")
+set_expert_tensor_parallel_rank: RankSetter = rank_setter("expert_tensor")
+name_made(globals())
 
 
 def set_virtual_pipeline_model_parallel_world_size(world_size: int | None) -> None:
@@ -183,7 +231,7 @@ def set_virtual_pipeline_model_parallel_world_size(world_size: int | None) -> No
 
 def get_virtual_pipeline_model_parallel_world_size() -> int | None:
     """Return the number of model chunks a pipeline rank holds, or None."""
-    return overridden("virtual size")
+    return by_hand("virtual size")
 
 
 def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
@@ -199,86 +247,16 @@ def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
 
 def get_virtual_pipeline_model_parallel_rank() -> int | None:
     """Return the model chunk that is meant, or None."""
-    return overridden("virtual rank")
+    return by_hand("virtual rank")
 
 
-# Megatron's getters of groups, ranks and sizes: names over the state in use.
-#
-# The rules of `ezpz_tp`'s own getters hold: before there are groups, sizes are 1 and ranks 0 if
-# this rank is alone in the world, and all else is a NotInitializedError. Megatron's arguments
-# ``with_gtp_remat`` and ``partial_*`` change nothing here: without weights that are gathered
-# again and without several optimizer instances, what they choose from is the same group.
-#
-# Source: NVIDIA/Megatron-LM megatron/core/parallel_state.py, 2026-08-22.
-
-is_initialized = tensor_parallel_is_initialized
-model_parallel_is_initialized = tensor_parallel_is_initialized
-
-
-def found_group(check_initialized: bool, *axes: str) -> ProcessGroup | None:
-    """Return a group; None where there is none and the caller said not to check."""
-    state = current_state()
-    if not check_initialized and (state is None or not state.has_group(*axes)):
-        return None
-    return get_state().group(*axes)
-
-
-def size_of(axis: str) -> int:
-    """Return the degree of an axis, or what was set by hand."""
-    value = overridden(f"{axis} size")
-    return size_or_alone(axis) if value is None else value
-
-
-def rank_of(axis: str) -> int:
-    """Return the position along an axis, or what was set by hand."""
-    value = overridden(f"{axis} rank")
-    return index_or_alone(axis) if value is None else value
-
-
-def _data_axes(with_context_parallel: bool) -> tuple[str, ...]:
+def data_axes(with_context_parallel: bool, partial: bool = False) -> tuple[str, ...]:
+    if partial and not with_context_parallel:
+        raise ParallelError(
+            "partial_data_parallel=True without with_context_parallel=True; an optimizer "
+            "instance spans context and data"
+        )
     return ("context", "data") if with_context_parallel else ("data",)
-
-
-def get_model_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
-    """Return the group over tensor and pipeline."""
-    return found_group(check_initialized, "tensor", "pipeline")
-
-
-def get_tensor_model_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
-    """Return this rank's tensor-parallel group."""
-    return found_group(check_initialized, "tensor")
-
-
-def get_pipeline_model_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
-    """Return this rank's pipeline-parallel group."""
-    return found_group(check_initialized, "pipeline")
-
-
-def get_context_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
-    """Return this rank's context-parallel group."""
-    return found_group(check_initialized, "context")
-
-
-def get_embedding_group(check_initialized: bool = True) -> ProcessGroup | None:
-    """Return the group of the stages that hold word embeddings."""
-    return found_group(check_initialized, "embedding")
-
-
-def get_position_embedding_group(check_initialized: bool = True) -> ProcessGroup | None:
-    """Return the group of the stages that hold position embeddings."""
-    return found_group(check_initialized, "position_embedding")
-
-
-def get_tensor_and_context_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
-    """Return the group over tensor and context."""
-    return found_group(check_initialized, "tensor", "context")
-
-
-def get_intra_distributed_optimizer_instance_group(
-    check_initialized: bool = True,
-) -> ProcessGroup | None:
-    """Return the group of the one optimizer instance: every rank."""
-    return found_group(check_initialized, "tensor", "context", "data", "pipeline")
 
 
 def get_inter_distributed_optimizer_instance_group(check_initialized: bool = True) -> None:
@@ -339,36 +317,6 @@ get_expert_gtp_weight_remat_rank = get_gtp_weight_remat_rank
 get_expert_gtp_weight_remat_global_ranks = get_gtp_weight_remat_global_ranks
 
 
-def get_tensor_model_parallel_world_size() -> int:
-    """Return the number of ranks in this rank's tensor-parallel group."""
-    return size_of("tensor")
-
-
-def get_tensor_model_parallel_rank() -> int:
-    """Return this rank's position in its tensor-parallel group."""
-    return rank_of("tensor")
-
-
-def get_pipeline_model_parallel_world_size() -> int:
-    """Return the number of ranks in this rank's pipeline-parallel group."""
-    return size_of("pipeline")
-
-
-def get_pipeline_model_parallel_rank() -> int:
-    """Return this rank's position in its pipeline-parallel group."""
-    return rank_of("pipeline")
-
-
-def get_tensor_and_context_parallel_world_size() -> int:
-    """Return the number of ranks in the group over tensor and context."""
-    return size_or_alone("tensor", "context")
-
-
-def get_tensor_and_context_parallel_rank() -> int:
-    """Return this rank's position in the group over tensor and context."""
-    return index_or_alone("tensor", "context")
-
-
 def get_model_parallel_src_rank() -> int:
     """Return the global rank of the first rank over tensor and pipeline."""
     return ranks_or_alone("tensor", "pipeline")[0]
@@ -385,7 +333,7 @@ def get_tensor_and_data_parallel_group(
     check_initialized: bool = True, with_context_parallel: bool = False
 ) -> ProcessGroup | None:
     """Return the group over tensor and data, and context if asked for."""
-    return found_group(check_initialized, "tensor", *_data_axes(with_context_parallel))
+    return found_group(check_initialized, "tensor", *data_axes(with_context_parallel))
 
 
 def get_amax_reduction_group(
@@ -403,8 +351,7 @@ def get_data_parallel_group(
     partial_data_parallel: bool = False,
 ) -> ProcessGroup:
     """Return this rank's data-parallel group, or that over context and data."""
-    _whole(with_context_parallel, partial_data_parallel)
-    return get_state().group(*_data_axes(with_context_parallel))
+    return get_state().group(*data_axes(with_context_parallel, partial_data_parallel))
 
 
 def get_data_and_context_parallel_group(with_context_parallel: bool = True) -> ProcessGroup:
@@ -418,8 +365,7 @@ def get_data_parallel_world_size(
     partial_data_parallel: bool = False,
 ) -> int:
     """Return the number of ranks in `get_data_parallel_group`."""
-    _whole(with_context_parallel, partial_data_parallel)
-    return size_or_alone(*_data_axes(with_context_parallel))
+    return size_or_alone(*data_axes(with_context_parallel, partial_data_parallel))
 
 
 def get_data_parallel_rank(
@@ -428,14 +374,14 @@ def get_data_parallel_rank(
     partial_data_parallel: bool = False,
 ) -> int:
     """Return this rank's position in `get_data_parallel_group`."""
-    _whole(with_context_parallel, partial_data_parallel)
-    value = overridden("data rank")
-    return index_or_alone(*_data_axes(with_context_parallel)) if value is None else value
+    axes = data_axes(with_context_parallel, partial_data_parallel)
+    value = by_hand("data rank")
+    return index_or_alone(*axes) if value is None else value
 
 
 def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
     """Return the global rank of the first rank of the data-parallel group."""
-    return ranks_or_alone(*_data_axes(with_context_parallel))[0]
+    return ranks_or_alone(*data_axes(with_context_parallel))[0]
 
 
 def get_all_ranks() -> str:
@@ -444,17 +390,7 @@ def get_all_ranks() -> str:
     return "_".join(str(rank) for rank in (*ranks, rank_of("pipeline"), rank_of("expert")))
 
 
-def _whole(with_context_parallel: bool, partial: bool) -> None:
-    if partial and not with_context_parallel:
-        raise ParallelError(
-            "partial_data_parallel=True without with_context_parallel=True; an optimizer "
-            "instance spans context and data"
-        )
-
-
-# Megatron's questions about the stages of a pipeline: names over the state in use.
-#
-# Source: NVIDIA/Megatron-LM megatron/core/parallel_state.py, 2026-08-22.
+# Megatron's questions about the stages of a pipeline.
 
 
 def get_pipeline_model_parallel_last_rank() -> int:
@@ -526,56 +462,7 @@ def _chunks(vp_stage: int | None) -> int | None:
     return chunks
 
 
-# Megatron's getters for experts, which lie on a grid of their own: names over the state in use.
-#
-# Source: NVIDIA/Megatron-LM megatron/core/parallel_state.py, 2026-08-22.
-
-
-def get_expert_model_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
-    """Return this rank's expert-parallel group."""
-    return found_group(check_initialized, "expert")
-
-
-def get_expert_tensor_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
-    """Return the tensor-parallel group inside this rank's experts."""
-    return found_group(check_initialized, "expert_tensor")
-
-
-def get_expert_tensor_and_model_parallel_group(
-    check_initialized: bool = True,
-) -> ProcessGroup | None:
-    """Return the group over expert tensor and expert."""
-    return found_group(check_initialized, "expert_tensor", "expert")
-
-
-def get_expert_model_parallel_world_size() -> int:
-    """Return the number of ranks in this rank's expert-parallel group."""
-    return size_of("expert")
-
-
-def get_expert_model_parallel_rank() -> int:
-    """Return this rank's position in its expert-parallel group."""
-    return rank_of("expert")
-
-
-def get_expert_tensor_parallel_world_size() -> int:
-    """Return the number of ranks in this rank's expert-tensor-parallel group."""
-    return size_of("expert_tensor")
-
-
-def get_expert_tensor_parallel_rank() -> int:
-    """Return this rank's position in its expert-tensor-parallel group."""
-    return rank_of("expert_tensor")
-
-
-def get_expert_tensor_and_model_parallel_world_size() -> int:
-    """Return the number of ranks in the group over expert tensor and expert."""
-    return size_or_alone("expert_tensor", "expert")
-
-
-def get_expert_tensor_and_model_parallel_rank() -> int:
-    """Return this rank's position in the group over expert tensor and expert."""
-    return index_or_alone("expert_tensor", "expert")
+# Megatron's getters for experts.
 
 
 def get_expert_data_parallel_group(
@@ -609,8 +496,6 @@ def get_expert_tensor_model_pipeline_parallel_group(
 
 
 # Megatron's ways to make and change groups besides those of the axes.
-#
-# Source: NVIDIA/Megatron-LM megatron/core/parallel_state.py, 2026-08-22.
 
 
 def create_group(

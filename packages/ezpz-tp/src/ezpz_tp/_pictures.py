@@ -8,7 +8,8 @@ import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise, repeat
+from itertools import pairwise
+from typing import Any, TypeAlias
 
 from ._errors import DegreeError
 from ._ranks import AXES, EXPERT_AXES, RankLayout
@@ -24,7 +25,7 @@ LAUNCHED = ("RANK", "GROUP_RANK", "WORLD_SIZE", "GROUP_WORLD_SIZE")
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """The node of every rank."""
+    """Which node each rank is on."""
 
     of: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -36,11 +37,6 @@ class Nodes:
     def per_node(self) -> int | None:
         """The number of ranks on a node, where nodes are alike and ranks in blocks."""
         return self.sizes[0] if len(set(self.sizes)) == 1 and self.in_blocks else None
-
-    @property
-    def common_size(self) -> int:
-        """The largest number of ranks that divides every node."""
-        return math.gcd(*self.sizes)
 
     def __str__(self) -> str:
         count = len(self.sizes)
@@ -55,18 +51,22 @@ class Nodes:
         return words + (f" ({self.source})" if self.source else "") + placed
 
 
+PerNode: TypeAlias = int | Sequence[int] | None
+Hosts: TypeAlias = Sequence[str] | None
+
+
 def find_nodes(
-    world_size: int,
-    ranks_per_node: int | Sequence[int] | None,
-    hosts: Sequence[str] | None,
-    environ: Mapping[str, str],
+    world_size: int, ranks_per_node: PerNode, hosts: Hosts, environ: Mapping[str, str]
 ) -> tuple[Nodes | None, str]:
     """Return the nodes of all ranks; or None, and why they are not known."""
     # `describe` says what the arguments mean.
     if isinstance(hosts, str):
         raise DegreeError(f"hosts={hosts!r}; expected several names, as in [{hosts!r}]")
     if ranks_per_node is None and hosts is not None and len(hosts) == world_size:
-        return _of_hosts(hosts), ""
+        counts = Counter(hosts)  # in the order of their first rank
+        numbers = {host: number for number, host in enumerate(counts)}
+        of = tuple(numbers[host] for host in hosts)
+        return Nodes(of, tuple(counts.values()), tuple(counts), in_blocks=[*of] == sorted(of)), ""
     source = why = ""
     if ranks_per_node is None:
         ranks_per_node, why = _from_environ(world_size, environ)
@@ -85,17 +85,8 @@ def find_nodes(
             f"ranks_per_node={ranks_per_node}; expected one for each node, or, without "
             "ranks_per_node, one for each rank"
         )
-    of = tuple(chain.from_iterable(map(repeat, range(len(sizes)), sizes)))
+    of = tuple(node for node, size in enumerate(sizes) for _ in range(size))
     return Nodes(of, sizes, tuple(hosts or ()), source), ""
-
-
-def _of_hosts(hosts: Sequence[str]) -> Nodes:
-    """Return the nodes of ranks whose hosts' names are known, in the order of their first rank."""
-    counts = Counter(hosts)
-    numbers = {host: number for number, host in enumerate(counts)}
-    of = tuple(numbers[host] for host in hosts)
-    in_blocks = all(one <= other for one, other in pairwise(of))
-    return Nodes(of, tuple(counts.values()), tuple(counts), in_blocks=in_blocks)
 
 
 def _sizes(world_size: int, ranks_per_node: int | Sequence[int]) -> tuple[int, ...]:
@@ -188,9 +179,14 @@ class Grid:
     def several(self) -> tuple[Axis, ...]:
         return tuple(axis for axis in self.axes if axis.degree > 1)
 
-    def groups(self, axis: Axis) -> list[range]:
-        """Return every group of an axis, ordered by its first rank."""
-        return self._groups_within(axis, self.world_size)
+    def groups(self, axis: Axis, ranks: int | None = None) -> list[range]:
+        """Return every group of an axis, or those of the first ranks, ordered by its first rank."""
+        span = axis.stride * axis.degree
+        return [
+            range(first, first + span, axis.stride)
+            for start in range(0, ranks or self.world_size, span)
+            for first in range(start, start + axis.stride)
+        ]
 
     def nodes_spanned(self, axis: Axis, nodes: Nodes) -> list[int]:
         """Return for every group of an axis, in order, on how many nodes its ranks are."""
@@ -200,29 +196,16 @@ class Grid:
             size = math.lcm(axis.stride * axis.degree, nodes.per_node)
         spans = [
             len(set(nodes.of[group.start : group.stop : group.step]))
-            for group in self._groups_within(axis, size)
+            for group in self.groups(axis, size)
         ]
         return spans * (self.world_size // size)
-
-    def _groups_within(self, axis: Axis, ranks: int) -> list[range]:
-        span = axis.stride * axis.degree
-        return [
-            range(first, first + span, axis.stride)
-            for start in range(0, ranks, span)
-            for first in range(start, start + axis.stride)
-        ]
 
     def __str__(self) -> str:
         return " x ".join(f"{axis.name} {axis.degree:,}" for axis in self.several)
 
 
 def grid_of_mesh(title: str, axes: Iterable[tuple[str, int]]) -> Grid:
-    """Return the grid of a mesh.
-
-    Args:
-        title: What lies on it.
-        axes: Names and degrees, the slowest varying first, as `init_device_mesh` takes them.
-    """
+    """Return the grid of a mesh, by names and degrees of its axes, the slowest varying first."""
     found, stride = [], 1
     for name, degree in reversed(list(axes)):
         found.append(Axis(name, degree, stride))
@@ -308,12 +291,9 @@ def visible_counts(grid: Grid, most: int) -> dict[str, int]:
 
 
 def arrange(
-    grid: Grid,
-    counts: dict[str, int],
-    width_of: Callable[[int, int], float],
-    width: float,
-    per_node: int | None,
+    grid: Grid, nodes: Nodes | None, most: int, width_of: Callable[[int, int], float], width: float
 ) -> Picture:
+    counts, per_node = visible_counts(grid, most), nodes.per_node if nodes else None
     right: list[Factor] = []
     down: list[Factor] = []
 
@@ -327,8 +307,7 @@ def arrange(
         if len(right) > len(down) and (count <= TALLEST or not room(2)):
             down.append(Factor(axis, 1, count))
         elif len(right) > len(down):  # tall: a part of it goes to the right
-            most = max(filter(room, range(2, count)))
-            least = math.ceil(count / most)
+            least = math.ceil(count / max(filter(room, range(2, count))))
             inner = _fold(count, range(least, 2 * least + 1))
             down.append(Factor(axis, 1, inner, is_inner=True))
             right.append(Factor(axis, inner, math.ceil(count / inner)))
@@ -337,13 +316,13 @@ def arrange(
         elif not room(2):
             down.append(Factor(axis, 1, count))
         else:  # wide: a part of it goes down
-            most = max(filter(room, range(2, count)))
+            longest = max(filter(room, range(2, count)))
             node = max(per_node // axis.stride, 1) if per_node else 1
-            inner = _fold(count, range(most, max((most - 1) // 2, 1), -1), node)
+            inner = _fold(count, range(longest, max((longest - 1) // 2, 1), -1), node)
             right.append(Factor(axis, 1, inner, is_inner=True))
             down.append(Factor(axis, inner, math.ceil(count / inner)))
-    hidden = tuple((axis, counts[axis.name]) for axis in grid.several
-                   if counts[axis.name] < axis.degree)  # fmt: skip
+    drawn = ((axis, counts[axis.name]) for axis in grid.several)
+    hidden = tuple((axis, count) for axis, count in drawn if count < axis.degree)
     return _picture(counts, right, down, hidden)
 
 
@@ -375,18 +354,14 @@ def _picture(
     outer_columns, outer_rows = choices(right[1:]), choices(down[1:])
     blocks = tuple(
         tuple(
-            tuple(
-                tuple(rank_at(*below, *beside, *row, *column) for column in columns) for row in rows
-            )
+            tuple(tuple(rank_at(*below, *beside, *row, *each) for each in columns) for row in rows)
             for beside in outer_columns
         )
         for below in outer_rows
     )
     block_columns = tuple(
-        Labels(
-            factor.axis.name, tuple(factor.label(dict(choice)[factor]) for choice in outer_columns)
-        )
-        for factor in right[:0:-1]
+        Labels(each.axis.name, tuple(each.label(dict(at)[each]) for at in outer_columns))
+        for each in right[:0:-1]
     )
     block_rows = tuple(
         ", ".join(f"{factor.axis.name} {factor.label(index)}" for factor, index in choice)
@@ -429,7 +404,6 @@ OUTSIDE = -1
 
 
 def node_map(block: Sequence[Row], nodes: Nodes | None) -> list[list[int]]:
-    """Return the node of each rank of a matrix, with `OUTSIDE` all around it."""
     # Where nodes are not known all is outside, and there are no borders.
     inner = [
         [OUTSIDE if rank is None or nodes is None else nodes.of[rank] for rank in row]
@@ -466,10 +440,7 @@ ASCII = str.maketrans("│─┌┐└┘├┤┬┴┼", "|-" + "+" * 9)
 
 class Terminal:
     def __init__(self, grid: Grid, nodes: Nodes | None, width: int) -> None:
-        counts, per_node = (
-            visible_counts(grid, _IN_TERMINAL),
-            None if nodes is None else nodes.per_node,
-        )
+        counts = visible_counts(grid, _IN_TERMINAL)
         last = sum((counts[axis.name] - 1) * axis.stride for axis in grid.several)
         labels = (f"{axis.name} {axis.degree - 1}" for axis in grid.several)
         self._nodes = nodes
@@ -479,7 +450,7 @@ class Terminal:
             def width_of(blocks: int, columns: int) -> int:
                 return self._margin + 1 + blocks * (columns * pitch + 1 + len(_SPACE)) - len(_SPACE)
 
-            return arrange(grid, counts, width_of, width, per_node)
+            return arrange(grid, nodes, _IN_TERMINAL, width_of, width)
 
         self._pitch = max(len(str(last)) + 2, 4)  # from rank to rank; a border stands in between
         self.picture = arranged(self._pitch)
@@ -565,14 +536,10 @@ STYLE = (
 
 
 def draw(
-    headline: str,
-    table: Sequence[str],
-    notes: Sequence[str],
-    grids: Sequence[Grid],
-    nodes: Nodes | None,
+    title: str, table: Iterable[str], notes: Iterable[str], grids: Iterable[Grid], nodes: Any
 ) -> str:
     page = Page()
-    page.paragraph(headline)
+    page.paragraph(title)
     for grid in grids:
         if grid.title:
             page.paragraph(f"{grid.title}: {grid}")
@@ -581,12 +548,10 @@ def draw(
             page.paragraph(note)
     for note in notes:
         page.paragraph(note)
-    return page.svg(headline, table)
+    return page.svg(title, table)
 
 
 class Page:
-    """What is written so far, and how far to the right and down it goes."""
-
     def __init__(self) -> None:
         self.parts: list[str] = []
         self.width, self.height = 0.0, 8.0
@@ -625,8 +590,7 @@ class Drawing:
         def width_of(blocks: int, columns: int) -> float:
             return self._left + blocks * (columns * WIDE + GAP)
 
-        counts, per_node = visible_counts(grid, _IN_SVG), nodes.per_node if nodes else None
-        self._picture = arrange(grid, counts, width_of, WIDTH, per_node)
+        self._picture = arrange(grid, nodes, _IN_SVG, width_of, WIDTH)
         self._step = len(self._picture.columns.positions) * WIDE + GAP
         self._close = next((axis for axis in grid.several if axis.name in CLOSE), None)
 
@@ -648,10 +612,8 @@ class Drawing:
                 page.height += LINE
             self._blocks(blocks, starts)
             page.height += GAP / 2
-        if self._close is not None:
-            page.paragraph(
-                f"Colors and the small numbers tell the {self._close.name} groups apart."
-            )
+        if close := self._close:
+            page.paragraph(f"Colors and the small numbers tell the {close.name} groups apart.")
         return picture
 
     def _heading(self, labels: Labels, places: Iterable[float]) -> None:
@@ -704,13 +666,11 @@ class Drawing:
 def _borders(numbers: Sequence[Sequence[int]], i: int, x: float, top: float, foot: float) -> str:
     """Return the lines above row ``i`` and, unless it is the last, those beside its ranks."""
     above, below = numbers[i], numbers[i + 1]
-    path, start = "", None
-    for j, (one, other) in enumerate(zip(above, below, strict=True)):
-        if one != other and start is None:
-            start = j
-        elif one == other and start is not None:
-            path += f"M{x + (start - 1) * WIDE:g} {top:g}H{x + (j - 1) * WIDE:g}"
-            start = None
+    path = ""
+    for differ, run in itertools.groupby(range(len(below)), lambda j: above[j] != below[j]):
+        if differ:
+            columns = list(run)
+            path += f"M{x + (columns[0] - 1) * WIDE:g} {top:g}H{x + columns[-1] * WIDE:g}"
     for j, (one, other) in enumerate(pairwise(below)):
         if one != other:
             path += f"M{x + j * WIDE:g} {top:g}V{foot:g}"

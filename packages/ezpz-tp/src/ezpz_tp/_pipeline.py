@@ -36,19 +36,13 @@ class Chunk(nn.Module):
     # what a chunk returns until the step is over, and of logits that is the most memory there is.
 
     def __init__(
-        self,
-        module: nn.Module,
-        number: int,
-        total: int,
-        loss: Callable[..., object],
-        microbatches: int,
+        self, module: nn.Module, number: int, total: int, loss: Callable[..., object], count: int
     ) -> None:
         super().__init__()
         self.module = module
         self.is_first, self.is_last = number == 0, number == total - 1
         self._name = f"chunk {number} of {total}"
-        self._loss = loss
-        self._microbatches = microbatches
+        self._loss, self._microbatches = loss, count
         self._targets: Iterator[Tensors] = iter(())
         self.losses: list[Tensor] = []
         self.agreed: list[str] | None = None
@@ -75,9 +69,10 @@ class Chunk(nn.Module):
             return outputs
         loss = self._loss(output, *next(self._targets))
         if not (isinstance(loss, Tensor) and loss.dim() == 0):
+            shape = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else ""
             raise ParallelError(
-                f"the pipeline's loss returned {_told(loss)}; expected a 0-dim tensor, the mean "
-                "over the microbatch that it is given"
+                f"the pipeline's loss returned {shape or type(loss).__name__}; expected a 0-dim "
+                "tensor, the mean over the microbatch that it is given"
             )
         self.losses.append(loss.detach())
         # Not a view of the loss, because torch's stages detach it in place.
@@ -110,12 +105,6 @@ def facts(tensors: Tensors) -> list[str]:
     ]
 
 
-def _told(value: object) -> str:
-    if isinstance(value, Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
-    return type(value).__name__
-
-
 # Tensors handed from rank to rank along a pipeline, each with its shape.
 #
 # torch's stages want to know every shape before the first step, or send them as pickled objects,
@@ -123,29 +112,18 @@ def _told(value: object) -> str:
 # are called directly, so that any group will do.
 
 _DTYPES = (
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-    torch.float64,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
+    *(torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32),
+    *(torch.int16, torch.int8, torch.uint8, torch.bool),
 )
 _HEADER = 64
 
 
 def run_chunks(
-    chunks: Mapping[int, Chunk],
-    total: int,
-    batches: Sequence[Tensors],
-    group: ProcessGroup,
-    device: torch.device,
+    chunks: Mapping[int, Chunk], total: int, batches: Sequence[Tensors], group: ProcessGroup
 ) -> Iterator[tuple[int, Tensors, Tensors]]:
     """Run this rank's chunks forward, microbatch by microbatch; yield what each took and gave."""
     # Collective: every rank of the group, with as many microbatches.
+    device = device_of(chunks)
     before, after = (group.rank() - 1) % group.size(), (group.rank() + 1) % group.size()
     sent: list[tuple[Work, Tensor]] = []
     for batch in batches:
@@ -205,14 +183,9 @@ class Trial:
     # it: no gradients, the same buffers, the same random streams.
 
     def __init__(
-        self,
-        chunks: Mapping[int, Chunk],
-        total: int,
-        inputs: Tensors,
-        targets: Tensors,
-        group: ProcessGroup,
+        self, chunks: Mapping[int, Chunk], total: int, batch: Sequence[Tensors], group: ProcessGroup
     ) -> None:
-        self.device = device_of(chunks)
+        inputs, targets = batch
         self.shapes: dict[int, tuple[Tensors, Tensors]] = {}
         self._inputs = facts(inputs)
         if total - 1 in chunks:
@@ -220,7 +193,7 @@ class Trial:
         # With gradients, as the steps will be: what is compiled is compiled for them, and which
         # activations need one is a part of what is asked.
         with _without_trace(chunks.values()), torch.enable_grad():
-            for number, taken, given in run_chunks(chunks, total, [inputs], group, self.device):
+            for number, taken, given in run_chunks(chunks, total, [inputs], group):
                 self.shapes[number] = _metas(taken), _metas(given)
 
     def check(self, inputs: Tensors) -> None:
@@ -275,12 +248,11 @@ def _without_trace(chunks: Iterable[Chunk]) -> Iterator[None]:
 
 
 def _metas(tensors: Tensors) -> Tensors:
-    like = (
-        torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device="meta")
-        for one in tensors
-    )
     return tuple(
-        new.requires_grad_(one.requires_grad) for new, one in zip(like, tensors, strict=True)
+        torch.empty_strided(
+            one.shape, one.stride(), dtype=one.dtype, device="meta", requires_grad=one.requires_grad
+        )
+        for one in tensors
     )
 
 
@@ -294,7 +266,6 @@ SCHEDULES = {
 
 
 def check_schedule(schedule: str, virtual: int, microbatches: int, ranks: int) -> None:
-    """Compare a schedule with what it is to run."""
     if schedule not in SCHEDULES:
         raise DegreeError(f"schedule {schedule!r}; expected one of {', '.join(SCHEDULES)}")
     if (virtual < 2) if schedule == "interleaved" else (virtual != 1):
@@ -319,32 +290,23 @@ def check_schedule(schedule: str, virtual: int, microbatches: int, ranks: int) -
 
 
 def torch_schedule(
-    kind: str,
-    trial: Trial,
-    chunks: Mapping[int, Chunk],
-    total: int,
-    microbatches: int,
-    group: ProcessGroup,
+    kind: str, trial: Trial, chunks: Mapping[int, Chunk], total: int, count: int, group: Any
 ) -> Any:
     """Return torch's schedule over this rank's chunks, which knows their shapes from a trial."""
-    # Imported here because it takes a second.
-    from torch.distributed import pipelining  # noqa: PLC0415
+    from torch.distributed import pipelining  # noqa: PLC0415 - it takes a second
 
-    stages = []
+    stages, device = [], device_of(chunks)
     for number, chunk in chunks.items():
         taken, given = trial.shapes[number]
-        stages.append(
-            pipelining.PipelineStage(
-                chunk, number, total, trial.device, input_args=taken, output_args=given, group=group
-            )
-        )
+        stage = pipelining.PipelineStage(chunk, number, total, device, taken, given, group=group)
+        stages.append(stage)
     made: Any = getattr(pipelining, SCHEDULES[kind])
     # From torch 2.7 on gradients would be divided by the number of microbatches after the step,
     # those of steps before included. The last chunk divides the loss.
     takes_scale = "scale_grads" in inspect.signature(made).parameters
     options = {"scale_grads": False} if takes_scale else {}
     what = stages if kind == "interleaved" else stages[0]
-    return made(what, microbatches, loss_fn=lambda output, _: output[0], **options)
+    return made(what, count, loss_fn=lambda output, _: output[0], **options)
 
 
 # Which layers each part of a pipeline has: pure arithmetic.
@@ -379,7 +341,6 @@ def split_layers(count: int, stages: int) -> tuple[range, ...]:
 
 
 def ranges_of(layers: int | Sequence[range], chunks: int) -> tuple[range, ...]:
-    """Return the layers of each chunk: an even split of a number, or ranges that were given."""
     if isinstance(layers, int):
         return split_layers(layers, chunks)
     ranges = tuple(layers)
@@ -521,12 +482,11 @@ class Pipeline:
         self._group = None if state is None or degree == 1 else _known(state.group("pipeline"))
         self._kind, self._microbatches = schedule, microbatches
         numbers = range(place, self._total, degree)
-        modules = []
-        self._chunks: dict[int, Chunk] = {}
-        for number in numbers:
-            module = _built(build, ranges[number], number, self._total)
-            modules.append(module)
-            self._chunks[number] = Chunk(module, number, self._total, loss, microbatches)
+        modules = [_built(build, ranges[number], number, self._total) for number in numbers]
+        self._chunks = {
+            number: Chunk(module, number, self._total, loss, microbatches)
+            for number, module in zip(numbers, modules, strict=True)
+        }
         self.module: nn.Module = modules[0] if len(modules) == 1 else Chunks(modules)
         self.layers: tuple[range, ...] = tuple(ranges[number] for number in numbers)
         self.is_first: bool = 0 in numbers
@@ -569,10 +529,10 @@ class Pipeline:
                     part.backward()
             return self._losses()
         if self._trial is None:
-            self._trial = Trial(self._chunks, self._total, batches[0], expected[0], self._group)
-            self._schedule = torch_schedule(
-                self._kind, self._trial, self._chunks, self._total, self._microbatches, self._group
-            )
+            share = self._chunks, self._total
+            self._trial = Trial(*share, (batches[0], expected[0]), self._group)
+            made = self._kind, self._trial, *share, self._microbatches, self._group
+            self._schedule = torch_schedule(*made)
         self._trial.check(batches[0])
         self._expect(expected)
         given = _tuple(inputs) if self.is_first else ()
@@ -610,14 +570,12 @@ class Pipeline:
             for batch in batches:
                 self._chunks[0](*batch)
         else:
-            device = device_of(self._chunks)
-            for _ in run_chunks(self._chunks, self._total, batches, self._group, device):
+            for _ in run_chunks(self._chunks, self._total, batches, self._group):
                 pass
         return self._losses()
 
     def _expect(self, targets: list[Tensors]) -> None:
-        last = self._chunks.get(self._total - 1)
-        if last is not None:
+        if last := self._chunks.get(self._total - 1):
             last.expect(targets)
 
     def _losses(self) -> Tensor | None:

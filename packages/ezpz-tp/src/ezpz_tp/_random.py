@@ -1,3 +1,4 @@
+# ruff: noqa: SLF001 - one room: a tracker's and a region's own parts; and nothing public asks torch
 """Named streams of random numbers: the same on all tensor-parallel ranks, or one for each.
 
 Outside tensor-parallel regions the ranks of a tensor-parallel group draw the same numbers from
@@ -11,7 +12,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -24,10 +25,8 @@ from ._errors import ParallelError
 from ._mappings import gather_split_1d_tensor, split_tensor_into_1d_equal_chunks
 from ._state import ParallelState
 
-# The default generators of the CPU and of the accelerator, whichever that is.
-
 States = dict[str, Tensor]
-"""The state of a generator for each type of device."""
+"""The state of a default generator by the type of its device."""
 
 
 def default_states(device: torch.device | None) -> States:
@@ -44,8 +43,7 @@ def _accelerator_in_use() -> torch.device | None:
         return None
     module = torch.get_device_module(device)
     # torch.mps has no such question: it is ready where it is available.
-    is_ready = getattr(module, "is_initialized", module.is_available)
-    return device if is_ready() else None
+    return device if getattr(module, "is_initialized", module.is_available)() else None
 
 
 def _index(device: torch.device) -> tuple[torch.device, ...]:
@@ -80,21 +78,14 @@ def seed_of(name: str, states: States) -> int:
 def backward_id() -> int | None:
     """Return the number of the backward pass that runs in this thread, if any."""
     # torch.utils.checkpoint and torch.autograd.graph ask in the same way.
-    task: int = torch._C._current_graph_task_id()  # noqa: SLF001
+    task: int = torch._C._current_graph_task_id()
     return None if task == -1 else task
 
 
 MODEL_PARALLEL_RNG = "model-parallel-rng"
 DATA_PARALLEL_RNG = "data-parallel-rng"
 EXPERT_PARALLEL_RNG = "expert-parallel-rng"
-
-_TENSOR_OFFSET = 2718
-_EXPERT_OFFSET = 1024
-_SEEDS = 2**62
-_CLEAR_OF_TENSOR_OFFSETS = 1 << 20
-
-
-_Snapshot = tuple[dict[str, States], str | None]
+_TENSOR_OFFSET, _EXPERT_OFFSET = 2718, 1024
 
 
 class RngTracker:
@@ -162,26 +153,30 @@ class RngTracker:
                 backward pass without having restored the streams: it would draw other numbers
                 than in the forward pass.
         """
-        self._refuse_stray_recomputation(name)
+        if backward_id() not in (None, self._restored_in):
+            raise ParallelError(
+                f"fork({name!r}) inside a backward pass: a region that was checkpointed is run "
+                "again with random streams that have moved on, and would draw other numbers, as "
+                "for dropout. Use ezpz_tp.checkpoint_activations, or torch.utils.checkpoint"
+                ".checkpoint(..., use_reentrant=False, context_fn=ezpz_tp.rng_contexts)"
+            )
         outer, before = self._current, default_states(self._device)
         if outer is not None:
             self._streams[outer] = self._streams[outer] | before
         set_default_states(self._stream(name, before), self._device)
         self._current = name
-        late: list[str] = []
         try:
             yield
         finally:
             after = default_states(self._device)
-            late += after.keys() - before.keys()
             self._streams[name] = self._streams[name] | {kind: after[kind] for kind in before}
             self._current = outer
             resumed = before if outer is None else self._stream(outer, before)
             set_default_states(resumed, self._device)
-        if late:
+        for late in after.keys() - before.keys():
             raise ParallelError(
-                f"{late[0]} was first used inside fork({name!r}), after its generator was to be "
-                f"exchanged; initialize it before, or give RngTracker device={late[0]!r}"
+                f"{late} was first used inside fork({name!r}), after its generator was to be "
+                f"exchanged; initialize it before, or give RngTracker device={late!r}"
             )
 
     @property
@@ -198,11 +193,10 @@ class RngTracker:
             ``name@cpu``; else the CPU's by name.
         """
         found = {}
-        for name, kept in self._streams.items():
+        for name, states in self._streams.items():
             # The stream in use is where the default generators are, not where it was taken up.
-            states = kept
             if name == self._current:
-                states = kept | default_states(self._device)
+                states = states | default_states(self._device)  # noqa: PLW2901
             accelerators = [state for kind, state in states.items() if kind != "cpu"]
             if accelerators:
                 found[name] = accelerators[0]
@@ -252,26 +246,9 @@ class RngTracker:
             for kind in kinds
         }
 
-    def _snapshot(self) -> _Snapshot:
-        return dict(self._streams), self._current
-
-    def _restore(self, snapshot: _Snapshot) -> None:
-        streams, self._current = snapshot
-        self._streams = dict(streams)
-
     def _refuse_inside_fork(self, what: str) -> None:
         if self._current is not None:
             raise ParallelError(f"{what} inside fork({self._current!r}); leave the fork first")
-
-    def _refuse_stray_recomputation(self, name: str) -> None:
-        task = backward_id()
-        if task not in (None, self._restored_in):
-            raise ParallelError(
-                f"fork({name!r}) inside a backward pass: a region that was checkpointed is run "
-                "again with random streams that have moved on, and would draw other numbers, as "
-                "for dropout. Use ezpz_tp.checkpoint_activations, or torch.utils.checkpoint"
-                ".checkpoint(..., use_reentrant=False, context_fn=ezpz_tp.rng_contexts)"
-            )
 
 
 class _Recomputation:
@@ -281,23 +258,23 @@ class _Recomputation:
 
     def __init__(self, tracker: RngTracker) -> None:
         self._tracker = tracker
-        self._first_run = tracker._snapshot()  # noqa: SLF001
-        self._now: list[tuple[_Snapshot, int | None]] = []
+        self._first_run = self._of_now()
+        self._now: list[tuple[dict[str, States], str | None, int | None]] = []
+
+    def _of_now(self) -> tuple[dict[str, States], str | None, int | None]:
+        tracker = self._tracker
+        return dict(tracker._streams), tracker._current, tracker._restored_in
+
+    def _restore(self, streams: dict[str, States], current: str | None, task: int | None) -> None:
+        tracker = self._tracker
+        tracker._streams, tracker._current, tracker._restored_in = dict(streams), current, task
 
     def __enter__(self) -> None:
-        tracker = self._tracker
-        self._now.append((tracker._snapshot(), tracker._restored_in))  # noqa: SLF001
-        tracker._restore(self._first_run)  # noqa: SLF001
-        tracker._restored_in = backward_id()  # noqa: SLF001
+        self._now.append(self._of_now())
+        self._restore(*self._first_run[:2], backward_id())
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        snapshot, self._tracker._restored_in = self._now.pop()  # noqa: SLF001
-        self._tracker._restore(snapshot)  # noqa: SLF001
+    def __exit__(self, *_: object) -> None:
+        self._restore(*self._now.pop())
 
 
 def rng_contexts(
@@ -352,23 +329,19 @@ def seed_model_parallel(
         NotInitializedError: There are several ranks, no state, and no ranks were given.
         ValueError: The seed is negative, or leaves no room for the ranks' own.
     """
-    if not 0 <= seed < _SEEDS:
+    if not 0 <= seed < 2**62:
         raise ValueError(f"seed_model_parallel: seed {seed}; expected 0 to 2**62 - 1")
     place = index_or_alone if state is None else state.index
-    if tensor_rank is None:
-        tensor_rank = place("tensor")
-    if expert_rank is None:
-        expert_rank = place("expert")
-    if expert_tensor_rank is None:
-        expert_tensor_rank = place("expert_tensor")
-    expert_offset = _EXPERT_OFFSET + 100 * expert_rank + expert_tensor_rank
+    given = {"tensor": tensor_rank, "expert": expert_rank, "expert_tensor": expert_tensor_rank}
+    ranks = {axis: place(axis) if rank is None else rank for axis, rank in given.items()}
+    expert_offset = _EXPERT_OFFSET + 100 * ranks["expert"] + ranks["expert_tensor"]
     if expert_offset >= _TENSOR_OFFSET:
-        expert_offset += _CLEAR_OF_TENSOR_OFFSETS
+        expert_offset += 2**20
     tracker = tracker or _TRACKER
     tracker.reset()
     torch.manual_seed(seed)
     tracker.add(DATA_PARALLEL_RNG, seed)
-    tracker.add(MODEL_PARALLEL_RNG, seed + _TENSOR_OFFSET + tensor_rank)
+    tracker.add(MODEL_PARALLEL_RNG, seed + _TENSOR_OFFSET + ranks["tensor"])
     tracker.add(EXPERT_PARALLEL_RNG, seed + expert_offset)
 
 
@@ -379,10 +352,9 @@ def seed_as_megatron(
     expert_rank: int | None = None,
     expert_tensor_rank: int | None = None,
 ) -> None:
-    """Do what `seed_model_parallel` does, and leave the CPU's default stream where it is.
+    """Do what `seed_model_parallel` does; with an accelerator the CPU's stream is left alone.
 
-    As Megatron-LM's ``model_parallel_cuda_manual_seed``: that stream is ``torch.manual_seed``'s.
-    Without an accelerator the CPU's stands for the accelerator's, and is seeded.
+    As Megatron-LM's ``model_parallel_cuda_manual_seed``.
     """
     state = torch.get_rng_state()
     seed_model_parallel(
@@ -401,8 +373,7 @@ _TRACKER = RngTracker()
 # A number by which tensors of different ranks are compared without being sent.
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_AT_A_TIME = 1 << 24
-"""Elements whose products are in memory at once."""
+_AT_A_TIME = 1 << 24  # elements whose products are in memory at once
 
 
 @torch.no_grad()
@@ -463,22 +434,22 @@ def checkpoint_activations(
         ParallelError: In backward: it was not the same, bit for bit, on all ranks. On CUDA an
             assertion of the device, so that nothing waits.
     """
-    if torch.compiler.is_compiling():
-        # The compiler keeps random numbers itself, and refuses contexts it cannot trace.
-        return _run(function, *args, use_reentrant=False)
-    contexts = functools.partial(rng_contexts, tracker)
-    group = tensor_group(tp_group) if distribute_saved_activations else None
-    if group is None or not torch.is_grad_enabled():
-        return _run(function, *args, use_reentrant=False, context_fn=contexts)
-    if not args or not isinstance(args[0], Tensor):
-        found = type(args[0]).__name__ if args else "nothing"
-        raise TypeError(
-            f"distribute_saved_activations: the first argument is {found}; expected the tensor "
-            "to share out over the tensor-parallel ranks"
-        )
-    part = split_tensor_into_1d_equal_chunks(args[0].detach(), new_buffer=True, tp_group=group)
-    region = _Region(function, args[0], group)
-    result: Result = _run(region, part, *args[1:], use_reentrant=False, context_fn=contexts)
+    options: dict[str, Any] = {"use_reentrant": False}
+    group = None
+    # The compiler keeps random numbers itself, and refuses contexts it cannot trace.
+    if not torch.compiler.is_compiling():
+        options["context_fn"] = functools.partial(rng_contexts, tracker)
+        group = tensor_group(tp_group) if distribute_saved_activations else None
+    if group is not None and torch.is_grad_enabled():
+        if not args or not isinstance(args[0], Tensor):
+            found = type(args[0]).__name__ if args else "nothing"
+            raise TypeError(
+                f"distribute_saved_activations: the first argument is {found}; expected the tensor "
+                "to share out over the tensor-parallel ranks"
+            )
+        part = split_tensor_into_1d_equal_chunks(args[0].detach(), new_buffer=True, tp_group=group)
+        function, args = _Region(function, args[0], group), (part, *args[1:])
+    result: Result = torch_checkpoint(function, *args, **options)
     return result
 
 
@@ -607,7 +578,7 @@ class CheckpointWithoutOutput:
         """Run the function again, and fill the outputs that were freed."""
         if ctx is None or self._again is not None:
             return
-        if not torch.autograd._is_checkpoint_valid():  # noqa: SLF001 - nothing public asks
+        if not torch.autograd._is_checkpoint_valid():
             raise ParallelError(
                 "CheckpointWithoutOutput does not work with torch.autograd.grad(), nor with "
                 "backward(inputs=...); use backward()"
@@ -653,21 +624,20 @@ class CheckpointWithoutOutputManager:
     def discard_all_outputs_and_register_unified_recompute(self, hook_tensor: Tensor) -> None:
         """Free all outputs, and make them again in order once ``hook_tensor`` has its gradient."""
         for ckpt in self.checkpoints:
-            ckpt._discard(hook_tensor)  # noqa: SLF001
+            ckpt._discard(hook_tensor)
         if hook_tensor.requires_grad:
             hook_tensor.register_hook(lambda _: self._recompute())
 
     def _recompute(self) -> None:
         for ckpt in self.checkpoints:
-            ckpt._recompute(ckpt._ctx)  # noqa: SLF001
+            ckpt._recompute(ckpt._ctx)
 
 
 class _WithoutOutput(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, region: CheckpointWithoutOutput, mark: Tensor, *args: Any) -> Any:
-        del mark
+    def forward(ctx: Any, region: CheckpointWithoutOutput, _: Tensor, *args: Any) -> Any:
         with torch.no_grad():
-            result = region._function(*args)  # noqa: SLF001
+            result = region._function(*args)
         if not all(one is None or isinstance(one, Tensor) for one in _as_tuple(result)):
             raise TypeError(
                 f"CheckpointWithoutOutput: the function returned {type(result).__name__}; expected "
@@ -676,14 +646,14 @@ class _WithoutOutput(torch.autograd.Function):
         ctx.region, ctx.others = region, [None if isinstance(a, Tensor) else a for a in args]
         ctx.places = [place for place, arg in enumerate(args) if isinstance(arg, Tensor)]
         ctx.save_for_backward(*(args[place] for place in ctx.places))
-        region._ctx = ctx  # noqa: SLF001
+        region._ctx = ctx
         return result
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         region = ctx.region
-        region._recompute(ctx)  # noqa: SLF001 - where no hook did
-        (inputs, outputs), region._again = region._again, None  # noqa: SLF001
+        region._recompute(ctx)  # where no hook did
+        (inputs, outputs), region._again = region._again, None
         pairs = [
             (output, grad)
             for output, grad in zip(outputs, grads, strict=True)
@@ -701,12 +671,10 @@ def _as_tuple(result: Any) -> tuple[Any, ...]:
 class _Region:
     """Runs a function on the whole tensor the first time, and on the gathered parts after."""
 
-    # The first run's graph leads to the whole tensor's own history; a recomputation is only there
-    # for the values, so that what it starts from needs no history.
+    # A recomputation is only there for the values, so that what it starts from needs no history.
 
     def __init__(self, function: Callable[..., Result], whole: Tensor, group: ProcessGroup) -> None:
-        self._function = function
-        self._group = group
+        self._function, self._group = function, group
         self._shape, self._requires_grad = whole.shape, whole.requires_grad
         self._checksum = checksum(whole)
         self._whole: Tensor | None = whole
@@ -715,24 +683,18 @@ class _Region:
         whole, self._whole = self._whole, None
         if whole is None:
             whole = gather_split_1d_tensor(part, self._group).view(self._shape)
-            self._check(whole)
+            self._check(checksum(whole) == self._checksum)
             whole.requires_grad_(self._requires_grad)
         return self._function(whole, *args)
 
-    def _check(self, gathered: Tensor) -> None:
+    def _check(self, same: Tensor) -> None:
         """Refuse parts of different tensors, whose gradients would be silently wrong."""
-        same = checksum(gathered) == self._checksum
         message = (
             f"distribute_saved_activations: the first argument {list(self._shape)} differs "
             "between tensor-parallel ranks, as under sequence parallelism; expected the same on "
             "all: leave distribute_saved_activations off"
         )
         if same.is_cuda:
-            torch._assert_async(same, message)  # noqa: SLF001 - nothing public asks without waiting
+            torch._assert_async(same, message)
         elif not same:
             raise ParallelError(message)
-
-
-def _run(function: Callable[..., Result], *args: Any, **options: Any) -> Result:
-    result: Result = torch_checkpoint(function, *args, **options)
-    return result

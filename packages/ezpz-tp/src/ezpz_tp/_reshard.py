@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ._errors import DegreeError, ParallelError
-from ._formats import Options, Rearranged, Source, Way, format_of, llama, new_folder
+from ._formats import Options, Source, Way, format_of, llama, new_folder
 from ._formats.dcp import write_dcp
 from ._formats.huggingface import write_huggingface
 from ._formats.llama import write_llama
@@ -105,9 +105,9 @@ def save_huggingface(
     """
     source = open_source(path_in, Options(plan, vocab_size))
     if callable(names):
-        made = Rearranged(source)
+        made = Source()
         for name in source.entries:
-            made.take(names(name), name)
+            made.take(source, name, names(name))
         source = made
     elif names == "huggingface":
         translate = format_of(Path(path_in)).as_huggingface
@@ -150,13 +150,11 @@ def save_llama(
 
 
 def open_source(path: str | Path, options: Options | None = None) -> Source:
-    """Open files of a model, of whichever format they are."""
     return format_of(Path(path)).open(Path(path), options or Options())
 
 
 @contextmanager
 def _progress(source: Source, *, enabled: bool) -> Iterator[Callable[[Entry], None]]:
-    """Show on a terminal how many tensors are done, in one line that goes at the end."""
     entries = source.entries.values()
     total, tensors, size = sum(entry.nbytes for entry in entries), 0, 0
 

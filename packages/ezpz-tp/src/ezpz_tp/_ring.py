@@ -63,18 +63,12 @@ def accumulated(dtype: torch.dtype) -> torch.dtype:
 
 def block_attention(block: Block) -> tuple[Tensor, Tensor]:
     """Return the attention to the block's keys alone, and the log-sum-exp of its scores."""
-    forward = {"cpu": _cpu, "flash": _flash, "efficient": _efficient}.get(_kernel(block), _plain)
-    return forward(block)
+    return _KERNELS[_kernel(block)][0](block)
 
 
 def block_attention_backward(block: Block, grad: Tensor, out: Tensor, lse: Tensor) -> Gradients:
     """Return the block's share of the gradients of its queries, keys and values."""
-    backward = {
-        "cpu": _cpu_backward,
-        "flash": _flash_backward,
-        "efficient": _efficient_backward,
-    }.get(_kernel(block), _plain_backward)
-    return backward(block, grad, out, lse)
+    return _KERNELS[_kernel(block)][1](block, grad, out, lse)
 
 
 def _kernel(block: Block) -> str:
@@ -92,21 +86,15 @@ def _kernel(block: Block) -> str:
 
 
 def _cpu(block: Block) -> tuple[Tensor, Tensor]:
-    q, k, v = _repeated(block)
-    out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, 0.0, block.causal, scale=block.scale
-    )
+    attend = _aten._scaled_dot_product_flash_attention_for_cpu
+    out, lse = attend(*_repeated(block), 0.0, block.causal, scale=block.scale)
     return out, lse
 
 
 def _cpu_backward(block: Block, grad: Tensor, out: Tensor, lse: Tensor) -> Gradients:
-    q, k, v = _repeated(block)
-    return _summed(
-        block,
-        *_aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, k, v, out, lse, 0.0, block.causal, scale=block.scale
-        ),
-    )
+    back = _aten._scaled_dot_product_flash_attention_for_cpu_backward
+    given = grad, *_repeated(block), out, lse, 0.0, block.causal
+    return _summed(block, *back(*given, scale=block.scale))
 
 
 def _flash(block: Block) -> tuple[Tensor, Tensor]:
@@ -230,6 +218,14 @@ def _pieces(block: Block) -> Iterator[_Piece]:
         yield _Piece(block, k, slice(start, min(start + some, rows)))
 
 
+_KERNELS = {
+    "cpu": (_cpu, _cpu_backward),
+    "flash": (_flash, _flash_backward),
+    "efficient": (_efficient, _efficient_backward),
+    "plain": (_plain, _plain_backward),
+}
+
+
 # What queries, keys and values have to be, before they meet a kernel or another rank.
 
 
@@ -336,8 +332,7 @@ class Round:
     # beyond its step, and there are never more than two of them.
 
     def __init__(self, k: Tensor, v: Tensor, group: ProcessGroup) -> None:
-        self.pair = Pair.of(k, v)
-        self._group = group
+        self.pair, self._group = Pair.of(k, v), group
 
     def __iter__(self) -> Iterator[int]:
         rank, size = self._group.rank(), self._group.size()
@@ -407,16 +402,9 @@ def ring_attention(
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        group: ProcessGroup,
-        is_causal: bool,
-        balanced: bool,
-        scale: float,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup, *options: Any
     ) -> Tensor:
-        ctx.group, ctx.plan = group, _Plan(group.rank(), is_causal, balanced, scale)
+        ctx.group, ctx.plan = group, _Plan(group.rank(), *options)
         out, lse = _forward(ctx.plan, group, _rows(q), k, v)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
@@ -433,13 +421,8 @@ class _Ring(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         known = _rows(q), grad.contiguous(), out, lse
         dq, dk, dv = _backward(ctx.plan, ctx.group, known, k, v)
-        needs = ctx.needs_input_grad
-        return (
-            dq.to(q.dtype) if needs[0] else None,
-            dk.to(k.dtype) if needs[1] else None,
-            dv.to(v.dtype) if needs[2] else None,
-            *[None] * 4,
-        )
+        grads = zip((dq, dk, dv), (q, k, v), ctx.needs_input_grad, strict=False)
+        return *(grad.to(one.dtype) if need else None for grad, one, need in grads), *[None] * 4
 
 
 def _forward(

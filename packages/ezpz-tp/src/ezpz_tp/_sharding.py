@@ -1,57 +1,16 @@
 """The sharding calculator: what one works out in one's head when designing a sharded model.
 
-The letters of an einsum are the dims of its tensors. Along one axis of the mesh a tensor is
-replicated, sharded on one of its letters, or partial: the ranks hold terms of a sum. Axes do not
-depend on each other. Along each, an einsum of any number of operands is linear in every one of
-them, which leaves four cases in which every rank can work on what it has:
-
-========================================  ===========  ===========================================
-along an axis the operands are            output       their gradients, from the local product
-========================================  ===========  ===========================================
-all replicated                            replicated   replicated
-sharded on a letter of the output         sharded      sharded; partial where the letter is not
-sharded on a letter that is summed        partial      sharded; partial where the letter is not
-partial, one of them; others replicated   partial      replicated; of the others partial
-========================================  ===========  ===========================================
-
-"Sharded" means here: every operand that has the letter is sharded on it, and all others are
-replicated. What has the letter gets a sharded gradient, what lacks it has seen only a part of the
-sum over the letter: its gradient is partial. The gradient of an output that is replicated or
-partial is the same on every rank, that of a sharded one is sharded.
-
-What does not agree is moved, before the product for operands and after it for the output, and the
-gradients go back by the inverse; "-" sends nothing:
-
-==========================  ==============  ======================================================
-a tensor goes               forward         backward
-==========================  ==============  ======================================================
-replicated to sharded code  -               all-reduce (its gradient is partial)
-replicated to sharded       slice           all-gather
-sharded to replicated       all-gather      reduce-scatter (partial gradient), or slice
-sharded to another letter   all-to-all      all-to-all
-partial to replicated       all-reduce      - (or all-reduce, if its gradient is partial)
-partial to sharded          reduce-scatter  all-gather
-==========================  ==============  ======================================================
-
-Along an axis where the operands do not agree, the letter that ``output`` names is the one that is
-computed on. If it names none: that letter among the operands' which sends the least in forward
-and backward, with the sum of an output that is left partial counted. (Computing the same on
-every rank is not considered once something is sharded.) Where operands agree nothing moves before
-the product, except that replicated ones are sliced if ``output`` wants the result in parts.
-
-Rules and names are those of Megatron-LM (Shoeybi et al., arXiv:1909.08053; Korthikanti et al.,
-arXiv:2205.05198); Austin et al., "How to Scale Your Model" (jax-ml.github.io/scaling-book),
-work through many such products.
+Its rules are in ``docs/guides/tensor.md``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import combinations, permutations, product
+from itertools import combinations, permutations, product, zip_longest
 from math import prod
 from string import ascii_letters
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from ._errors import DegreeError, ParallelError
 
@@ -59,10 +18,9 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
 
 
-# Where a tensor is along each axis: as text, as a mapping, or as torch's placements.
-#
-# In this folder a layout maps every axis, in the order of the mesh, to the letter that the
-# tensor is sharded on along that axis, or to one of the words below.
+# Where a tensor is along each axis: as text, as a mapping, or as torch's placements. A layout maps
+# every axis, in the order of the mesh, to the letter that the tensor is sharded on along that axis,
+# or to one of the words below.
 
 REPLICATED = "replicated"
 """Every rank along the axis holds the same."""
@@ -70,7 +28,11 @@ REPLICATED = "replicated"
 PARTIAL = "partial"
 """The ranks along the axis hold terms of a sum."""
 
+_WORDS = {REPLICATED, PARTIAL}
+
+Axes: TypeAlias = tuple[str, ...]
 Layout: TypeAlias = dict[str, str]
+Layouts: TypeAlias = Sequence[Layout]
 Given: TypeAlias = "str | Mapping[str, str | None] | Sequence[Placement] | None"
 """How a caller writes a layout: ``"b@data f@tensor"``, ``{"data": "b"}`` or torch's objects."""
 
@@ -79,14 +41,14 @@ def read(
     given: Given, letters: str, name: str, mesh_axes: Sequence[str] | None
 ) -> tuple[Layout, bool]:
     """Return what ``given`` says of the axes that it names, and whether of all others too."""
+    told, whole = f"{name} {given!r}", given is None
     pairs: Iterable[tuple[str, str | None]]
-    whole = given is None
     if given is None:
         pairs = ()
     elif isinstance(given, str):
         words = given.replace(",", " ").split()
         whole = words == [REPLICATED]
-        pairs = () if whole else [_pair(word, given, name) for word in words]
+        pairs = () if whole else [_pair(word, told) for word in words]
     elif isinstance(given, Mapping):
         pairs = given.items()
     else:
@@ -95,14 +57,17 @@ def read(
     for axis, where in pairs:
         if axis in layout:
             raise ValueError(
-                f"{name} {given!r} names axis {axis} twice; a tensor is sharded on one dim, or "
-                "partial, along an axis"
+                f"{told} names axis {axis} twice; a tensor is sharded on one dim, or partial, "
+                "along an axis"
             )
         if mesh_axes is not None and axis not in mesh_axes:
+            raise ValueError(f"{told}: axis {axis!r} is none of mesh_axes {tuple(mesh_axes)}")
+        if where not in (None, REPLICATED, PARTIAL, *letters):
             raise ValueError(
-                f"{name} {given!r}: axis {axis!r} is none of mesh_axes {tuple(mesh_axes)}"
+                f"{told}: {where!r} is no dim of {letters!r}; expected for an axis one of its "
+                f"letters, {PARTIAL!r} or {REPLICATED!r}, as in {{'data': {letters[:1]!r}}}"
             )
-        layout[axis] = _where(where, letters, f"{name} {given!r}")
+        layout[axis] = where or REPLICATED
     return layout, whole
 
 
@@ -113,13 +78,6 @@ def complete(told: Mapping[str, str], axes: Sequence[str]) -> Layout:
 def text(layout: Layout) -> str:
     words = [f"{where}@{axis}" for axis, where in layout.items() if where != REPLICATED]
     return " ".join(words) or REPLICATED
-
-
-def to_torch(layout: Layout, letters: str) -> tuple[Placement, ...]:
-    from torch.distributed.tensor.placement_types import Partial, Replicate, Shard  # noqa: PLC0415
-
-    words: dict[str, Placement] = {REPLICATED: Replicate(), PARTIAL: Partial()}
-    return tuple(words.get(where) or Shard(letters.index(where)) for where in layout.values())
 
 
 def dual(where: str) -> str:
@@ -138,31 +96,20 @@ def conversion(source: str, target: str) -> str | None:
     return "all-gather" if target == REPLICATED else "all-to-all"
 
 
-def _pair(word: str, given: str, name: str) -> tuple[str, str]:
+def _pair(word: str, told: str) -> tuple[str, str]:
     where, at, axis = word.partition("@")
     if not (where and at and axis) or "@" in axis:
         raise ValueError(
-            f"{name} {given!r}: {word!r} is not a placement; expected letter@axis, "
-            f"{PARTIAL}@axis or {REPLICATED}@axis, as in 'b@data f@tensor'"
+            f"{told}: {word!r} is not a placement; expected letter@axis, {PARTIAL}@axis or "
+            f"{REPLICATED}@axis, as in 'b@data f@tensor'"
         )
     return axis, where
-
-
-def _where(where: str | None, letters: str, told: str) -> str:
-    if where is None:
-        return REPLICATED
-    if where not in (REPLICATED, PARTIAL, *letters):
-        raise ValueError(
-            f"{told}: {where!r} is no dim of {letters!r}; expected for an axis one of its letters, "
-            f"{PARTIAL!r} or {REPLICATED!r}, as in {{'data': {letters[:1]!r}}}"
-        )
-    return where
 
 
 def _from_torch(
     given: Sequence[Placement], letters: str, name: str, mesh_axes: Sequence[str] | None
 ) -> Iterable[tuple[str, str]]:
-    from torch.distributed.tensor.placement_types import Partial, Replicate, Shard  # noqa: PLC0415
+    from torch.distributed.tensor import placement_types as known  # noqa: PLC0415 - heavy
 
     if mesh_axes is None:
         raise ValueError(
@@ -176,11 +123,11 @@ def _from_torch(
         )
     for axis, item in zip(mesh_axes, given, strict=True):
         # Their subclasses mean something else: interleaved shards, masked sums.
-        if type(item) is Replicate:
+        if type(item) is known.Replicate:
             yield axis, REPLICATED
-        elif type(item) is Partial and item.reduce_op == "sum":
+        elif type(item) is known.Partial and item.reduce_op == "sum":
             yield axis, PARTIAL
-        elif type(item) is Shard and -len(letters) <= item.dim < len(letters):
+        elif type(item) is known.Shard and -len(letters) <= item.dim < len(letters):
             yield axis, letters[item.dim]
         else:
             raise ValueError(
@@ -259,22 +206,17 @@ class Equation:
         inputs, output = written.split("->")
         operands = tuple(inputs.split(","))
         for letters in (*operands, output):
-            _check_letters(text, letters)
-        for letter in output:
-            if letter not in inputs:
-                raise ValueError(f"einsum {text!r}: no operand has {letter!r} of the output")
+            for letter in letters:
+                if letter not in ascii_letters:
+                    raise ValueError(f"einsum {text!r}: {letter!r} is not a letter a-z or A-Z")
+                if letters.count(letter) > 1:
+                    raise ValueError(
+                        f"einsum {text!r}: {letter!r} is twice in {letters!r}; diagonals cannot be "
+                        "taken of shards. Take it before, by torch.diagonal"
+                    )
+        if lost := [letter for letter in output if letter not in inputs]:
+            raise ValueError(f"einsum {text!r}: no operand has {lost[0]!r} of the output")
         return cls(operands, output, _names(names, len(operands)))
-
-
-def _check_letters(text: str, letters: str) -> None:
-    for letter in letters:
-        if letter not in ascii_letters:
-            raise ValueError(f"einsum {text!r}: {letter!r} is not a letter a-z or A-Z")
-        if letters.count(letter) > 1:
-            raise ValueError(
-                f"einsum {text!r}: {letter!r} is twice in {letters!r}; diagonals cannot be "
-                "taken of shards. Take it before, by torch.diagonal"
-            )
 
 
 def _names(names: Sequence[str] | None, count: int) -> tuple[str, ...]:
@@ -287,19 +229,17 @@ def _names(names: Sequence[str] | None, count: int) -> tuple[str, ...]:
         if not name.isidentifier():
             raise ValueError(f"names={names!r}: {name!r} is not a name")
     taken = [*names, "y", *(f"d{name}" for name in names), "dy", "output"]
-    for name in taken:
-        if taken.count(name) > 1:
-            raise ValueError(
-                f"names={names!r}: {name!r} would be two things; the output is y, and the "
-                "gradient of x is dx"
-            )
+    if doubled := next((name for name in taken if taken.count(name) > 1), None):
+        raise ValueError(
+            f"names={names!r}: {doubled!r} would be two things; the output is y, and the gradient "
+            "of x is dx"
+        )
     return tuple(names)
 
 
 # How one tensor is brought from one layout to another, and its gradient back; at what cost.
 
 _TENSOR_AXES = ("tensor", "tp")
-_WORDS = {REPLICATED, PARTIAL}
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,16 +253,15 @@ class Step:
     bytes: int | None
 
     def __str__(self) -> str:
-        words = [self.kind, self.tensor]
+        where = ""
         if self.gathered and self.split:
-            words += ["from", self.gathered, "to", self.split]
+            where = f" from {self.gathered} to {self.split}"
         elif self.gathered or self.split:
-            words += ["on", self.gathered or self.split or ""]
-        return " ".join([*words, "over", self.axis])
+            where = f" on {self.gathered or self.split}"
+        return f"{self.kind} {self.tensor}{where} over {self.axis}"
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
+class Move(NamedTuple):
     """A tensor's way along one axis, and its gradient's way back."""
 
     axis: str
@@ -330,10 +269,6 @@ class Move:
     target: str
     gradient: str
     back: str
-
-    @property
-    def is_nothing(self) -> bool:
-        return self.source == self.target and self.gradient == self.back
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,13 +302,12 @@ class Cost:
         return -(-rounds * have * (degree - 1) // degree)
 
 
-@dataclass(frozen=True, slots=True)
-class Way:
+class Way(NamedTuple):
     """A tensor's steps, in order, the gradient's, in order, and the calls that do both."""
 
-    forward: tuple[Step, ...]
-    backward: tuple[Step, ...]
-    regions: tuple[str, ...]
+    forward: tuple[Step, ...] = ()
+    backward: tuple[Step, ...] = ()
+    regions: tuple[str, ...] = ()
 
     @property
     def sent(self) -> int:
@@ -384,19 +318,18 @@ class Way:
         return Way(forward, backward, self.regions + later.regions)
 
 
-def cheapest_way(name: str, letters: str, start: Layout, moves: Sequence[Move], cost: Cost) -> Way:
+def cheapest_way(name: str, letters: str, start: Layout, moves: Iterable[Move], cost: Cost) -> Way:
     """Return the moves in the order that sends the least."""
-    wanted = [move for move in moves if not move.is_nothing]
+    wanted = [move for move in moves if move.source != move.target or move.gradient != move.back]
     cost.shape(letters, start)
     indivisible: DegreeError | None = None
     # What a move sends depends on which ones were made before it, not on their order: of each
     # set of moves the best order is enough.
-    reached: dict[frozenset[int], tuple[int, tuple[int, ...], Way]] = {
-        frozenset(): (0, (), Way((), (), ()))
-    }
+    reached: dict[frozenset[int], tuple[int, tuple[int, ...], Way]]
+    reached = {frozenset(): (0, (), Way())}
     for _ in wanted:
-        further: dict[frozenset[int], tuple[int, tuple[int, ...], Way]] = {}
-        for done, (sent, order, way) in reached.items():
+        before, reached = reached, {}
+        for done, (sent, order, way) in before.items():
             layout = start | {wanted[number].axis: wanted[number].target for number in done}
             for number, move in enumerate(wanted):
                 if number in done or not _is_contiguous(move, layout):
@@ -408,8 +341,7 @@ def cheapest_way(name: str, letters: str, start: Layout, moves: Sequence[Move], 
                     continue
                 found = sent + last.sent, (*order, number), way.then(last)
                 made = done | {number}
-                further[made] = min(found, further.get(made, found), key=lambda one: one[:2])
-        reached = further
+                reached[made] = min(found, reached.get(made, found), key=lambda one: one[:2])
     if not reached:
         raise indivisible or ParallelError(_apart(name, letters, start, wanted))
     (best,) = reached.values()
@@ -417,7 +349,6 @@ def cheapest_way(name: str, letters: str, start: Layout, moves: Sequence[Move], 
 
 
 def _is_contiguous(move: Move, layout: Layout) -> bool:
-    """Whether a move finds, and leaves, contiguous parts of every letter."""
     # The first of a letter's axes cuts it, the next one cuts those parts: only the last of them
     # can be taken away, and one that is added has to come last.
     axes = list(layout)
@@ -431,21 +362,18 @@ def _way(name: str, letters: str, layout: Layout, move: Move, cost: Cost) -> Way
     cost.shape(letters, after)
     regions = _calls(name, letters, move)
 
-    def steps(
-        tensor: str, source: str, target: str, lies: Layout, calls: tuple[str, ...]
-    ) -> tuple[Step, ...]:
-        if source == target:
-            return ()
+    def steps(tensor: str, source: str, target: str, lies: Layout, call: int) -> tuple[Step, ...]:
         kind = conversion(source, target)
+        if kind is None:
+            return ()
         gathered, split = (None if where in _WORDS else where for where in (source, target))
         sent = cost.sent(kind, move.axis, letters, lies)
-        region = calls[0] if calls else None
-        return (Step(kind or "", move.axis, tensor, gathered, split, region, sent),)
+        region = regions[call] if regions else None
+        return (Step(kind, move.axis, tensor, gathered, split, region, sent),)
 
-    forward = steps(name, move.source, move.target, layout, regions)
+    forward = steps(name, move.source, move.target, layout, 0)
     # A gradient that is partial has the shape of what is replicated.
-    backward = steps(f"d{name}", move.gradient, move.back, after, regions[::-1])
-    return Way(forward, backward, regions)
+    return Way(forward, steps(f"d{name}", move.gradient, move.back, after, -1), regions)
 
 
 def _apart(name: str, letters: str, start: Layout, moves: Sequence[Move]) -> str:
@@ -461,119 +389,84 @@ def _apart(name: str, letters: str, start: Layout, moves: Sequence[Move]) -> str
     )
 
 
-# Which letter, or which terms of a sum, the local products along each axis share out.
+# How the local products share the work along an axis: each rank takes a part of a letter, or a term
+# of an operand, by its number, or all do the same.
+
+Work: TypeAlias = str | int | None
 
 
-@dataclass(frozen=True, slots=True)
-class _Work:
-    """How the local products share the work along an axis."""
-
-    letter: str | None = None  # each rank takes a part of it
-    partial: int | None = None  # or a term of this operand
-
-    def entering(self, number: int, letters: str) -> str:
-        if self.letter is None:
-            return PARTIAL if self.partial == number else REPLICATED
-        return self.letter if self.letter in letters else REPLICATED
-
-    def gradient(self, number: int, letters: str) -> str:
-        if self.letter is None:
-            return REPLICATED if self.partial in {None, number} else PARTIAL
-        return self.letter if self.letter in letters else PARTIAL
-
-    def result(self, letters: str) -> str:
-        if self.letter is None:
-            return REPLICATED if self.partial is None else PARTIAL
-        return self.letter if self.letter in letters else PARTIAL
+def _entering(work: Work, number: int, letters: str) -> str:
+    """Return where an operand has to be."""
+    if isinstance(work, str):
+        return work if work in letters else REPLICATED
+    return PARTIAL if work == number else REPLICATED
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    gradients: tuple[Layout, ...]
+def _leaving(work: Work, letters: str, number: int | None = None) -> str:
+    """Return where an operand's gradient comes out, or the product without a number."""
+    if isinstance(work, str):
+        return work if work in letters else PARTIAL
+    return REPLICATED if work in (None, number) else PARTIAL
+
+
+class Plan(NamedTuple):
+    gradients: list[Layout]
     output: Layout
-    ways: tuple[Way, ...]
+    ways: list[Way]
     end: Way
     price: int
 
 
-def cheapest_plan(
-    equation: Equation, axes: Sequence[str], given: Sequence[Layout], wanted: Layout, cost: Cost
-) -> Plan:
-    """Return the plan that sends the least, of those that share the work in different ways."""
-    best: Plan | None = None
-    failures: list[ParallelError] = []
-    choices = [list(_works(equation, axis, given, wanted)) for axis in axes]
-    for works in product(*choices):
-        try:
-            plan = _plan(equation, dict(zip(axes, works, strict=True)), given, wanted, cost)
-        except ParallelError as error:
-            failures.append(error)
-            continue
-        if best is None or plan.price < best.price:
-            best = plan
-    if best is None:
-        raise failures[0]
-    return best
-
-
 def _works(
     equation: Equation, axis: str, given: Sequence[Layout], wanted: Layout
-) -> Iterator[_Work]:
-    """Yield the ways to share the work along one axis that are worth a look."""
+) -> Sequence[Work]:
+    """Return the ways to share the work along one axis that are worth a look."""
     places = [layout[axis] for layout in given]
-    letters = list(dict.fromkeys(w for w in places if w not in {PARTIAL, REPLICATED}))
+    letters = list(dict.fromkeys(w for w in places if w not in _WORDS))
     partial = [number for number, where in enumerate(places) if where == PARTIAL]
     goal = wanted.get(axis, REPLICATED)
     if len(letters) == 1 and all(
         where == (letters[0] if letters[0] in own else REPLICATED)
         for where, own in zip(places, equation.operands, strict=True)
     ):
-        yield _Work(letters[0])
-    elif len(partial) == 1 and not letters:
-        yield _Work(partial=partial[0])
-    elif goal not in {PARTIAL, REPLICATED}:
-        yield _Work(goal)
-    elif letters:
-        yield from map(_Work, letters)
-    else:
-        yield _Work()
-        yield from (_Work(partial=number) for number in partial)
+        return letters
+    if len(partial) == 1 and not letters:
+        return partial
+    if goal not in _WORDS:
+        return [goal]
+    return letters or [None, *partial]
 
 
 def _plan(
-    equation: Equation,
-    works: Mapping[str, _Work],
-    given: Sequence[Layout],
-    wanted: Layout,
-    cost: Cost,
+    equation: Equation, works: Sequence[Work], given: Sequence[Layout], wanted: Layout, cost: Cost
 ) -> Plan:
     ways, gradients = [], []
-    for number, letters in enumerate(equation.operands):
-        gradient = {axis: work.gradient(number, letters) for axis, work in works.items()}
+    for number, (letters, layout) in enumerate(zip(equation.operands, given, strict=True)):
+        shared = list(zip(layout.items(), works, strict=True))
+        gradient = {axis: _leaving(work, letters, number) for (axis, _), work in shared}
         moves = [
-            Move(axis, where, work.entering(number, letters), gradient[axis], dual(where))
-            for (axis, where), work in zip(given[number].items(), works.values(), strict=True)
+            Move(axis, where, _entering(work, number, letters), gradient[axis], dual(where))
+            for (axis, where), work in shared
         ]
         gradients.append(gradient)
-        ways.append(cheapest_way(equation.names[number], letters, given[number], moves, cost))
-    result = {axis: work.result(equation.output) for axis, work in works.items()}
+        ways.append(cheapest_way(equation.names[number], letters, layout, moves, cost))
+    result = {
+        axis: _leaving(work, equation.output) for axis, work in zip(given[0], works, strict=True)
+    }
     output = {axis: wanted.get(axis, where) for axis, where in result.items()}
-    moves = [
-        Move(axis, where, output[axis], dual(output[axis]), dual(where))
-        for axis, where in result.items()
-    ]
-    for move in moves:
-        if move.target == PARTIAL != move.source:
+    for axis, where in output.items():
+        if where == PARTIAL != result[axis]:
             raise ParallelError(
-                f"y is {move.source} over {move.axis}, which does not become partial; leave "
-                f"{move.axis} out of output="
+                f"y is {result[axis]} over {axis}, which does not become partial; leave {axis} out "
+                "of output="
             )
+    moves = [Move(a, at, output[a], dual(output[a]), dual(at)) for a, at in result.items()]
     end = cheapest_way("y", equation.output, result, moves, cost)
     price = sum(way.sent for way in (*ways, end))
     for axis, where in output.items():
         if where == PARTIAL:  # it has to be summed later
             price += cost.sent("all-reduce", axis, equation.output, output)
-    return Plan(tuple(gradients), output, tuple(ways), end, price)
+    return Plan(gradients, output, ways, end, price)
 
 
 # The calculator's answer as text.
@@ -581,40 +474,31 @@ def _plan(
 
 def table(answer: EinsumSharding) -> str:
     """Return a row for each tensor and a column for each axis, then the steps."""
-    lines = [(answer.equation, "", *answer.axes, *(["local"] if answer.shapes else []))]
+    shapes = answer.shapes
+    rows = [(answer.equation, *answer.axes, *(["local"] if shapes else []))]
+    width = max(len(name) for name, _, _ in answer.rows())
     for name, letters, layout in answer.rows():
         told = complete(read(layout, letters, name, answer.axes)[0], answer.axes)
         places = ("-" if where == REPLICATED else where for where in told.values())
-        shape = [_shape(answer.shapes.get(name))] if answer.shapes else []
-        lines.append((name, letters, *places, *shape))
-    # The equation stands above the first two columns.
-    head, *rows = lines
-    width = max(len(row[0]) for row in rows)
-    aligned = _aligned([(head[0], *head[2:])] + [(f"{n:{width}}  {t}", *c) for n, t, *c in rows])
+        shape = [_shape(shapes.get(name))] if shapes else []
+        rows.append((f"{name:{width}}  {letters}", *places, *shape))
     steps = [*_steps("forward", answer.forward), *_steps("backward", answer.backward)]
-    return "\n".join([*aligned, *_aligned(steps)])
+    return "\n".join([*_aligned(rows), *_aligned(steps)])
 
 
 def _steps(title: str, steps: Sequence[Step]) -> Iterable[tuple[str, ...]]:
     if not steps:
         yield title, "-"
-    for position, step in enumerate(steps):
-        yield (
-            "" if position else title,
-            str(step),
-            *([] if step.bytes is None else [_bytes(step.bytes)]),
-            step.region or "",
-        )
+    for step in steps:
+        sent = [] if step.bytes is None else [_bytes(step.bytes)]
+        yield title, str(step), *sent, step.region or ""
+        title = ""
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    count = max(len(row) for row in rows)
-    full = [[*row, *[""] * (count - len(row))] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*full, strict=True)]
-    return [
-        "  ".join(f"{word:{width}}" for word, width in zip(row, widths, strict=True)).rstrip()
-        for row in full
-    ]
+    columns = list(zip_longest(*rows, fillvalue=""))
+    widths = [max(map(len, column)) for column in columns]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in zip(*columns, strict=True)]
 
 
 def _shape(shape: tuple[int, ...] | None) -> str:
@@ -684,13 +568,15 @@ class EinsumSharding:
         Raises:
             ValueError: There is no such tensor.
         """
-        for name, letters, layout in self.rows():
-            if name == of:
-                return self._to_torch(layout, letters)
-        if of == "output":
-            return self.placements("y")
+        from torch.distributed.tensor import placement_types as made  # noqa: PLC0415 - heavy
+
+        words: dict[str, Placement] = {REPLICATED: made.Replicate(), PARTIAL: made.Partial()}
         if isinstance(of, int) and -len(self.names) <= of < len(self.names):
-            return self.placements(self.names[of])
+            of = self.names[of]
+        for name, letters, layout in self.rows():
+            if name == ("y" if of == "output" else of):
+                places = complete(read(layout, letters, "", self.axes)[0], self.axes).values()
+                return tuple(words.get(at) or made.Shard(letters.index(at)) for at in places)
         raise ValueError(
             f"no tensor {of!r} in {self.equation!r}; expected 'output', an operand's number below "
             f"{len(self.names)}, or one of {', '.join(name for name, _, _ in self.rows())}"
@@ -699,19 +585,13 @@ class EinsumSharding:
     def rows(self) -> list[tuple[str, str, str]]:
         """Return name, letters and placements of the operands, the output, and the gradients."""
         equation = Equation.parse(self.equation, self.names)
-        operands, gradients = (
-            list(zip(self.names, equation.operands, layouts, strict=True))
-            for layouts in (self.operands, self.gradients)
-        )
+        operands = list(zip(self.names, equation.operands, strict=True))
         return [
-            *operands,
+            *((*one, layout) for one, layout in zip(operands, self.operands, strict=True)),
             ("y", equation.output, self.output),
-            *((f"d{name}", letters, layout) for name, letters, layout in gradients),
-        ]
-
-    def _to_torch(self, layout: str, letters: str) -> tuple[Placement, ...]:
-        told, _ = read(layout, letters, "", self.axes)
-        return to_torch(complete(told, self.axes), letters)
+            *((f"d{name}", letters, layout)
+              for (name, letters), layout in zip(operands, self.gradients, strict=True)),
+        ]  # fmt: skip
 
     def __str__(self) -> str:
         return table(self)
@@ -729,8 +609,8 @@ def einsum_sharding(
 ) -> EinsumSharding:
     """Work out a sharded einsum: where output and gradients are, and what is sent.
 
-    Pure arithmetic: nothing is communicated, no tensor is needed. The rules are in this
-    module's docstring.
+    Pure arithmetic: nothing is communicated, no tensor is needed. The rules are those of
+    Megatron-LM (arXiv:1909.08053, arXiv:2205.05198), written out in ``docs/guides/tensor.md``.
 
     Args:
         equation: In einsum's notation, with ``->``; no ellipsis, and no letter twice in a tensor.
@@ -836,11 +716,9 @@ def einsum_sharding(
 
 def _layouts(
     equation: Equation, operands: Sequence[Given], output: Given, mesh_axes: Sequence[str] | None
-) -> tuple[tuple[str, ...], list[Layout], Layout]:
+) -> tuple[Axes, Layouts, Layout]:
     """Return the axes, the operands' layouts, and what is wanted of the output, by axis."""
-    if mesh_axes is not None and (
-        isinstance(mesh_axes, str) or len(set(mesh_axes)) < len(mesh_axes)
-    ):
+    if isinstance(mesh_axes, str) or len(set(mesh_axes or ())) < len(mesh_axes or ()):
         raise ValueError(f"mesh_axes={mesh_axes!r}; expected different names, outermost first")
     told = [
         read(given, letters, name, mesh_axes)[0]
@@ -858,37 +736,30 @@ def _layouts(
 
 
 def _cheapest(
-    equation: Equation,
-    axes: tuple[str, ...],
-    given: Sequence[Layout],
-    wanted: Layout,
-    cost: Cost,
-    *,
-    fixed: bool,
-) -> tuple[tuple[str, ...], list[Layout], Plan]:
-    """Return the cheapest plan, and axes and operands in the order that it is made for."""
-    best: tuple[tuple[str, ...], list[Layout], Plan] | None = None
-    failures: list[ParallelError] = []
+    equation: Equation, axes: Axes, given: Layouts, wanted: Layout, cost: Cost, *, fixed: bool
+) -> tuple[Axes, Layouts, Plan]:
+    """Return the plan that sends the least, and axes and operands in the order that it is for."""
+    best: tuple[Axes, Layouts, Plan] | None = None
+    failure: ParallelError | None = None
     for order in [axes] if fixed else _orders(axes, (*given, wanted)):
         ordered = [complete(layout, order) for layout in given]
-        try:
-            plan = cheapest_plan(equation, order, ordered, wanted, cost)
-        except ParallelError as error:
-            failures.append(error)
-            continue
-        if best is None or plan.price < best[-1].price:
-            best = order, ordered, plan
+        for works in product(*(_works(equation, axis, ordered, wanted) for axis in order)):
+            try:
+                plan = _plan(equation, works, ordered, wanted, cost)
+            except ParallelError as error:
+                failure = failure or error
+                continue
+            if best is None or plan.price < best[-1].price:
+                best = order, ordered, plan
     if best is None:
-        raise failures[0]
+        assert failure is not None
+        raise failure
     return best
 
 
-def _orders(axes: tuple[str, ...], layouts: Sequence[Layout]) -> Iterator[tuple[str, ...]]:
+def _orders(axes: Axes, layouts: Layouts) -> Iterator[Axes]:
     """Yield the orders of the axes that differ in which one cuts a letter before another."""
-    letters = {
-        axis: {layout.get(axis, REPLICATED) for layout in layouts} - {REPLICATED, PARTIAL}
-        for axis in axes
-    }
+    letters = {axis: {layout.get(axis, PARTIAL) for layout in layouts} - _WORDS for axis in axes}
     pairs = [two for two in combinations(axes, 2) if letters[two[0]] & letters[two[1]]]
     seen = set()
     for order in permutations(axes):

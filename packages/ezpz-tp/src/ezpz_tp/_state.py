@@ -517,11 +517,7 @@ class ParallelState:
             self._maker.destroy()
 
     def check_world(self) -> None:
-        """Raise if the world that the groups were made in is gone, and they with it.
-
-        Raises:
-            NotInitializedError: It is.
-        """
+        """Raise NotInitializedError if the world that the groups were made in is gone."""
         # A constant to torch.compile, which cannot look through a weak reference.
         if not torch.compiler.is_compiling() and not has_world(self._world):
             raise NotInitializedError(

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -30,11 +31,9 @@ from ._state import ParallelState
 
 def state_or_alone(state: ParallelState | None) -> ParallelState:
     """Return the state given, the default one, or that of a rank alone."""
-    found = state or current_state()
-    if found is not None:
+    if (found := state or current_state()) is not None:
         return found
-    world = live_world()
-    if world is not None and world.size() > 1:
+    if (world := live_world()) is not None and world.size() > 1:
         raise ParallelError(
             f"there are no parallel groups, but a world of {world.size()} ranks; call "
             "initialize_tensor_parallel first, or give those of the layers, as in "
@@ -48,8 +47,7 @@ def tell_all(value: Any, state: ParallelState, axes: Iterable[str] = AXES) -> li
     values = [value]
     for axis in axes:
         if state.size(axis) > 1:
-            together = _all_gather_object(values, state.group(axis))
-            values = [value for part in together for value in part]
+            values = list(chain.from_iterable(_all_gather_object(values, state.group(axis))))
     return values
 
 
@@ -130,7 +128,6 @@ Kind = TypeVar("Kind")
 
 
 def names_of(optimizer: Optimizer, module: nn.Module) -> dict[nn.Parameter, str]:
-    """Return the name in the module of each of an optimizer's parameters."""
     names = {parameter: name for name, parameter in module.named_parameters()}
     kept = module.state_dict(keep_vars=True)  # where hooks may have renamed them
     names |= {one: name for name, one in reversed(kept.items()) if isinstance(one, nn.Parameter)}
@@ -149,12 +146,8 @@ def names_of(optimizer: Optimizer, module: nn.Module) -> dict[nn.Parameter, str]
 
 
 def groups_of(optimizer: Optimizer, module: nn.Module) -> list[Group]:
-    """Return an optimizer's groups with names in the place of parameters."""
-    names = names_of(optimizer, module)
-    return [
-        {**group, "params": [names[parameter] for parameter in group["params"]]}
-        for group in optimizer.param_groups
-    ]
+    names, groups = names_of(optimizer, module), optimizer.param_groups
+    return [{**group, "params": [names[one] for one in group["params"]]} for group in groups]
 
 
 def join_groups(stages: Sequence[Sequence[Group] | None]) -> list[Group] | None:
@@ -174,10 +167,13 @@ def join_groups(stages: Sequence[Sequence[Group] | None]) -> list[Group] | None:
             )
         for number, (group, all_) in enumerate(zip(groups, joined, strict=True)):
             for key in sorted((group.keys() | all_.keys()) - {"params"}):
-                if not _equal(group.get(key), all_.get(key)):
+                here: Any = group.get(key)
+                first: Any = all_.get(key)
+                tensors = isinstance(here, Tensor) or isinstance(first, Tensor)
+                if (float(here) != float(first)) if tensors else (here != first):
                     raise ParallelError(
-                        f"group {number} of the optimizer has {key}={group.get(key)!r} on pipeline "
-                        f"stage {stage} and {all_.get(key)!r} on stage 0; expected the same on each"
+                        f"group {number} of the optimizer has {key}={here!r} on pipeline stage "
+                        f"{stage} and {first!r} on stage 0; expected the same on each"
                     )
             all_["params"] += [name for name in group["params"] if name not in all_["params"]]
     return joined
@@ -200,12 +196,6 @@ def groups_for(saved: Sequence[Group], optimizer: Optimizer, module: nn.Module) 
         taken = saved[numbers.pop() if numbers else number]
         found.append({key: value for key, value in taken.items() if key != "params"})
     return found
-
-
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
-        return float(one) == float(other)
-    return bool(one == other)
 
 
 # What one rank holds of a model and its optimizer, and what the whole is.
@@ -236,18 +226,18 @@ def parts_of(module: nn.Module, optimizer: Optimizer | None, state: ParallelStat
             found.tensors[name] = part_of(name, value, owners.get(name, value), state)
         else:
             found.values[name] = value
-    names = {} if optimizer is None else names_of(optimizer, module)
-    for parameter in module.parameters():
+    if optimizer is None:
+        return found
+    names = names_of(optimizer, module)
+    for parameter in filter(names.__contains__, module.parameters()):
         # Not state[...]: it makes an entry where there is none.
-        kept = optimizer.state.get(parameter, {}) if optimizer and parameter in names else {}
-        for key, value in kept.items():
+        for key, value in optimizer.state.get(parameter, {}).items():
             name = optimizer_name(names[parameter], key)
             if not isinstance(value, Tensor):
                 found.values[name] = value
-            elif value.shape == parameter.shape:
-                found.tensors[name] = part_of(name, value, parameter, state)
-            elif value.numel() == 1:
-                found.tensors[name] = part_of(name, value, value, state)
+            elif value.shape == parameter.shape or value.numel() == 1:
+                owner = parameter if value.shape == parameter.shape else value
+                found.tensors[name] = part_of(name, value, owner, state)
             else:
                 raise ParallelError(
                     f"{key!r} of {names[parameter]!r} in the optimizer has shape "
@@ -268,7 +258,6 @@ def owners_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def shard_in(name: str, parameter: Tensor, state: ParallelState) -> Shard:
-    """Return what a parameter is a part of."""
     expert = not getattr(parameter, "allreduce", True)
     if expert and state.size("expert") * state.size("expert_tensor") > 1:
         raise ParallelError(
@@ -339,7 +328,6 @@ def survey(
 
 
 def _check_alike(told: Sequence[tuple[list[Entry], bool]], state: ParallelState) -> None:
-    """Raise `ParallelError` where the ranks of this tensor group differ in what they hold."""
     (first, without), *others = told
     for rank, (other, none) in enumerate(others, 1):
         if (first, without) != (other, none):
@@ -372,15 +360,11 @@ def _held(stages: Sequence[list[Entry]], digests: Sequence[Mapping[str, bytes]])
 
 
 def _digest(tensor: Tensor) -> bytes:
-    """Return a hash of a tensor's bytes."""
     found = hashlib.blake2b(digest_size=16)
     for piece in flat_bytes(tensor).split(16 << 20):
         held = piece.cpu()
         found.update(ctypes.string_at(held.data_ptr(), len(held)))
     return found.digest()
-
-
-# Full tensors from the parts that ranks hold, and back: in memory.
 
 
 @torch.no_grad()
@@ -424,9 +408,8 @@ def gather_state_dict(
         raise ParallelError(f"to_rank={to_rank} of {world} ranks; expected 0 to {world - 1}")
     parts, whole = survey(module, optimizer, state)
     here, keep = state.index("pipeline"), to_rank in (None, state.rank)
-    several = state.size("pipeline") > 1
     # Whether a rank of this pipeline wants what another stage has.
-    passed = several and (to_rank is None or to_rank in state.ranks("pipeline"))
+    passed = state.size("pipeline") > 1 and (to_rank is None or to_rank in state.ranks("pipeline"))
     full: dict[str, Any] = {}
     for name, held in whole.tensors.items():
         found = None
@@ -486,11 +469,9 @@ def shard_state_dict(
         return model
     names = names_of(optimizer, module)
     numbers = {parameter: number for number, parameter in enumerate(names)}
-    options = groups_for(saved["param_groups"], optimizer, module)
-    groups = [
-        {**said, "params": [numbers[parameter] for parameter in group["params"]]}
-        for group, said in zip(optimizer.param_groups, options, strict=True)
-    ]
+    groups = groups_for(saved["param_groups"], optimizer, module)
+    for group, own_group in zip(groups, optimizer.param_groups, strict=True):
+        group["params"] = [numbers[parameter] for parameter in own_group["params"]]
     states: dict[int, dict[str, Any]] = {}
     for parameter, name in names.items():
         for key, value in saved["state"].get(name, {}).items():
@@ -505,7 +486,6 @@ def shard_state_dict(
 
 
 def cut(name: str, full: Tensor, parameter: Tensor, state: ParallelState) -> Tensor:
-    """Return this rank's part of a full tensor."""
     shard = shard_in(name, parameter, state)
     if tuple(full.shape) != shard.full_shape:
         raise DegreeError(
@@ -528,10 +508,8 @@ def nested(found: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, dict[str
     states: dict[str, dict[str, Any]] = {}
     for name, value in found.items():
         parameter, key = parameter_of(name)
-        if key is None:
-            model[name] = value
-        else:
-            states.setdefault(parameter, {})[key] = value
+        into = model if key is None else states.setdefault(parameter, {})
+        into[key or name] = value
     return model, states
 
 

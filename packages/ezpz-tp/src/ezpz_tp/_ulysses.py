@@ -78,7 +78,13 @@ def ulysses_attention(
     if is_causal:
         check_causal("ulysses_attention", q, k, balanced and ranks is not None)
     if ranks is not None:
-        _check_halves(q, k, balanced)
+        if balanced and (q.shape[2] % 2 or k.shape[2] % 2):
+            raise DegreeError(
+                f"ulysses_attention: this rank's part has {q.shape[2]} queries and {k.shape[2]} "
+                "keys, and a balanced part is two chunks of one length; pad the sequence to a "
+                "multiple of two chunks for each rank before shard_sequence, or shard and call "
+                "with balanced=False"
+            )
         k, v = _enough_heads(q, k, ranks), _enough_heads(q, v, ranks)
         q, k, v = _exchanged(True, balanced, ranks, q, k, v)
     grouped = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
@@ -91,15 +97,6 @@ def ulysses_attention(
             f"shape {tuple(q.shape)}; expected [batch, heads, sequence, ...] of the same sizes"
         )
     return _exchanged(False, balanced, ranks, output)[0]
-
-
-def _check_halves(q: Tensor, k: Tensor, balanced: bool) -> None:
-    if balanced and (q.shape[2] % 2 or k.shape[2] % 2):
-        raise DegreeError(
-            f"ulysses_attention: this rank's part has {q.shape[2]} queries and {k.shape[2]} keys, "
-            "and a balanced part is two chunks of one length; pad the sequence to a multiple of "
-            "two chunks for each rank before shard_sequence, or shard and call with balanced=False"
-        )
 
 
 def _enough_heads(q: Tensor, kv: Tensor, group: ProcessGroup) -> Tensor:
@@ -205,7 +202,17 @@ def unified_attention(
         ParallelError: Shapes, dtypes or devices of q, k and v do not fit; a group is not given, or
             is given twice.
     """
-    _check_groups(ulysses_group, ring_group)
+    given: tuple[ProcessGroup | None, ...] = ulysses_group, ring_group
+    if None in given:  # which elsewhere stands for the context axis
+        raise ParallelError(
+            f"unified_attention: ulysses_group={ulysses_group!r}, ring_group={ring_group!r}; "
+            "expected two process groups, as split_context returns them"
+        )
+    if ulysses_group is ring_group and ring_group.size() > 1:
+        raise ParallelError(
+            f"unified_attention: ulysses_group and ring_group are one group of {ring_group.size()} "
+            "ranks; expected two that cross, as split_context returns them"
+        )
 
     def ring(q: Tensor, k: Tensor, v: Tensor, **_: object) -> Tensor:
         return ring_attention(
@@ -213,19 +220,6 @@ def unified_attention(
         )
 
     return ulysses_attention(q, k, v, group=ulysses_group, balanced=False, attention=ring)
-
-
-def _check_groups(ulysses: ProcessGroup | None, ring: ProcessGroup | None) -> None:
-    if ulysses is None or ring is None:  # which elsewhere stands for the context axis
-        raise ParallelError(
-            f"unified_attention: ulysses_group={ulysses!r}, ring_group={ring!r}; expected two "
-            "process groups, as split_context returns them"
-        )
-    if ulysses is ring and ulysses.size() > 1:
-        raise ParallelError(
-            f"unified_attention: ulysses_group and ring_group are one group of {ring.size()} "
-            "ranks; expected two that cross, as split_context returns them"
-        )
 
 
 def split_context(
@@ -271,7 +265,7 @@ def _split(ulysses: int, state: ParallelState) -> tuple[ProcessGroup, ProcessGro
             "unified_attention two groups of your own"
         )
     stride = state.layout.stride("context")
-    return (_strided(state, ulysses, stride), _strided(state, degree // ulysses, stride * ulysses))
+    return _strided(state, ulysses, stride), _strided(state, degree // ulysses, stride * ulysses)
 
 
 def _strided(state: ParallelState, degree: int, stride: int) -> ProcessGroup:

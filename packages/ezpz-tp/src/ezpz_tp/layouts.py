@@ -56,92 +56,73 @@ class MeshAxis:
     source: str
 
 
+def _axis(name: str, shards: str, source: str, *sends: str) -> MeshAxis:
+    return MeshAxis(name, tuple(shards.split(", ")), sends, source)
+
+
 AXES = {
-    "pp": MeshAxis(
-        "pp",
-        ("layers", "weights", "gradients", "optimizer"),
-        (
+    axis.name: axis
+    for axis in (
+        _axis(
+            "pp", "layers, weights, gradients, optimizer",
+            "GPipe, arXiv:1811.06965; 1F1B (PipeDream-Flush), arXiv:2006.09503",
             "forward: send of each micro-batch's activations to the next stage",
             "backward: send of their gradients to the previous stage",
             "after backward: all-reduce of tied embeddings' gradients, first and last stage",
         ),
-        "GPipe, arXiv:1811.06965; 1F1B (PipeDream-Flush), arXiv:2006.09503",
-    ),
-    "replicate": MeshAxis(
-        "replicate",
-        ("batch",),
-        ("backward: all-reduce of the gradients' shards, after their reduce-scatter",),
-        "MiCS, arXiv:2205.00119; PyTorch FSDP (hybrid sharding), arXiv:2304.11277",
-    ),
-    "dp": MeshAxis(
-        "dp",
-        ("batch",),
-        ("backward: all-reduce of the gradients, in buckets as they are ready",),
-        "PyTorch Distributed, arXiv:2006.15704",
-    ),
-    "shard": MeshAxis(
-        "shard",
-        ("weights", "gradients", "optimizer", "batch"),
-        (
+        _axis(
+            "replicate", "batch",
+            "MiCS, arXiv:2205.00119; PyTorch FSDP (hybrid sharding), arXiv:2304.11277",
+            "backward: all-reduce of the gradients' shards, after their reduce-scatter",
+        ),
+        _axis(
+            "dp", "batch",
+            "PyTorch Distributed, arXiv:2006.15704",
+            "backward: all-reduce of the gradients, in buckets as they are ready",
+        ),
+        _axis(
+            "shard", "weights, gradients, optimizer, batch",
+            "ZeRO, arXiv:1910.02054; PyTorch FSDP, arXiv:2304.11277",
             "forward: all-gather of each module's weights",
             "backward: all-gather of them again, and reduce-scatter of their gradients",
         ),
-        "ZeRO, arXiv:1910.02054; PyTorch FSDP, arXiv:2304.11277",
-    ),
-    "ep": MeshAxis(
-        "ep",
-        ("experts", "batch"),
-        (
+        _axis(
+            "ep", "experts, batch",
+            "GShard, arXiv:2006.16668",
             "forward: all-to-all of tokens to their experts, and of the results back",
             "backward: the same two all-to-alls of gradients",
             "backward: all-reduce of the gradients of all weights but the experts'",
         ),
-        "GShard, arXiv:2006.16668",
-    ),
-    "cp": MeshAxis(
-        "cp",
-        ("sequence", "activations"),
-        (
+        _axis(
+            "cp", "sequence, activations",
+            "Ring attention, arXiv:2310.01889; DeepSpeed-Ulysses, arXiv:2309.14509",
             "forward: send of keys and values around a ring, or all-to-all of heads, in attention",
             "backward: the same, of them and of their gradients",
             "backward: all-reduce of the gradients of the weights",
         ),
-        "Ring attention, arXiv:2310.01889; DeepSpeed-Ulysses, arXiv:2309.14509",
-    ),
-    "tp": MeshAxis(
-        "tp",
-        ("weights", "gradients", "optimizer", "activations within blocks"),
-        (
+        _axis(
+            "tp", "weights, gradients, optimizer, activations within blocks",
+            "Megatron-LM, arXiv:1909.08053",
             "forward: all-reduce of activations, after attention and after the MLP",
             "backward: all-reduce of the gradients of what goes into the two",
         ),
-        "Megatron-LM, arXiv:1909.08053",
-    ),
-}
+    )
+}  # fmt: skip
 """The axes, from the slowest varying to the fastest: what communicates most is nearest."""
 
-SEQUENCE = MeshAxis(
-    "tp",
-    ("weights", "gradients", "optimizer", "activations"),
-    (
-        "forward: all-gather before attention and the MLP, reduce-scatter after them",
-        "backward: reduce-scatter and all-gather in turn, and all-gather of the input again",
-        "after backward: all-reduce of the gradients of norms and of row-parallel biases",
-    ),
+SEQUENCE = _axis(
+    "tp", "weights, gradients, optimizer, activations",
     "Reducing Activation Recomputation, arXiv:2205.05198",
-)
+    "forward: all-gather before attention and the MLP, reduce-scatter after them",
+    "backward: reduce-scatter and all-gather in turn, and all-gather of the input again",
+    "after backward: all-reduce of the gradients of norms and of row-parallel biases",
+)  # fmt: skip
 """The axis ``tp`` with sequence parallelism."""
 
 PARTS: dict[str, tuple[str, ...]] = {
-    "dp": ("dp",),
-    "fsdp": ("shard",),
-    "hsdp": ("replicate", "shard"),
-    "tp": ("tp",),
-    "sp": (),
-    "cp": ("cp",),
-    "ep": ("ep",),
-    "pp": ("pp",),
-}
+    "dp": ("dp",), "fsdp": ("shard",), "hsdp": ("replicate", "shard"), "tp": ("tp",), "sp": (),
+    "cp": ("cp",), "ep": ("ep",), "pp": ("pp",),
+}  # fmt: skip
 """What a name is made of, in the usual order, and the axes of each."""
 ALONE = ("dp", "fsdp", "hsdp")
 """Only one of these: they split the same batch."""

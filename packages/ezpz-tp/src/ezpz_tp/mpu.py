@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.init import xavier_normal_
 
-from . import _embedding, _linear, parallel_state
+from . import _embedding, _linear, _megatron, parallel_state
 from ._cross_entropy import vocab_parallel_cross_entropy
 from ._current import get_context_parallel_group as get_sequence_parallel_group
 from ._current import get_context_parallel_rank as get_sequence_parallel_rank
@@ -32,13 +32,7 @@ from ._current import get_context_parallel_world_size as get_sequence_parallel_w
 from ._current import get_data_parallel_ranks as get_data_parallel_group_ranks
 from ._current import get_pipeline_parallel_group as get_pipe_parallel_group
 from ._current import get_pipeline_parallel_rank as get_pipe_parallel_rank
-from ._current import (
-    get_pipeline_parallel_world_size,
-    get_state,
-    index_or_alone,
-    size_or_alone,
-    tensor_parallel_is_initialized,
-)
+from ._current import get_pipeline_parallel_world_size, get_state, tensor_parallel_is_initialized
 from ._current import get_pipeline_parallel_world_size as get_pipe_parallel_world_size
 from ._current import get_tensor_parallel_group as get_slice_parallel_group
 from ._current import get_tensor_parallel_rank as get_slice_parallel_rank
@@ -75,49 +69,24 @@ from ._random import seed_as_megatron as model_parallel_cuda_manual_seed
 from .parallel_state import *  # noqa: F403 - all of it, by intention
 
 __all__ = [
-    "ColumnParallelLinear",
-    "RowParallelLinear",
-    "VocabParallelEmbedding",
-    "broadcast_data",
-    "checkpoint",
-    "copy_tensor_model_parallel_attributes",
-    "copy_to_model_parallel_region",
-    "copy_to_tensor_model_parallel_region",
-    "divide",
-    "gather_from_model_parallel_region",
-    "gather_from_tensor_model_parallel_region",
-    "gather_split_1d_tensor",
-    "get_cuda_rng_tracker",
-    "get_data_parallel_group_ranks",
-    "get_model_parallel_rank",
-    "get_model_parallel_world_size",
-    "get_pipe_parallel_group",
-    "get_pipe_parallel_rank",
-    "get_pipe_parallel_world_size",
-    "get_pipeline_parallel_world_size",
-    "get_sequence_data_parallel_group",
-    "get_sequence_data_parallel_rank",
-    "get_sequence_data_parallel_world_size",
-    "get_sequence_parallel_group",
-    "get_sequence_parallel_rank",
-    "get_sequence_parallel_src_rank",
-    "get_sequence_parallel_world_size",
-    "get_slice_parallel_group",
-    "get_slice_parallel_rank",
-    "get_slice_parallel_world_size",
-    "is_unitialized",
-    "model_parallel_cuda_manual_seed",
-    "param_is_not_tensor_parallel_duplicate",
-    "reduce_from_model_parallel_region",
-    "reduce_from_tensor_model_parallel_region",
-    "scatter_to_model_parallel_region",
+    "ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding", "broadcast_data",
+    "checkpoint", "copy_tensor_model_parallel_attributes", "copy_to_model_parallel_region",
+    "copy_to_tensor_model_parallel_region", "divide", "gather_from_model_parallel_region",
+    "gather_from_tensor_model_parallel_region", "gather_split_1d_tensor", "get_cuda_rng_tracker",
+    "get_data_parallel_group_ranks", "get_model_parallel_rank", "get_model_parallel_world_size",
+    "get_pipe_parallel_group", "get_pipe_parallel_rank", "get_pipe_parallel_world_size",
+    "get_pipeline_parallel_world_size", "get_sequence_data_parallel_group",
+    "get_sequence_data_parallel_rank", "get_sequence_data_parallel_world_size",
+    "get_sequence_parallel_group", "get_sequence_parallel_rank", "get_sequence_parallel_src_rank",
+    "get_sequence_parallel_world_size", "get_slice_parallel_group", "get_slice_parallel_rank",
+    "get_slice_parallel_world_size", "is_unitialized", "model_parallel_cuda_manual_seed",
+    "param_is_not_tensor_parallel_duplicate", "reduce_from_model_parallel_region",
+    "reduce_from_tensor_model_parallel_region", "scatter_to_model_parallel_region",
     "scatter_to_tensor_model_parallel_region",
     "set_defaults_if_not_set_tensor_model_parallel_attributes",
-    "set_tensor_model_parallel_attributes",
-    "split_tensor_along_last_dim",
-    "split_tensor_into_1d_equal_chunks",
-    "vocab_parallel_cross_entropy",
-]
+    "set_tensor_model_parallel_attributes", "split_tensor_along_last_dim",
+    "split_tensor_into_1d_equal_chunks", "vocab_parallel_cross_entropy",
+]  # fmt: skip
 __all__ += parallel_state.__all__
 
 
@@ -175,17 +144,9 @@ class ColumnParallelLinear(_linear.ColumnParallelLinear, metaclass=_OfAnyDialect
         neox_args: Any = None,
         **options: Any,
     ) -> None:
-        super().__init__(
-            input_size,
-            output_size,
-            bias,
-            gather_output,
-            init_method,
-            stride,
-            keep_master_weight_for_test,
-            skip_bias_add=skip_bias_add,
-            **_read("ColumnParallelLinear", neox_args, options),
-        )
+        more = _read("ColumnParallelLinear", neox_args, options)
+        how = gather_output, init_method, stride, keep_master_weight_for_test
+        super().__init__(input_size, output_size, bias, *how, skip_bias_add=skip_bias_add, **more)
         self.input_size: int = input_size
         self.output_size: int = output_size
         self.output_size_per_partition: int = output_size // self.tp_size
@@ -215,17 +176,9 @@ class RowParallelLinear(_linear.RowParallelLinear, metaclass=_OfAnyDialect):
         neox_args: Any = None,
         **options: Any,
     ) -> None:
-        super().__init__(
-            input_size,
-            output_size,
-            bias,
-            input_is_parallel,
-            init_method,
-            stride,
-            keep_master_weight_for_test,
-            skip_bias_add=skip_bias_add,
-            **_read("RowParallelLinear", neox_args, options),
-        )
+        more = _read("RowParallelLinear", neox_args, options)
+        how = input_is_parallel, init_method, stride, keep_master_weight_for_test
+        super().__init__(input_size, output_size, bias, *how, skip_bias_add=skip_bias_add, **more)
         self.input_size: int = input_size
         self.output_size: int = output_size
         self.input_size_per_partition: int = input_size // self.tp_size
@@ -270,26 +223,13 @@ def is_unitialized() -> bool:
     return not tensor_parallel_is_initialized()
 
 
-def get_model_parallel_rank() -> int:
-    """Return this rank's position in the group over tensor and pipeline."""
-    return index_or_alone("tensor", "pipeline")
-
-
-def get_model_parallel_world_size() -> int:
-    """Return the number of ranks in the group over tensor and pipeline."""
-    return size_or_alone("tensor", "pipeline")
+get_model_parallel_rank: _megatron.Number = _megatron.rank_getter("tensor", "pipeline")
+get_model_parallel_world_size: _megatron.Number = _megatron.size_getter("tensor", "pipeline")
+get_sequence_data_parallel_rank: _megatron.Number = _megatron.rank_getter("context", "data")
+get_sequence_data_parallel_world_size: _megatron.Number = _megatron.size_getter("context", "data")
+_megatron.name_made(globals())
 
 
 def get_sequence_data_parallel_group() -> ProcessGroup:
     """Return the group over context and data."""
     return get_state().group("context", "data")
-
-
-def get_sequence_data_parallel_rank() -> int:
-    """Return this rank's position in the group over context and data."""
-    return index_or_alone("context", "data")
-
-
-def get_sequence_data_parallel_world_size() -> int:
-    """Return the number of ranks in the group over context and data."""
-    return size_or_alone("context", "data")

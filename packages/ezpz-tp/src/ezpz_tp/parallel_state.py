@@ -12,7 +12,7 @@ Source: NVIDIA/Megatron-LM megatron/core/parallel_state.py, 2026-08-22.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -23,20 +23,16 @@ from . import _current, _megatron
 # Which also forgets what was set by hand, and the buffers: these are notes of the state.
 from ._current import destroy_model_parallel
 from ._errors import NotInitializedError, ParallelError
-from ._groups import EMBEDDING, EmbeddingRanks, live_world
+from ._groups import EMBEDDING, live_world
 from ._megatron import *  # noqa: F403 - names of this module
 from ._megatron import GlobalMemoryBuffer
 from ._state import ParallelState
 
 __all__ = [
-    "GlobalMemoryBuffer",
-    "destroy_global_memory_buffer",
-    "destroy_model_parallel",
-    "get_data_parallel_group_gloo",
-    "get_expert_data_parallel_group_gloo",
-    "get_global_memory_buffer",
-    "initialize_model_parallel",
-]
+    "GlobalMemoryBuffer", "destroy_global_memory_buffer", "destroy_model_parallel",
+    "get_data_parallel_group_gloo", "get_expert_data_parallel_group_gloo",
+    "get_global_memory_buffer", "initialize_model_parallel",
+]  # fmt: skip
 __all__ += _megatron.__all__
 
 # Those that Megatron's getters may ask for, on any ranks: all are made at once, where every
@@ -143,7 +139,10 @@ def initialize_model_parallel(
         expert_tensor=expert_tensor_parallel_size,
         order=order,
         also=_GROUPS,
-        embedding=_embedding_stages(get_embedding_ranks, get_position_embedding_ranks),
+        embedding={
+            "embedding": get_embedding_ranks or EMBEDDING["embedding"],
+            "position_embedding": get_position_embedding_ranks or EMBEDDING["position_embedding"],
+        },
         backend={"pipeline": pipeline_model_parallel_comm_backend}
         if pipeline_model_parallel_comm_backend
         else {},
@@ -196,15 +195,6 @@ def _unsupported(name: str, value: object) -> ParallelError:
     )
 
 
-def _embedding_stages(
-    embedding: EmbeddingRanks | None, position: EmbeddingRanks | None
-) -> Mapping[str, EmbeddingRanks]:
-    return {
-        "embedding": embedding or EMBEDDING["embedding"],
-        "position_embedding": position or EMBEDDING["position_embedding"],
-    }
-
-
 def _handles_cpu() -> bool:
     world = live_world()
     backends = "" if world is None else dist.get_backend_config(world)
@@ -215,13 +205,7 @@ def get_data_parallel_group_gloo(
     with_context_parallel: bool = False, partial_data_parallel: bool = False
 ) -> ProcessGroup:
     """Return the data-parallel group (or that over context and data) for tensors on the CPU."""
-    if partial_data_parallel and not with_context_parallel:
-        raise ParallelError(
-            "partial_data_parallel=True without with_context_parallel=True; an optimizer "
-            "instance spans context and data"
-        )
-    axes = ("context", "data") if with_context_parallel else ("data",)
-    return _gloo_state().group(*axes)
+    return _gloo_state().group(*_megatron.data_axes(with_context_parallel, partial_data_parallel))
 
 
 def get_expert_data_parallel_group_gloo(

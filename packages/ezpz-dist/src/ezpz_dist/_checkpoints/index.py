@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.serialization import get_crc32_options, set_crc32_options
 
+from ezpz_dist._objects import as_bytes
 from ezpz_dist._version import __version__
 from ezpz_tp import Piece
 
@@ -35,8 +36,6 @@ _LONGEST = 1 << 30
 _MALFORMED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 """What comes of taking JSON for something that it is not: ``int(Infinity)``, ``[].get``."""
 
-_BLOCK = 1 << 22
-
 
 @dataclass(frozen=True, slots=True)
 class Written:
@@ -46,8 +45,6 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What the manifest of a checkpoint says."""
-
     step: int
     world_size: int
     contents: tuple[str, ...]
@@ -62,7 +59,6 @@ class Manifest:
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """Return a manifest's file: JSON with a checksum of itself."""
     files = {name: [one.size, f"{one.crc32:08x}"] for name, one in manifest.files.items()}
     about = {"format": FORMAT, **asdict(manifest), "files": files}
     about |= {"ezpz_dist": __version__, "python": sys.version.split()[0]}
@@ -97,8 +93,7 @@ def decode_manifest(data: bytes) -> Manifest:
 def read_manifest(store: Store, folder: str) -> Manifest:
     path = f"{folder}/{MANIFEST}"
     try:
-        size = store.size(path)
-        if size is None:
+        if (size := store.size(path)) is None:
             raise ValueError(f"there is no {MANIFEST}: it was never completed")
         if size > _LONGEST:
             raise ValueError(f"{MANIFEST} has {size} bytes; expected at most {_LONGEST}")
@@ -116,17 +111,15 @@ def damage_of(store: Store, folder: str, name: str, said: Written) -> str | None
     """Read a file through and return what is wrong with it; None: it is as it was written."""
     path = f"{folder}/{name}"
     crc = size = 0
-    block = bytearray(_BLOCK)
-    view = memoryview(block)
+    view = memoryview(bytearray(1 << 22))
     try:
-        found = store.size(path)
-        if found is None:
+        if (found := store.size(path)) is None:
             return f"{name} is missing"
         if found != said.size:
             return f"{name} has {found} bytes; expected {said.size}"
         with store.open(path, "rb") as file:
             # A device has size 0 and no end.
-            while size <= said.size and (count := file.readinto(block)):  # type: ignore[attr-defined]
+            while size <= said.size and (count := file.readinto(view)):  # type: ignore[attr-defined]
                 crc = zlib.crc32(view[:count], crc)
                 size += count
     except OSError as error:
@@ -138,14 +131,11 @@ def damage_of(store: Store, folder: str, name: str, said: Written) -> str | None
     return None
 
 
-# The files of one checkpoint, checksummed as they are written.
+# The files of one checkpoint, counted and checksummed as they are written.
 
 
-class _Summing(io.RawIOBase):
-    """Passes bytes on to a file, and counts and sums them."""
-
+class _Summing:
     def __init__(self, file: IO[bytes]) -> None:
-        super().__init__()
         self._file = file
         self.crc32 = self.count = 0
         self.failure: OSError | None = None
@@ -159,9 +149,6 @@ class _Summing(io.RawIOBase):
         self.crc32 = zlib.crc32(data, self.crc32)
         self.count += written
         return written
-
-    def writable(self) -> bool:
-        return True
 
     def tell(self) -> int:
         return self.count
@@ -210,9 +197,7 @@ class Files:
 
 _SMALL = 1 << 16
 """Bytes of archives that are made and read together; of longer ones torch's own time is nothing."""
-
-_BATCH = 1 << 20  # bytes of archives that are made or read at once
-_ARCHIVE_BLOCK = 1 << 20  # bytes of a long one that are read at once
+_BATCH = 1 << 20  # bytes of archives that are made or read at once, also of one long one
 _FEW = 3  # tensors alike that are not worth an archive to copy from
 
 
@@ -243,8 +228,7 @@ class _Frame:
         """Return which archives differ in the elements only."""
         start, stop = len(self.head), rows.shape[1] - len(self.tail)
         same = (rows[:, :start] == self.head).all(1) & (rows[:, stop:] == self.tail).all(1)
-        answer: list[bool] = same.tolist()
-        return answer
+        return cast("list[bool]", same.tolist())
 
 
 def _view(room: bytearray | memoryview) -> Tensor:
@@ -255,10 +239,6 @@ def _is_plain(tensor: Tensor) -> bool:
     """Return whether its values are its bytes: of a view of conjugates, say, they are not."""
     lazy = tensor.is_conj() or tensor.is_neg() or tensor.is_quantized
     return tensor.is_contiguous() and not lazy
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    return tensor.view(-1).view(torch.uint8)
 
 
 def write(stream: Any, tensors: Sequence[Tensor]) -> list[Extent]:
@@ -279,10 +259,9 @@ def write(stream: Any, tensors: Sequence[Tensor]) -> list[Extent]:
             length = len(frame.head) + tensors[numbers[0]].nbytes + len(frame.tail)
             for some in _batches(numbers, length):
                 at = stream.tell()
+                for place, number in enumerate(some):
+                    extents[number] = Extent(at + place * length, length)
                 stream.write(frame.around([tensors[number] for number in some]))
-                for number in some:
-                    extents[number] = Extent(at, length)
-                    at += length
     return extents
 
 
@@ -314,21 +293,18 @@ def _made_frame(tensor: Tensor) -> _Frame | None:
     """Return the frame of what is like a tensor; None where torch's archives differ in more."""
     if tensor.is_quantized or not 0 < tensor.nbytes <= _SMALL:
         return None
-    one, other = (_archive(tensor, fill) for fill in (0, 255))
+    archives = []
+    for fill in (0, 255):
+        elements = torch.full((tensor.nbytes,), fill, dtype=torch.uint8)
+        stream = io.BytesIO()
+        torch.save(elements.view(tensor.dtype).view(tensor.shape), stream)
+        archives.append(_view(stream.getbuffer()))
+    one, other = archives
     if len(one) != len(other):
         return None
     differ = (one != other).nonzero().flatten()
     start, stop = int(differ[0]), int(differ[-1]) + 1
-    if not len(differ) == stop - start == tensor.nbytes:
-        return None
-    return _Frame(one[:start], one[stop:])
-
-
-def _archive(like: Tensor, fill: int) -> Tensor:
-    elements = torch.full((like.nbytes,), fill, dtype=torch.uint8)
-    stream = io.BytesIO()
-    torch.save(elements.view(like.dtype).view(like.shape), stream)
-    return _view(stream.getbuffer())
+    return _Frame(one[:start], one[stop:]) if len(differ) == stop - start == tensor.nbytes else None
 
 
 class Wanted(NamedTuple):
@@ -344,22 +320,13 @@ class Wanted(NamedTuple):
 
 
 class _Part(io.RawIOBase):
-    """A part of a file, as a file."""
-
     def __init__(self, file: IO[bytes], extent: Extent) -> None:
         super().__init__()
         self._file, (self._start, self._length), self._at = file, extent, 0
 
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        self._at = max(
-            0, offset + {os.SEEK_CUR: self._at, os.SEEK_END: self._length}.get(whence, 0)
-        )
+        start = {os.SEEK_CUR: self._at, os.SEEK_END: self._length}.get(whence, 0)
+        self._at = max(0, start + offset)
         return self._at
 
     def tell(self) -> int:
@@ -383,11 +350,10 @@ def read(stream: IO[bytes], wanted: Sequence[Wanted]) -> None:
             tensor = _load(stream, first)
             first.fill(tensor)
             frame = _found_frame(stream, first, tensor) if others else None
-            if frame is None:
-                rest: Sequence[Wanted] = others
-            elif first.extent.length <= _SMALL:
+            rest: Sequence[Wanted] = others
+            if frame is not None and first.extent.length <= _SMALL:
                 rest = _fill_together(stream, frame, others)
-            else:
+            elif frame is not None:
                 rest = [one for one in others if not _fill_in_place(stream, frame, one)]
             for one in rest:
                 one.fill(_load(stream, one))
@@ -416,7 +382,7 @@ def _found_frame(stream: IO[bytes], one: Wanted, tensor: Tensor) -> _Frame | Non
     lengths = _read(stream, at + entry.header_offset + 26, 4)
     start = entry.header_offset + 30 + int.from_bytes(lengths[:2], "little")
     start += int.from_bytes(lengths[2:], "little")
-    stop, elements = start + tensor.nbytes, _bytes_of(tensor)
+    stop, elements = start + tensor.nbytes, as_bytes(tensor)
     if stop > length or not all(
         torch.equal(elements[done : done + len(block)], block)
         for done, block in _blocks(stream, at + start, tensor.nbytes)
@@ -429,7 +395,6 @@ def _found_frame(stream: IO[bytes], one: Wanted, tensor: Tensor) -> _Frame | Non
 
 
 def _read(stream: IO[bytes], at: int, count: int, into: Any = None) -> Any:
-    """Return so many bytes of a file, in a room for them if there is one."""
     room = memoryview(bytearray(count) if into is None else into)
     stream.seek(at)
     if (found := stream.readinto(room)) != count:  # type: ignore[attr-defined]
@@ -439,9 +404,9 @@ def _read(stream: IO[bytes], at: int, count: int, into: Any = None) -> Any:
 
 def _blocks(stream: IO[bytes], at: int, count: int) -> Iterator[tuple[int, Tensor]]:
     """Yield bytes of a file, and how many were before."""
-    room = memoryview(bytearray(min(count, _ARCHIVE_BLOCK)))
-    for done in range(0, count, _ARCHIVE_BLOCK):
-        length = min(_ARCHIVE_BLOCK, count - done)
+    room = memoryview(bytearray(min(count, _BATCH)))
+    for done in range(0, count, _BATCH):
+        length = min(_BATCH, count - done)
         yield done, _view(_read(stream, at + done, length, room[:length]))
 
 
@@ -473,7 +438,7 @@ def _fill_in_place(stream: IO[bytes], frame: _Frame, one: Wanted) -> bool:
     head, tail = _read(stream, at, start), _read(stream, at + length - ends, ends)
     if not (torch.equal(_view(head), frame.head) and torch.equal(_view(tail), frame.tail)):
         return False
-    elements = _bytes_of(one.target)
+    elements = as_bytes(one.target)
     if elements.is_cpu:  # a copy by torch's threads took longer than the reading
         room = (ctypes.c_char * len(elements)).from_address(elements.data_ptr())
         _read(stream, at + start, len(elements), room)
@@ -487,8 +452,6 @@ def _fill_in_place(stream: IO[bytes], frame: _Frame, one: Wanted) -> bool:
 
 
 class Chunk(NamedTuple):
-    """A piece of a tensor, and where it lies in which file."""
-
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     file: str
@@ -540,19 +503,16 @@ def decode_index(data: bytes) -> dict[str, Saved]:
     try:
         whole = json.loads(data)
         files = [_text(name) for name in whole["files"]]
-        dtypes: dict[str, torch.dtype] = {}
         saved: dict[str, Saved] = {}
         for key, (dtype, size, chunks) in whole["tensors"].items():
-            if dtype not in dtypes:
-                dtypes[dtype] = _dtype(dtype)
             placed = [
                 Chunk(_ints(offsets), _ints(sizes), files[file], Extent(*_ints([at, length])))
                 for offsets, sizes, file, at, length in chunks
             ]
-            saved[key] = Saved(torch.Size(_ints(size)), dtypes[dtype], placed)
+            saved[key] = Saved(torch.Size(_ints(size)), _dtype(dtype), placed)
             if any(not len(size) == len(each.offsets) == len(each.sizes) for each in placed):
                 raise ValueError(f"{key} has pieces of other dimensions")
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+    except _MALFORMED as error:
         raise ValueError(f"index.json is damaged ({error!r})") from error
     return saved
 
@@ -583,42 +543,42 @@ logger = logging.getLogger(__name__)
 
 
 def read_manifests(
-    store: Store, names: Sequence[Name]
-) -> tuple[dict[Name, Manifest], dict[Name, str]]:
-    """Return the manifests that can be read, of the newest first, and what is wrong with others."""
+    store: Store, step: int | None = None
+) -> tuple[dict[Name, Manifest], list[Name]]:
+    """Return the manifests that can be read, the last saved first, and whose cannot be."""
     found: dict[Name, Manifest] = {}
-    wrong: dict[Name, str] = {}
-    for name in names:
-        try:
-            found[name] = read_manifest(store, str(name))
-        except ValueError as error:
-            wrong[name] = str(error)
-    order = _store.newest_first({name: manifest.sequence for name, manifest in found.items()})
-    return {name: found[name] for name in order}, wrong
+    wrong: list[Name] = []
+    for name in _store.names_in(store.entries()):
+        if step in (None, name.step):
+            try:
+                found[name] = read_manifest(store, str(name))
+            except ValueError:
+                wrong.append(name)
+    # A run that goes back abandons what it had saved from that step on: that comes after all
+    # that the newest stands on.
+    trunk: list[Name] = []
+    abandoned: list[Name] = []
+    for name in sorted(found, key=lambda each: (found[each].sequence, each), reverse=True):
+        (trunk if not trunk or name.step < trunk[-1].step else abandoned).append(name)
+    return {name: found[name] for name in trunk + abandoned}, wrong
 
 
 def begin(store: Store, args: SaveArgs, size: int) -> tuple[Name, str, int]:
     """Make the folder for a checkpoint; return its name, the folder's, and its sequence."""
     owner = _store.refuse_other(store)
-    entries = store.entries()
-    # Who saved last knows how often; else the manifests do.
-    known = (
-        {}
-        if owner is not None and owner.is_me
-        else read_manifests(store, _store.names_in(entries))[0]
-    )
-    last = owner.sequence if owner is not None else 0
-    newest = owner.step if owner is not None and owner.is_me else None
-    if known:
-        newest = next(iter(known)).step
-        last = max(last, *(manifest.sequence for manifest in known.values()))
-    if newest is not None and newest > args.step:
+    last, newest = (owner.sequence, owner.step) if owner else (0, -1)
+    if owner is None or not owner.is_me:  # who saved last knows how often; else the manifests do
+        known, _ = read_manifests(store)
+        last = max(last, *(manifest.sequence for manifest in known.values()), 0)
+        newest = next((name.step for name in known), -1)
+    if newest > args.step:
         logger.warning(
             "step %d is saved below step %d, the last saved in %s: from now on it is the newest, "
             "which is loaded, and those above it count as abandoned, which keep= removes first",
             args.step, newest, store.root,
         )  # fmt: skip
-    name = _store.next_name(args.step, entries)
+    taken = (each for each in _store.names_in(store.entries()) if each.step == args.step)
+    name = Name(args.step, max((each.generation for each in taken), default=-1) + 1)
     working = store.begin(name)
     if left := store.remove_leftovers(working):
         logger.info("removed what unfinished saves left in %s: %s", store.root, ", ".join(left))
@@ -629,15 +589,16 @@ def begin(store: Store, args: SaveArgs, size: int) -> tuple[Name, str, int]:
 
 def _make_room(store: Store, step: int, keep: int, size: int) -> None:
     """Remove the oldest beyond ``keep - 1``, but never the last whole one, if that is enough."""
-    found, _ = read_manifests(store, _store.names_in(store.entries()))
-    # By the files' sizes: to read them all would take longer than the other ranks wait.
-    whole = [
-        name
-        for name, manifest in found.items()
-        if all(store.size(f"{name}/{file}") == said.size for file, said in manifest.files.items())
-    ]
-    spare = [name for name in list(found)[keep - 1 :] if name not in whole[:1]]
-    if not whole or store.free() + sum(found[name].size for name in spare) < size:
+    found, _ = read_manifests(store)
+
+    def is_whole(name: Name) -> bool:
+        # By the files' sizes: to read them all would take longer than the other ranks wait.
+        sizes = {file: said.size for file, said in found[name].files.items()}
+        return all(store.size(f"{name}/{file}") == size for file, size in sizes.items())
+
+    whole = next(filter(is_whole, found), None)
+    spare = [name for name in list(found)[keep - 1 :] if name != whole]
+    if whole is None or store.free() + sum(found[name].size for name in spare) < size:
         return  # it will fail, and leave what is there
     for name in reversed(spare):
         if (free := store.free()) >= size:
@@ -652,9 +613,8 @@ def _make_room(store: Store, step: int, keep: int, size: int) -> None:
 
 def superseded(store: Store, saved: Name, keep: int | None) -> list[Name]:
     """Return what is to be removed once a checkpoint is complete, the oldest first."""
-    names = _store.names_in(store.entries())
-    if keep is None:
-        names = [name for name in names if name.step == saved.step]
     # Not counted, and not touched: what bears the name and is no checkpoint.
-    found, _ = read_manifests(store, names)
-    return _store.to_remove(list(found), saved, keep)
+    found, _ = read_manifests(store, saved.step if keep is None else None)
+    kept = list(dict.fromkeys(name.step for name in found))[:keep]
+    spare = [name for name in found if name.step not in kept or name.step == saved.step]
+    return [name for name in reversed(spare) if name != saved]

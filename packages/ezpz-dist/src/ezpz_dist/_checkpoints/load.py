@@ -7,7 +7,7 @@ import math
 import os
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial, reduce
 from operator import and_, or_
 from typing import Any
@@ -25,21 +25,6 @@ from . import store as _store
 from .ranks import Ranks, collecting_later, ranks_of
 from .save import finish_saving
 from .store import CheckpointArgs, Name, Store
-
-# Fill this rank's tensors from a checkpoint's files, once these are known to be whole.
-
-
-def wanted_of(
-    saved: Mapping[str, index.Saved], held: Mapping[str, _pieces.Pieces]
-) -> dict[str, list[index.Wanted]]:
-    """Return what this rank reads, by file; all that it holds was saved, with these sizes."""
-    wanted: dict[str, list[index.Wanted]] = {}
-    for key, pieces in held.items():
-        dtype = saved[key].dtype
-        for chunk, part, target in _overlaps(pieces, saved[key].chunks):
-            one = index.Wanted(key, chunk.extent, dtype, chunk.sizes, part, target)
-            wanted.setdefault(chunk.file, []).append(one)
-    return wanted
 
 
 def _overlaps(
@@ -68,12 +53,6 @@ def shares(files: Sequence[str], manifest: index.Manifest, readers: int) -> list
     return dealt
 
 
-def bytes_of(held: Mapping[str, Any], key: str) -> bytes:
-    pieces: _pieces.Pieces = held[key]
-    ((_, tensor),) = pieces.held
-    return bytes(raw_of(tensor))
-
-
 # What a checkpoint is loaded into: planned, verified, and only then filled.
 
 _NAMED = 5  # names that a message lists
@@ -85,38 +64,39 @@ class Target:
     def __init__(
         self, ranks: Ranks, layout: _pieces.Layout, args: CheckpointArgs, strict: bool
     ) -> None:
-        self._ranks, self._layout = ranks, layout
-        self._args, self._strict = args, strict
-        self._notes: list[str] = []
+        self._ranks, self._layout, self._args, self._strict = ranks, layout, args, strict
 
     def plan(self, store: Store, folder: str, manifest: index.Manifest, data: bytes) -> list[str]:
         """Find out what each rank reads, and verify it; return what is wrong on any."""
-        ranks = self._ranks
+        ranks, self._place = self._ranks, (store, folder)
         self._what = f"{store.root}/{folder} cannot be loaded"
-        self._manifest, self._notes = manifest, []
-        saved, problem = _decoded(data, manifest)
-        if problem:
-            return [problem]
-        self._saved = saved
+        self.manifest, self._notes = manifest, list[str]()
+        try:
+            self._saved = index.decode_index(data)
+        except ValueError as error:
+            return [str(error)]
+        files = {chunk.file for about in self._saved.values() for chunk in about.chunks}
+        if unknown := files - manifest.files.keys():
+            return [f"the manifest does not list {_some(sorted(unknown))}"]
         self._wanted = ranks.here(self._what, self._plan)
-        self._place = store, folder
         mine, spare = self._shared_out(set(self._wanted))
-        self._judge_unknown(spare)
+        # Of what is in it and here on no rank: pipeline stages have some each.
+        remedy = "expected the model that was saved; strict=False leaves them out"
+        about = "of it are none of the model's", "were left out"
+        self._judge(*about, spare, f"{self._what}: ", remedy)
         damages = (index.damage_of(store, folder, name, manifest.files[name]) for name in mine)
-        found = ranks.tell(ranks.gather([each for each in damages if each]))
-        return [
-            f"rank {rank} on {ranks.hosts[rank]}: {each}" if ranks.size > 1 else each
-            for rank, problems in enumerate(found)
-            for each in problems
-        ]
+        who = f"rank {ranks.rank} on {ranks.hosts[ranks.rank]}: " if ranks.size > 1 else ""
+        found = ranks.tell(ranks.gather([who + each for each in damages if each]))
+        return [each for problems in found for each in problems]
 
     def _shared_out(self, reads: set[str]) -> tuple[list[str], list[str]]:
         """Return the files that this rank is to verify, and the tensors that no rank has."""
         # What ranks of a host read is verified by one of them. Sent as bits: the names would be
         # too many.
-        ranks, names = self._ranks, list(self._manifest.files)
+        ranks, names = self._ranks, list(self.manifest.files)
         keys = [key for key in self._saved if key.startswith(_pieces.MODEL)]
-        gathered = ranks.gather((_bits(names, reads), _bits(keys, self._unknown)))
+        unknown = [key for key in keys if key not in self._held]
+        gathered = ranks.gather((_bits(names, reads), _bits(keys, set(unknown))))
 
         def share() -> list[tuple[int, int]]:
             mates: dict[str, list[int]] = {}
@@ -126,7 +106,7 @@ class Target:
             mine = [(0, spare)] * ranks.size
             for group in mates.values():
                 read = reduce(or_, (gathered[rank][0] for rank in group))
-                dealt = shares(_named(names, read), self._manifest, len(group))
+                dealt = shares(_named(names, read), self.manifest, len(group))
                 for rank, files in zip(group, dealt, strict=True):
                     mine[rank] = _bits(names, set(files)), spare
             return mine
@@ -135,46 +115,47 @@ class Target:
         return _named(names, verifies), sorted(_named(keys, spare))
 
     def _plan(self) -> dict[str, list[index.Wanted]]:
-        _pieces.refuse_deepspeed(self._args.model)
+        model, rank = self._args.model, self._ranks.rank
+        _pieces.refuse_deepspeed(model)
         self._choose_contents()
-        _store.give_memory(self._args.model)
-        self._model_state = _pieces.model_state(self._args.model)
+        _store.give_memory(model)
+        self._model_state = _pieces.model_state(model)
         self._state = self._room()
-        parts = _pieces.Parts(self._args.model, self._layout)
+        parts = _pieces.Parts(model, self._layout)
         held, self._values, _ = _pieces.held_by(parts, self._model_state, self._state)
         known = {name: pieces for name, pieces in held.items() if name in self._saved}
         self._compare(held)
         stages = sum(1 for key in self._saved if key.startswith("stage."))
-        size = self._manifest.world_size
-        wanted = [_pieces.COMMON, _pieces.rank_key(0), *map(_pieces.stage_key, range(stages))]
-        if self._ranks.rank < size:
-            wanted.append(_pieces.rank_key(self._ranks.rank))
+        blobs = [_pieces.COMMON, *map(_pieces.stage_key, range(stages))]
+        blobs += map(_pieces.rank_key, {0, rank if rank < self.manifest.world_size else 0})
         if self._args.optimizers:
-            wanted += [key for key in self._saved if key.startswith(_pieces.VALUES)]
-        for key in wanted:
+            blobs += [key for key in self._saved if key.startswith(_pieces.VALUES)]
+        for key in blobs:
             if key not in self._saved:
                 raise CheckpointError(f"there is no {key} in it; save_checkpoint writes one")
             known[key] = _pieces.blob_of(bytes(self._saved[key].size.numel()))
         self._held = known
-        return wanted_of(self._saved, known)
+        wanted: dict[str, list[index.Wanted]] = {}  # by file
+        for key, pieces in known.items():
+            dtype, chunks = self._saved[key].dtype, self._saved[key].chunks
+            for chunk, part, target in _overlaps(pieces, chunks):
+                one = index.Wanted(key, chunk.extent, dtype, chunk.sizes, part, target)
+                wanted.setdefault(chunk.file, []).append(one)
+        return wanted
 
     def _choose_contents(self) -> None:
         wanted = {"optimizer", "scheduler", "data"} & set(self._args.contents)
-        lacking = sorted(wanted - set(self._manifest.contents))
-        if not lacking:
-            return
-        if self._strict:
+        lacking = ", ".join(sorted(wanted - set(self.manifest.contents)))
+        if lacking and self._strict:
             raise CheckpointError(
-                f"it holds {', '.join(self._manifest.contents)}, but no {', '.join(lacking)}; "
-                "leave them out, or give strict=False"
+                f"it holds {', '.join(self.manifest.contents)}, but no {lacking}; leave them out, "
+                "or give strict=False"
             )
-        self._notes.append(f"no {', '.join(lacking)} in it: left as they are")
-
-    def _has(self, name: str) -> bool:
-        return name in self._manifest.contents
+        if lacking:
+            self._notes.append(f"no {lacking} in it: left as they are")
 
     def _room(self) -> _pieces.State:
-        if not self._args.optimizers or not self._has("optimizer"):
+        if not self._args.optimizers or "optimizer" not in self.manifest.contents:
             return {}
         names = {key.removeprefix(_pieces.MODEL): 0 for key in self._saved}
         saved: dict[str, dict[str, Any]] = {}
@@ -185,11 +166,9 @@ class Target:
         return _pieces.room_for(self._args.model, self._args.optimizers, saved)
 
     def _compare(self, held: _pieces.Held) -> None:
-        """Compare names, sizes and dtypes with those that were saved."""
         missing, cast = [], []
         for key, pieces in held.items():
-            saved = self._saved.get(key)
-            if saved is None:
+            if (saved := self._saved.get(key)) is None:
                 if math.prod(pieces.shape):  # of one without elements no rank had a piece to write
                     missing.append(key)
             elif saved.size != pieces.shape:
@@ -199,31 +178,18 @@ class Target:
                 )
             elif saved.dtype != pieces.dtype:
                 cast.append(f"{key} from {saved.dtype} to {pieces.dtype}")
-        self._unknown = {
-            key for key in self._saved if key.startswith(_pieces.MODEL) and key not in held
-        }
         self._judge("are not in it", "were left as they are", missing)
         self._judge("would be cast", "were cast", cast)
 
-    def _judge(self, what: str, done: str, names: list[str]) -> None:
+    def _judge(
+        self, what: str, done: str, names: list[str], start: str = "",
+        remedy: str = "expected the model that was saved; strict=False loads the rest",
+    ) -> None:  # fmt: skip
         """Refuse tensors that are not as they were saved, or note them."""
         if names and self._strict:
-            raise CheckpointError(
-                f"{len(names)} tensors {what}: {_some(names)}; expected the model that was "
-                "saved; strict=False loads the rest"
-            )
+            raise CheckpointError(f"{start}{len(names)} tensors {what}: {_some(names)}; {remedy}")
         if names:
             self._notes.append(f"{len(names)} tensors {done}: {_some(names)}")
-
-    def _judge_unknown(self, spare: list[str]) -> None:
-        """Refuse tensors in it that no rank has: pipeline stages have some each."""
-        if spare and self._strict:
-            raise CheckpointError(
-                f"{self._what}: {len(spare)} tensors of it are none of the model's: "
-                f"{_some(spare)}; expected the model that was saved; strict=False leaves them out"
-            )
-        if spare:
-            self._notes.append(f"{len(spare)} tensors were left out: {_some(spare)}")
 
     def fill(self, world: World | None, rng: bool) -> tuple[dict[str, Any], Any, list[str]]:
         """Read everything; return ``extra``, the state of ``data``, and notes."""
@@ -236,28 +202,30 @@ class Target:
             with store.open(f"{folder}/{name}", "rb") as file:
                 index.read(file, wanted)
 
+    def _bytes(self, key: str) -> bytes:
+        ((_, tensor),) = self._held[key].held
+        return bytes(raw_of(tensor))
+
     def _object(self, key: str) -> Any:
-        return _pieces.decode(key, bytes_of(self._held, key))
+        return _pieces.decode(key, self._bytes(key))
 
     def _apply(self, world: World | None, rng: bool) -> tuple[dict[str, Any], Any, list[str]]:
         stages = [self._object(key) for key in self._held if key.startswith("stage.")]
         common = self._object(_pieces.COMMON)
         here = common["degrees"] == self._layout.degrees
-        own_key = _pieces.rank_key(self._ranks.rank if here else 0)
-        own = self._object(own_key)
-        saved: dict[str, Any] = {}
-        for stage in reversed(stages):
-            saved |= stage["model"]
+        own = self._object(_pieces.rank_key(self._ranks.rank if here else 0))
+        saved = {name: one for stage in reversed(stages) for name, one in stage["model"].items()}
         missing = [name for name in self._values if name not in saved]
         self._judge("are not in it", "were left as they are", missing)
         for name in self._values.keys() & saved.keys():
             self._model_state[name] = saved[name]
         _pieces.set_model_state(self._args.model, self._model_state, self._strict)
-        if self._args.optimizers and self._has("optimizer"):
+        there = self.manifest.contents
+        if self._args.optimizers and "optimizer" in there:
             self._set_optimizers(stages)
-        if self._args.scheduler is not None and self._has("scheduler"):
+        if self._args.scheduler is not None and "scheduler" in there:
             _pieces.load_state_dicts(self._args.scheduler, common["scheduler"])
-        if self._args.data is not None and self._has("data"):
+        if self._args.data is not None and "data" in there:
             _pieces.load_state_dicts(self._args.data, own["data"])
             if not here:
                 self._notes.append("the position in the data is rank 0's, on every rank")
@@ -278,30 +246,15 @@ class Target:
         if here:
             self._notes += _pieces.set_rng_state(own["rng"], world)
             return
-        saved, rank = bytes_of(self._held, _pieces.rank_key(0)), self._ranks.rank
-        data_parallel = all(
-            degree == 1 for axis, degree in self._layout.degrees.items() if axis != "data"
-        )
-        key = _pieces.rank_key(rank)
-        if data_parallel and key in self._held:
+        key = _pieces.rank_key(self._ranks.rank)
+        if key in self._held and {*(self._layout.degrees | {"data": 1}).values()} == {1}:
             self._notes += _pieces.set_rng_state(self._object(key)["rng"], world)
         else:
-            _pieces.derive_rng_state(saved, self._layout.stream)
+            _pieces.derive_rng_state(self._bytes(_pieces.rank_key(0)), self._layout.stream)
         self._notes.append(
-            f"saved by {self._manifest.world_size} ranks and loaded by {self._ranks.size}: random "
+            f"saved by {self.manifest.world_size} ranks and loaded by {self._ranks.size}: random "
             "streams of ranks that were not there are derived from rank 0's"
         )
-
-
-def _decoded(data: bytes, manifest: index.Manifest) -> tuple[dict[str, index.Saved], str]:
-    try:
-        saved = index.decode_index(data)
-    except ValueError as error:
-        return {}, str(error)
-    files = {chunk.file for about in saved.values() for chunk in about.chunks}
-    if unknown := files - manifest.files.keys():
-        return {}, f"the manifest does not list {_some(sorted(unknown))}"
-    return saved, ""
 
 
 def _bits(names: Sequence[str], chosen: Collection[str]) -> int:
@@ -368,19 +321,21 @@ def latest_checkpoint(path: str | os.PathLike[str]) -> Checkpoint | None:
 
 
 def _completed(store: Store) -> list[Checkpoint]:
-    found, _ = index.read_manifests(
-        store, _store.names_in(store.entries())
-    )  # loading says what is wrong
+    found, _ = index.read_manifests(store)  # loading says what is wrong with the others
     newest: dict[int, Checkpoint] = {}
     for name, manifest in found.items():
         newest.setdefault(name.step, described(store, str(name), manifest))
     return list(newest.values())
 
 
-def candidates(store: Store, step: int | None) -> list[Name]:
+def _candidates(store: Store, step: int | None, must_be: bool) -> list[Name]:
     """Return what to load, the newest first: that may be one whose manifest cannot be read."""
-    names = [name for name in _store.names_in(store.entries()) if step in (None, name.step)]
-    found, wrong = index.read_manifests(store, names)
+    found, wrong = index.read_manifests(store, step)
+    if must_be and not (found or wrong):
+        there = sorted({name.step for name in _store.names_in(store.entries())})
+        which = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+        steps = ", ".join(map(str, there)) or "none"
+        raise CheckpointError(f"{which} in {store.root}; there are: {steps}")
     return [*wrong, *found]
 
 
@@ -401,32 +356,16 @@ def verify_checkpoint(path: str | os.PathLike[str], step: int | None = None) -> 
     if step is None and _store.parse(last):
         store, name = _store.open_store(above), last
     else:
-        names = candidates(store, step)
-        if not names:
-            raise CheckpointError(none_there(store, step))
-        name = str(names[0])
+        name = str(_candidates(store, step, must_be=True)[0])
     try:
         manifest = index.read_manifest(store, name)
     except ValueError as error:
         raise CheckpointError(f"{store.root}/{name}: {error}") from error
-    problems = [
-        problem
-        for file, said in manifest.files.items()
-        if (problem := index.damage_of(store, name, file, said))
-    ]
-    if problems:
+    found = (index.damage_of(store, name, file, said) for file, said in manifest.files.items())
+    if problems := [problem for problem in found if problem]:
         raise CheckpointError(f"{store.root}/{name}: {'; '.join(problems)}")
     return described(store, name, manifest)
 
-
-def none_there(store: Store, step: int | None) -> str:
-    names: list[Name] = _store.names_in(store.entries())
-    steps = ", ".join(str(each) for each in sorted({name.step for name in names})) or "none"
-    which = "no checkpoint" if step is None else f"no checkpoint of step {step}"
-    return f"{which} in {store.root}; there are: {steps}"
-
-
-# Load the newest training state that is whole, on all ranks the same.
 
 logger = logging.getLogger(__name__)
 
@@ -451,7 +390,7 @@ class Loaded:
     data: Any
     world_size: int
     skipped: tuple[str, ...] = ()
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
 
 
 def load_checkpoint(
@@ -508,55 +447,46 @@ def load_checkpoint(
     with ranks.waiting("load_checkpoint()"), collecting_later():
         store = ranks.here(f"{os.fspath(path)} cannot be loaded", lambda: _store.open_store(path))
         ranks.same("load_checkpoint", f"{store.root}, step {step}, rng {rng}, strict {strict}")
-        names = ranks.first(f"{store.root} cannot be listed", lambda: _candidates(store, step))
-        if not names and step is None:
+        names = ranks.first(f"{store.root} cannot be listed", lambda: _followed(store, step))
+        if not names:
             return None
         layout = _pieces.current_layout(ranks.rank, ranks.size)
         args = CheckpointArgs(model, _store.as_list(optimizer), scheduler, data)
         target = Target(ranks, layout, args, strict)
-        found = _first_whole(store, names, target, ranks, step)
-        if isinstance(found, str):
+        skipped: list[str] = []
+        for name in names:
+            folder = f"{store.root}/{name}"
+            opened = partial(_opened, store, str(name))
+            found = ranks.first(f"{folder} cannot be read", opened)
+            damage = [found] if isinstance(found, str) else target.plan(store, str(name), *found)
+            if not damage:
+                break
+            skipped.append(f"{folder}: {'; '.join(damage)}")
+            if step is None and ranks.rank == 0:
+                logger.warning("passing over a damaged checkpoint, %s", skipped[-1])
+        else:
             raise CheckpointError(
-                f"no checkpoint{'' if step is None else f' of step {step}'} in {store.root} can "
-                f"be loaded: {found}. Expected one that is whole; remove them to start again"
+                f"no checkpoint{'' if step is None else f' of step {step}'} in {store.root} can be "
+                f"loaded: {'. '.join(skipped)}. Expected one that is whole; remove them to start "
+                "again"
             )
-        name, manifest, skipped = found
         extra, state, notes = target.fill(world, rng)
-        loaded = Loaded(
-            name.step, f"{store.root}/{name}", extra, state, manifest.world_size,
-            tuple(skipped), tuple(notes),
-        )  # fmt: skip
+        manifest = target.manifest
         if ranks.rank == 0:
-            _say(loaded, manifest, time.monotonic() - started)
-    return loaded
+            logger.info(
+                "step %d loaded from %s: %.1f MB, saved by %d ranks, in %.2f s",
+                name.step, folder, manifest.size / 1e6, manifest.world_size,
+                time.monotonic() - started,
+            )  # fmt: skip
+            for note in notes:
+                logger.warning("step %d: %s", name.step, note)
+    damaged, odd = tuple(skipped), tuple(notes)
+    return Loaded(name.step, folder, extra, state, manifest.world_size, damaged, odd)
 
 
-def _candidates(store: Store, step: int | None) -> list[Name]:
+def _followed(store: Store, step: int | None) -> list[Name]:
     _store.follow(store)
-    names = candidates(store, step)
-    if step is not None and not names:
-        raise CheckpointError(none_there(store, step))
-    return names
-
-
-def _first_whole(
-    store: Store, names: list[Name], target: Target, ranks: Ranks, step: int | None
-) -> tuple[Name, index.Manifest, list[str]] | str:
-    """Return the newest that is whole, and what is wrong with those before it; or with all."""
-    skipped: list[str] = []
-    for name in names:
-        folder = str(name)
-        what = f"{store.root}/{folder} cannot be read"
-        found: tuple[index.Manifest, bytes] | str = ranks.first(
-            what, partial(_opened, store, folder)
-        )
-        damage = [found] if isinstance(found, str) else target.plan(store, folder, *found)
-        if not damage:
-            return name, found[0], skipped  # type: ignore[return-value]  # found is no text here
-        skipped.append(f"{store.root}/{name}: {'; '.join(damage)}")
-        if step is None and ranks.rank == 0:
-            logger.warning("passing over a damaged checkpoint, %s", skipped[-1])
-    return ". ".join(skipped)
+    return _candidates(store, step, must_be=step is not None)
 
 
 def _opened(store: Store, folder: str) -> tuple[index.Manifest, bytes] | str:
@@ -570,12 +500,3 @@ def _opened(store: Store, folder: str) -> tuple[index.Manifest, bytes] | str:
             return manifest, file.read()
     except (ValueError, OSError) as error:
         return str(error)
-
-
-def _say(loaded: Loaded, manifest: index.Manifest, seconds: float) -> None:
-    logger.info(
-        "step %d loaded from %s: %.1f MB, saved by %d ranks, in %.2f s",
-        loaded.step, loaded.folder, manifest.size / 1e6, loaded.world_size, seconds,
-    )  # fmt: skip
-    for note in loaded.notes:
-        logger.warning("step %d: %s", loaded.step, note)

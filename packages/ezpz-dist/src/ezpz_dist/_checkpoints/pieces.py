@@ -11,12 +11,12 @@ import random
 import sys
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import PurePath
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +28,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+import ezpz_tp
 from ezpz_dist._errors import CheckpointError
 from ezpz_dist._objects import as_tensor
+from ezpz_dist._replicas import parallel_state
 from ezpz_dist._world import World
 from ezpz_tp import Piece, Shard
 
@@ -40,20 +42,8 @@ AXES = ("tensor", "context", "pipeline", "data")
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Degrees, and this rank's place."""
-
-    degrees: dict[str, int] = field(default_factory=lambda: dict.fromkeys(AXES, 1))
-    index: dict[str, int] = field(default_factory=lambda: dict.fromkeys(AXES, 0))
-
-    @property
-    def is_first_of_stage(self) -> bool:
-        """Whether this rank speaks for its pipeline stage."""
-        return not any(self.index[axis] for axis in AXES if axis != "pipeline")
-
-    @property
-    def is_first_replica(self) -> bool:
-        """Whether this rank speaks for those that hold the same parameters."""
-        return not self.index["data"] and not self.index["context"]
+    degrees: dict[str, int]
+    index: dict[str, int]
 
     @property
     def stream(self) -> tuple[int, ...]:
@@ -63,14 +53,10 @@ class Layout:
 
 def current_layout(rank: int, size: int) -> Layout:
     """Return the layout of a rank of a world; all are data parallel without ezpz_tp's groups."""
-    tp = sys.modules.get("ezpz_tp")
-    state = tp.current_state() if tp else None
-    if state is None or not state.is_live:
-        alone = Layout()
-        return Layout(alone.degrees | {"data": size}, alone.index | {"data": rank})
-    return Layout(
-        {axis: state.size(axis) for axis in AXES}, {axis: state.index(axis) for axis in AXES}
-    )
+    if (state := parallel_state()) is None:
+        degrees, index = dict.fromkeys(AXES, 1), dict.fromkeys(AXES, 0)
+        return Layout(degrees | {"data": size}, index | {"data": rank})
+    return Layout(*({axis: of(axis) for axis in AXES} for of in (state.size, state.index)))
 
 
 # A model's tensors by the names that the model itself gave them, whatever wraps it.
@@ -83,11 +69,7 @@ _INSIDE = {
 
 
 def plain_name(model: nn.Module, name: str) -> str:
-    """Return a parameter's name without the parts that wrappers added.
-
-    >>> plain_name(nn.Sequential(nn.Linear(2, 2)), "0.weight")
-    '0.weight'
-    """
+    """Return a parameter's name without the parts that wrappers added."""
     kept, module = [], model
     for part in name.split("."):
         if part != _added_by(type(module)):  # type: ignore[arg-type]  # a class is hashable
@@ -116,7 +98,6 @@ def quietly() -> Iterator[None]:
 
 
 def refuse_deepspeed(model: nn.Module) -> None:
-    """Refuse what holds its state elsewhere."""
     engine = any(kind.__name__ == "DeepSpeedEngine" for kind in type(model).__mro__)
     if engine or any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         raise ValueError(
@@ -140,8 +121,7 @@ def parameters_by_name(model: nn.Module) -> dict[str, Tensor]:
 
 # A tensor as this rank holds it: which pieces of the whole, at which offsets.
 
-LocalPiece = tuple[Piece, Tensor]
-"""A piece of the whole, and its elements: a view of the tensor that is in use."""
+LocalPiece = tuple[Piece, Tensor]  # of the whole, and its elements: a view of what is in use
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +137,6 @@ class Pieces:
 def pieces_of(
     tensor: Tensor, shard: Shard | None = None, index: int = 0, degree: int = 1
 ) -> Pieces:
-    """Return what this rank holds, as views."""
     if isinstance(tensor, ShardedTensor):
         about = tensor.metadata()  # size() and dtype warn that FSDP1 is deprecated
         return Pieces(tuple(about.size), about.tensor_properties.dtype, tuple(_local(tensor)))
@@ -187,19 +166,14 @@ def _local(tensor: Tensor) -> Iterator[LocalPiece]:
         if tensor.device_mesh.get_coordinate() is not None:
             local = tensor.to_local().detach()
             chunks: Sequence[ChunkStorageMetadata] = tensor.__create_chunk_list__()
-            yield from (
-                (_piece(tuple(one.offsets), tuple(one.sizes)), local)
-                for one in chunks
-                if all(one.sizes)
-            )
+            for one in chunks:
+                if all(one.sizes):
+                    yield _piece(tuple(one.offsets), tuple(one.sizes)), local
     elif isinstance(tensor, ShardedTensor):
         for shard in tensor.local_shards():
-            about = shard.metadata
-            if all(about.shard_sizes):
-                yield (
-                    _piece(tuple(about.shard_offsets), tuple(about.shard_sizes)),
-                    shard.tensor.detach(),
-                )
+            offsets, sizes = shard.metadata.shard_offsets, shard.metadata.shard_sizes
+            if all(sizes):
+                yield _piece(tuple(offsets), tuple(sizes)), shard.tensor.detach()
     else:
         yield _piece((0,) * tensor.dim(), tensor.shape), tensor.detach()
 
@@ -231,12 +205,15 @@ def state_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> tuple[State, 
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             named = [_name(parameter, names, model) for parameter in group["params"]]
-            rest = {key: value for key, value in group.items() if key != "params"}
-            options.append({"names": named, "options": rest})
-        inner = _holder(optimizer)
-        for parameter, values in inner.state.items():
+            options.append(_options(named, group))
+        for parameter, values in _holder(optimizer).state.items():
             state[_name(parameter, names, model)] = dict(values)
     return state, options
+
+
+def _options(names: list[str], group: Mapping[str, Any]) -> dict[str, Any]:
+    rest = {key: value for key, value in group.items() if key != "params"}
+    return {"names": names, "options": rest}
 
 
 def _name(parameter: Tensor, names: Mapping[Tensor, str], model: nn.Module) -> str:
@@ -255,8 +232,7 @@ def _holder(optimizer: Optimizer) -> Optimizer:
     module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     if module is None or not isinstance(optimizer, module.ZeroRedundancyOptimizer):
         return optimizer
-    inner: Optimizer = optimizer.optim
-    return inner
+    return cast("Optimizer", optimizer.optim)
 
 
 def room_for(
@@ -266,24 +242,16 @@ def room_for(
     if is_fsdp1(model):
         return _of_fsdp1(model, optimizers)[0] if saved else {}
     state: State = {}
-    for name, parameter, before in _held(model, optimizers):
-        state[name] = {
-            key: _like(f"{key!r} of {name!r}", parameter, before.get(key), said, key == "step")
-            for key, said in saved.get(name, {}).items()
-        }
-    return state
-
-
-def _held(
-    model: nn.Module, optimizers: Sequence[Optimizer]
-) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
     names = {parameter: name for name, parameter in parameters_by_name(model).items()}
-    for optimizer in optimizers:
-        inner = _holder(optimizer)
-        for group in inner.param_groups:
-            for parameter in group["params"]:
-                name = _name(parameter, names, model)
-                yield name, parameter, inner.state.get(parameter, {})
+    for inner in map(_holder, optimizers):
+        for parameter in (each for group in inner.param_groups for each in group["params"]):
+            name = _name(parameter, names, model)
+            before = inner.state.get(parameter, {})
+            state[name] = {
+                key: _like(f"{key!r} of {name!r}", parameter, before.get(key), said, key == "step")
+                for key, said in saved.get(name, {}).items()
+            }
+    return state
 
 
 def _like(what: str, parameter: Tensor, before: Any, said: Any, counts: bool) -> Tensor:
@@ -312,7 +280,13 @@ def set_state(
     if not options:
         return  # FSDP1's, saved before the first step
     if is_fsdp1(model):
-        _set_fsdp1(model, optimizers, state, options)
+        from torch.distributed.checkpoint import state_dict  # noqa: PLC0415 - where it is used
+
+        saved = [{**group["options"], "params": group["names"]} for group in options]
+        if state:
+            held: Any = {"state": state, "param_groups": saved}
+            with quietly():
+                state_dict.set_optimizer_state_dict(model, optimizers, held)
         return
     names = {parameter: name for name, parameter in parameters_by_name(model).items()}
     for optimizer in optimizers:
@@ -331,7 +305,6 @@ def set_state(
 
 
 def options_of(named: Sequence[str], saved: Options) -> dict[str, Any]:
-    """Return what was saved for a group with these parameters."""
     held = set(named)
     groups = [group for group in saved if held & set(group["names"])]
     lost = held - {name for group in groups for name in group["names"]}
@@ -352,33 +325,14 @@ def _of_fsdp1(model: nn.Module, optimizers: Sequence[Optimizer]) -> tuple[State,
         return {}, []
     with quietly():
         found: dict[str, Any] = state_dict.get_optimizer_state_dict(model, optimizers)
-    options = [
-        {
-            "names": list(group["params"]),
-            "options": {key: value for key, value in group.items() if key != "params"},
-        }
-        for group in found["param_groups"]
-    ]
+    options = [_options(list(group["params"]), group) for group in found["param_groups"]]
     return dict(found["state"]), options
-
-
-def _set_fsdp1(
-    model: nn.Module, optimizers: Sequence[Optimizer], state: State, options: Options
-) -> None:
-    from torch.distributed.checkpoint import state_dict  # noqa: PLC0415 - where it is used
-
-    groups = [{**group["options"], "params": group["names"]} for group in options]
-    if state:
-        held: Any = {"state": state, "param_groups": groups}
-        with quietly():
-            state_dict.set_optimizer_state_dict(model, optimizers, held)
 
 
 # The streams of random numbers of a rank.
 
 
 def rng_state(world: World | None) -> dict[str, Any]:
-    """Return where this rank's streams are: Python's, numpy's, torch's, the device's, ezpz_tp's."""
     state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if numpy := sys.modules.get("numpy"):
         kind, keys, *rest = numpy.random.get_state()
@@ -386,10 +340,8 @@ def rng_state(world: World | None) -> dict[str, Any]:
     if world is not None and world.device.type != "cpu":
         module = torch.get_device_module(world.device)
         state["device"] = (world.device.type, module.get_rng_state())
-    if tp := sys.modules.get("ezpz_tp"):
-        tracker = tp.get_rng_tracker()
-        if tracker.is_initialized():
-            state["ezpz_tp"] = tracker.get_states()
+    if (tracker := ezpz_tp.get_rng_tracker()).is_initialized():
+        state["ezpz_tp"] = tracker.get_states()
     return state
 
 
@@ -410,9 +362,7 @@ def set_rng_state(state: dict[str, Any], world: World | None) -> list[str]:
         else:
             notes.append(f"random numbers on {world.device.type} stay as they are: saved on {kind}")
     if "ezpz_tp" in state:
-        from ezpz_tp import get_rng_tracker  # noqa: PLC0415 - only where it was used
-
-        get_rng_tracker().set_states(state["ezpz_tp"])
+        ezpz_tp.get_rng_tracker().set_states(state["ezpz_tp"])
     return notes
 
 
@@ -425,27 +375,28 @@ def derive_rng_state(saved: bytes, stream: tuple[int, ...]) -> None:
     torch.manual_seed(value)
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed([value & 0xFFFFFFFF, value >> 32])
-    tp = sys.modules.get("ezpz_tp")
-    if tp and tp.get_rng_tracker().is_initialized():
-        tp.seed_model_parallel(value)
+    if ezpz_tp.get_rng_tracker().is_initialized():
+        ezpz_tp.seed_model_parallel(value)
 
 
 # What is no tensor, as bytes that are read without running code.
 
 
-def encode(what: str, value: Any) -> bytes:
-    """Return an object's bytes, having made sure that they can be read again."""
+def encoded(what: str, value: Any) -> Pieces:
+    """Return an object's bytes as a tensor, having made sure that they can be read again."""
     stream = io.BytesIO()
     try:
         torch.save(value, stream)
         decode(what, stream.getvalue())
     except (ValueError, TypeError, AttributeError, pickle.PicklingError, RuntimeError) as error:
-        culprit = _first_culprit(value) or f"{what} ({str(error).splitlines()[0]})"
+        named = value.items() if isinstance(value, dict) else ()
+        found = next((found for key, one in named if (found := _culprit(str(key), one))), None)
+        culprit = found or f"{what} ({str(error).splitlines()[0]})"
         raise TypeError(
             f"{culprit} cannot be saved so that it can be read without running code; expected "
             "numbers, strings, tensors, None, and tuples, lists and dicts of them"
         ) from error
-    return stream.getvalue()
+    return blob_of(stream.getvalue())
 
 
 def plain(value: Any) -> Any:
@@ -485,11 +436,6 @@ def decode(what: str, data: bytes) -> Any:
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.Tensor, torch.dtype, torch.Size)
 
 
-def _first_culprit(value: Any) -> str | None:
-    named = value.items() if isinstance(value, dict) else ()
-    return next((found for key, each in named if (found := _culprit(str(key), each))), None)
-
-
 def _culprit(path: str, value: Any) -> str | None:
     """Return the first thing inside that is not plain, with its place; None: all is."""
     if isinstance(value, dict):
@@ -501,8 +447,7 @@ def _culprit(path: str, value: Any) -> str | None:
         return None
     else:
         return f"{path}, of type {type(value).__module__}.{type(value).__qualname__},"
-    search: Callable[[str, Any], str | None] = _culprit
-    return next((found for each in items if (found := search(*each))), None)
+    return next((found for each in items if (found := _culprit(*each))), None)
 
 
 # All that a checkpoint holds, by key: tensors in pieces, and the rest as bytes.
@@ -545,14 +490,10 @@ def set_model_state(model: nn.Module, state: Mapping[str, Any], strict: bool) ->
 
 
 def _sharded(model: nn.Module) -> AbstractContextManager[object]:
-    if not is_fsdp1(model):
-        return nullcontext()
-    kind = StateDictType.SHARDED_STATE_DICT
-    return FullyShardedDataParallel.state_dict_type(model, kind)
-
-
-def optimizer_key(name: str, key: str) -> str:
-    return f"{OPTIMIZER}{name}.{key}"
+    if is_fsdp1(model):
+        kind = StateDictType.SHARDED_STATE_DICT
+        return FullyShardedDataParallel.state_dict_type(model, kind)
+    return nullcontext()
 
 
 def split_key(key: str, names: Mapping[str, Any]) -> tuple[str, str]:
@@ -568,16 +509,11 @@ def split_key(key: str, names: Mapping[str, Any]) -> tuple[str, str]:
 
 
 class Parts:
-    """How this rank's tensors are parts of whole ones."""
-
     def __init__(self, model: nn.Module, layout: Layout) -> None:
-        self._model, self._layout = model, layout
+        self._layout = layout
         self._parameters = parameters_by_name(model)
-        degree = layout.degrees["tensor"]
-        tp = sys.modules.get("ezpz_tp")
-        self._shards = (
-            {name: tp.shard_of(one, degree) for name, one in self._parameters.items()} if tp else {}
-        )
+        degree, named = layout.degrees["tensor"], self._parameters.items()
+        self._shards = {name: ezpz_tp.shard_of(one, degree) for name, one in named}
         split = any(one is None or one.dim is not None for one in self._shards.values())
         if degree > 1 and self._shards and not split and not self._is_split_by_torch():
             raise CheckpointError(
@@ -588,29 +524,15 @@ class Parts:
                 "ezpz_tp.set_shard"
             )
 
-    @property
-    def buffers(self) -> set[str]:
-        named = self._model.named_buffers(remove_duplicate=False)
-        return {plain_name(self._model, name) for name, _ in named}
-
     def _is_split_by_torch(self) -> bool:
         """Return whether DTensors of parallelize_module lie over the tensor-parallel group."""
-        tp = sys.modules["ezpz_tp"]
-        state = tp.current_state()
-        import torch.distributed as dist  # noqa: PLC0415 - beside its use
-
-        peers = set(dist.get_process_group_ranks(state.group("tensor")))
-        meshes = [getattr(one, "device_mesh", None) for one in self._parameters.values()]
+        peers = set(ezpz_tp.get_state().ranks("tensor"))
+        meshes = (getattr(one, "device_mesh", None) for one in self._parameters.values())
         return any(
-            mesh is not None and len(peers & set(mesh.mesh.flatten().tolist())) > 1
-            for mesh in meshes
+            mesh is not None and len(peers & {*mesh.mesh.flatten().tolist()}) > 1 for mesh in meshes
         )
 
-    def of_model(self, name: str, tensor: Tensor) -> Pieces:
-        return self._pieces(name, tensor, name)
-
     def of_state(self, name: str, key: str, tensor: Tensor) -> Pieces:
-        """Return the pieces of a tensor of an optimizer's state."""
         if hasattr(tensor, "local_shards"):
             return pieces_of(tensor)  # FSDP1's, of the whole parameter
         owner = self._parameters.get(name)
@@ -622,9 +544,9 @@ class Parts:
                 "that of its parameter, or one number: how tensor-parallel ranks share it cannot "
                 "be told"
             )
-        return self._pieces(f"{key!r} of {name!r} in the optimizer", tensor, name if alike else "")
+        return self.pieces(f"{key!r} of {name!r} in the optimizer", tensor, name if alike else "")
 
-    def _pieces(self, what: str, tensor: Tensor, owner: str) -> Pieces:
+    def pieces(self, what: str, tensor: Tensor, owner: str) -> Pieces:
         index, degree = self._layout.index["tensor"], self._layout.degrees["tensor"]
         parameter, shard = self._parameters.get(owner), self._shards.get(owner)
         if not getattr(parameter, "allreduce", True):
@@ -642,18 +564,14 @@ def held_by(
     parts: Parts, model: Mapping[str, Any], state: State
 ) -> tuple[Held, dict[str, Any], dict[str, dict[str, Any]]]:
     """Return the tensors of model and optimizer by key, and what of each is no tensor."""
-    held: Held = {}
-    values: dict[str, Any] = {}
-    for name, value in model.items():
-        if _has_pieces(value):
-            held[MODEL + name] = parts.of_model(name, value)
-        else:
-            values[name] = value
+    cut = {name: value for name, value in model.items() if _has_pieces(value)}
+    held = {MODEL + name: parts.pieces(name, value, name) for name, value in cut.items()}
+    values = {name: value for name, value in model.items() if name not in cut}
     others: dict[str, dict[str, Any]] = {}
     for name, entries in state.items():
         for key, value in entries.items():
             if _has_pieces(value):
-                held[optimizer_key(name, key)] = parts.of_state(name, key, value)
+                held[f"{OPTIMIZER}{name}.{key}"] = parts.of_state(name, key, value)
             else:
                 others.setdefault(name, {})[key] = value
     return held, values, others
@@ -663,14 +581,6 @@ def _has_pieces(value: Any) -> bool:
     """Return whether it is a tensor that can be cut; a sparse one is saved whole, with the rest."""
     dense = isinstance(value, Tensor) and value.layout is torch.strided
     return dense or hasattr(value, "local_shards")
-
-
-def encoded(what: str, value: Any) -> Pieces:
-    return blob_of(encode(what, value))
-
-
-def values_of(others: Mapping[str, Mapping[str, Any]]) -> Held:
-    return {VALUES + name: encoded(f"the state of {name!r}", each) for name, each in others.items()}
 
 
 def state_dicts(things: Any) -> Any:

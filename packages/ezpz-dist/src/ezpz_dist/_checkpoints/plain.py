@@ -11,7 +11,7 @@ import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -34,29 +34,25 @@ _GLOBAL = re.compile(r"GLOBAL (\S+)")
 
 def read(path: str) -> Any:
     """Return what a file holds, its tensors on the host; no code of the file's is run."""
+    is_local = "://" not in path
     if path.endswith(".safetensors"):
-        return _read_safetensors(path)
-    if "://" in path:
+        try:
+            safetensors = importlib.import_module("safetensors.torch")
+        except ImportError as error:
+            raise CheckpointError(f"{error}; pip install safetensors") from error
+        if is_local:
+            return safetensors.load_file(path)
         with open_file(path) as file:
-            return torch.load(file, map_location="cpu", weights_only=True)
-    # Mapped, the file is read tensor by tensor as it is sent; old formats cannot be.
-    mapped = zipfile.is_zipfile(path)
-    return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
-
-
-def _read_safetensors(path: str) -> dict[str, torch.Tensor]:
-    try:
-        safetensors = importlib.import_module("safetensors.torch")
-    except ImportError as error:
-        raise CheckpointError(f"{error}; pip install safetensors") from error
-    if "://" in path:
-        with open_file(path) as file:
-            return cast("dict[str, torch.Tensor]", safetensors.load(file.read()))
-    return cast("dict[str, torch.Tensor]", safetensors.load_file(path))
+            return safetensors.load(file.read())
+    if is_local:
+        # Mapped, the file is read tensor by tensor as it is sent; old formats cannot be.
+        mapped = zipfile.is_zipfile(path)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    with open_file(path) as file:
+        return torch.load(file, map_location="cpu", weights_only=True)
 
 
 def explain(path: str, error: Exception) -> CheckpointError:
-    """Return what every rank raises for an error of `read`."""
     where = f"rank {get_rank()} on {get_hostname()} cannot load {path}"
     text = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     if isinstance(error, pickle.UnpicklingError):
@@ -109,7 +105,8 @@ def load_into(
     try:
         if key is not None:
             if not isinstance(state, Mapping) or key not in state:
-                raise CheckpointError(f"it has no {key!r}; expected one of {_some(state)}")
+                names = list(state)[:_SHOWN] if isinstance(state, Mapping) else type(state).__name__
+                raise CheckpointError(f"it has no {key!r}; expected one of {names}")
             state = state[key]
         targets = _fit(model, state, strict=strict)
     except CheckpointError as error:
@@ -123,8 +120,7 @@ def load_into(
             for target in targets.get(info.index, ()):
                 for piece, local in pieces_of(target).held:
                     local.copy_(tensor[piece.slices])
-    rest = {name: value for name, value in state.items() if not isinstance(value, TensorInfo)}
-    if rest:
+    if rest := {name: value for name, value in state.items() if not isinstance(value, TensorInfo)}:
         set_model_state(model, {**model_state(model), **rest}, strict=False)
 
 
@@ -160,14 +156,6 @@ def _fit(model: torch.nn.Module, state: object, *, strict: bool) -> dict[int, li
     return targets
 
 
-def _some(state: object) -> str:
-    names = list(state)[:_SHOWN] if isinstance(state, Mapping) else type(state).__name__
-    return str(names)
-
-
-# Files of torch.save and safetensors: one rank reads, the others get it from there.
-
-
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
     """What stands for a tensor in a file's tree."""
@@ -183,15 +171,13 @@ class PlainFile:
 
     def __init__(self, path: str | os.PathLike[str], root: int, group: Any, operation: str) -> None:
         """Read on ``root``; raise on every rank what that raises. Collective."""
-        self._members = find_members(operation, group)
-        self._root, self._what = root, f"{operation} of {os.fspath(path)}"
+        self._members, name = find_members(operation, group), os.fspath(path)
+        self._root, self._what = root, f"{operation} of {name}"
         self._tensors: list[torch.Tensor] = []
         if self._members is not None and root not in self._members.ranks:
             raise ValueError(
                 f"root {root}; expected one of the group's ranks, {list(self._members.ranks)}"
             )
-        self._reads = self._members is None or get_rank() == root
-        name = os.fspath(path)
         self._tree, self.infos = read_for_all(
             lambda: self._take(read(name)), self._members, root, partial(explain, name)
         )
@@ -206,7 +192,7 @@ class PlainFile:
         """Return the tensors, one after the other. Collective: every rank takes all of them."""
         for info in self.infos:
             tensor = torch.empty(info.shape, dtype=info.dtype)
-            if self._reads:
+            if self._tensors:  # on the reader
                 tensor.copy_(self._tensors[info.index])
             if self._members is not None and tensor.numel():
                 self._members.send(as_bytes(tensor), self._root, self._what)

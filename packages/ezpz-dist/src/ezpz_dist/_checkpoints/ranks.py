@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import gc
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -16,23 +15,21 @@ import torch.distributed as dist
 
 from ezpz_dist._diagnosis import describe_gone
 from ezpz_dist._errors import CheckpointError, DistError
-from ezpz_dist._objects import as_tensor, dump, load, raw_of, receive_object, send_object
+from ezpz_dist._objects import receive_object, send_object
 from ezpz_dist._watch import first_line, waiting
-from ezpz_dist._world import World
+from ezpz_dist._world import World, finish_before_leaving
 from ezpz_topo import get_hostname
 
 T = TypeVar("T")
 
 _HOST = torch.device("cpu")
-
 _LISTED = 8  # failures that a message lists
 
 
-@dataclass(frozen=True, slots=True)
-class Failed:
-    rank: int
-    host: str
-    text: str
+class Failed(str):
+    """What kept a rank from its work: who, where and why, in words."""
+
+    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +44,6 @@ class Ranks:
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's value on rank 0; elsewhere nothing. Collective."""
-        if self.size == 1:
-            return [value]
         # Uneven: sent one by one, so that rank 0 needs no room for the longest of each.
         if self.rank:
             send_object(value, 0, _HOST, self.group)
@@ -58,14 +53,10 @@ class Ranks:
 
     def tell(self, value: Any) -> Any:
         """Return rank 0's value on every rank. Collective."""
-        if self.size == 1:
-            return value
-        mine = as_tensor(dump(value) if self.rank == 0 else b"")
-        length = torch.tensor([len(mine)])
-        dist.broadcast(length, 0, group=self.group)
-        room = mine if self.rank == 0 else torch.empty(int(length), dtype=torch.uint8)
-        dist.broadcast(room, 0, group=self.group)
-        return value if self.rank == 0 else load(raw_of(room), 0)
+        told = [value]
+        if self.size > 1:
+            dist.broadcast_object_list(told, 0, self.group, _HOST)
+        return told[0]
 
     def deal(self, values: Sequence[Any]) -> Any:
         """Return this rank's of rank 0's values, one a rank. Collective."""
@@ -106,9 +97,8 @@ class Ranks:
     def same(self, what: str, value: Any) -> None:
         """Make sure that every rank gave the same, or say both values on all. Collective."""
         every = self.gather(value)
-        odd = next(((rank, each) for rank, each in enumerate(every) if each != every[0]), None)
-        found = self.tell(None if odd is None else (*odd, every[0]))
-        if found is not None:
+        odd = next((rank for rank, each in enumerate(every) if each != every[0]), 0)
+        if found := self.tell(odd and (odd, every[odd], every[0])):
             rank, other, first = found
             raise CheckpointError(
                 f"{what}: rank {rank} on {self.hosts[rank]} has {other} and rank 0 {first}; "
@@ -135,32 +125,26 @@ class Ranks:
             return work(), None
         except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks wait for word
             text = str(error) if isinstance(error, DistError) else _words(error)
-            return Failed(self.rank, self.hosts[self.rank], text), error
+            who = f"rank {self.rank} on {self.hosts[self.rank]}: " if self.size > 1 else ""
+            return Failed(who + text), error
 
     def _judge(self, what: str, failed: list[Failed], cause: Exception | None) -> None:
-        if not failed:
-            return
-        if self.size == 1:
-            text = failed[0].text
-        else:
-            said = [f"rank {one.rank} on {one.host}: {one.text}" for one in failed[:_LISTED]]
+        if failed:
             more = [f"and {len(failed) - _LISTED} more ranks"] if len(failed) > _LISTED else []
-            text = "; ".join(said + more)
-        raise CheckpointError(f"{what}: {text}") from cause
+            raise CheckpointError(f"{what}: {'; '.join([*failed[:_LISTED], *more])}") from cause
 
 
 @contextmanager
 def collecting_later() -> Iterator[None]:
     """Put garbage collection off: with 40,000 tensors to list it took half the time."""
     # In the main thread only: another would undo what the training does to it meanwhile.
-    if not gc.isenabled() or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    gc.disable()
+    if later := gc.isenabled() and threading.current_thread() is threading.main_thread():
+        gc.disable()
     try:
         yield
     finally:
-        gc.enable()
+        if later:
+            gc.enable()
 
 
 def _words(error: BaseException) -> str:
@@ -184,12 +168,9 @@ def ranks_of(world: World | None) -> Ranks:
     if world is None or world.info.world_size == 1:
         return Ranks()
     if _made is None or _made[0] is not world:
-        # Dropped before `cleanup` runs at exit: see there for groups that outlive it.
-        atexit.unregister(_forget)
-        atexit.register(_forget)
+        finish_before_leaving(_forget)  # see `cleanup` for groups that outlive it
         with waiting("the group for checkpoints", world):
-            timeout = timedelta(seconds=world.timeout)
-            group = dist.new_group(backend="gloo", timeout=timeout)
+            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=world.timeout))
         info = world.info
         _made = world, Ranks(world, group, info.rank, info.world_size, world.hosts)
     return _made[1]

@@ -15,10 +15,10 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from ezpz_dist._errors import CheckpointError
 from ezpz_dist._objects import raw_of
 from ezpz_dist._world import current_world, finish_before_leaving
+from ezpz_tp import Piece
 
 from . import index, pieces
 from . import store as _store
@@ -72,22 +73,16 @@ def agree(
     """Plan together; return what this rank writes and, on rank 0, what each does. Collective."""
     # Of those that hold the same pieces, one rank sends their list: what rank 0 has to do grows
     # with the pieces of the model, not with its replicas.
-    packed = b""
-    items: list[Item] = []
-
-    def listed() -> tuple[bytes, list[Item]]:
-        nonlocal packed
-        own = rank_key(ranks.rank)
-        items[:] = items_of({key: pieces for key, pieces in held.items() if key != own})
-        packed = pickle.dumps((items, stage))
-        return hashlib.sha256(packed).digest(), items_of({own: held[own]})
-
-    gathered = ranks.everywhere(what, listed)
+    own = rank_key(ranks.rank)
+    items = items_of({key: pieces for key, pieces in held.items() if key != own})
+    packed = pickle.dumps((items, stage))
+    digest = hashlib.sha256(packed).digest()
+    gathered = ranks.everywhere(what, lambda: (digest, items_of({own: held[own]})))
     like: dict[bytes, list[int]] = {}
     for rank, (digest, _) in enumerate(gathered):
         like.setdefault(digest, []).append(rank)
     first = {members[0] for members in like.values()}
-    is_first = ranks.first_for_each(what, lambda: [rank in first for rank in range(ranks.size)])
+    is_first = ranks.deal([rank in first for rank in range(ranks.size)])
     sent = ranks.gather(packed if is_first else None)
     dealt: list[list[Item]] = []
 
@@ -109,8 +104,7 @@ def agree(
     return [held[key].at(offsets) for key, offsets in mine], dealt
 
 
-Lists = Sequence[tuple[Sequence[Item], int, Sequence[int]]]
-"""Pieces, the pipeline stage, and the ranks that hold them."""
+Lists = Sequence[tuple[Sequence[Item], int, Sequence[int]]]  # pieces, their stage, who holds them
 
 
 def _deal(lists: Lists, own: Sequence[Sequence[Item]]) -> list[list[Item]]:
@@ -176,20 +170,16 @@ def _check_whole(dealt: Sequence[Sequence[Item]]) -> None:
 
 
 def _is_whole(items: Sequence[Item]) -> bool:
-    shape = items[0].shape
-    boxes = [tuple(zip(item.offsets, item.sizes, strict=True)) for item in items]
-    boxes = [box for box in boxes if all(length for _, length in box)]
-    if sum(math.prod(length for _, length in box) for box in boxes) != math.prod(shape):
+    shape, near = items[0].shape, list[Piece]()
+    whole = Piece((0,) * len(shape), shape)
+    boxes = [Piece(item.offsets, item.sizes) for item in items if all(item.sizes)]
+    if sum(math.prod(box.sizes) for box in boxes) != math.prod(shape):
         return False
     # Along the dim of which there are most, only neighbours have to be compared.
-    dim = max(range(len(shape)), key=lambda each: len({box[each] for box in boxes}))
-    near: list[tuple[tuple[int, int], ...]] = []
-    for box in sorted(boxes, key=lambda each: each[dim]):
-        near = [each for each in near if sum(each[dim]) > box[dim][0]]
-        if any(sum(part) > whole for part, whole in zip(box, shape, strict=True)) or any(
-            all(one[0] < sum(two) and two[0] < sum(one) for one, two in zip(each, box, strict=True))
-            for each in near
-        ):
+    dim = max(range(len(shape)), key=lambda each: len({box.offsets[each] for box in boxes}))
+    for box in sorted(boxes, key=lambda each: each.offsets[dim]):
+        near = [one for one in near if one.offsets[dim] + one.sizes[dim] > box.offsets[dim]]
+        if box.overlap(whole) != box or any(box.overlap(one) for one in near):
             return False
         near.append(box)
     return True
@@ -198,12 +188,9 @@ def _is_whole(items: Sequence[Item]) -> bool:
 def _check_ties(
     ranks: Ranks, what: str, held: Mapping[str, Pieces], tied: Sequence[PieceId]
 ) -> None:
-    """Make sure that what several pipeline stages hold under one name is equal."""
-
-    def sums() -> list[int | None]:
-        return [_sum(held.get(key), offsets) for key, offsets in tied]
-
-    gathered = ranks.everywhere(what, sums)
+    gathered = ranks.everywhere(
+        what, lambda: [_sum(held.get(key), offsets) for key, offsets in tied]
+    )
 
     def compare() -> None:
         for number, (key, _) in enumerate(tied):
@@ -253,10 +240,10 @@ class Draft:
         self.tensors = [tensor.to("cpu", copy=True) for tensor in self.tensors]
 
 
-def write(draft: Draft) -> Manifest:
+def _write(draft: Draft, how: str) -> None:
     """Write the checkpoint and make it exist. Collective: every rank calls this."""
-    ranks, store = draft.ranks, draft.store
-    what = f"step {draft.args.step} cannot be saved to {store.root}"
+    ranks, store, step = draft.ranks, draft.store, draft.args.step
+    what = f"step {step} cannot be saved to {store.root}"
     files = Files(store, draft.working)
 
     def write_mine() -> tuple[list[Extent], dict[str, Written]]:
@@ -264,13 +251,21 @@ def write(draft: Draft) -> Manifest:
             extents = index.write(stream, draft.tensors)
         return extents, files.written
 
-    try:
-        gathered = ranks.everywhere(what, write_mine)
-        return ranks.first(what, lambda: _complete(draft, files, gathered))
-    except CheckpointError:
-        if ranks.rank == 0:
-            store.discard(draft.working)
-        raise
+    with ranks.waiting(f"save_checkpoint(step={step})"):
+        try:
+            gathered = ranks.everywhere(what, write_mine)
+            size = ranks.first(what, lambda: _complete(draft, files, gathered)).size / 1e6
+        except CheckpointError:
+            if ranks.rank == 0:
+                store.discard(draft.working)
+            raise
+    if ranks.rank == 0:
+        seconds = time.monotonic() - draft.started
+        logger.info(
+            "step %d saved %s to %s/%s: %.1f MB from %d ranks in %.2f s, %.0f MB/s", step, how,
+            store.root, draft.name, size, ranks.size, seconds, size / max(seconds, 1e-9),
+        )  # fmt: skip
+        report_progress(step)
 
 
 def _complete(
@@ -287,7 +282,7 @@ def _complete(
     files.write(".metadata", index.metadata_of(saved))
     files.write(_store.INDEX, index.encode_index(saved))
     written = {name: one for _, each in gathered for name, one in each.items()} | files.written
-    _see(store, draft.working, written, draft.ranks, [each for _, each in gathered])
+    _see(store, draft.working, draft.ranks, [each for _, each in gathered])
     manifest = Manifest(
         args.step, draft.ranks.size, args.contents, time.time(), torch.__version__, written,
         draft.sequence,
@@ -315,27 +310,22 @@ def _warning(step: int, otherwise: str) -> Iterator[None]:
         logger.warning("step %d is saved, but %s: %s", step, otherwise, error)
 
 
-def _see(
-    store: Store, folder: str, written: Mapping[str, Written], ranks: Ranks,
-    by_rank: Sequence[Mapping[str, Written]],
-) -> None:  # fmt: skip
+def _see(store: Store, folder: str, ranks: Ranks, by_rank: Sequence[Mapping[str, Written]]) -> None:
     """Make sure that rank 0 sees every rank's files: folders of one host are a common mistake."""
     until = time.monotonic() + _SEEN_WITHIN
     for rank, files in enumerate(by_rank):
-        for name in files:
-            while (size := store.size(f"{folder}/{name}")) != written[name].size:
+        for name, written in files.items():
+            while (size := store.size(f"{folder}/{name}")) != written.size:
                 if time.monotonic() > until:
                     raise CheckpointError(
                         f"rank 0 on {ranks.hosts[0]} sees {size} bytes of {name}, rank {rank} on "
-                        f"{ranks.hosts[rank]} wrote {written[name].size}; expected a folder that "
-                        "all hosts share"
+                        f"{ranks.hosts[rank]} wrote {written.size}; expected a folder that all "
+                        "hosts share"
                     )
                 time.sleep(0.05)
 
 
 # A save that goes on while the training does, and the one place where its error comes up.
-
-T = TypeVar("T")
 
 
 class Saving:
@@ -409,9 +399,9 @@ class Saving:
         thread.start()
 
     @property
-    def is_unraised(self) -> bool:
-        """Whether the save has failed, and no call has raised that yet."""
-        return self._error is not None and not self._raised
+    def is_over(self) -> bool:
+        """Whether it has ended, and a call has raised its error, if there was one."""
+        return self.done and (self._raised or self._error is None)
 
 
 _current: Saving | None = None
@@ -438,13 +428,8 @@ def finish_saving(timeout: float | None = None) -> None:
         CheckpointError: It could not be written, and no call has raised it yet.
     """
     global _current
-    saving = _current
-    if saving is None:
-        return
-    if saving.done and not saving.is_unraised:
-        _current = None
-        return
-    saving.wait(timeout)
+    if _current is not None and not _current.is_over:
+        _current.wait(timeout)
     _current = None
 
 
@@ -476,9 +461,6 @@ _failure: _Failure | None = None
 def _end_function() -> None:
     if _failure is not None:
         raise SystemExit(1)
-
-
-# Save a training state: by all ranks, at one step, or not at all.
 
 
 def save_checkpoint(
@@ -542,8 +524,21 @@ def save_checkpoint(
     finish_saving()
     with ranks.waiting(f"save_checkpoint(step={step})"), collecting_later():
         state = CheckpointArgs(model, _store.as_list(optimizer), scheduler, data, extra)
-        draft = _draft(path, ranks, state, SaveArgs(step, (*state.contents, "rng"), keep))
-        saving = Saving(step, f"{draft.store.root}/{draft.name}")
+        args = SaveArgs(step, (*state.contents, "rng"), keep)
+        layout = current_layout(ranks.rank, ranks.size)
+        what = f"step {step!r} cannot be saved to {os.fspath(path)}"
+        store = ranks.here(what, lambda: _opened(path, args))
+        ranks.same("save_checkpoint", f"{store.root}, {args}")
+        # After all have agreed to come this far: FSDP1's state takes collectives.
+        held = ranks.here(what, lambda: _collect(ranks, layout, state))
+        what = f"step {step} cannot be saved to {store.root}"
+        mine, dealt = agree(ranks, what, held, layout.index["pipeline"])
+        size = sum(item.nbytes + 4096 for items in dealt for item in items)  # rather too many
+        begun: tuple[Name, str, int] = ranks.first(what, lambda: begin(store, args, size))
+        if ranks.rank == 0:
+            _store.release_at_end(store)
+        draft = Draft(ranks, store, args, *begun, mine, dealt)
+        saving = Saving(step, f"{store.root}/{draft.name}")
         if asynchronous:
             ranks.here(f"step {step} cannot be copied to the host", draft.copy)
             saving.start(lambda: _write(draft, "in the background"))
@@ -551,25 +546,6 @@ def save_checkpoint(
         saving.run(lambda: _write(draft, "at once"))
         saving.wait()
     return saving
-
-
-def _draft(
-    path: str | os.PathLike[str], ranks: Ranks, state: CheckpointArgs, args: SaveArgs
-) -> Draft:
-    """Plan who writes what, and make the folder. Collective."""
-    what = f"step {args.step!r} cannot be saved to {os.fspath(path)}"
-    layout = current_layout(ranks.rank, ranks.size)
-    store = ranks.here(what, lambda: _opened(path, args))
-    ranks.same("save_checkpoint", f"{store.root}, {args}")
-    # After all have agreed to come this far: FSDP1's state takes collectives.
-    held = ranks.here(what, lambda: _collect(ranks, layout, state))
-    what = f"step {args.step} cannot be saved to {store.root}"
-    mine, dealt = agree(ranks, what, held, layout.index["pipeline"])
-    size = sum(item.nbytes + 4096 for items in dealt for item in items)  # rather too many
-    begun: tuple[Name, str, int] = ranks.first(what, lambda: begin(store, args, size))
-    if ranks.rank == 0:
-        _store.release_at_end(store)
-    return Draft(ranks, store, args, *begun, mine, dealt)
 
 
 def _opened(path: str | os.PathLike[str], args: SaveArgs) -> Store:
@@ -583,13 +559,14 @@ def _opened(path: str | os.PathLike[str], args: SaveArgs) -> Store:
 
 def _collect(ranks: Ranks, layout: Layout, state: CheckpointArgs) -> Held:
     pieces.refuse_deepspeed(state.model)
-    states, options = (
-        pieces.state_of(state.model, state.optimizers) if state.optimizers else ({}, [])
-    )
-    parts = pieces.Parts(state.model, layout)
-    whole = pieces.model_state(state.model)
-    for name in [] if layout.is_first_replica else parts.buffers & whole.keys():
-        del whole[name]  # each replica has its own, as of batch norm: one rank's, all together
+    model, optimizers = state.model, state.optimizers
+    states, options = pieces.state_of(model, optimizers) if optimizers else ({}, [])
+    parts, at = pieces.Parts(model, layout), layout.index
+    whole = pieces.model_state(model)
+    if at["data"] or at["context"]:
+        # Each replica has its own, as of batch norm: one rank's are saved, all together.
+        for name, _ in model.named_buffers(remove_duplicate=False):
+            whole.pop(pieces.plain_name(model, name), None)
     held, values, others = pieces.held_by(parts, whole, states)
     own = {"rng": rng_state(ranks.world), "data": pieces.state_dicts(state.data)}
     common = {
@@ -597,27 +574,15 @@ def _collect(ranks: Ranks, layout: Layout, state: CheckpointArgs) -> Held:
         "extra": pieces.plain(dict(state.extra or {})),
         "degrees": layout.degrees,
     }
-    held |= pieces.values_of(others) | {pieces.rank_key(ranks.rank): pieces.encoded("rank", own)}
-    if layout.is_first_of_stage:
+    for name, each in others.items():
+        held[pieces.VALUES + name] = pieces.encoded(f"the state of {name!r}", each)
+    held[rank_key(ranks.rank)] = pieces.encoded("rank", own)
+    if not any(at[axis] for axis in pieces.AXES if axis != "pipeline"):
         about = {"model": values, "options": options}
-        held[pieces.stage_key(layout.index["pipeline"])] = pieces.encoded("model", about)
+        held[pieces.stage_key(at["pipeline"])] = pieces.encoded("model", about)
     if ranks.rank == 0:
         held[pieces.COMMON] = pieces.encoded("save_checkpoint", common)
     return held
-
-
-def _write(draft: Draft, how: str) -> None:
-    with draft.ranks.waiting(f"save_checkpoint(step={draft.args.step})"):
-        manifest = write(draft)
-    if draft.ranks.rank:
-        return
-    seconds = time.monotonic() - draft.started
-    logger.info(
-        "step %d saved %s to %s/%s: %.1f MB from %d ranks in %.2f s, %.0f MB/s",
-        manifest.step, how, draft.store.root, draft.name, manifest.size / 1e6,
-        manifest.world_size, seconds, manifest.size / 1e6 / max(seconds, 1e-9),
-    )  # fmt: skip
-    report_progress(manifest.step)
 
 
 def report_progress(step: int) -> None:
@@ -625,11 +590,10 @@ def report_progress(step: int) -> None:
     if not (path := os.environ.get("EZPZ_PROGRESS_FILE")):
         return
     file = Path(path)
+    before = -1
     try:
-        try:
+        with suppress(FileNotFoundError, ValueError):
             before = int(file.read_text(encoding="ascii"))
-        except (FileNotFoundError, ValueError):
-            before = -1
         if step > before:
             aside = file.with_name(file.name + ".new")
             aside.write_text(f"{step}\n", encoding="ascii")

@@ -11,9 +11,9 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from types import FrameType
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]  # torch exports it so
 
@@ -37,21 +37,17 @@ about a new connection, often for 5 s where that does not answer (torch 2.13).""
 class Votes:
     """Every rank gives the step that it is in; the largest is where all of them stop."""
 
-    def __init__(
-        self, name: str, world: World | None, hear: Callable[[dict[str, Any]], None]
-    ) -> None:
+    def __init__(self, name: str, world: World | None, hear: Callable[[dict[str, Any]], None]):
         responder = _diagnosis.find_responder()
         self._name, self._hear = name, hear
         self._side = None if responder is None else responder.side
-        self._rank, self._size = 0, 1
+        self._rank, self._size = (world.info.rank, world.info.world_size) if world else (0, 1)
         self._store: Store = HashStore()
-        if world is not None:
-            self._rank, self._size = world.info.rank, world.info.world_size
-            if self._side is not None:
-                # Opened now, not in a hurry: torch asks the name service about each connection,
-                # on both sides, and that can take seconds (torch 2.13). Its own, so that no other
-                # wait is in the way.
-                self._store = self._side.connect(world.timeout)
+        if world is not None and self._side is not None:
+            # Opened now, not in a hurry: torch asks the name service about each connection, on both
+            # sides, and that can take seconds (torch 2.13). Its own, so that no other wait is in
+            # the way.
+            self._store = self._side.connect(world.timeout)
         self.forget = _diagnosis.on_notice(name, hear)
 
     def tell(self, **notice: Any) -> None:
@@ -62,14 +58,9 @@ class Votes:
         post, everybody = self._side.post, range(self._side.size)
         self._ask(lambda store: post(store, "notice", everybody, name=self._name, payload=notice))
 
-    def request(self) -> bool:
-        return self._ask(lambda store: store.add(f"{self._name}/requested", 1) == 1)
-
-    def are_requested(self) -> bool:
-        return self._ask(lambda store: store.add(f"{self._name}/requested", 0) > 0)
-
-    def give(self, step: int) -> int | None:
-        return self._ask(lambda store: self._give(store, step))
+    def count(self, what: str, more: int = 1) -> int:
+        """Return how many ranks have said so, this one and now too, or only looking on (0)."""
+        return self._ask(lambda store: store.add(f"{self._name}/{what}", more))
 
     def agree_on_name(self, step: int) -> str:
         """Return what the first rank to say so calls the step at which all stop."""
@@ -77,32 +68,34 @@ class Votes:
         return self._ask(lambda store: store.compare_set(key, "", said).decode())
 
     def saved(self) -> bool:
-        return self._ask(lambda store: store.add(f"{self._name}/saved", 1) == self._size)
+        return self.count("saved") == self._size
 
     def leave(self) -> None:
         """Say that this rank knows how it ended; rank 0, which holds the store, waits for all."""
-        count, every = f"{self._name}/left", f"{self._name}/all-left"
-        if self._ask(lambda store: store.add(count, 1)) == self._size:
+        every = f"{self._name}/all-left"
+        if self.count("left") == self._size:
             self._ask(lambda store: store.set(every, ""))
         if self._rank == 0:
             _diagnosis.arrived(self._store, [every], _REQUEST_TIMEOUT)
 
-    def _give(self, store: Store, step: int) -> int | None:
+    def give(self, step: int) -> int | None:
+        """Give this rank's step; return the largest of all, where this is the last that gives."""
         key = f"{self._name}/largest"
-        largest = store.compare_set(key, "", str(step))
-        while int(largest) < step:
-            largest = store.compare_set(key, largest.decode(), str(step))
-        last = store.add(f"{self._name}/given", 1) == self._size
-        if not last or store.add(f"{self._name}/requested", 0) == 0:
-            return None
-        return int(store.get(key))
+
+        def give(store: Store) -> int | None:
+            largest = store.compare_set(key, "", str(step))
+            while int(largest) < step:
+                largest = store.compare_set(key, largest.decode(), str(step))
+            last = store.add(f"{self._name}/given", 1) == self._size
+            is_wanted = last and store.add(f"{self._name}/requested", 0) > 0
+            return int(store.get(key)) if is_wanted else None
+
+        return self._ask(give)
 
     def _ask(self, request: Callable[[Store], T]) -> T:
         """Return the store's answer; soon, even where its process is stopped."""
         return within(_REQUEST_TIMEOUT, lambda: request(self._store))
 
-
-# Told to end, all ranks agree on a step, save there, and exit with 75.
 
 logger = logging.getLogger(__name__)
 
@@ -110,11 +103,10 @@ EXIT_SAVED = 75
 """The exit status that says: checkpointed, start me again (EX_TEMPFAIL of sysexits.h)."""
 
 EXIT_GAVE_UP = 124
-
 _numbers = itertools.count()  # how many of these this process has made: the same on every rank
 
 
-class SnapshotOnSignal:
+class SnapshotOnSignal(AbstractContextManager["SnapshotOnSignal"]):
     """Saves once on all ranks, at one step, after a signal has reached any of them.
 
     Collective: every rank makes one, calls `step` equally often, and calls `close` (or uses
@@ -172,9 +164,8 @@ class SnapshotOnSignal:
             raise ValueError(f"within {within}; expected a positive number of seconds, or None")
         self._save, self._within = save, within
         self._world = current_world("SnapshotOnSignal()")
-        name = f"snapshot/{next(_numbers)}"
-        rank = get_rank()
-        self._rank, self._who = rank, f"rank {rank} on {get_hostname()}"
+        self._rank = get_rank()
+        self._who = f"rank {self._rank} on {get_hostname()}"
         self._pid = os.getpid()
         # Guards the step that this rank is in against the thread that gives it away.
         self._lock = threading.Lock()
@@ -187,11 +178,11 @@ class SnapshotOnSignal:
         # Put into by a signal's handler: of all queues only this one may be interrupted by
         # itself (queue.SimpleQueue.put is reentrant).
         self._signals: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        self._votes = Votes(name, self._world, self._on_notice)
+        self._votes = Votes(f"snapshot/{next(_numbers)}", self._world, self._on_notice)
         self._listener = threading.Thread(target=self._listen, name="ezpz-snapshot", daemon=True)
         self._listener.start()
         # Another rank's word may have come before this.
-        if self._votes.are_requested():
+        if self._votes.count("requested", 0):
             self._signals.put("")
         self._previous = {number: signal.signal(number, self._on_signal) for number in numbers}
         atexit.register(self.close)
@@ -223,7 +214,10 @@ class SnapshotOnSignal:
         self._snapshot(step)
 
     def close(self) -> None:
-        """Put the signals' earlier handlers back. Does not wait for other ranks."""
+        """Put the signals' earlier handlers back. Does not wait for other ranks.
+
+        SIGUSR1 and SIGUSR2, which would end the process, are ignored where they had none.
+        """
         if os.getpid() != self._pid or self._over.is_set():
             return
         self._over.set()
@@ -231,14 +225,15 @@ class SnapshotOnSignal:
         if threading.current_thread() is threading.main_thread():
             for number, handler in self._previous.items():
                 # None: C code's, which Python cannot put back.
-                signal.signal(number, signal.SIG_DFL if handler is None else handler)
+                before = signal.SIG_DFL if handler is None else handler
+                # A warning that comes as the loop ends is not to end a rank that is done.
+                if before is signal.SIG_DFL and number in (signal.SIGUSR1, signal.SIGUSR2):
+                    before = signal.SIG_IGN
+                signal.signal(number, before)
         self._signals.put(None)
         self._votes.forget()
         # Whoever waits for this rank's step learns that there will be none.
         self._vote(NEVER)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -260,7 +255,7 @@ class SnapshotOnSignal:
         if name:
             logger.info("rank %d got %s", self._rank, name)
         try:
-            if name and self._votes.request():
+            if name and self._votes.count("requested") == 1:
                 self._votes.tell(signal=name)
         except LOST as error:
             self._without_store(error)
@@ -291,8 +286,7 @@ class SnapshotOnSignal:
         if self._world is not None and find_world() is not self._world:
             return  # after clean-up no one waits
         try:
-            stop_at = self._votes.give(self._voted)
-            if stop_at is not None:
+            if (stop_at := self._votes.give(self._voted)) is not None:
                 self._votes.tell(stop_at=stop_at)
         except LOST as error:
             self._without_store(error)
@@ -305,8 +299,7 @@ class SnapshotOnSignal:
     def _snapshot(self, step: int) -> None:
         logger.info("rank %d saves at step %d, as every rank", self._rank, step)
         try:
-            other = self._votes.agree_on_name(step)
-            if other != str(step):
+            if (other := self._votes.agree_on_name(step)) != str(step):
                 raise MismatchError(
                     f"rank {self._rank} calls step({step}) where another rank calls step({other}); "
                     "expected the same number on every rank"
@@ -314,8 +307,7 @@ class SnapshotOnSignal:
             self._save(step)
         except BaseException as error:  # whatever ends this save: the others are told
             with suppress(*LOST):
-                said = f"{self._who}: {type(error).__name__}: {error}"
-                self._votes.tell(outcome=said)
+                self._votes.tell(outcome=f"{self._who}: {type(error).__name__}: {error}")
             raise
         if self._votes.saved():
             self._votes.tell(outcome="")
@@ -330,14 +322,11 @@ class SnapshotOnSignal:
         raise SystemExit(EXIT_SAVED)
 
     def _wait(self, event: threading.Event, what: str, step: int) -> None:
-        """Wait for word of the other ranks; signals are handled meanwhile."""
         world = self._world
         with waiting(what, world):
-            if event.wait(None if world is None else world.timeout):
-                return
-            assert world is not None
-            error = TimeoutError(f"at step {step}")
-            raise explain(error, what, world, world.timeout)
+            if not event.wait(None if world is None else world.timeout):
+                assert world is not None
+                raise explain(TimeoutError(f"at step {step}"), what, world, world.timeout)
 
     def _give_up(self, name: str) -> None:
         line, _ = _diagnosis.describe_frames(_diagnosis.main_frame())

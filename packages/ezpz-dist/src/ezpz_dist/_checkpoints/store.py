@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import torch
 from torch import nn
@@ -55,35 +55,28 @@ class SaveArgs:
 
 
 def as_list(optimizer: Optimizers | None) -> list[Optimizer]:
-    if optimizer is None:
-        return []
-    return [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    return [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
 
 
 def give_memory(model: nn.Module) -> None:
     """Give elements of buffers that share memory (`expand`) some of their own, to be filled."""
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
-            if buffer.layout is not torch.strided or buffer.is_meta:
-                continue
-            if any(
-                size > 1 and not step
-                for size, step in zip(buffer.shape, buffer.stride(), strict=True)
-            ):
-                setattr(module, name, buffer.clone(memory_format=torch.contiguous_format))
+            if buffer.layout is torch.strided and not buffer.is_meta:
+                steps = zip(buffer.shape, buffer.stride(), strict=True)
+                if any(size > 1 and not step for size, step in steps):
+                    setattr(module, name, buffer.clone(memory_format=torch.contiguous_format))
 
 
 # The names of checkpoints in a folder, and which of them are there.
 
 MANIFEST = "manifest.json"
 INDEX = "index.json"
-LATEST = "latest"
-"""A text file with the newest folder's name: for people and shell scripts; loading lists."""
+LATEST = "latest"  # a text file with the newest folder's name: for people; loading lists
 OWNER = "owner.json"  # who saves there
 _NAME = re.compile(r"step-(\d{8,18})(?:\.(\d{1,6}))?")
 _WORKING = re.compile(r"\.(?:step-\d+(?:\.\d+)?|latest|owner\.json)\.tmp-(?P<owner>.+)")
 _GONE = re.compile(r"\.step-\d+(?:\.\d+)?\.gone-.+")
-
 MAX_STEP = 10**18 - 1
 
 
@@ -100,12 +93,6 @@ class Name:
     def __str__(self) -> str:
         return f"step-{self.step:08d}" + (f".{self.generation}" if self.generation else "")
 
-    def working(self, owner: str) -> str:
-        return f".{self}.tmp-{owner}"
-
-    def gone(self, owner: str) -> str:
-        return f".{self}.gone-{owner}"
-
 
 def parse(name: str) -> Name | None:
     found = _NAME.fullmatch(name)
@@ -115,41 +102,6 @@ def parse(name: str) -> Name | None:
 def names_in(entries: list[str]) -> list[Name]:
     """Return the checkpoints among a folder's entries, the highest step first."""
     return sorted((name for each in entries if (name := parse(each))), reverse=True)
-
-
-def owner_of(entry: str) -> str | None:
-    found = _WORKING.fullmatch(entry)
-    return found["owner"] if found else None
-
-
-def is_gone(entry: str) -> bool:
-    return _GONE.fullmatch(entry) is not None
-
-
-def next_name(step: int, entries: list[str]) -> Name:
-    taken = [name.generation for name in names_in(entries) if name.step == step]
-    return Name(step, max(taken) + 1 if taken else 0)
-
-
-def newest_first(sequences: Mapping[Name, int]) -> list[Name]:
-    """Return checkpoints in the order of loading: the last saved first."""
-    # A run that goes back abandons what it had saved from that step on: that comes after all
-    # that the newest stands on.
-    trunk: list[Name] = []
-    abandoned: list[Name] = []
-    for name in sorted(sequences, key=lambda each: (sequences[each], each), reverse=True):
-        (trunk if not trunk or name.step < trunk[-1].step else abandoned).append(name)
-    return trunk + abandoned
-
-
-def to_remove(names: Sequence[Name], saved: Name, keep: int | None) -> list[Name]:
-    """Return the checkpoints to remove once ``saved`` is complete, the oldest first."""
-    kept = set(list(dict.fromkeys(name.step for name in names))[:keep])
-    return [
-        name
-        for name in reversed(names)
-        if name != saved and (name.step not in kept or name.step == saved.step)
-    ]
 
 
 # Who writes a checkpoint now, in a name that tells later whether the writer still lives.
@@ -171,11 +123,8 @@ def is_dead(token: str) -> bool | None:
     found = _TOKEN.fullmatch(token)
     if found is None or found["host"] != get_hostname():
         return None
-    space, _ = _birth(os.getpid())
-    if int(found["space"]) != space or not space:
-        return None
-    _, start = _birth(int(found["pid"]))
-    return start != int(found["start"])
+    space, start = _birth(int(found["pid"]))
+    return start != int(found["start"]) if space == int(found["space"]) != 0 else None
 
 
 def _birth(pid: int) -> tuple[int, int]:
@@ -222,10 +171,8 @@ def read_owner(store: Store) -> Owner | None:
         if store.size(OWNER) is None:
             return None
         with store.open(OWNER, "rb") as file:
-            about = json.loads(file.read())
-        return Owner(
-            str(about["owner"]), str(about["run"]), int(about["step"]), int(about["sequence"])
-        )
+            read = json.loads(file.read())
+        return Owner(str(read["owner"]), str(read["run"]), int(read["step"]), int(read["sequence"]))
     except (OSError, ArithmeticError, LookupError, TypeError, ValueError):
         return None
 
@@ -241,8 +188,7 @@ def refuse_other(store: Store) -> Owner | None:
     owner = read_owner(store)
     if owner is None or owner.is_me or owner.process in _followed:
         return owner
-    dead = is_dead(owner.token)
-    if dead:
+    if dead := is_dead(owner.token):
         return owner
     host, _, pid, _ = (owner.process.rsplit("~", 3) + ["?"] * 3)[:4]
     run = f"{owner.run}, " if owner.run else ""
@@ -273,8 +219,7 @@ def _release() -> None:
     while _owned:
         root, store = _owned.popitem()
         try:
-            owner = read_owner(store)
-            if owner is not None and owner.is_me:
+            if (owner := read_owner(store)) is not None and owner.is_me:
                 store.discard(OWNER)
         except Exception as error:  # noqa: BLE001 - a URL's store at exit; we end, which is seen
             logger.debug("%s/%s is not removed: %s", root, OWNER, error)
@@ -282,17 +227,11 @@ def _release() -> None:
 
 # Where checkpoints lie: a folder of a file system, or a URL that fsspec knows.
 
-_ABANDONED = 3600.0
-"""Seconds without a write after which an attempt of another host is taken for dead."""
-
+_ABANDONED = 3600.0  # seconds without a write: then an attempt of another host is taken for dead
 _WRITING = ".writing-"
-
-_NOT_SYNCED = (errno.EINVAL, errno.EBADF, errno.ENOTSUP)
-"""What file systems say that cannot sync a folder, and need not."""
 
 
 def open_store(path: str | os.PathLike[str]) -> Store:
-    """Return the store of a path, or of a URL such as ``s3://bucket/run``."""
     text = os.fspath(path)
     return UrlStore(text) if "://" in text else FolderStore(text)
 
@@ -324,13 +263,12 @@ class FolderStore:
         return self._at(path).open(mode)
 
     def begin(self, name: Name) -> str:
-        """Make the folder that a checkpoint is written into, and return its path."""
         root = self._at("")
         new = [path for path in (root, *root.parents) if not path.exists()]
         root.mkdir(parents=True, exist_ok=True)
         for path in new:
             _sync(path.parent)  # or all of it is gone after a power cut
-        working = name.working(owner_token())
+        working = f".{name}.tmp-{owner_token()}"
         self._at(working).mkdir()
         return working
 
@@ -359,7 +297,7 @@ class FolderStore:
 
     def remove(self, name: Name) -> None:
         """Remove a checkpoint: at once it is one no longer, whatever happens."""
-        gone = name.gone(owner_token())
+        gone = f".{name}.gone-{owner_token()}"
         with suppress(FileNotFoundError):  # another job was faster
             self._at(str(name)).rename(self._at(gone))
             self.discard(gone)
@@ -379,13 +317,12 @@ class FolderStore:
         now = self._at(working).stat().st_mtime
         removed = []
         for entry in self.entries():
-            owner = owner_of(entry)
-            mine = entry == working or (owner is None and not is_gone(entry))
-            if mine or (owner is not None and not self._is_abandoned(entry, owner, now)):
-                continue
-            with suppress(OSError):  # another job may be removing it too
-                self.discard(entry)
-                removed.append(entry)
+            found = _WORKING.fullmatch(entry)
+            left = found and entry != working and self._is_abandoned(entry, found["owner"], now)
+            if left or _GONE.fullmatch(entry):
+                with suppress(OSError):  # another job may be removing it too
+                    self.discard(entry)
+                    removed.append(entry)
         return removed
 
     def free(self) -> float:
@@ -397,19 +334,15 @@ class FolderStore:
         return about.f_bavail * about.f_frsize
 
     def _is_abandoned(self, entry: str, owner: str, now: float) -> bool:
-        dead = is_dead(owner)
-        if dead is not None:
+        if (dead := is_dead(owner)) is not None:
             return dead
+        path = self._at(entry)
         try:
-            return now - self._last_write(entry) > _ABANDONED
+            inside = path.iterdir() if path.is_dir() else ()
+            last: float = max(each.stat().st_mtime for each in (path, *inside))
+            return now - last > _ABANDONED
         except FileNotFoundError:
             return False  # renamed or removed while we look
-
-    def _last_write(self, entry: str) -> float:
-        path = self._at(entry)
-        inside = path.iterdir() if path.is_dir() else ()
-        times: list[float] = [each.stat().st_mtime for each in (path, *inside)]
-        return max(times)
 
 
 def _sync(folder: Path) -> None:
@@ -417,7 +350,8 @@ def _sync(folder: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in _NOT_SYNCED:
+        # Some file systems cannot sync a folder, and need not.
+        if error.errno not in (errno.EINVAL, errno.EBADF, errno.ENOTSUP):
             raise
     finally:
         os.close(descriptor)
@@ -428,19 +362,15 @@ class UrlStore:
 
     def __init__(self, url: str) -> None:
         # 60 ms, for URLs only; it has no types.
-        url_to_fs = importlib.import_module("fsspec.core").url_to_fs
+        core: Any = importlib.import_module("fsspec.core")
         self.root = url.rstrip("/")
-        fs, path = url_to_fs(self.root)
-        self._fs: Any = fs
+        self._fs, path = core.url_to_fs(self.root)
         self._path = str(path).rstrip("/")
 
     def _at(self, path: str) -> str:
         return f"{self._path}/{path}" if path else self._path
 
-    def entries(self) -> list[str]:
-        return self._names("")
-
-    def _names(self, path: str) -> list[str]:
+    def entries(self, path: str = "") -> list[str]:
         # Another process may have written since; several file systems remember listings.
         self._fs.invalidate_cache()
         try:
@@ -457,8 +387,7 @@ class UrlStore:
             return None
 
     def open(self, path: str, mode: str) -> IO[bytes]:
-        opened: IO[bytes] = self._fs.open(self._at(path), mode)
-        return opened
+        return cast("IO[bytes]", self._fs.open(self._at(path), mode))
 
     def begin(self, name: Name) -> str:
         self._fs.makedirs(self._at(str(name)), exist_ok=True)
@@ -467,15 +396,13 @@ class UrlStore:
 
     def publish(self, working: str, name: Name) -> None:
         del name  # it has it already
-        for entry in self._names(working):
+        for entry in self.entries(working):
             if entry.startswith(_WRITING):
                 self._fs.rm_file(self._at(f"{working}/{entry}"))
 
     def discard(self, working: str) -> None:
-        try:
+        with suppress(FileNotFoundError):
             self._fs.rm(self._at(working), recursive=True)
-        except FileNotFoundError:
-            return
 
     def remove(self, name: Name) -> None:
         with suppress(FileNotFoundError):  # another job was faster
@@ -487,14 +414,13 @@ class UrlStore:
             file.write(data)
 
     def remove_leftovers(self, working: str) -> list[str]:
-        now = self._last_write(working, self._names(working))  # by the store's own clock
+        now = self._last_write(working, self.entries(working))  # by the store's own clock
         removed = []
         for name in map(str, names_in(self.entries())):
-            files = self._names(name)
-            if name == working or MANIFEST in files or not self._is_abandoned(name, files, now):
-                continue
-            self.discard(name)
-            removed.append(name)
+            files = self.entries(name)
+            if name != working and MANIFEST not in files and self._is_abandoned(name, files, now):
+                self.discard(name)
+                removed.append(name)
         return removed
 
     def free(self) -> float:
@@ -504,8 +430,7 @@ class UrlStore:
         owners = [each.removeprefix(_WRITING) for each in files if each.startswith(_WRITING)]
         if not owners:
             return bool(files)  # being removed; its first file said who writes
-        known = [dead for each in owners if (dead := is_dead(each)) is not None]
-        if known:
+        if known := [dead for each in owners if (dead := is_dead(each)) is not None]:
             return all(known)
         return now - self._last_write(name, files) > _ABANDONED
 

@@ -24,7 +24,7 @@ from contextlib import ExitStack, suppress
 from types import FrameType
 from typing import IO, Any, NamedTuple, cast
 
-from ezpz_dist._diagnosis import call_roll, find_responder, held
+from ezpz_dist._diagnosis import call_roll, find_responder, flush, held
 from ezpz_dist._errors import DistError, HangError, LostRankError
 from ezpz_dist._watch import waiting
 from ezpz_dist._world import World, current_world
@@ -35,19 +35,14 @@ from . import __main__ as _attach
 # A terminal at which a person can be asked, if there is one.
 
 STDIN = "stdin"  # where the process's own standard input and output will do
+# Launchers that do not read their terminal's input, as mpiexec and srun do.
 _QUIET = frozenset({"none", "ezpz", "torchrun"})
-"""Launchers that leave their terminal's input alone; mpiexec and srun read it themselves, and
-would get some of the lines that are meant for the debugger."""
-
 _READ = "the terminal's input is read by the launcher ({})"
-
 _PTS_MAJORS = range(136, 144)  # Linux: Documentation/admin-guide/devices.txt
 
 
 class _Process(NamedTuple):
-    """What ``/proc/PID/stat`` says of job control; proc_pid_stat(5)."""
-
-    pid: int
+    pid: int  # the fields of ``/proc/PID/stat`` on job control; proc_pid_stat(5)
     parent: int
     group: int
     terminal: int  # device number of the controlling terminal; 0: none
@@ -56,8 +51,7 @@ class _Process(NamedTuple):
 
 # Our own, if this process is in its foreground (a background process would be stopped by SIGTTIN).
 # Else that of the launcher above us: ezpz-launch and torchrun give each rank a session of its own,
-# without a terminal, and do not read theirs. A process may use a terminal that is not its
-# session's; job control does not concern it there.
+# without a terminal, and do not read theirs; job control concerns a terminal's own session only.
 def find_terminal(launcher: str, *, proc: str = "/proc") -> tuple[str, str]:
     """Return a terminal that can be read here: `STDIN` or its path; else "", and the reason."""
     try:
@@ -75,7 +69,9 @@ def find_terminal(launcher: str, *, proc: str = "/proc") -> tuple[str, str]:
 
 
 def _find_above(launcher: str, proc: str) -> tuple[str, str]:
-    owner = _owner(os.getppid(), proc)
+    owner = _read(os.getppid(), proc)
+    while owner is not None and not owner.terminal:
+        owner = _read(owner.parent, proc)
     if owner is None:
         plain = os.isatty(0) and os.isatty(1)
         return (STDIN, "") if plain else ("", "no process above this one has a terminal")
@@ -93,16 +89,6 @@ def has_input() -> bool:
         return not stat.S_ISCHR(os.fstat(0).st_mode)
     except OSError:
         return False
-
-
-def _owner(pid: int, proc: str) -> _Process | None:
-    """Return the nearest of these processes, from child to parent, that has a terminal."""
-    while pid > 0:
-        process = _read(pid, proc)
-        if process is None or process.terminal:
-            return process
-        pid = process.parent
-    return None
 
 
 def _read(pid: int, proc: str) -> _Process | None:
@@ -134,9 +120,7 @@ def _path(owner: _Process, proc: str) -> str:
 
 # Where the debugger reads and writes, wherever the rank was started.
 
-_DRAINED = 0.3
-"""Seconds for what this rank wrote into pipes to reach the terminal: ezpz-launch's labels hold
-an unfinished line for 0.2."""
+_DRAINED = 0.3  # seconds for pipes to reach the terminal; ezpz-launch holds unfinished lines 0.2
 
 
 class Console(NamedTuple):
@@ -145,24 +129,23 @@ class Console(NamedTuple):
     stdin: IO[str] | None
     stdout: IO[str] | None
     where: str  # in words, for those who wait
-    close: Callable[[], None]
+    close: Callable[[], object]
 
 
 def open_console(info: RankInfo, host: str, line: str) -> Console:
     """Return a terminal, or a socket for one, and say on standard error how to get there."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush()
     path, why_not = find_terminal(info.launcher)
     if path == STDIN or (not path and info.launcher == "none" and has_input()):
         return Console(None, None, "its standard input", lambda: None)
     if path:
         time.sleep(_DRAINED)
         # Left in its cooked mode: a rank that is killed must not leave it in another.
-        commands = open(path, encoding="utf-8", errors="replace")  # noqa: SIM115 - until `close`
-        answers = open(path, "w", encoding="utf-8", errors="replace")  # noqa: SIM115
         files = ExitStack()
-        files.callback(commands.close)
-        files.callback(answers.close)
+        commands, answers = (
+            files.enter_context(open(path, mode, encoding="utf-8", errors="replace"))  # noqa: SIM115
+            for mode in "rw"
+        )
         return Console(commands, answers, f"the terminal {path}", files.close)
     remote = RemoteTerminal()
     command = f"on {shlex.quote(host)}: {remote.command}"
@@ -175,17 +158,14 @@ def open_console(info: RankInfo, host: str, line: str) -> Console:
     return Console(file, file, f"a socket; type in a shell {command}", remote.close)
 
 
-# A terminal by another way: a socket of this host, at which a person connects with our `__main__`.
-
 _KEPT = 1 << 16  # characters of output that are kept for whoever connects
 
 
 class RemoteTerminal:
-    """Lines from and to whoever is connected; a file to read from and to write to."""
+    """A terminal by another way: a socket at which a person connects with our `__main__`."""
 
-    # Nothing is lost while no one is: output is kept, and reading waits. The socket lies in a
-    # folder that only this user can enter, so it needs no secret (one on a command line could be
-    # seen by all users of the host).
+    # While no one is connected output is kept, and reading waits. The socket lies in a folder that
+    # only this user can enter, so it needs no secret.
 
     def __init__(self) -> None:
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -202,7 +182,6 @@ class RemoteTerminal:
         threading.Thread(target=self._serve, name="ezpz-attach", daemon=True).start()
 
     def readline(self, _limit: int = -1) -> str:
-        """Return the next line that a person types, waiting for one to connect."""
         with self._lock:
             self._awaits = True
             self._send(_attach.TURN)
@@ -221,16 +200,14 @@ class RemoteTerminal:
         """Do nothing: what is written is sent."""
 
     def close(self) -> None:
-        """End the connection, and remove the socket and its folder."""
         with self._lock:
             self._closed = True
             atexit.unregister(self.close)
             link, self._link = self._link, None
-        for each in (self._listener, link):
-            if each is not None:
-                with suppress(OSError):  # no one is connected, or not any more
-                    each.shutdown(socket.SHUT_RDWR)
-                each.close()
+        for each in filter(None, (self._listener, link)):
+            with suppress(OSError):  # no one is connected, or not any more
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _send(self, text: str) -> None:
@@ -260,10 +237,9 @@ class RemoteTerminal:
     def _listen_to(self, link: socket.socket) -> None:
         typed = b""
         while True:
-            try:
+            data = b""
+            with suppress(OSError):
                 data = link.recv(65536)
-            except OSError:
-                return
             if not data:
                 return
             if _attach.INTERRUPT in data:
@@ -276,7 +252,6 @@ class RemoteTerminal:
 
 
 def _listen() -> tuple[str, socket.socket]:
-    """Return a private folder and a socket in it that listens."""
     reasons = []
     # The second, where the first is on a file system without sockets, or its name is too long
     # (108 bytes on Linux: unix(7)).
@@ -302,9 +277,6 @@ def _listen() -> tuple[str, socket.socket]:
     )
 
 
-# The debugger itself: pdb at the caller's line; the other ranks wait until it lets them go on.
-
-
 class RankPdb(pdb.Pdb):
     """pdb for one rank of several, with the commands ``release`` and ``pm`` beside its own."""
 
@@ -312,12 +284,9 @@ class RankPdb(pdb.Pdb):
     # from Python 3.13 on; earlier ones stop a line later, where an exception's name may be gone.
 
     def __init__(
-        self,
-        console: Console,
-        prompt: str,
-        release: Callable[[], None],
+        self, console: Console, prompt: str, release: Callable[[], None],
         exception: BaseException | None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         # SIGINT stays whose it is.
         super().__init__(stdin=console.stdin, stdout=console.stdout, nosigint=True)
         self.prompt = prompt
@@ -393,17 +362,14 @@ class RankPdb(pdb.Pdb):
 logger = logging.getLogger(__name__)
 
 EVERY = 60.0  # seconds after which a rank that waits says so, again and again
-UNANSWERED = 10
-"""Times that the debugged rank may leave a call unanswered before it counts as lost: a native
-debugger may hold it, too."""
+UNANSWERED = 10  # calls without an answer until the debugged rank counts as lost
 
 _FASTEST, _SLOWEST = 0.05, 5.0  # seconds between two looks whether it is over
 _REQUESTS = 2000  # looks a second, of all ranks together, that the store's server is given
-_ENDED = re.compile(r"has (ended|left)")
-"""What a roll call says of a rank that comes no more; a stopped one may go on."""
+_ENDED = re.compile(r"has (ended|left)")  # said of a rank that comes no more, unlike a stopped one
 
+# How often each line has called: the ranks' n-th calls at one line belong together.
 _calls: Counter[tuple[str, int]] = Counter()
-"""How often each line has called: the ranks' n-th calls at one line belong together."""
 
 
 def breakpoint(rank: int = 0) -> None:  # noqa: A001  # the name that was promised
@@ -464,7 +430,6 @@ def breakpoint(rank: int = 0) -> None:  # noqa: A001  # the name that was promis
 def _debug(
     world: World | None, key: str, line: str, frame: FrameType, exception: BaseException | None
 ) -> RankPdb:
-    """Take commands on this rank until one of them lets it go on."""
     info = get_rank_info() if world is None else world.info
     host = get_hostname() if world is None else world.hosts[info.rank]
     console = open_console(info, host, line)

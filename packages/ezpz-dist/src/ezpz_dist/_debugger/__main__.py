@@ -13,13 +13,11 @@ INTERRUPT = b"\x03"  # sent to the debugger for Ctrl-C
 
 
 def main(words: list[str]) -> int:
-    """Connect, and pass lines to and fro until the debugger ends; return the exit status."""
     if len(words) != 1:
         sys.stderr.write(f"usage: python {sys.argv[0]} SOCKET\n")
         return 2
     with suppress(ImportError):
-        # Lines can be edited and recalled, where Python has it.
-        importlib.import_module("readline")
+        importlib.import_module("readline")  # lines can be edited and recalled
     with socket.socket(socket.AF_UNIX) as link:
         try:
             link.connect(words[0])
@@ -29,13 +27,15 @@ def main(words: list[str]) -> int:
                 "ended, or is on another host\n"
             )
             return 1
-        try:
-            return _talk(link)
-        except (BrokenPipeError, ConnectionResetError):
-            return _ended()
+        with suppress(BrokenPipeError, ConnectionResetError):
+            if _talk(link):
+                return 0
+    sys.stdout.write("the debugger has ended\n")
+    return 0
 
 
-def _talk(link: socket.socket) -> int:
+def _talk(link: socket.socket) -> bool:
+    """Return whether the person has left, before the debugger has ended."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     shown = ""
     while True:
@@ -46,7 +46,7 @@ def _talk(link: socket.socket) -> int:
             continue
         if not data:
             sys.stdout.write(shown)
-            return _ended()
+            return False
         shown += decoder.decode(data)
         while TURN in shown:
             said, _, shown = shown.partition(TURN)
@@ -55,7 +55,7 @@ def _talk(link: socket.socket) -> int:
             line = _ask(prompt)
             if line is None:
                 sys.stdout.write("\nleft; the rank waits: the same command connects again\n")
-                return 0
+                return True
             link.sendall(line.encode("utf-8", "replace") + b"\n")
         # Whole lines at once; a prompt stays until its turn.
         lines, newline, shown = shown.rpartition("\n")
@@ -71,11 +71,6 @@ def _ask(prompt: str) -> str | None:
             sys.stdout.write("\n")
         except EOFError:
             return None
-
-
-def _ended() -> int:
-    sys.stdout.write("the debugger has ended\n")
-    return 0
 
 
 if __name__ == "__main__":

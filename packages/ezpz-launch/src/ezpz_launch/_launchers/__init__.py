@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ezpz_launch._errors import CommandNotFoundError
 from ezpz_launch._options import KINDS
+from ezpz_topo import FAMILIES, Family
 
 if TYPE_CHECKING:
     from ezpz_launch._placement import Arrangement, Placement
     from ezpz_launch._plan import LaunchPlan
-    from ezpz_topo import Family, Machine, Topology
+    from ezpz_topo import Machine, Topology
 
 Words = tuple[str, ...]
 Env = Mapping[str, str]
@@ -58,7 +59,6 @@ class Kind:
     """One kind of launcher: what its file does not say is as it is here."""
 
     name: str
-    family: Family  # the variables by which it tells a rank who it is: a row of ezpz_topo's table
     tells_size = True  # whether these always have the number of ranks
     program = "mpiexec"  # its command
     versions: Env = {}  # what `mpiexec --version` says -> flavour
@@ -72,6 +72,11 @@ class Kind:
     """Beginnings of those of these that the user or the site sets: as true inside."""
     needs_job = False  # whether it starts ranks in a scheduler's job only
     other_mpis: Words = ()  # libraries whose ranks it cannot start
+
+    @property
+    def family(self) -> Family:
+        """The variables by which it tells a rank who it is: a row of ezpz_topo's table."""
+        return next(each for each in FAMILIES if each.launcher == self.name)
 
     @property
     def is_mpiexec(self) -> bool:

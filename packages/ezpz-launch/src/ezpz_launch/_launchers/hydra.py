@@ -7,7 +7,6 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from ezpz_launch._errors import CommandNotFoundError, LaunchError
-from ezpz_topo import family
 
 from . import PROGRAMS, Env, Kind, Launcher, Words, find_command
 
@@ -25,7 +24,6 @@ class Hydra(Kind):
     """It takes a hostfile, and starts a proxy on each host: by ssh, or as it is told."""
 
     name = "hydra"
-    family = family("pmi")
     # Intel MPI's own (developer reference; not run) has Hydra's flags, but not all of MPICH's.
     versions = {"Intel(R) MPI": "intel", "HYDRA": ""}
     separator = ":"
@@ -46,7 +44,6 @@ class Hydra(Kind):
         return [*words, *plan.launcher_args, *self.shim(plan)]
 
     def two_ranks(self, launcher: Launcher) -> list[str]:
-        """Return the words that keep the ranks on this host, whatever job it is in."""
         # Inside a Slurm step Hydra would start its proxy by another srun, which waits for
         # cores that the step holds, and would take its hosts from the job (MPICH 5.0.2).
         if launcher.flavour == "intel":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from ezpz_topo import Machine, family
+from ezpz_topo import Machine
 
 from . import Env, Kind, Launcher, Words
 
@@ -21,7 +21,6 @@ class OpenMPI(Kind):
     """It takes a hostfile, and exports to other hosts what is named only."""
 
     name = "openmpi"
-    family = family("openmpi")
     program = "mpirun"
     versions = {"Open MPI": "", "OpenRTE": ""}
     separator = ":"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ezpz_topo import Machine, family
+from ezpz_topo import Machine
 
 from . import Env, Flags, Kind, Launcher, Words
 
@@ -17,7 +17,6 @@ class Pals(Kind):
     """It takes a hostfile, flags that export and bind, and a list of cores for each rank."""
 
     name = "pals"
-    family = family("pals")
     # With PMIx it tells none.
     tells_size = False
     # What its --version says is not among our facts.

@@ -22,13 +22,8 @@ class Spawn(Kind):
     name = "spawn"
     program = "python"
     # Every rank is on this host. The shim renames them.
-    family = Family(
-        name="spawn",
-        rank=("EZPZ_SPAWN_RANK",),
-        world_size=("EZPZ_SPAWN_SIZE",),
-        local_rank=("EZPZ_SPAWN_RANK",),
-        local_world_size=("EZPZ_SPAWN_SIZE",),
-    )
+    _RANK, _SIZE = ("EZPZ_SPAWN_RANK",), ("EZPZ_SPAWN_SIZE",)
+    family = Family("spawn", _RANK, _SIZE, local_rank=_RANK, local_world_size=_SIZE)
 
     def argv(self, plan: LaunchPlan) -> list[str]:
         if not plan.on_this_host:

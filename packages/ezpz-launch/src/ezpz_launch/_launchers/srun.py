@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ezpz_launch._errors import LaunchError, UsageError
 from ezpz_launch._options import read_ranges
 from ezpz_launch._placement import match_hosts, shown
-from ezpz_topo import Machine, Topology, family, fold_nodelist
+from ezpz_topo import Machine, Topology, fold_nodelist
 
 from . import Env, Flags, Kind, Words
 
@@ -27,7 +27,6 @@ class Srun(Kind):
 
     name = "srun"
     program = "srun"
-    family = family("slurm")
     separator = ":"
     takes_cores = True
     binding_words = ("--cpu-bind", "--depth")
@@ -62,14 +61,12 @@ class Srun(Kind):
         return [*words, *plan.launcher_args, *self.shim(plan)]
 
     def hostfile(self, placement: Placement) -> list[str]:
-        """Return the lines of an arbitrary distribution's file: the host of each rank."""
         pairs = zip(placement.hosts, placement.ranks, strict=True)
         return [host for host, count in pairs for _ in range(count)]
 
     def fit_hosts(
         self, topology: Topology, arrangement: Arrangement
     ) -> tuple[Arrangement, str, bool]:
-        """Return the hosts in the job's own names, their nodelist, and whether by rank."""
         job, placement = topology.allocation, arrangement.placement
         if job.scheduler != "slurm":
             raise LaunchError(

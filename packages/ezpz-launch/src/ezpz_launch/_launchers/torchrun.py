@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ezpz_launch._errors import LaunchError
-from ezpz_topo import family
 
 from . import Kind
 
@@ -19,7 +18,6 @@ class Torchrun(Kind):
 
     name = "torchrun"
     program = "torchrun"
-    family = family("torchrun")
 
     def argv(self, plan: LaunchPlan) -> list[str]:
         if not plan.on_this_host:

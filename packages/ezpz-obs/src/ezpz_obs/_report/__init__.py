@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from importlib.resources import files
 from pathlib import Path
 
+from ezpz_obs._context import replacing
 from ezpz_obs._errors import ReportError, require
 from ezpz_obs._run import Run, read_run
 from ezpz_obs._version import __version__
@@ -17,8 +18,6 @@ from .content import Plot, Report, RunPart, Table, compose
 from .figures import LIGHT, style
 from .survey import survey
 from .words import clean, distinct, shorten
-
-# A report as Markdown, its plots in files beside it.
 
 _SPECIAL = re.compile(r"([\\`*_\[\]|$~#{}()!])")
 _ENTITIES = str.maketrans({"<": "&lt;", ">": "&gt;", "&": "&amp;"})
@@ -89,9 +88,6 @@ def _table(of: Table) -> list[str]:
     return lines + ([escape(of.note, 400), ""] if of.note else [])
 
 
-# A report as one HTML page that needs nothing else.
-
-
 def _page(report: Report) -> str:
     """Return the page: no script, no request; every name in it is text."""
     jinja2 = require("jinja2", "a report")
@@ -109,8 +105,6 @@ def _page(report: Report) -> str:
     )
     return said
 
-
-# Reports of runs, written to a folder.
 
 logger = logging.getLogger("ezpz_obs")
 
@@ -177,11 +171,6 @@ def _alone(svg: str) -> str:
 
 
 def _write(path: Path, text: str) -> Path:
-    """Write a file aside and rename it, so that nobody reads half of it."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}.new")
-    try:
+    with replacing(path) as aside:
         aside.write_text(text, encoding="utf-8", errors="backslashreplace")
-        os.replace(aside, path)
-    finally:
-        aside.unlink(missing_ok=True)
     return path

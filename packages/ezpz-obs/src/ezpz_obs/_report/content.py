@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from .figures import Drawn, curves, step_histogram
 from .survey import STATISTICS, Notices, Series, Survey, say_end
 from .words import NOTHING, TIMES, clean, file_name, moment, number, seconds, share
-
-# Which metrics are drawn where: known by the names that they usually have.
 
 MOST: Final = 48  # plots on a page, at most: a model's every layer is for a table
 
@@ -28,36 +25,32 @@ _KNOWN: Final = {
 """Section and unit, in the order in which they are drawn."""
 
 
-@dataclass(frozen=True)
-class Line:
-    run: int  # its index
-    name: str
-    label: str
-
-
-@dataclass(frozen=True)
-class Panel:
+class Panel(NamedTuple):
     section: str  # "curves", "speed" or "memory"
     title: str  # usually the metric
     unit: str  # of the vertical axis; "" where it is not known
-    lines: tuple[Line, ...]
+    lines: list[tuple[int, str]]  # the run's index, and the metric
 
 
-def arrange(surveys: Sequence[Survey]) -> tuple[list[Panel], int]:
-    """Return the plots of all metrics of these runs, and how many were left out."""
+def arrange(surveys: Sequence[Survey]) -> list[Panel]:
+    """Return the plots of all metrics of these runs."""
     names = list(dict.fromkeys(name for survey in surveys for name in survey.groups))
-    panels = [*_together(surveys, names)]
-    drawn = {line.name for panel in panels for line in panel.lines}
+    panels = []
+    together = (
+        ("speed", "parts of a step", "s", ("step_s", *STEP_PARTS)),
+        ("memory", "memory", "GiB", ("memory_gib", "memory_peak_gib")),
+    )
+    # With several runs each metric has its own panel, for the colours are runs'.
+    for section, title, unit, parts in together if len(surveys) == 1 else ():
+        lines = [(0, name) for part in parts for name in names if last_part(name) == part]
+        if len(lines) > 1:
+            panels.append(Panel(section, title, unit, lines))
+    drawn = {name for panel in panels for _, name in panel.lines}
     for name in sorted((n for n in names if n not in drawn), key=_order):
         section, unit = _KNOWN.get(last_part(name), ("curves", ""))
-        lines = tuple(
-            Line(place, name, survey.label if len(surveys) > 1 else name)
-            for place, survey in enumerate(surveys)
-            if name in survey.groups
-        )
+        lines = [(place, name) for place, of in enumerate(surveys) if name in of.groups]
         panels.append(Panel(section, name, unit, lines))
-    panels.sort(key=lambda panel: ("curves", "speed", "memory").index(panel.section))
-    return panels[:MOST], max(0, len(panels) - MOST)
+    return sorted(panels, key=lambda panel: ("curves", "speed", "memory").index(panel.section))
 
 
 def last_part(name: str) -> str:
@@ -66,23 +59,7 @@ def last_part(name: str) -> str:
 
 
 def find(survey: Survey, part: str) -> str | None:
-    """Return the first metric of a run with this last part."""
     return next((name for name in survey.groups if last_part(name) == part), None)
-
-
-def _together(surveys: Sequence[Survey], names: list[str]) -> list[Panel]:
-    """Panels of several metrics; with several runs each has its own, for the colours are runs'."""
-    if len(surveys) > 1:
-        return []
-    panels = []
-    for section, title, unit, parts in (
-        ("speed", "parts of a step", "s", ("step_s", *STEP_PARTS)),
-        ("memory", "memory", "GiB", ("memory_gib", "memory_peak_gib")),
-    ):
-        of = [(part, name) for part in parts for name in names if last_part(name) == part]
-        if len(of) > 1:
-            panels.append(Panel(section, title, unit, tuple(Line(0, name, name) for _, name in of)))
-    return panels
 
 
 def _order(name: str) -> tuple[int, int]:
@@ -99,23 +76,18 @@ def _order(name: str) -> tuple[int, int]:
     return 4, 0
 
 
-# What a report says in words and tables, as text that page and Markdown write each their way.
-
-
-@dataclass(frozen=True)
-class Tile:
+class Tile(NamedTuple):
     label: str
     value: str
     note: str = ""
 
 
-@dataclass(frozen=True)
-class Table:
+class Table(NamedTuple):
     """Rows of texts; ``marked`` are the rows that a reader should see."""
 
     columns: tuple[str, ...]
     rows: list[tuple[str, ...]]
-    marked: frozenset[int] = field(default_factory=frozenset)
+    marked: frozenset[int] = frozenset()
     note: str = ""
 
 
@@ -125,7 +97,7 @@ def tiles(survey: Survey) -> list[Tile]:
     if loss is not None:
         of = _main(survey, loss)
         lowest = f"lowest {number(of.min[1])} at step {of.min[0]:,}" if of.min else "no number"
-        found.append(Tile(loss, number(of.last[1] if of.last else None), lowest))
+        found.append(Tile(loss, number(of.last and of.last[1]), lowest))
     times = survey.step_times
     if times.count:
         high = times.quantile(0.99)
@@ -134,20 +106,28 @@ def tiles(survey: Survey) -> list[Tile]:
         )
     for part, label in (("tokens_per_s", "tokens/s"), ("samples_per_s", "samples/s"),
                         ("tflops", "TFLOP/s")):  # fmt: skip
-        name = find(survey, part)
-        if name is not None and _main(survey, name).max is not None:
-            of = _main(survey, name)
-            found.append(Tile(label, number(of.mean), f"up to {number(of.max and of.max[1])}"))
-    name = find(survey, "mfu")
-    if name is not None and (of := _main(survey, name)).max is not None:
-        found.append(Tile("MFU", share(of.mean or 0.0), f"up to {share(of.max[1])}"))
-    name = find(survey, "memory_peak_gib") or find(survey, "memory_gib")
-    if name is not None and (of := _main(survey, name)).max is not None:
-        fraction = find(survey, "memory_fraction")
-        most = _main(survey, fraction).max if fraction is not None else None
-        note = f"{share(most[1])} of the device" if most else "at most"
-        found.append(Tile("memory", f"{of.max[1]:.3g} GiB", note))
+        if (known := _known(survey, part)) is not None:
+            found.append(Tile(label, number(known.mean), f"up to {number(_greatest(known))}"))
+    if (known := _known(survey, "mfu")) is not None:
+        found.append(Tile("MFU", share(known.mean or 0.0), f"up to {share(_greatest(known))}"))
+    known = _known(survey, "memory_peak_gib") or _known(survey, "memory_gib")
+    if known is not None:
+        fraction = _known(survey, "memory_fraction")
+        note = "at most" if fraction is None else f"{share(_greatest(fraction))} of the device"
+        found.append(Tile("memory", f"{_greatest(known):.3g} GiB", note))
     return found
+
+
+def _known(survey: Survey, part: str) -> Series | None:
+    """Return the first metric with this last part, if it has a finite value."""
+    name = find(survey, part)
+    of = None if name is None else _main(survey, name)
+    return None if of is None or of.max is None else of
+
+
+def _greatest(of: Series) -> float:
+    assert of.max is not None
+    return of.max[1]
 
 
 def course(survey: Survey) -> list[str]:
@@ -196,7 +176,7 @@ def metrics(survey: Survey) -> Table:
         if odd:
             marked.add(len(rows))
         rows.append(
-            (name, number(of.last[1] if of.last else None), number(of.mean), number(of.std),
+            (name, number(of.last and of.last[1]), number(of.mean), number(of.std),
              _at(of.min), _at(of.max), f"{of.count:,}", f"{odd:,}" if odd else NOTHING)
         )  # fmt: skip
     columns = ("metric", "last", "mean", "std", "least", "greatest", "values", "NaN, ∞")
@@ -213,13 +193,11 @@ def comparison(surveys: Sequence[Survey]) -> Table:
         ("step time, median", *(seconds(s.step_times.quantile(0.5)) for s in surveys)),
     ]
     for name in dict.fromkeys(name for survey in surveys for name in survey.groups):
-        cells = []
-        for survey in surveys:
-            if name not in survey.groups:
-                cells.append(NOTHING)
-                continue
-            of = _main(survey, name)
-            cells.append(f"{number(of.last[1] if of.last else None)} (mean {number(of.mean)})")
+        of = [_main(survey, name) if name in survey.groups else None for survey in surveys]
+        cells = [
+            f"{number(one.last and one.last[1])} (mean {number(one.mean)})" if one else NOTHING
+            for one in of
+        ]
         rows.append((name, *cells))
     return Table(("", *(survey.label for survey in surveys)), rows)
 
@@ -368,11 +346,7 @@ def _hosts(hosts: Any) -> str:
     return ", ".join(map(str, hosts)) if isinstance(hosts, list) else str(hosts or "")
 
 
-# All of it.
-
-
-@dataclass(frozen=True)
-class Plot:
+class Plot(NamedTuple):
     title: str
     unit: str  # of the vertical axis; "" where it is not known
     svg: str
@@ -380,8 +354,7 @@ class Plot:
     file: str  # name of its own file, without the ending
 
 
-@dataclass(frozen=True)
-class RunPart:
+class RunPart(NamedTuple):
     label: str
     state: str  # "good", "bad" or "open"
     words: str
@@ -394,8 +367,7 @@ class RunPart:
     pauses: list[str]
 
 
-@dataclass(frozen=True)
-class Report:
+class Report(NamedTuple):
     title: str
     runs: list[RunPart]
     curves: list[Plot]
@@ -420,7 +392,6 @@ class Report:
 
     @property
     def sections(self) -> list[tuple[str, str]]:
-        """Anchor and title of the sections that there are."""
         return [
             (anchor, title)
             for anchor, title, there in (
@@ -439,49 +410,45 @@ class Report:
 
 
 def compose(surveys: Sequence[Survey], say: Callable[[str], None] | None = None) -> Report:
-    """Draw and say what there is of these runs."""
-    panels, left_out = arrange(surveys)
+    panels = arrange(surveys)
     plots: dict[str, list[Plot]] = {"curves": [], "speed": [], "memory": []}
     times = [(survey.label, survey.step_times) for survey in surveys if survey.step_times.count]
     if times:
         title = "step times"
         histogram, notes = step_histogram(times, title=title)
         plots["speed"].append(Plot(title, "", histogram, tuple(notes), "step-times"))
-    for panel in panels:
+    for panel in panels[:MOST]:
         plots[panel.section].append(_plot(surveys, panel))
     if say is not None:
-        say(f"{len(panels) + bool(times)} plots drawn")
+        say(f"{min(len(panels), MOST) + bool(times)} plots drawn")
+    runs = [
+        RunPart(
+            label=survey.label, state=survey.outcome[0], words=clean(survey.outcome[1]),
+            course=course(survey), tiles=tiles(survey), attempts=attempts(survey),
+            metrics=metrics(survey), ranks=ranks(survey), notices=notices(survey.notices),
+            pauses=pauses(survey),
+        )
+        for survey in surveys
+    ]  # fmt: skip
     return Report(
         title=surveys[0].label if len(surveys) == 1 else f"{len(surveys)} runs compared",
-        runs=[_of(survey) for survey in surveys], left_out=left_out,
-        comparison=comparison(surveys), environment=environment(surveys),
-        made=moment(time.time()), **plots,
+        runs=runs, left_out=max(0, len(panels) - MOST), comparison=comparison(surveys),
+        environment=environment(surveys), made=moment(time.time()), **plots,
     )  # fmt: skip
 
 
 def _plot(surveys: Sequence[Survey], panel: Panel) -> Plot:
-    drawn = []
-    for place, line in enumerate(panel.lines):
-        survey = surveys[line.run]
+    drawn, several = [], len(surveys) > 1
+    for place, (run, name) in enumerate(panel.lines):
+        survey = surveys[run]
+        series = survey.series.get(name) or survey.series[f"{name}/mean"]
         spread = None
-        if survey.groups[line.name]:
-            spread = {part: survey.series[f"{line.name}/{part}"] for part in STATISTICS}
-        series = survey.series.get(line.name)
-        if series is None:
-            series = survey.series[f"{line.name}/mean"]
-        several_runs = len(surveys) > 1
-        drawn.append(Drawn(line.label, series, spread, line.run if several_runs else place))
+        if survey.groups[name]:
+            spread = {part: survey.series[f"{name}/{part}"] for part in STATISTICS}
+        label = survey.label if several else name
+        drawn.append(Drawn(label, series, spread, run if several else place))
     title = f"{panel.title} over steps"
     # A metric may be called as several together are.
-    kind = "joint" if len({line.name for line in panel.lines}) > 1 else "curve"
+    kind = "joint" if len({name for _, name in panel.lines}) > 1 else "curve"
     svg, notes = curves(drawn, title=title)
     return Plot(panel.title, panel.unit, svg, tuple(notes), file_name(kind, panel.title))
-
-
-def _of(survey: Survey) -> RunPart:
-    state, words = survey.outcome
-    return RunPart(
-        label=survey.label, state=state, words=clean(words), course=course(survey),
-        tiles=tiles(survey), attempts=attempts(survey), metrics=metrics(survey),
-        ranks=ranks(survey), notices=notices(survey.notices), pauses=pauses(survey),
-    )  # fmt: skip

@@ -17,8 +17,6 @@ from ezpz_obs._errors import require
 from .survey import COUNT, EDGES, FROM, GREATEST, LEAST, MEAN, SIZE, TO, Floats, Series, StepTimes
 from .words import TIMES, seconds, shorten, tick_labels
 
-# Colours of plots: readable on white and on black, and told apart by colour-blind eyes.
-
 INK: Final = "#010a01"
 """Stands for the colour of the text around the plot until the plot is written."""
 
@@ -63,11 +61,8 @@ def style(selector: str) -> str:
     )
 
 
-# What plots stand on: a figure of matplotlib's, its axes' dress, and the SVG it becomes.
-
 _PLACE: Final = (0.115, 0.155, 0.855, 0.81)
-_SIZE: Final = (6.1, 3.3)  # inches; the page scales it
-_STYLE: Final = {
+_STYLE: Final = {  # while reports are drawn; no one else notices
     "text.parse_math": False,  # a metric's name is text, dollars and all
     "text.usetex": False, "svg.fonttype": "none", "font.family": ["sans-serif"], "font.size": 10.5,
     "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": INK, "xtick.color": INK,
@@ -77,15 +72,9 @@ _STYLE: Final = {
 }  # fmt: skip
 
 
-def styled() -> Any:
-    """Return a context in which matplotlib draws as reports want it, and no one else notices."""
-    return require("matplotlib", "a plot").rc_context(_STYLE)
-
-
 def canvas() -> tuple[Any, Any]:
-    figure = require("matplotlib.figure", "a plot").Figure(figsize=_SIZE, dpi=72)
-    axes = figure.add_axes(_PLACE)
-    return figure, axes
+    figure = require("matplotlib.figure", "a plot").Figure(figsize=(6.1, 3.3), dpi=72)
+    return figure, figure.add_axes(_PLACE)
 
 
 def dress(axes: Any) -> None:
@@ -106,19 +95,10 @@ def dress(axes: Any) -> None:
         else:
             axis.set_major_locator(ticker.MaxNLocator(6 if axis is axes.xaxis else 5))
         axis.set_minor_locator(ticker.NullLocator())
-        axis.set_major_formatter(_formatter(ticker))
+        labels = ticker.FuncFormatter(lambda value, _: tick_labels([float(value)])[0])
+        labels.format_ticks = lambda values: tick_labels(list(map(float, values)))
+        axis.set_major_formatter(labels)
     axes.xaxis.label.set(alpha=0.7, fontsize=10)
-
-
-def _formatter(ticker: Any) -> Any:
-    class Labels(ticker.Formatter):  # type: ignore[misc]
-        def format_ticks(self, values: Any) -> list[str]:
-            return tick_labels([float(value) for value in values])
-
-        def __call__(self, x: float, pos: int | None = None) -> str:  # noqa: ARG002
-            return tick_labels([float(x)])[0]
-
-    return Labels()
 
 
 def legend(figure: Any, axes: Any, handles: Sequence[Any], labels: Sequence[str]) -> None:
@@ -162,27 +142,27 @@ def svg(figure: Any, title: str) -> str:
     return to_variables(_IDS.sub("<g", text)).strip()
 
 
-# What a curve looks like: smoothed, and in which frame.
-
 _FEW = 24  # points that need no smoothing
 _FAR = 20.0  # so many times the range of nearly all values beyond it, a value is an outlier
 _DECADES = 3.0
-_LITTLE = 0.004
-"""A learning rate's corners are no noise: below this part of the range nothing is smoothed."""
+_LITTLE = 0.004  # of the range: less is no noise but a learning rate's corners
 
 
 def smooth(table: Floats) -> Floats | None:
     """Return the buckets' means without their noise; None where there is none to speak of."""
-    # At each point a line is fitted to all, their weights falling off exponentially to both sides.
-    # Unlike a moving average's, such a curve does not lag behind: a straight line stays what it is,
-    # up to its ends. What is no number leaves a gap.
+    # At each point a line is fitted to all, their weights falling off exponentially to both sides:
+    # unlike a moving average it does not lag behind. What is no number leaves a gap.
     means = table[MEAN]
     if len(means) < _FEW:
         return None
     known = np.isfinite(means)
     scale = float(np.abs(means[known]).max(initial=0.0)) or 1.0
     values = np.where(known, means, 0.0) / scale  # squares of 1e200 are no doubles
-    if known.sum() < _FEW or _noise(values[known]) < _LITTLE * float(np.ptp(values[known])):
+    if known.sum() < _FEW:
+        return None
+    # The standard deviation of what has no course, from each value's two neighbours.
+    noise = np.median(np.abs(np.diff(values[known], 2))) / (0.6745 * 6**0.5)
+    if noise < _LITTLE * np.ptp(values[known]):
         return None
     places = np.arange(len(means), dtype=np.float64)
     away = (places - places[:, None]) / max(2.5, len(means) / 60)
@@ -196,29 +176,15 @@ def smooth(table: Floats) -> Floats | None:
     return np.where(known, line * scale, np.nan)
 
 
-def _noise(values: Floats) -> float:
-    """Return the standard deviation of what has no course, from each value's two neighbours."""
-    return float(np.median(np.abs(np.diff(values, 2)))) / (0.6745 * 6**0.5)
-
-
-def reach(tables: Sequence[Floats]) -> tuple[float, float]:
-    known = [table for table in tables if table.shape[1]]
-    if not known:
-        return 0.0, 1.0
-    return (
-        min(float(table[FROM].min()) for table in known),
-        max(float(table[TO].max()) for table in known),
-    )
-
-
 def limits(tables: Sequence[Floats]) -> tuple[float, float, bool, bool]:
     """Return the frame: lower and upper end, whether logarithmic, whether something is outside."""
     means = np.concatenate([table[MEAN] for table in tables])
     means = means[np.isfinite(means)]
     if not len(means):
         return 0.0, 1.0, False, False
-    least = min(float(np.nanmin(table[LEAST])) for table in tables if _known(table))
-    greatest = max(float(np.nanmax(table[GREATEST])) for table in tables if _known(table))
+    known = [table for table in tables if np.isfinite(table[MEAN]).any()]
+    least = min(float(np.nanmin(table[LEAST])) for table in known)
+    greatest = max(float(np.nanmax(table[GREATEST])) for table in known)
     usual_low, usual_high = (float(q) for q in np.quantile(means, (0.02, 0.98), method="nearest"))
     usual = usual_high / 2 - usual_low / 2  # halves: twice the largest double is none
     if usual_low > 0 and least > 0 and math.log10(usual_high) - math.log10(usual_low) > _DECADES:
@@ -237,14 +203,7 @@ def limits(tables: Sequence[Floats]) -> tuple[float, float, bool, bool]:
     return max(low - pad, -1.7e308), min(high + pad, 1.7e308), False, outside
 
 
-def _known(table: Floats) -> bool:
-    return bool(np.isfinite(table[MEAN]).any())
-
-
-# The plots.
-
 POINTS: Final = 600  # of a curve: about one for each pixel of its width
-_PARTS: Final = (0.5, 0.95, 0.99)
 _LARGEST: Final = 1e300
 
 
@@ -260,7 +219,7 @@ def curves(lines: Sequence[Drawn], *, title: str) -> tuple[str, list[str]]:
     """Draw metrics over steps; return the SVG, and what else has to be said below it."""
     # Each has a faint curve of what was recorded, a clear one of its smoothed values, and the
     # spread over the ranks where it is known. The title is for those who cannot see it.
-    with styled():
+    with require("matplotlib", "a plot").rc_context(_STYLE):
         figure, axes = canvas()
         notes: list[str] = []
         tables = [_table(line) for line in lines]
@@ -277,7 +236,8 @@ def curves(lines: Sequence[Drawn], *, title: str) -> tuple[str, list[str]]:
         ]
         axes.set_ylim(low, high)
         # Margins, or a single step's own place.
-        first, last = reach(tables)
+        steps = np.concatenate([table[[FROM, TO]].ravel() for table in tables])
+        first, last = (float(steps.min()), float(steps.max())) if len(steps) else (0.0, 1.0)
         pad = 0.01 * (last - first) if last > first else 0.5
         axes.set_xlim(first - pad, last + pad)
         for line in lines:
@@ -296,14 +256,14 @@ def curves(lines: Sequence[Drawn], *, title: str) -> tuple[str, list[str]]:
 
 def step_histogram(of: Sequence[tuple[str, StepTimes]], *, title: str) -> tuple[str, list[str]]:
     """Draw how long steps took, on a logarithmic axis of seconds; return what `curves` does."""
-    with styled():
+    with require("matplotlib", "a plot").rc_context(_STYLE):
         figure, axes = canvas()
         notes = ["vertical: how many"]
         ranges = [times.reach(0.999) for _, times in of]
         first = max(0, min(least for least, _ in ranges) - 4)
         last = min(len(EDGES) - 2, max(most for _, most in ranges) + 4)
         if len(of) == 1:
-            middle, slow, slower = (seconds(of[0][1].quantile(part)) for part in _PARTS)
+            middle, slow, slower = (seconds(of[0][1].quantile(part)) for part in (0.5, 0.95, 0.99))
             notes.append(f"median (dashed) {middle}, 95 % {slow}, 99 % (dashed) {slower}")
         beyond = sum(int(times.histogram[last + 1 :].sum()) for _, times in of)
         if beyond:
@@ -336,20 +296,14 @@ def step_histogram(of: Sequence[tuple[str, StepTimes]], *, title: str) -> tuple[
 
 def _table(line: Drawn) -> Floats:
     """Return a line's buckets; with a spread the mean's, and the least and greatest of all."""
-    if line.spread is None:
-        return _within(line.series.curve(POINTS))
-    table = line.spread["mean"].curve(POINTS).copy()
-    least, greatest = (line.spread[name].curve(POINTS) for name in ("min", "max"))
-    if least.shape == greatest.shape == table.shape:
-        table[LEAST], table[GREATEST] = least[LEAST], greatest[GREATEST]
-    return _within(table)
-
-
-def _within(table: Floats) -> Floats:
-    """Leave matplotlib room to reckon in: it is lost beyond."""
-    found = table.copy()
-    found[[MEAN, LEAST, GREATEST]] = np.clip(found[[MEAN, LEAST, GREATEST]], -_LARGEST, _LARGEST)
-    return found
+    table = (line.spread["mean"] if line.spread else line.series).curve(POINTS).copy()
+    if line.spread is not None:
+        least, greatest = (line.spread[name].curve(POINTS) for name in ("min", "max"))
+        if least.shape == greatest.shape == table.shape:
+            table[LEAST], table[GREATEST] = least[LEAST], greatest[GREATEST]
+    # Leave matplotlib room to reckon in: it is lost beyond.
+    table[[MEAN, LEAST, GREATEST]] = np.clip(table[[MEAN, LEAST, GREATEST]], -_LARGEST, _LARGEST)
+    return table
 
 
 def _draw(axes: Any, line: Drawn, table: Floats, *, alone: bool) -> Any:
@@ -391,10 +345,7 @@ def _odd(axes: Any, line: Drawn, *, tag: bool) -> list[str]:
         transform=axes.get_xaxis_transform(), color=_STANDS_FOR_ALARM, linestyle="none", marker="x",
         markersize=5, markeredgewidth=1.4, clip_on=False,
     )  # fmt: skip
-    said = [
-        f"{count:,} {word}"
-        for count, word in ((series.nan, "NaN"), (series.infinite, "infinite"))
-        if count
-    ]
+    counts = ((series.nan, "NaN"), (series.infinite, "infinite"))
+    said = [f"{count:,} {word}" for count, word in counts if count]
     whose = f"{shorten(line.label, 24)}: " if tag else ""
     return [f"{whose}{' and '.join(said)} ({TIMES}), first at step {series.first_odd:,}"]

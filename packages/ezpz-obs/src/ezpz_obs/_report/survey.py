@@ -8,19 +8,19 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple, cast
 
 import numpy as np
 import orjson
 from numpy.typing import NDArray
 
 from ezpz_obs._file import LONGEST_LINE
+from ezpz_obs._file import STATISTICS as ALL_STATISTICS
 from ezpz_obs._run import Run
 
 from .words import NOTHING, moment, seconds
-
-# Warnings, alarms and errors of a run: of its events, and of its ranks' logs.
 
 ROOM: Final = 200  # different messages that are kept, of the first and of the last each
 _GRAVE: Final = frozenset({"warning", "error", "critical", "exception", "fatal", "alarm"})
@@ -30,8 +30,6 @@ _ENOUGH: Final = 300
 
 @dataclass
 class Notice:
-    """Something that was said, once or several times in the same words."""
-
     kind: str
     text: str
     time: float | None  # of the first time: seconds since 1970
@@ -44,29 +42,23 @@ class Notices:
     """What was said, the first and the last of many."""
 
     def __init__(self) -> None:
-        self._first: dict[tuple[str, str], Notice] = {}
-        self._last: dict[tuple[str, str], Notice] = {}
+        self._kept: dict[tuple[str, str], Notice] = {}
         self.left_out = 0  # different ones between the first and the last of those shown
         self.unreadable = 0  # lines of logs that are no JSON
 
     def put(self, notice: Notice) -> None:
-        key = (notice.kind, notice.text)
-        known = self._first.get(key) or self._last.get(key)
-        if known is not None:
+        known = self._kept.setdefault((notice.kind, notice.text), notice)
+        if known is not notice:
             known.times += notice.times
             known.ranks |= notice.ranks
-        elif len(self._first) < ROOM:
-            self._first[key] = notice
-        else:
-            self._last[key] = notice
-            if len(self._last) > ROOM:
-                del self._last[next(iter(self._last))]
-                self.left_out += 1
+        elif len(self._kept) > 2 * ROOM:
+            del self._kept[next(islice(self._kept, ROOM, None))]
+            self.left_out += 1
 
     @property
     def shown(self) -> list[Notice]:
-        found = [*self._first.values(), *self._last.values()]
-        return sorted(found, key=lambda one: float("inf") if one.time is None else one.time)
+        kept = self._kept.values()
+        return sorted(kept, key=lambda one: float("inf") if one.time is None else one.time)
 
 
 def collect(events: Iterable[dict[str, Any]], folder: Path) -> Notices:
@@ -138,8 +130,6 @@ def _seconds(value: Any) -> float | None:
         return None
 
 
-# One metric of a run, told in a room that does not grow with the run.
-
 Floats = NDArray[np.float64]
 
 
@@ -189,15 +179,10 @@ class Series(Waiting):
         self.count = 0  # values of any kind
         self.nan = self.infinite = 0
         self.first_odd: int | None = None  # the step of the first NaN or infinity
-        self.first: tuple[int, float] | None = None
-        """Step and value, as `last`, `min` and `max`; these two of the finite values."""
-        self.last: tuple[int, float] | None = None
-        self.min: tuple[int, float] | None = None
-        self.max: tuple[int, float] | None = None
-        self.ranks: Counter[int] | None = None
-        """How often each rank, where this is a ``/min_rank`` or ``/max_rank``."""
-        if name.endswith(("/min_rank", "/max_rank")):
-            self.ranks = Counter()
+        # Step and value; the least and greatest of the finite ones.
+        self.first = self.last = self.min = self.max = cast("tuple[int, float] | None", None)
+        is_rank = name.endswith(("/min_rank", "/max_rank"))
+        self.ranks: Counter[int] | None = Counter() if is_rank else None  # how often each
         # Wider than double where there is such a thing: squares of 1e200 are numbers too.
         self._mean = self._squares = np.longdouble(0)
         self._finite = 0
@@ -291,8 +276,6 @@ def _join(rows: Floats, starts: NDArray[np.int64]) -> Floats:
     ])  # fmt: skip
 
 
-# How long steps took, by the times of the records.
-
 _DECADES: Final = (-7, 7)
 _PER_DECADE: Final = 200
 _PAUSES: Final = 5
@@ -319,10 +302,8 @@ class StepTimes(Waiting):
 
     def __init__(self, begins: list[float]) -> None:
         super().__init__()
-        self.histogram: NDArray[np.int64] = np.zeros(len(EDGES) - 1, np.int64)
-        """How many steps took so long, by `EDGES`."""
-        self.pauses: list[tuple[float, int]] = []
-        """The longest: seconds, and the step that came after."""
+        self.histogram: NDArray[np.int64] = np.zeros(len(EDGES) - 1, np.int64)  # by `EDGES`
+        self.pauses: list[tuple[float, int]] = []  # the longest, and the step that came after
         self.attempts = [Reached() for _ in begins] or [Reached()]
         self._begins = np.maximum.accumulate(np.array(begins[1:], np.float64))
         self._before: tuple[int, float] | None = None
@@ -347,12 +328,7 @@ class StepTimes(Waiting):
             found = zip(took[longest].tolist(), after[longest].tolist(), strict=True)
             self.pauses = sorted([*self.pauses, *found], reverse=True)[:_PAUSES]
 
-    def _reach(
-        self,
-        steps: NDArray[np.int64],
-        times: NDArray[np.float64],
-        attempts: NDArray[np.intp],
-    ) -> None:
+    def _reach(self, steps: NDArray[np.int64], times: Floats, attempts: NDArray[np.intp]) -> None:
         for attempt in np.unique(attempts).tolist():
             of = attempts == attempt
             reached = self.attempts[attempt]
@@ -380,14 +356,11 @@ class StepTimes(Waiting):
         return float(np.sqrt(EDGES[bin_] * EDGES[bin_ + 1]))
 
 
-# The run.
-
 _SPEAK: Final = 2.0  # seconds between words about a long reading
-STATISTICS: Final = ("mean", "std", "min", "max")
+STATISTICS: Final = ALL_STATISTICS[:4]  # mean, std, min and max
 
 
-@dataclass(frozen=True)
-class Attempt:
+class Attempt(NamedTuple):
     number: int
     begun: float | None  # seconds since 1970
     reached: Reached
@@ -424,8 +397,8 @@ class Survey:
         alone = self.header.get("world_size") == 1
         for name in self.series:
             base, _, last = name.rpartition("/")
-            parts = (*STATISTICS, "min_rank", "max_rank")
-            if base and last in parts and has_spread(self, base):
+            is_part = base and last in ALL_STATISTICS
+            if is_part and all(f"{base}/{part}" in self.series for part in STATISTICS):
                 found[base] = not alone
             else:
                 found.setdefault(name, False)
@@ -459,9 +432,7 @@ def survey(run: Run, label: str | None = None, say: Callable[[str], None] | None
         records += len(block.steps)
         times.add(block.steps, block.times)
         for column, name in enumerate(block.names):
-            known = series.get(name)
-            if known is None:
-                known = series[name] = Series(name)
+            known = series.get(name) or series.setdefault(name, Series(name))
             known.add(block.steps, block.values[:, column])
         if say is not None and time.monotonic() >= next_word:
             next_word = time.monotonic() + _SPEAK
@@ -475,10 +446,6 @@ def survey(run: Run, label: str | None = None, say: Callable[[str], None] | None
         notices=collect(run.events, run.path.parent), records=records,
         age=max(0.0, time.time() - run.path.stat().st_mtime),
     )  # fmt: skip
-
-
-def has_spread(surveyed: Survey, name: str) -> bool:
-    return all(f"{name}/{statistic}" in surveyed.series for statistic in STATISTICS)
 
 
 def say_end(end: str | None, age: float, *, last: bool) -> tuple[str, str]:

@@ -15,7 +15,7 @@ import numpy as np
 
 from ezpz_obs._errors import ReportError, require
 from ezpz_obs._file import STATISTICS
-from ezpz_obs._history import summarize, summarize_ranks
+from ezpz_obs._history import summarize
 from ezpz_obs._run import Run, read_run
 from ezpz_obs._run import follow as read_on
 
@@ -23,14 +23,9 @@ from .figures import smooth
 from .survey import FROM, MEAN, TO, Survey, survey
 from .words import clean, number, shorten, tick_labels
 
-# A plot of letters.
-
-_HEIGHT: Final = 22
 _LARGEST: Final = 1e300  # the height of a frame is to be a number too
 _FRAME: Final = str.maketrans("┌┐└┘├┤┬┴─│┼…", "++++++++-|+.")
-_COLOURS: Final = (33, 208, 35, 170)
-"""Of 256: blue, orange, green, pink; readable on black and on white."""
-
+_COLOURS: Final = (33, 208, 35, 170)  # blue, orange, green, pink on black and on white
 _OTHERS: Final = re.compile(r"\x1b\[(?!0m|38;5;(?:33|208|35|170)m)[\d;]*m")
 """Plotext's other colours: a white ground, whatever the terminal has."""
 
@@ -40,7 +35,7 @@ def plot(
     *names: str,
     file: TextIO | None = None,
     width: int | None = None,
-    height: int = _HEIGHT,
+    height: int = 22,
 ) -> None:
     """Draw metrics of a run with letters, as wide as the terminal; in colour only there.
 
@@ -82,10 +77,7 @@ def plot(
     if not drawn:
         wanted = ", ".join(map(shorten, chosen))
         raise ReportError(f"{wanted}: no value is a number; expected one at least")
-    for axis, parts in (
-        ("x", [steps for steps, _ in drawn]),
-        ("y", [values for _, values in drawn]),
-    ):
+    for axis, parts in zip("xy", zip(*drawn, strict=True), strict=True):
         low, high = (float(end(np.concatenate(parts))) for end in (np.min, np.max))
         ticks = _ticks(low, high)
         figure.ruler(axis).ticks(ticks, tick_labels(ticks))
@@ -99,7 +91,7 @@ def plot(
     for name in chosen:
         of = surveyed.series[name]
         odd = f", {of.nan + of.infinite:,} not finite" if of.nan + of.infinite else ""
-        last = number(of.last[1] if of.last else None)
+        last = number(of.last and of.last[1])
         out.write(f"{shorten(name)}: last {last}, mean {number(of.mean)}{odd}\n")
 
 
@@ -111,9 +103,8 @@ def _choose(surveyed: Survey, names: tuple[str, ...]) -> list[str]:
     if unknown:
         known = ", ".join(shorten(name, 40) for name in there[:12]) + (", …" if there[12:] else "")
         raise ReportError(f"no metric {shorten(unknown[0])!r}; expected one of: {known}")
-    return (
-        list(names) or [name for name in surveyed.groups if name.endswith("loss")][:4] or there[:1]
-    )
+    losses = [name for name in surveyed.groups if name.endswith("loss")][:4]
+    return list(names) or losses or there[:1]
 
 
 def _can_write(out: TextIO, letters: str) -> bool:
@@ -136,16 +127,11 @@ def _ticks(low: float, high: float) -> list[float]:
     return ticks or [low, high]
 
 
-# Lines of a live run, as they come.
-
-_LINES: Final = 10
-
-
 def tail(
     run: str | os.PathLike[str],
     *,
     follow: bool = True,
-    lines: int = _LINES,
+    lines: int = 10,
     file: TextIO | None = None,
 ) -> None:
     """Write a line for each record and event of a run, as they are made, until it ends.
@@ -200,12 +186,11 @@ def _say(line: Mapping[str, Any]) -> str:
         return f"{_clock(line)} {clean(', '.join(said))}"
     if "event" in line:
         step = "" if line.get("step") is None else f"step={line['step']} "
-        return (
-            f"{_clock(line)} {clean(step)}{clean(line['event'])}: {clean(line.get('message', ''))}"
-        )
+        event = f"{clean(line['event'])}: {clean(line.get('message', ''))}"
+        return f"{_clock(line)} {clean(step)}{event}"
     own = {name: v for name, v in line.items() if name.rpartition("/")[2] not in STATISTICS}
     said_ranks = any(f"{name}/mean" in line for name in own)
-    summary = summarize_ranks(own, line) if said_ranks else summarize(line)
+    summary = summarize(own if said_ranks else line, line)
     return f"{_clock(line)} {clean(summary)}{' (replayed)' if line.get('replay') else ''}"
 
 

@@ -11,8 +11,6 @@ from typing import Final
 
 from ezpz_topo import redact
 
-# What people called their runs and metrics, fit to be shown, whatever it is.
-
 _PLAIN = re.compile(r"[a-z0-9_]{1,40}")
 _OTHER = re.compile(r"[^a-z0-9_]+")
 
@@ -49,16 +47,13 @@ def file_name(kind: str, name: str) -> str:
 
 def distinct(names: list[str], paths: list[str]) -> list[str]:
     """Return labels for runs, with what tells them apart where several have one name."""
-    labels = []
-    for name, path in zip(names, paths, strict=True):
-        labels.append(f"{name} ({path})" if names.count(name) > 1 else name)
+    pairs = zip(names, paths, strict=True)
+    labels = [f"{name} ({path})" if names.count(name) > 1 else name for name, path in pairs]
     return [
         f"{label} #{place + 1}" if labels.count(label) > 1 else label
         for place, label in enumerate(labels)
     ]
 
-
-# Numbers, times and spans as people read them.
 
 NOTHING: Final = "\N{EN DASH}"  # stands in a table where there is nothing to say
 TIMES: Final = "\N{MULTIPLICATION SIGN}"

@@ -9,6 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final
@@ -17,9 +18,7 @@ from ezpz_obs._errors import SinkError
 from ezpz_obs._run import read_run
 
 from .helper import Helper
-from .libraries import LIBRARY_SINKS, Sink, check_installed
-
-# The sinks by name, and what each needs.
+from .libraries import LIBRARY_SINKS, Sink, check_installed, say_error
 
 NAMES: Final = ("csv", *LIBRARY_SINKS)
 
@@ -53,8 +52,6 @@ def make_sink(sink: str | Sink, *, own: bool = False, close_seconds: float | Non
     return Helper(sink, close_seconds=close_seconds)
 
 
-# Between training and one sink: a queue that never blocks, a thread, and one that watches it.
-
 logger = logging.getLogger("ezpz_obs")
 _OPEN_SECONDS = 10.0
 _WRITE_SECONDS = 60.0  # a server may be restarted meanwhile: training does not wait, records do
@@ -69,11 +66,7 @@ class Feeder:
     # and the run's file go on. Of more records than may wait, the oldest are left out and counted.
 
     def __init__(
-        self,
-        sink: Sink,
-        header: Mapping[str, Any],
-        folder: Path | None,
-        capacity: int = 10_000,
+        self, sink: Sink, header: Mapping[str, Any], folder: Path | None, capacity: int = 10_000
     ) -> None:
         self._sink, self._folder = sink, folder
         # A deque with a length drops its oldest by itself: no branch, no lock in `put`.
@@ -133,7 +126,7 @@ class Feeder:
         # training goes on. SystemExit is what some libraries end with.
         except (Exception, SystemExit) as error:  # noqa: BLE001
             doing = self._doing[0] if self._doing else "write"
-            self._leave(f"failed to {doing}: {_say(error)}")
+            self._leave(f"failed to {doing}: {say_error(error)}")
         finally:
             self._doing = None
             self._ended.set()
@@ -168,12 +161,10 @@ class Feeder:
             self._left = True
         self._queue = deque(maxlen=0)  # `put` goes on, and keeps nothing
         logger.warning("sink %s %s; training goes on without it", self._sink.name, why)
-        abandon = getattr(self._sink, "abandon", None)
-        if abandon is not None:
-            try:
-                abandon()
-            except Exception as error:  # noqa: BLE001  # as above; it is left behind already
-                logger.debug("sink %s: %s", self._sink.name, _say(error))
+        try:
+            getattr(self._sink, "abandon", lambda: None)()
+        except Exception as error:  # noqa: BLE001  # as above; it is left behind already
+            logger.debug("sink %s: %s", self._sink.name, say_error(error))
 
 
 def close_all(feeders: Sequence[Feeder], seconds: float) -> None:
@@ -187,20 +178,11 @@ def close_all(feeders: Sequence[Feeder], seconds: float) -> None:
 
 def _take(queue: deque[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
     batch: list[Mapping[str, Any]] = []
-    try:
+    with suppress(IndexError):
         while len(batch) < _BATCH:
             batch.append(queue.popleft())
-    except IndexError:
-        pass
     return batch
 
-
-def _say(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text:.500}" if text else type(error).__name__
-
-
-# A run's records, sent to a sink afterwards.
 
 _CLOSE_SECONDS = 3600.0  # nothing is trained meanwhile: an upload may take its time
 
@@ -237,8 +219,6 @@ def replay(run: str | os.PathLike[str], sink: str | Sink) -> int:
         target.close()
     except BaseException:
         # ctrl-C too: what was started is not left running.
-        abandon = getattr(target, "abandon", None)
-        if abandon is not None:
-            abandon()
+        getattr(target, "abandon", lambda: None)()
         raise
     return sent

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import csv
-import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
+from ezpz_obs._context import replacing
 from ezpz_obs._errors import SinkError
 from ezpz_obs._file import as_float
 from ezpz_obs._run import read_run
@@ -23,8 +23,7 @@ class CsvSink:
     """Writes what `pandas.read_csv` reads: step, time, and one column a metric."""
 
     # What `export` writes, with rows added as they come. For a metric that appears late, and at
-    # the begin of each attempt, it is exported again from the run's file: rows without a metric
-    # have an empty field, and of steps that a restarted run makes again the later ones are kept.
+    # the begin of each attempt, it is exported again from the run's file.
 
     name = "csv"
 
@@ -58,7 +57,6 @@ class CsvSink:
             self._export()
 
     def close(self) -> None:
-        """Write what is behind for want of a column."""
         if self._last is None:
             return
         if self._is_behind:
@@ -78,20 +76,17 @@ class CsvSink:
 
     def _export(self) -> None:
         began = time.monotonic()
-        path = self._folder / FILE_NAME
-        aside = path.with_suffix(".csv.new")
         if self._file is not None:
             self._file.close()
-        file = open(aside, "w", encoding="utf-8", newline="")  # noqa: SIM115  # stays open
-        try:
-            self._know(self._recorded())
-            self._add(file, self._recorded(), header=True)
-            os.replace(aside, path)
-        except BaseException:  # also Ctrl-C; raised again
-            with suppress(OSError):  # what is in its buffer does not fit either
-                file.close()
-            aside.unlink(missing_ok=True)
-            raise
+        with replacing(self._folder / FILE_NAME) as aside:
+            file = open(aside, "w", encoding="utf-8", newline="")  # noqa: SIM115  # stays open
+            try:
+                self._know(self._recorded())
+                self._add(file, self._recorded(), header=True)
+            except BaseException:  # also Ctrl-C; raised again
+                with suppress(OSError):  # what is in its buffer does not fit either
+                    file.close()
+                raise
         self._file, self._is_behind = file, False
         self._not_before = began + _SHARE * (time.monotonic() - began)
 

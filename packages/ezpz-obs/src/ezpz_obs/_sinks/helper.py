@@ -19,16 +19,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from ezpz_obs._errors import SinkError
 from ezpz_obs._file import decode, encode_anything, encode_record
 
-from .libraries import library_seconds, make_library_sink
-
-# What runs in the process that a `Helper` starts: one sink, fed through standard input.
+from .libraries import library_seconds, say_error
 
 CLOSE = b'{"close":true}'
 _BLOCK = 1 << 16
@@ -47,14 +47,13 @@ def main(name: str) -> None:
         _run(name, say)
     # Whatever a library raises: the parent is to read it.
     except (Exception, SystemExit) as error:  # noqa: BLE001
-        text = " ".join(str(error).split())
-        say("error", f"{type(error).__name__}: {text:.500}")
+        say("error", say_error(error))
         os._exit(1)
     # Not by sys.exit: hooks of libraries would wait once more for what was closed already.
     os._exit(0)
 
 
-def _speaker() -> Callable[[str, str], None]:
+def _speaker() -> Callable[..., None]:
     """Return what writes replies; what libraries print goes nowhere."""
     replies = os.dup(1)
     nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -62,31 +61,31 @@ def _speaker() -> Callable[[str, str], None]:
     os.close(nowhere)
 
     def say(what: str, text: str = "") -> None:
-        # Where nobody listens any more, the records are sent all the same.
+        # Where no one listens any more, the records are sent all the same.
         with contextlib.suppress(BrokenPipeError):
             os.write(replies, json.dumps({"said": what, "text": text}).encode() + b"\n")
 
     return say
 
 
-def _run(name: str, say: Callable[[str, str], None]) -> None:
-    lines = _Lines()
-    first = decode(next(lines))
+def _run(name: str, say: Callable[..., None]) -> None:
+    batches = _batches()
+    line, *waiting = next(batches)
+    first = decode(line)
     threading.Thread(target=_outlive, args=(first["parent"],), daemon=True).start()
     folder = None if first["folder"] is None else Path(first["folder"])
-    sink = make_library_sink(name, lambda text: say("warning", text), folder)
-    say("started", "")
+    make = getattr(import_module(f"{__package__}.{name}"), f"{name.title()}Sink")
+    sink = make(lambda text: say("warning", text), folder)
+    say("started")
     sink.open(first["open"], folder)
     say("opened", getattr(sink, "place", ""))
-    for line in lines:
-        batch = [line, *lines.at_hand()]
-        closing = batch[-1] == CLOSE
+    for batch in chain([waiting], batches):
         if records := [decode(each) for each in batch if each != CLOSE]:
             sink.write(records)
-        if closing:
+        if CLOSE in batch:
             break
     sink.close()
-    say("closed", "")
+    say("closed")
 
 
 def _outlive(parent: int) -> None:
@@ -97,36 +96,19 @@ def _outlive(parent: int) -> None:
     os._exit(2)
 
 
-class _Lines:
-    """Whole lines from standard input; a torn last one is left out."""
+def _batches() -> Iterator[list[bytes]]:
+    """Give the lines of standard input as they come; a torn last one is left out."""
+    # Not as standard input: what libraries start would inherit the pipe, and keep it open.
+    pipe = os.dup(0)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    rest = b""
+    while block := os.read(pipe, _BLOCK):
+        *lines, rest = (rest + block).split(b"\n")
+        if lines:
+            yield lines
 
-    def __init__(self) -> None:
-        # Not as standard input: what libraries start would inherit the pipe, and keep it open.
-        self._fd = os.dup(0)
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(nothing, 0)
-        os.close(nothing)
-        self._whole: list[bytes] = []
-        self._rest = b""
-
-    def __iter__(self) -> _Lines:
-        return self
-
-    def __next__(self) -> bytes:
-        while not self._whole:
-            block = os.read(self._fd, _BLOCK)
-            if not block:
-                raise StopIteration
-            *lines, self._rest = (self._rest + block).split(b"\n")
-            self._whole = lines[::-1]
-        return self._whole.pop()
-
-    def at_hand(self) -> list[bytes]:
-        lines, self._whole = self._whole[::-1], []
-        return lines
-
-
-# The sink that starts it.
 
 logger = logging.getLogger("ezpz_obs")
 _START_SECONDS = 120.0  # importing from a busy parallel file system; nobody waits for it
@@ -144,7 +126,7 @@ class Helper:
         self._reply_seconds = library_seconds()
         self._close_seconds = close_seconds or self._reply_seconds
         self.open_seconds = _START_SECONDS + self._reply_seconds + 1.0
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Any = None
         self._abandoned = False
         self._unread = b""
 
@@ -162,13 +144,8 @@ class Helper:
         )  # fmt: skip
         if self._abandoned:  # meanwhile, from another thread
             process.kill()
-        first = {
-            "open": dict(header),
-            "folder": None if folder is None else str(folder),
-            "parent": os.getpid(),
-            "seconds": self._reply_seconds,
-        }
-        self._send(encode_anything(first))
+        where = None if folder is None else str(folder)
+        self._send(encode_anything({"open": header, "folder": where, "parent": os.getpid()}))
         self._wait_for("started", _START_SECONDS)
         self._wait_for("opened", self._reply_seconds + 1.0)
 
@@ -177,9 +154,8 @@ class Helper:
         self._send(b"".join(encode_record(record) or encode_anything(record) for record in records))
 
     def close(self) -> None:
-        """Wait until the process has sent everything and ended."""
         process = self._process
-        if process is None or process.stdin is None:
+        if process is None:
             return
         try:
             self._send(CLOSE + b"\n")
@@ -203,12 +179,9 @@ class Helper:
         except subprocess.TimeoutExpired:
             return  # in the kernel, waiting for a file system
         for pipe in (process.stdin, process.stdout):
-            if pipe is not None:
-                pipe.close()
+            pipe.close()
 
     def _send(self, text: bytes) -> None:
-        assert self._process is not None
-        assert self._process.stdin is not None
         rest = memoryview(text)
         try:
             while rest:
@@ -235,9 +208,6 @@ class Helper:
                 return
 
     def _read(self, seconds: float) -> bytes | None:
-        """Return one reply, None where there is none in time."""
-        assert self._process is not None
-        assert self._process.stdout is not None
         until = time.monotonic() + seconds
         while b"\n" not in self._unread:
             try:
@@ -248,14 +218,10 @@ class Helper:
             except (OSError, ValueError):  # closed by `abandon`
                 block = b""
             if not block:
-                raise SinkError(f"its process ended with status {self._status()}")
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(1.0)
+                status = self._process.returncode
+                raise SinkError(f"its process ended with status {status}")
             self._unread += block
         line, _, self._unread = self._unread.partition(b"\n")
         return line
-
-    def _status(self) -> int | str:
-        assert self._process is not None
-        try:
-            return self._process.wait(1.0)
-        except subprocess.TimeoutExpired:
-            return "unknown"

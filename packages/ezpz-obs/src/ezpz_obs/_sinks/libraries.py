@@ -7,16 +7,15 @@ import importlib.util
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Final, Protocol, cast, runtime_checkable
+from typing import Any, Final, Protocol, runtime_checkable
 
 from ezpz_obs._errors import HistoryError, SinkError
 from ezpz_obs._file import HEADER, as_float, decode
 from ezpz_obs._run import FILE_NAME
-
-# What takes records besides the run's own file.
 
 
 @runtime_checkable
@@ -49,42 +48,34 @@ class Sink(Protocol):
         """Send what was kept back, and end."""
 
 
-# Where libraries may keep their own files, where the home cannot be written.
-
-
 def give_home(folder: Path | None, variables: Mapping[str, str]) -> None:
     """Set variables that name folders of a library's own, where they are not set."""
-    # For a process of ours only. Compute nodes of some machines have a home that is read-only, or
-    # none.
-    if _can_write(Path(os.path.expanduser("~"))):
+    # For a process of ours only. Some machines' compute nodes have no home that can be written.
+    with suppress(OSError), tempfile.TemporaryFile(dir=os.path.expanduser("~")):
         return
     base = Path(tempfile.mkdtemp(prefix="ezpz-obs-")) if folder is None else folder
     for variable, name in variables.items():
         os.environ.setdefault(variable, str((base / name).absolute()))
 
 
-def _can_write(folder: Path) -> bool:
-    try:
-        with tempfile.TemporaryFile(dir=folder):
-            return True
-    except OSError:
-        return False
-
-
-# Numbers and runs as libraries want them.
-
-NOT_METRICS = frozenset({"step", "time", "replay"})
+_NOT_METRICS = frozenset({"step", "time", "replay"})
 
 
 def metrics_of(record: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    return (item for item in record.items() if item[0] not in NOT_METRICS)
+    return (item for item in record.items() if item[0] not in _NOT_METRICS)
 
 
-def as_common(value: Any) -> Any:
-    """Return a number as libraries draw it: no booleans, no integers beyond 64 bits."""
-    if isinstance(value, bool):
-        return int(value)
-    return value if isinstance(value, float) or abs(value) < 1 << 63 else as_float(value)
+def common_metrics(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return numbers as libraries draw them: no booleans, no integers beyond 64 bits."""
+    return {  # a plus makes an integer of a boolean
+        name: +value if isinstance(value, float) or abs(value) < 1 << 63 else as_float(value)
+        for name, value in metrics_of(record)
+    }
+
+
+def say_error(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text:.500}" if text else type(error).__name__
 
 
 def plain_config(header: Mapping[str, Any]) -> dict[str, Any]:
@@ -124,18 +115,8 @@ def _first_header(folder: Path | None) -> Mapping[str, Any] | None:
         return None  # the caller has this attempt's
 
 
-# The sinks that are a library's: what each needs, and where it is.
-
-LIBRARY_SINKS: Final = {
-    "mlflow": "MlflowSink", "tensorboard": "TensorboardSink", "trackio": "TrackioSink",
-    "wandb": "WandbSink",
-}  # fmt: skip
-"""The sink, its library, its extra and its module here have one name; and the class in that."""
-
-
-def make_library_sink(name: str, warn: Callable[[str], None], folder: Path | None) -> Sink:
-    make = getattr(importlib.import_module(f"{__package__}.{name}"), LIBRARY_SINKS[name])
-    return cast("Sink", make(warn, folder))
+LIBRARY_SINKS: Final = ("mlflow", "tensorboard", "trackio", "wandb")
+"""The sink, its library, its extra and its module here have one name, and the class begins so."""
 
 
 def library_seconds() -> float:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,7 @@ _NOT_IN_NAMES = re.compile(r"[^\w\-. :/]")
 class MlflowSink:
     """Logs to one MLflow run, found again by a tag after a restart."""
 
-    # The experiment is ``MLFLOW_EXPERIMENT_NAME``, else the script's name. Letters that MLflow does
-    # not take in a name become ``_``.
+    # The experiment is ``MLFLOW_EXPERIMENT_NAME``, else the script's name.
 
     name = "mlflow"
 
@@ -37,8 +37,6 @@ class MlflowSink:
         self._metric, self._param, self._make = Metric, Param, MlflowClient
         self._client: Any = None
         self._run = ""
-        self._names: dict[str, str] = {}
-        self.place = ""
 
     def open(self, header: Mapping[str, Any], folder: Path | None) -> None:
         where = os.environ.get("MLFLOW_TRACKING_URI")
@@ -68,9 +66,7 @@ class MlflowSink:
 
     def write(self, records: Sequence[Mapping[str, Any]]) -> None:
         metrics = [
-            self._metric(
-                self._shown(name), as_float(value), int(record["time"] * 1000), record["step"]
-            )
+            self._metric(_shown(name), as_float(value), int(record["time"] * 1000), record["step"])
             for record in records
             for name, value in metrics_of(record)
         ]
@@ -84,31 +80,27 @@ class MlflowSink:
     def _log_parameters(self, header: Mapping[str, Any]) -> None:
         flat = dict(_flat(plain_config(header)))
         parameters = [
-            self._param(self._shown(name), str(value)[:_LONGEST_VALUE])
-            for name, value in flat.items()
+            self._param(_shown(name), str(value)[:_LONGEST_VALUE]) for name, value in flat.items()
         ]
         for first in range(0, len(parameters), 100):  # MLflow's limit
             self._client.log_batch(self._run, params=parameters[first : first + 100])
 
-    def _shown(self, name: str) -> str:
-        """Return a name that MLflow takes; two names never become one."""
-        shown = self._names.get(name)
-        if shown is None:
-            shown = _NOT_IN_NAMES.sub("_", name)
-            parts = shown.split("/")
-            if shown != name or len(shown) > _LONGEST_NAME or {"", ".", ".."} & set(parts):
-                mark = blake2b(name.encode(errors="replace"), digest_size=3).hexdigest()
-                clean = "/".join(part for part in parts if part not in ("", ".", ".."))
-                shown = f"{clean[: _LONGEST_NAME - 7]}_{mark}"
-            self._names[name] = shown
-        return shown
+
+@cache
+def _shown(name: str) -> str:
+    """Return a name that MLflow takes; two names never become one."""
+    shown = _NOT_IN_NAMES.sub("_", name)
+    parts = shown.split("/")
+    if shown == name and len(shown) <= _LONGEST_NAME and not {"", ".", ".."} & set(parts):
+        return name
+    mark = blake2b(name.encode(errors="replace"), digest_size=3).hexdigest()
+    clean = "/".join(part for part in parts if part not in ("", ".", ".."))
+    return f"{clean[: _LONGEST_NAME - 7]}_{mark}"
 
 
-def _flat(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
+def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in config.items():
         if isinstance(value, Mapping):
-            found += _flat(value, f"{prefix}{name}.")
+            yield from _flat(value, f"{prefix}{name}.")
         else:
-            found.append((f"{prefix}{name}", value))
-    return found
+            yield f"{prefix}{name}", value

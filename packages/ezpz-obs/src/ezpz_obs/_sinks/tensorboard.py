@@ -18,8 +18,7 @@ _FLUSH_SECONDS = 10
 class TensorboardSink:
     """Writes event files by tensorboard's own writer, one event a record."""
 
-    # Each attempt adds a file to the same folder; TensorBoard shows of each step the latest. Its
-    # numbers are of 32 bits.
+    # Each attempt adds a file to the folder; of each step the latest is shown, in 32 bits.
 
     name = "tensorboard"
 
@@ -30,7 +29,6 @@ class TensorboardSink:
         self._events, self._summaries, self._make = event_pb2, summary_pb2, EventFileWriter
         self._writer: Any = None
         self._begins = False
-        self.place = ""
 
     def open(self, header: Mapping[str, Any], folder: Path | None) -> None:
         if folder is None:

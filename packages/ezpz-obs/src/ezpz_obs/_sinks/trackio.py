@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .libraries import as_common, give_home, metrics_of, plain_config, project_of, run_key
+from .libraries import common_metrics, give_home, plain_config, project_of, run_key
 
 
 class TrackioSink:
@@ -24,7 +24,6 @@ class TrackioSink:
 
         self._init = trackio.init
         self._run: Any = None
-        self.place = ""
 
     def open(self, header: Mapping[str, Any], folder: Path | None) -> None:
         project = os.environ.get("TRACKIO_PROJECT") or project_of(header)
@@ -37,8 +36,7 @@ class TrackioSink:
 
     def write(self, records: Sequence[Mapping[str, Any]]) -> None:
         for record in records:
-            line = {name: as_common(value) for name, value in metrics_of(record)}
-            self._run.log(line, step=record["step"])
+            self._run.log(common_metrics(record), step=record["step"])
 
     def close(self) -> None:
         if self._run is not None:

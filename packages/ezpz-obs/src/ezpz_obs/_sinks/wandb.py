@@ -21,11 +21,10 @@ from ezpz_obs._errors import SinkError
 from ezpz_topo import redact
 
 from .libraries import (
-    as_common,
     check_installed,
+    common_metrics,
     give_home,
     library_seconds,
-    metrics_of,
     plain_config,
     project_of,
     run_key,
@@ -34,10 +33,7 @@ from .libraries import (
 if TYPE_CHECKING:
     from wandb import Run
 
-# Whether W&B is wanted, and whether it knows who we are; without importing it.
-
 Mode = Literal["online", "offline", "disabled", "shared"]
-_PUBLIC = "https://api.wandb.ai"
 _NO = frozenset({"", "0", "false", "no", "off", "f", "n"})
 
 
@@ -57,16 +53,8 @@ def find_credentials(env: Mapping[str, str]) -> str | None:
     for variable in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"):
         if env.get(variable, "").strip():
             return variable
-    path = _netrc(env)
-    return str(path) if path and _entry(path, env) else None
-
-
-def find_key(env: Mapping[str, str]) -> str | None:
-    key = env.get("WANDB_API_KEY", "").strip()
-    if key:
-        return key
-    path = _netrc(env)
-    return _entry(path, env) if path else None
+    found = _find_in_netrc(env)
+    return str(found[0]) if found else None
 
 
 def find_server(env: Mapping[str, str]) -> str:
@@ -83,28 +71,25 @@ def find_server(env: Mapping[str, str]) -> str:
             continue  # W&B says so itself when it starts
         if url:
             return url.rstrip("/")
-    return _PUBLIC
+    return "https://api.wandb.ai"
 
 
 def _home(env: Mapping[str, str]) -> str:
     return env.get("HOME") or os.path.expanduser("~")
 
 
-def _netrc(env: Mapping[str, str]) -> Path | None:
+def _find_in_netrc(env: Mapping[str, str]) -> tuple[Path, str] | None:
+    """Return the file with a key for W&B's server, and the key."""
     named = env.get("NETRC")
     paths = [Path(named)] if named else [Path(_home(env), name) for name in (".netrc", "_netrc")]
-    return next((path for path in paths if path.is_file()), None)
-
-
-def _entry(path: Path, env: Mapping[str, str]) -> str | None:
+    path = next(filter(Path.is_file, paths), None)
     try:
-        found = netrc.netrc(str(path)).authenticators(urlsplit(find_server(env)).netloc)
+        known = netrc.netrc(str(path)) if path else None
+        found = known and known.authenticators(urlsplit(find_server(env)).netloc)
     except (OSError, UnicodeDecodeError, netrc.NetrcParseError):
         return None
-    return found[2] if found and found[2] else None
+    return (path, found[2]) if path and found and found[2] else None
 
-
-# A W&B run that starts within seconds or not at all, and ends with the interpreter.
 
 logger = logging.getLogger("ezpz_obs")
 _ANSWER_SECONDS = 4.0
@@ -243,8 +228,10 @@ def _why_not_online() -> str | None:
     # W&B itself does so too, but waits for as long as the server likes.
     import requests
 
-    server, key = find_server(os.environ), find_key(os.environ)
-    if key is None:
+    server, key = find_server(os.environ), os.environ.get("WANDB_API_KEY", "").strip()
+    if not key and (found := _find_in_netrc(os.environ)):
+        key = found[1]
+    if not key:
         return None  # an identity token: W&B knows how
     try:
         answer = requests.post(
@@ -274,14 +261,9 @@ def _end_with_main() -> None:
     # come before or after; a daemon thread sees the main thread end in any case.
     threading.main_thread().join()
     time.sleep(_EXIT_SECONDS)
-    for pid in _find_services():
-        os.kill(pid, signal.SIGKILL)
-
-
-def _find_services() -> list[int]:
-    return [
-        pid for pid, parent, name in _processes() if parent == os.getpid() and "wandb-core" in name
-    ]
+    for pid, parent, name in _processes():
+        if parent == os.getpid() and "wandb-core" in name:
+            os.kill(pid, signal.SIGKILL)
 
 
 def _processes() -> Iterator[tuple[int, int, str]]:
@@ -302,8 +284,6 @@ def _processes() -> Iterator[tuple[int, int, str]]:
         yield int(pid), int(parent), name
 
 
-# The sink "wandb": a W&B run of the sink's own, or the one that `setup_wandb` started.
-
 _AXIS = "step"
 
 
@@ -322,7 +302,6 @@ class WandbSink:
         self._wandb = wandb
         self._warn = warn
         self._run: Any = None
-        self.place = ""
 
     def open(self, header: Mapping[str, Any], folder: Path | None) -> None:
         key = run_key(header, folder)
@@ -354,8 +333,8 @@ class WandbSink:
 
     def write(self, records: Sequence[Mapping[str, Any]]) -> None:
         for record in records if self._run is not None else ():
-            line = {name: as_common(value) for name, value in metrics_of(record)}
-            self._run.log({**line, _AXIS: record["step"], "_timestamp": record["time"]})
+            at = {_AXIS: record["step"], "_timestamp": record["time"]}
+            self._run.log(common_metrics(record) | at)
 
     def close(self) -> None:
         if self._run is not None:

@@ -66,7 +66,10 @@ def find_checks(only: Sequence[str] = ()) -> list[Check]:
     Raises:
         DoctorError: No package has a check, or none has one of these names.
     """
-    checks = sorted(map(_check_of, entry_points(group=GROUP)))
+    checks = sorted(
+        Check(one.name, one.value, f"{one.dist.name} {one.dist.version}" if one.dist else "unknown")
+        for one in entry_points(group=GROUP)
+    )
     if not checks:
         raise DoctorError(
             f"no installed package has an entry point of the group {GROUP}; expected those of "
@@ -82,12 +85,6 @@ def find_checks(only: Sequence[str] = ()) -> list[Check]:
                 f"no check is called {name!r}; expected one of {', '.join(sorted(names))}; {hint}"
             )
     return [check for check in checks if not only or check.name in only]
-
-
-def _check_of(entry: EntryPoint) -> Check:
-    whose = entry.dist
-    package = "unknown" if whose is None else f"{whose.name} {whose.version}"
-    return Check(entry.name, entry.value, package)
 
 
 def run_checks(
@@ -130,10 +127,6 @@ def run_checks(
     return sorted(results, key=lambda result: (result.name, result.source))
 
 
-_LOOK = 0.1
-"""Seconds between two looks at which processes have ended without a word."""
-
-
 def _as_they_end(
     running: Sequence[_Running], watch: Callable[[Sequence[str]], None] | None
 ) -> Iterator[_Running]:
@@ -146,7 +139,8 @@ def _as_they_end(
         while left:
             if watch is not None:
                 watch([each.check.name for each in left])
-            for key, _ in selector.select(_LOOK):
+            # So often it is looked which processes have ended without a word.
+            for key, _ in selector.select(0.1):
                 if key.data.read(key.fd) is None:
                     selector.unregister(key.fd)
             for each in [each for each in left if each.is_done]:
@@ -159,12 +153,8 @@ def _as_they_end(
 
 # The doctor's side of a check's process.
 
-_MOST = 1 << 20
-"""Bytes of an answer."""
-
-_TAIL = 1 << 16
-_SHOWN = 2000
-"""Bytes of what it prints that are kept, and characters that are shown."""
+_MOST = 1 << 20  # bytes of an answer
+_TAIL, _SHOWN = 1 << 16, 2000  # bytes of what it prints that are kept; characters that are shown
 
 # Nothing of what is imported is garbage: to look for some takes a fifth of torch's import.
 _CHILD = """\
@@ -176,17 +166,13 @@ from ezpz._doctor.checks import be_check
 be_check(*job)
 """
 
+# Of the line that comes before the answer: the monotonic clock where its own work begins.
 _BEGAN = b"began "
-"""Of the line that comes before the answer: the monotonic clock where its own work begins."""
 
-_GRACE = 0.5
-"""Seconds that a process has to end itself, and say where it stands, when its time is over."""
-
+_GRACE = 0.5  # seconds to end itself, and say where it stands, when its time is over
+# What `faulthandler` writes first, and for each place.
 _TIME_OVER = "Timeout (0:"
-"""What `faulthandler` writes first."""
-
 _FRAME = re.compile(r'^  File "(.*)", line ([0-9]+) in (.*)$', re.MULTILINE)
-"""What `faulthandler` writes for each place."""
 
 
 class _Running:
@@ -198,24 +184,20 @@ class _Running:
         self._said = {0: bytearray(), 1: bytearray()}
         self._begun = time.monotonic()
         # Not what lies in the working directory: where to look is told.
+        pipe = subprocess.PIPE
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-c", _CHILD],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        assert self._process.stderr is not None
+            stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True,
+        )  # fmt: skip
+        pipes = self._process.stdin, self._process.stdout, self._process.stderr
+        stdin, stdout, stderr = self._pipes = [each for each in pipes if each]
         job = [sys.path, [check.name, check.value, self._begun + self._imports, timeout]]
         # Less than a pipe holds: it does not wait. A process that has ended is seen below.
         # The pipe stays open: at its end the process knows that this one is gone.
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(json.dumps(job).encode() + b"\n")
-            self._process.stdin.flush()
-        self.answer = self._process.stdout.fileno()
-        self.printed = self._process.stderr.fileno()
+            stdin.write(json.dumps(job).encode() + b"\n")
+            stdin.flush()
+        self.answer, self.printed = stdout.fileno(), stderr.fileno()
         for descriptor in (self.answer, self.printed):
             os.set_blocking(descriptor, False)
 
@@ -259,8 +241,9 @@ class _Running:
     @property
     def _began(self) -> float | None:
         """When its own work began; None while it is imported."""
-        found = (line for line in self._lines if line.startswith(_BEGAN))
-        return next((float(line.removeprefix(_BEGAN)) for line in found), None)
+        return next(
+            (float(line[len(_BEGAN) :]) for line in self._lines if line.startswith(_BEGAN)), None
+        )
 
     def end(self) -> CheckResult:
         """End it, and all that it started; return what came of it, whatever that is."""
@@ -269,10 +252,9 @@ class _Running:
         for descriptor in (self.answer, self.printed):
             while len(self._said[0]) <= _MOST and self.read(descriptor):
                 pass
-        for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
-            if pipe is not None:
-                with contextlib.suppress(BrokenPipeError):  # what it never read of its job
-                    pipe.close()
+        for pipe in self._pipes:
+            with contextlib.suppress(BrokenPipeError):  # what it never read of its job
+                pipe.close()
         result = self._answered() if self._answer else self._unanswered(had_ended)
         took = time.monotonic() - self._begun
         return replace(
@@ -304,14 +286,16 @@ class _Running:
         if _TIME_OVER in words or (status in (None, -signal.SIGKILL) and not had_ended):
             return self._late(_standing(words), details)
         if status == -signal.SIGKILL:
+            remedy = "memory may be short: see dmesg, or the job's limit; run it alone: ezpz doctor"
             return CheckResult.error(
                 "was killed by SIGKILL, and not by the doctor",
-                "memory may be short: see dmesg, or the job's limit; run it alone: ezpz doctor "
-                f"--only={self.check.name}",
-                **details,
-            )
+                f"{remedy} --only={self.check.name}", **details,
+            )  # fmt: skip
         if status < 0:
-            return self._broken(f"crashed by {_signal(-status)}{_standing(words)}", details)
+            # Of the real-time signals only the first and the last have a name.
+            known = -status in list(signal.Signals)
+            name = signal.Signals(-status).name if known else f"signal {-status}"
+            return self._broken(f"crashed by {name}{_standing(words)}", details)
         return self._broken(f"ended with exit status {status} and without a result", details)
 
     def _late(self, standing: str, details: dict[str, Any]) -> CheckResult:
@@ -348,12 +332,6 @@ def _standing(words: str) -> str:
     return ""
 
 
-def _signal(number: int) -> str:
-    # Of the real-time signals only the first and the last have a name.
-    known = number in list(signal.Signals)
-    return signal.Signals(number).name if known else f"signal {number}"
-
-
 def _number(digits: str) -> int | str:
     """Return a whole number; one that orjson cannot write, which knows 64 bits, as its text."""
     number = int(digits)
@@ -361,9 +339,6 @@ def _number(digits: str) -> int | str:
 
 
 # The check's side: the process says when its own work begins, and answers with a line of JSON.
-
-_SPARE = 0.3
-"""Seconds before its time is over at which a check is to be done, so that it can say so itself."""
 
 
 def be_check(name: str, value: str, imported_by: float, timeout: float) -> NoReturn:
@@ -408,7 +383,8 @@ def _answer(entry: EntryPoint, answer: int, timeout: float) -> dict[str, Any]:
     _end_after(timeout)
     _write(answer, _BEGAN + repr(time.monotonic()).encode() + b"\n")
     try:
-        result = check(max(timeout - _SPARE, 0.1))
+        # It is to be done a little before its time is over, so that it can say so itself.
+        result = check(max(timeout - 0.3, 0.1))
     except BaseException as error:  # noqa: BLE001  # a check that exits is a broken one, too
         return _failed(f"{entry.value} raised {_said(error)}")
     if isinstance(result, Mapping):
@@ -419,12 +395,8 @@ def _answer(entry: EntryPoint, answer: int, timeout: float) -> dict[str, Any]:
             return _failed(f"{entry.value} returned what is no result: {_said(error)}")
     if not isinstance(result, CheckResult):
         return _failed(f"{entry.value} returned {result!r:.80}; expected an ezpz_topo.CheckResult")
-    return {
-        "status": result.status,
-        "message": result.message,
-        "remedy": result.remedy,
-        "details": dict(result.details),
-    }
+    said = {key: getattr(result, key) for key in ("status", "message", "remedy")}
+    return {**said, "details": dict(result.details)}
 
 
 def _failed(message: str) -> dict[str, Any]:

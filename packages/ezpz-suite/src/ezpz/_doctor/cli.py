@@ -18,9 +18,7 @@ from ezpz_topo import CheckResult
 from .checks import TIMEOUT, Check, DoctorError, find_checks, run_checks
 
 _COLOURS: Final = {"ok": "green", "warning": "yellow", "error": "red"}
-_NARROWEST, _WIDEST, _USUAL = 40, 100, 80
-_NARROWEST_COLUMN = 16
-"""Of what was found: beside names that leave less than that lines are too long."""
+_NARROWEST_COLUMN = 16  # of what was found: beside names that leave less, lines are too long
 
 
 def table(results: Sequence[CheckResult], seconds: float) -> str:
@@ -33,12 +31,11 @@ def table(results: Sequence[CheckResult], seconds: float) -> str:
     lines: list[str] = []
     for result in results:
         word = _coloured(result.status, result.status.ljust(statuses))
-        said = _wrapped(result.message, column)
-        lines.append(f"{word}  {result.name:<{names}}  {said[0]}")
-        lines += [" " * indent + line for line in said[1:]]
+        first, *more = _wrapped(result.message, column)
         if result.remedy and result.status != "ok":
-            remedy = _wrapped(f"remedy: {result.remedy}", column)
-            lines += [" " * indent + line for line in remedy]
+            more += _wrapped(f"remedy: {result.remedy}", column)
+        lines.append(f"{word}  {result.name:<{names}}  {first}")
+        lines += [" " * indent + line for line in more]
     return "\n".join([*lines, *_wrapped(_summary(results, seconds), width)])
 
 
@@ -59,22 +56,9 @@ def as_json(results: Sequence[CheckResult], seconds: float) -> bytes:
     import orjson  # noqa: PLC0415  # only this needs it
 
     counts = {status: sum(result.status == status for result in results) for status in _COLOURS}
-    document = {
-        "checks": [
-            {
-                "name": result.name,
-                "status": result.status,
-                "message": result.message,
-                "remedy": result.remedy,
-                "source": result.source,
-                "seconds": result.seconds,
-                "details": result.details,
-            }
-            for result in results
-        ],
-        "counts": counts,
-        "seconds": round(seconds, 3),
-    }
+    keys = ("name", "status", "message", "remedy", "source", "seconds", "details")
+    checks = [{key: getattr(result, key) for key in keys} for result in results]
+    document = {"checks": checks, "counts": counts, "seconds": round(seconds, 3)}
     return orjson.dumps(document, option=orjson.OPT_INDENT_2)
 
 
@@ -84,33 +68,26 @@ def listing(checks: Sequence[Check]) -> str:
     return "\n".join(f"{check.name:<{names}}  {check.source}" for check in checks)
 
 
-def progress(stream: TextIO | None) -> Callable[[Sequence[str]], None] | None:
-    """Return what says on a terminal which checks still run; None where there is none."""
+@contextlib.contextmanager
+def _progress(stream: TextIO | None) -> Iterator[Callable[[Sequence[str]], None] | None]:
+    """Give what says on a terminal which checks still run, and take away what it said."""
     if stream is None or not stream.isatty():
-        return None
-    shown = ""
+        yield None
+        return
 
     def say(names: Sequence[str]) -> None:
-        nonlocal shown
-        text = f"checking: {', '.join(names)}"[: _width() - 1]
-        if text != shown:
-            stream.write(f"\r\x1b[K{text}")
-            stream.flush()
-            shown = text
-
-    return say
-
-
-def clear(stream: TextIO | None) -> None:
-    """Take away what `progress` said."""
-    if stream is not None and stream.isatty():
-        stream.write("\r\x1b[K")
+        text = f"checking: {', '.join(names)}"[: _width() - 1] if names else ""
+        stream.write(f"\r\x1b[K{text}")
         stream.flush()
+
+    try:
+        yield say
+    finally:
+        say(())
 
 
 def _width() -> int:
-    columns = shutil.get_terminal_size((_USUAL, 24)).columns
-    return min(max(columns, _NARROWEST), _WIDEST)
+    return min(max(shutil.get_terminal_size((80, 24)).columns, 40), 100)
 
 
 def _wrapped(text: str, width: int) -> list[str]:
@@ -220,15 +197,17 @@ def _answer(words: list[str]) -> int:
         return 0
     asked = _asked(words)
     only = [name for name in asked.get("only", "").split(",") if name]
-    timeout = _seconds(asked.get("timeout", f"{TIMEOUT}"))
+    timeout, text = 0.0, asked.get("timeout", f"{TIMEOUT}")
+    with contextlib.suppress(ValueError):
+        timeout = float(text)
+    if not 0 < timeout < 1e6:
+        raise DoctorError(f"--timeout={text}; expected seconds above 0, such as --timeout=60")
     if "list" in asked:
         _print(listing(find_checks(only)))
         return 0
     begun = time.monotonic()
-    try:
-        results = run_checks(only, timeout=timeout, watch=progress(sys.stderr))
-    finally:
-        clear(sys.stderr)
+    with _progress(sys.stderr) as watch:
+        results = run_checks(only, timeout=timeout, watch=watch)
     took = time.monotonic() - begun
     if "json" in asked:
         sys.stdout.buffer.write(as_json(results, took) + b"\n")
@@ -236,16 +215,6 @@ def _answer(words: list[str]) -> int:
     else:
         _print(table(results, took))
     return int(any(result.status == "error" for result in results))
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < 1e6:
-        raise DoctorError(f"--timeout={text}; expected seconds above 0, such as --timeout=60")
-    return seconds
 
 
 def _asked(words: Sequence[str]) -> dict[str, str]:

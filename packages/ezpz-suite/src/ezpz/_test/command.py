@@ -80,9 +80,8 @@ def closest(word: str, others: Sequence[str] = ()) -> str:
 
 
 WRAPS: Final = ("auto", "ddp", "fsdp", "fsdp2", "zero1", "deepspeed", "none")
+# What goes around a pipeline's part: of the others each backward pass would reduce.
 _AROUND_PIPELINE: Final = ("auto", "none", "fsdp2")
-"""What goes around a pipeline's part: of the others each backward pass would reduce."""
-
 _UNITS: Final = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _FEWEST: Final = {"steps": 4, "seed": 0}
 _LARGEST: Final = 2**31 - 1
@@ -109,30 +108,26 @@ class Settings:
     outdir: str = ""
 
     def __post_init__(self) -> None:
-        if self.wrap not in WRAPS:
-            raise UsageError(f"--wrap={self.wrap}; expected one of {', '.join(WRAPS)}")
-        if self.dtype not in ("", "fp32", "bf16"):
-            raise UsageError(f"--dtype={self.dtype}; expected fp32 or bf16")
-        if self.pp > 1 and self.wrap not in _AROUND_PIPELINE:
-            raise UsageError(
-                f"--wrap={self.wrap} with --pp={self.pp}; expected none or fsdp2: around a "
-                "pipeline's part, which runs several times a step, no other goes"
-            )
-        if self.wrap == "fsdp" and self.tp > 1:
-            raise UsageError(
-                f"--wrap=fsdp with --tp={self.tp}; expected fsdp2: FSDP1 knows nothing of tensor "
-                "parallel shards, and would clip each rank's gradient by another norm"
-            )
-        if self.wrap == "deepspeed" and self.cp > 1:
-            raise UsageError(
-                f"--wrap=deepspeed with --cp={self.cp}; expected ddp, fsdp2, zero1 or none: "
-                "DeepSpeed averages gradients over data-parallel ranks only"
-            )
-        if self.pp > 1 and self.batch % self.pp:
-            raise UsageError(
-                f"--batch={self.batch} with --pp={self.pp}; expected a multiple of {self.pp}: the "
-                "pipeline runs so many parts of a batch at once"
-            )
+        wrap, tp, pp = self.wrap, self.tp, self.pp
+        for is_wrong, said in (
+            (wrap not in WRAPS, f"--wrap={wrap}; expected one of {', '.join(WRAPS)}"),
+            (self.dtype not in ("", "fp32", "bf16"),
+             f"--dtype={self.dtype}; expected fp32 or bf16"),
+            (pp > 1 and wrap not in _AROUND_PIPELINE,
+             (f"--wrap={wrap} with --pp={pp}; expected none or fsdp2: around a pipeline's part, "
+             "which runs several times a step, no other goes")),
+            (wrap == "fsdp" and tp > 1,
+             (f"--wrap=fsdp with --tp={tp}; expected fsdp2: FSDP1 knows nothing of tensor parallel "
+             "shards, and would clip each rank's gradient by another norm")),
+            (wrap == "deepspeed" and self.cp > 1,
+             (f"--wrap=deepspeed with --cp={self.cp}; expected ddp, fsdp2, zero1 or none: "
+             "DeepSpeed averages gradients over data-parallel ranks only")),
+            (pp > 1 and self.batch % pp,
+             (f"--batch={self.batch} with --pp={pp}; expected a multiple of {pp}: the pipeline "
+             "runs so many parts of a batch at once")),
+        ):  # fmt: skip
+            if is_wrong:
+                raise UsageError(said)
 
     def words(self) -> list[str]:
         """Return the words that `parse` makes these settings of."""
@@ -189,11 +184,8 @@ def _sizes(text: str) -> tuple[int, ...] | None:
 
 
 _NAME: Final = "ezpz test"
-_USAGE: Final = f"{_NAME} [OPTION...] [LAUNCH OPTION...]"
-_WIDEST: Final = 120
-
 _HEAD: Final = f"""\
-usage: {_USAGE}
+usage: {_NAME} [OPTION...] [LAUNCH OPTION...]
 
 Train a small Llama on text that is already here (the Python standard library's sources), on
 every rank of this job, or of this host. It ends with the loss curve, the throughput, and the
@@ -237,15 +229,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def help_page() -> str:
     """Return what ``ezpz test --help`` prints."""
-    lines = [_HEAD]
-    for option in OPTIONS:
-        flag = f"--{option.name}={option.value}" if option.value else f"--{option.name}"
-        lines.append(f"  {flag:<15} {option.help}")
-    return "\n".join([*lines, _TAIL])
+    flags = (f"--{one.name}={one.value}" if one.value else f"--{one.name}" for one in OPTIONS)
+    lines = (f"  {flag:<15} {one.help}" for flag, one in zip(flags, OPTIONS, strict=True))
+    return "\n".join([_HEAD, *lines, _TAIL])
 
 
 def complain(text: str) -> None:
-    """Write a line of the test's to standard error."""
     _streams.complain(text, _NAME)
 
 
@@ -273,12 +262,10 @@ def _with_hint(said: str, words: Sequence[str]) -> str:
     """Return what the launcher said of its options, with ours in mind."""
     import re  # noqa: PLC0415  # only a wrong word needs it
 
-    theirs = re.search(r"did you mean (\S+)\?", said)
+    theirs = re.findall(r"did you mean (\S+)\?", said)
     for word in words:
-        if f"unknown option {word!r}" in said:
-            hint = closest(word, [theirs[1]] if theirs else [])
-            if hint:
-                return f"unknown option {word!r}; did you mean {hint}?"
+        if f"unknown option {word!r}" in said and (hint := closest(word, theirs)):
+            return f"unknown option {word!r}; did you mean {hint}?"
     return said.replace("ezpz-launch --help", "ezpz test --help")
 
 
@@ -288,4 +275,4 @@ def _width() -> list[str]:
         return []
     columns = os.get_terminal_size(sys.stdout.fileno()).columns
     # Some pseudo-terminals are 0 columns wide.
-    return ["--env", f"COLUMNS={min(columns, _WIDEST)}"] if columns else []
+    return ["--env", f"COLUMNS={min(columns, 120)}"] if columns else []

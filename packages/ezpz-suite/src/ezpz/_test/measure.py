@@ -14,12 +14,8 @@ import torch.distributed as dist
 import ezpz_dist
 from ezpz_topo import get_hostname, get_rank, get_rank_info
 
-_WARM_UP = 2
-_FEWEST, _MOST = 5, 50
-"""Repeats of a size."""
-
-_SECONDS = 0.5
-"""What the repeats of a size may take, unless they are the fewest."""
+_FEWEST, _MOST = 5, 50  # repeats of a size
+_SECONDS = 0.5  # what they may take, unless they are the fewest
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +30,7 @@ class Bandwidth:
 
     @property
     def algorithm(self) -> float:
-        """Bytes a second: the message's size by the time."""
+        """Bytes a second."""
         return self.size / self.seconds
 
     @property
@@ -44,7 +40,6 @@ class Bandwidth:
         return self.algorithm * 2 * (self.ranks - 1) / self.ranks
 
     def facts(self) -> dict[str, Any]:
-        """Return what is written for programs: sizes in bytes, times in seconds, rates in B/s."""
         return {
             "bytes": self.size, "ranks": self.ranks, "seconds": self.seconds,
             "repeats": self.repeats, "algorithm_bytes_per_s": self.algorithm,
@@ -72,8 +67,7 @@ def measure(size: int, device: torch.device, group: dist.ProcessGroup | None = N
         ezpz_dist.synchronize()
         return time.perf_counter() - begun
 
-    for _ in range(_WARM_UP):
-        once()
+    once(), once()  # warm up
     # All ranks repeat as often as the slowest can.
     (trial,) = _largest([once()], device, group)
     repeats = min(_MOST, max(_FEWEST, int(_SECONDS / trial)))
@@ -113,11 +107,9 @@ class Pairs:
     found: dict[Pair, Bandwidth]
 
     def slowest(self) -> Pair:
-        """Return the pair that took longest for its size."""
         return min(self.found, key=lambda pair: self.found[pair].bus)
 
     def median(self) -> float:
-        """Return the median of the pairs' bus bandwidths, B/s."""
         return statistics.median(one.bus for one in self.found.values())
 
     def of_node(self, node: int) -> float:
@@ -125,7 +117,6 @@ class Pairs:
         return statistics.median(one.bus for pair, one in self.found.items() if node in pair)
 
     def facts(self) -> dict[str, Any]:
-        """Return what is written for programs."""
         each = [
             {"hosts": [self.hosts[node] for node in pair], "nodes": list(pair), **one.facts()}
             for pair, one in sorted(self.found.items())

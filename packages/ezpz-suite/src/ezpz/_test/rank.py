@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 import orjson
 import torch
@@ -33,163 +33,126 @@ from .command import Settings, UsageError, complain, parse, take
 from .measure import default_sizes, find_nodes, measure, measure_pairs
 from .result import Place, Result, write_page
 
-_BYTES = 2 << 20
-"""So much is read, by one rank, and sent to the others."""
-
 
 def load_text() -> Tensor:
-    """Return text, uint8 ``[bytes]``, the same on every rank. Collective: every rank calls this."""
+    """Return text, uint8 ``[bytes]``, which one rank reads and sends to the others. Collective."""
     text = None
     if torch.distributed.get_rank() == 0:
-        sources = b"".join(path.read_bytes() for path in python_sources(most=_BYTES))
+        sources = b"".join(path.read_bytes() for path in python_sources(most=2 << 20))
         text = torch.frombuffer(bytearray(sources), dtype=torch.uint8)
     found = ezpz_dist.broadcast(text, root=0)
     assert found is not None  # rank 0 has some
     return found.cpu()
 
 
-def batch(text: Tensor, step: int, *, seed: int, sequences: int, length: int) -> Tensor:
-    """Return the tokens of a step, int64 ``[sequences, length + 1]``, on the host."""
-    # Those that split one model get the same.
-    replica = ezpz_tp.get_data_parallel_rank()
-    # Any two steps of any two replicas draw by themselves.
-    drawn = hashlib.blake2b(f"{seed} {step} {replica}".encode(), digest_size=7).digest()
+def batch(text: Tensor, step: int, settings: Settings) -> Tensor:
+    """Return the tokens of a step, int64 ``[batch, seq + 1]``, on the host."""
+    # Any two steps of any two replicas draw by themselves; those that split one model get the same.
+    words = f"{settings.seed} {step} {ezpz_tp.get_data_parallel_rank()}"
+    drawn = hashlib.blake2b(words.encode(), digest_size=7).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(drawn, "little"))
-    starts = torch.randint(len(text) - length, (sequences, 1), generator=generator)
-    return text[starts + torch.arange(length + 1)].long()
+    starts = torch.randint(len(text) - settings.seq, (settings.batch, 1), generator=generator)
+    return text[starts + torch.arange(settings.seq + 1)].long()
 
 
-_LARGEST_NORM = 1.0
-"""Gradients are clipped to it."""
+_LARGEST_NORM = 1.0  # gradients are clipped to it
 
 
-class Trainer(Protocol):
-    """A model in training: what this rank holds of it, and how it is wrapped."""
+class Trainer:
+    """A model in training: its layers whole, or split by tensor and context parallel ranks."""
 
-    model: nn.Module
-    wrap: str
+    def __init__(self, settings: Settings, config: LlamaConfig, device: torch.device) -> None:
+        self.wrap = settings.wrap
+        if self.wrap == "auto":
+            replicas = ezpz_tp.get_state().size("data") * settings.cp
+            self.wrap = "ddp" if replicas > 1 and settings.pp == 1 else "none"
+        self.settings, self.device = settings, device
+        self.dtype = "bf16" if settings.dtype == "bf16" else None  # what it is wrapped in
+        # Smaller for wider models: 3e-3 at 128, 3e-4 at 1280 and beyond.
+        self.rate = max(3e-4, 3e-3 * min(1.0, 128 / config.dim))
+        self.model = self._build(config)
+
+    def _build(self, config: LlamaConfig) -> nn.Module:
+        parallel = self.settings.tp * self.settings.cp > 1
+        self._bare = bare = Llama(config, parallel=parallel, seed=self.settings.seed)
+        wrapped: nn.Module
+        if self.wrap == "none":
+            wrapped = bare.to(self.device)
+        elif self.wrap == "fsdp2":
+            wrapped = ezpz_dist.wrap_model_for_fsdp2(bare, dtype=self.dtype)
+        elif self.wrap == "fsdp":
+            wrapped = ezpz_dist.wrap_model_for_fsdp(bare, dtype=self.dtype)
+        else:
+            wrapped = ezpz_dist.wrap_model_for_ddp(bare)
+        kind, parameters = torch.optim.AdamW, wrapped.parameters()
+        self._optimizer: torch.optim.Optimizer
+        if self.wrap == "zero1":
+            self._optimizer = ezpz_dist.wrap_optimizer_for_zero1(kind, parameters, lr=self.rate)
+        else:
+            self._optimizer = kind(parameters, lr=self.rate)
+        return wrapped
+
+    def _computing(self) -> AbstractContextManager[Any]:
+        """Return the context of a forward pass; FSDP casts by itself."""
+        if not self.dtype or self.wrap in ("fsdp", "fsdp2"):
+            return nullcontext()
+        return torch.autocast(self.device.type, torch.bfloat16)
+
+    def _backward(self, tokens: Tensor, targets: Tensor) -> Tensor | None:
+        own = [self._bare.shard_sequence(each) for each in (tokens, targets)]
+        with self._computing():
+            loss: Tensor = self.model(*own)
+        loss.backward()
+        return loss.detach()
 
     def step(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor | None, Tensor]:
         """Train on ``[batch, s]``; return the loss where this rank knows it, and the norm."""
-        ...
-
-
-def make_trainer(settings: Settings, config: LlamaConfig, *, device: torch.device) -> Trainer:
-    """Return the trainer that the settings, with a dtype, ask for. Collective."""
-    wrap = settings.wrap
-    if wrap == "auto":
-        replicas = ezpz_tp.get_state().size("data") * settings.cp
-        wrap = "ddp" if replicas > 1 and settings.pp == 1 else "none"
-    if settings.pp > 1:
-        return _Pipelined(settings, config, device, wrap)
-    model = Llama(config, parallel=settings.tp * settings.cp > 1, seed=settings.seed)
-    if wrap == "deepspeed":
-        return _DeepSpeed(settings, model)
-    return _Whole(settings, model, device, wrap)
-
-
-def _learning_rate(config: LlamaConfig) -> float:
-    """Return the step width, smaller for wider models (3e-3 at 128, 3e-4 at 1280 and beyond)."""
-    return max(3e-4, 3e-3 * min(1.0, 128 / config.dim))
-
-
-def _wrapped_in(settings: Settings) -> str | None:
-    return "bf16" if settings.dtype == "bf16" else None
-
-
-def _computing(settings: Settings, device: torch.device, wrap: str) -> AbstractContextManager[Any]:
-    """Return the context of a forward pass; FSDP casts by itself."""
-    if settings.dtype != "bf16" or wrap in ("fsdp", "fsdp2"):
-        return nullcontext()
-    return torch.autocast(device.type, torch.bfloat16)
-
-
-def _reduced(model: nn.Module, settings: Settings, wrap: str) -> Tensor:
-    """Reduce gradients over the ranks that no wrapper reduces over, clip them; return the norm."""
-    axes = ("data", "context") if settings.cp > 1 else ("data",)  # whose ranks see other tokens
-    ezpz_tp.finalize_grads(model, average_over=axes if wrap == "none" else ())
-    return ezpz_tp.clip_grad_norm_(model.parameters(), _LARGEST_NORM)
-
-
-class _Whole:
-    """All layers on each rank, whole or split by tensor and context parallel ranks."""
-
-    def __init__(self, settings: Settings, model: Llama, device: torch.device, wrap: str) -> None:
-        self._settings, self._bare, self._device, self.wrap = settings, model, device, wrap
-        self.model: nn.Module = model
-        rate = _learning_rate(model.config)
-        dtype = _wrapped_in(settings)
-        if wrap == "none":
-            model.to(device)
-        elif wrap == "fsdp2":
-            self.model = ezpz_dist.wrap_model_for_fsdp2(model, dtype=dtype)
-        elif wrap == "fsdp":
-            self.model = ezpz_dist.wrap_model_for_fsdp(model, dtype=dtype)
-        else:
-            self.model = ezpz_dist.wrap_model_for_ddp(model)
-        self._optimizer: torch.optim.Optimizer
-        if wrap == "zero1":
-            self._optimizer = ezpz_dist.wrap_optimizer_for_zero1(
-                torch.optim.AdamW, self.model.parameters(), lr=rate
-            )
-        else:
-            self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=rate)
-
-    def step(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor | None, Tensor]:
-        own = [self._bare.shard_sequence(each) for each in (tokens, targets)]
-        with _computing(self._settings, self._device, self.wrap):
-            loss: Tensor = self.model(*own)
-        loss.backward()
+        loss = self._backward(tokens, targets)
         if self.wrap == "fsdp":
             norm: Tensor = self.model.clip_grad_norm_(_LARGEST_NORM)  # type: ignore[operator]  # FSDP1's own, which knows its shards
         else:
-            norm = _reduced(self.model, self._settings, self.wrap)
+            # Over the ranks that no wrapper reduces over: those that see other tokens.
+            axes = ("data", "context") if self.settings.cp > 1 else ("data",)
+            ezpz_tp.finalize_grads(self.model, average_over=axes if self.wrap == "none" else ())
+            norm = ezpz_tp.clip_grad_norm_(self.model.parameters(), _LARGEST_NORM)
         self._optimizer.step()
         self._optimizer.zero_grad()
-        return loss.detach(), norm
+        return loss, norm
 
 
-class _Pipelined:
+class _Pipelined(Trainer):
     """Some of the layers on each rank, in a pipeline."""
 
-    def __init__(
-        self, settings: Settings, config: LlamaConfig, device: torch.device, wrap: str
-    ) -> None:
-        self._settings, self._device, self.wrap = settings, device, wrap
+    def _build(self, config: LlamaConfig) -> nn.Module:
+        stages, seed = self.settings.pp, self.settings.seed
         # One forward, one backward wants as many parts as stages; twice as many idle less.
-        parts = 2 * settings.pp if settings.batch % (2 * settings.pp) == 0 else settings.pp
-        self._pipeline = llama_pipeline(config, microbatches=parts, seed=settings.seed)
-        self.model = self._pipeline.module.to(device)
-        if wrap == "fsdp2":
-            ezpz_dist.wrap_model_for_fsdp2(self.model, dtype=_wrapped_in(settings))
-        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=_learning_rate(config))
+        parts = 2 * stages if self.settings.batch % (2 * stages) == 0 else stages
+        self._pipeline = llama_pipeline(config, microbatches=parts, seed=seed)
+        model = self._pipeline.module.to(self.device)
+        if self.wrap == "fsdp2":
+            ezpz_dist.wrap_model_for_fsdp2(model, dtype=self.dtype)
+        self._optimizer = torch.optim.AdamW(model.parameters(), lr=self.rate)
+        return model
 
-    def step(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor | None, Tensor]:
-        if self._settings.cp > 1:
-            tokens, targets = (ezpz_tp.shard_sequence(each, 1) for each in (tokens, targets))
-        with _computing(self._settings, self._device, self.wrap):
-            losses = self._pipeline.step(tokens, targets)
-        norm = _reduced(self.model, self._settings, self.wrap)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        return (None if losses is None else losses.mean()), norm
+    def _backward(self, tokens: Tensor, targets: Tensor) -> Tensor | None:
+        with self._computing():
+            losses = self._pipeline.step(
+                *(self._pipeline.shard_sequence(each) for each in (tokens, targets))
+            )
+        return None if losses is None else losses.mean()
 
 
-class _DeepSpeed:
+class _DeepSpeed(Trainer):
     """DeepSpeed's engine, ZeRO stage 1."""
 
-    wrap = "deepspeed"
-
-    def __init__(self, settings: Settings, model: Llama) -> None:
-        self.model: nn.Module = model
+    def _build(self, config: LlamaConfig) -> nn.Module:
+        model = Llama(config, parallel=self.settings.tp > 1, seed=self.settings.seed)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=self.rate)
         self._engine = ezpz_dist.wrap_model_for_deepspeed(
-            model,
-            torch.optim.AdamW(model.parameters(), lr=_learning_rate(model.config)),
-            zero_stage=1,
-            dtype=_wrapped_in(settings),
-            micro_batch_size=settings.batch,
-            gradient_clipping=_LARGEST_NORM,
-        )[0]
+            model, optimizer, zero_stage=1, dtype=self.dtype,
+            micro_batch_size=self.settings.batch, gradient_clipping=_LARGEST_NORM,
+        )[0]  # fmt: skip
+        return model
 
     def step(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor | None, Tensor]:
         loss: Tensor = self._engine(tokens, targets)
@@ -198,18 +161,9 @@ class _DeepSpeed:
         return loss.detach(), torch.as_tensor(self._engine.get_global_grad_norm())
 
 
-_LINES = 8
-"""So many lines tell how far the training is."""
-
-
-def train(
-    settings: Settings,
-    trainer: Trainer,
-    config: LlamaConfig,
-    result: Result,
-    folder: Path | None,
-) -> None:
+def train(trainer: Trainer, config: LlamaConfig, result: Result, folder: Path | None) -> None:
     """Train, until a value is not finite at the latest; fill in the result. Collective."""
+    settings = trainer.settings
     log = ezpz_obs.get_logger("test")
     text = load_text()
     if len(text) <= settings.seq:
@@ -227,20 +181,18 @@ def train(
             made = ezpz_obs.History(folder, config=dataclasses.asdict(settings))
             history = stack.enter_context(made)
         for step in range(settings.steps):
-            drawn = batch(
-                text, step, seed=settings.seed, sequences=settings.batch, length=settings.seq
-            ).to(get_torch_device())
+            drawn = batch(text, step, settings).to(trainer.device)
             begun = time.perf_counter()
             loss, norm = trainer.step(drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous())
             result.not_finite, mean = _over_ranks(loss, norm)
             # The sum over the ranks has waited for the device.
-            seconds = time.perf_counter() - begun
-            result.seconds.append(seconds)
+            result.seconds.append(seconds := time.perf_counter() - begun)
             result.losses.append(mean)
             if history is not None:
                 metrics = {"loss": mean, "gradient_norm": norm, "step_s": seconds}
                 line = history.update({**metrics, **rates.metrics(seconds)}, step=step)
-                if step % max(1, settings.steps // _LINES) == 0 or step == settings.steps - 1:
+                # Eight lines tell how far it is.
+                if step % max(1, settings.steps // 8) == 0 or step == settings.steps - 1:
                     log.info(line)
             if result.not_finite:
                 break
@@ -252,16 +204,12 @@ def _over_ranks(loss: torch.Tensor | None, norm: torch.Tensor) -> tuple[str, flo
     """Return what is not finite, or nothing, and the mean loss. Collective."""
     own = None if loss is None else float(loss)
     bad_loss = own is not None and not math.isfinite(own)
-    bad_norm = not math.isfinite(float(norm))
-    total = ezpz_dist.all_reduce(
-        {
-            "loss": own or 0.0, "known": int(own is not None),
-            "bad_losses": int(bad_loss), "bad_norms": int(bad_norm),
-        }
-    )  # fmt: skip
-    ranks = get_world_size()
+    total = ezpz_dist.all_reduce({
+        "loss": own or 0.0, "known": int(own is not None), "bad_losses": int(bad_loss),
+        "bad_norms": int(not math.isfinite(float(norm))),
+    })  # fmt: skip
     said = [
-        f"the {what} is not finite on {total[name]} of {ranks} ranks"
+        f"the {what} is not finite on {total[name]} of {get_world_size()} ranks"
         for what, name in (("loss", "bad_losses"), ("gradient's norm", "bad_norms"))
         if total[name]
     ]
@@ -270,9 +218,15 @@ def _over_ranks(loss: torch.Tensor | None, norm: torch.Tensor) -> tuple[str, flo
 
 def find_disagreement(trainer: Trainer) -> str:
     """Return in what ranks differ that should not, the same text on all; or nothing. Collective."""
+    whole: AbstractContextManager[object] = nullcontext()
+    if trainer.wrap == "fsdp":
+        from torch.distributed.fsdp import FullyShardedDataParallel  # noqa: PLC0415  # 0.6 s
+
+        # FSDP1 keeps shards where parameters were: compared is what they make together.
+        whole = FullyShardedDataParallel.summon_full_params(trainer.model, writeback=False)
     said = ""
     try:
-        with _whole(trainer):
+        with whole:
             ezpz_tp.verify_replicated(trainer.model)
     except ezpz_tp.ReplicaError as error:
         said = " ".join(str(error).split())
@@ -280,19 +234,9 @@ def find_disagreement(trainer: Trainer) -> str:
     return next((one for one in ezpz_dist.all_gather_object(said) if one), "")
 
 
-def _whole(trainer: Trainer) -> contextlib.AbstractContextManager[object]:
-    """Return the context in which the parameters are what ranks can compare."""
-    if trainer.wrap != "fsdp":
-        return contextlib.nullcontext()
-    from torch.distributed.fsdp import FullyShardedDataParallel  # noqa: PLC0415  # 0.6 s
-
-    # FSDP1 keeps shards where parameters were: compared is what they make together.
-    return FullyShardedDataParallel.summon_full_params(trainer.model, writeback=False)
-
-
-_SMALL: dict[str, int | str] = {"seq": 128, "layers": 4, "dim": 128, "dtype": "fp32"}
-_LARGE: dict[str, int | str] = {"seq": 1024, "layers": 12, "dim": 1024, "dtype": "bf16"}
-"""What is trained where nothing is said: in seconds, on a CPU and on an accelerator."""
+# What is trained where nothing is said: in seconds, on a CPU and on an accelerator.
+_SMALL: dict[str, Any] = {"seq": 128, "layers": 4, "dim": 128, "dtype": "fp32"}
+_LARGE: dict[str, Any] = {"seq": 1024, "layers": 12, "dim": 1024, "dtype": "bf16"}
 
 
 def run(words: Sequence[str]) -> int:
@@ -304,14 +248,11 @@ def run(words: Sequence[str]) -> int:
         settings = parse(ours)
         with _standard_output(settings) as out:
             return _run(settings, out)
-    except (UsageError, ezpz_tp.DegreeError, ModelError) as error:
-        # Of the words and the number of ranks, so the same everywhere: one says it.
-        if get_rank() == 0:
+    except (UsageError, ezpz_tp.DegreeError, ModelError, TopoError, DeviceError) as error:
+        # Topology and device are this process's, which may not even know its rank; the rest is of
+        # the words and the number of ranks, so the same everywhere: one says it.
+        if isinstance(error, (TopoError, DeviceError)) or get_rank() == 0:
             complain(str(error))
-        return 2
-    except (TopoError, DeviceError) as error:
-        # Of this process, which may not even know its rank.
-        complain(str(error))
         return 2
 
 
@@ -332,16 +273,16 @@ def _run(settings: Settings, out: TextIO) -> int:
         raise UsageError(trouble)
     device = torch.device(get_torch_device())
     chosen = _SMALL if device.type == "cpu" else _LARGE
-    chosen = {**chosen, "dim": _width(int(chosen["dim"]), settings.tp)}
+    # Its heads divide it: 12 tiles of a node want another width.
+    unit = 2 * _heads(chosen["dim"], settings.tp)
+    chosen = {**chosen, "dim": -(-chosen["dim"] // unit) * unit}
     missing = {name: value for name, value in chosen.items() if not getattr(settings, name)}
-    settings = dataclasses.replace(settings, **missing)  # type: ignore[arg-type]  # names are fields
+    settings = dataclasses.replace(settings, **missing)
     with _folder(settings) as folder:
         result = _test(settings, device, folder)
-        failed = bool(result.failures())
-        if get_rank() == 0 and not _tell(result, settings, folder, out):
-            failed = True
+        told = folder is None or _tell(result, settings, folder, out)
     ezpz_dist.cleanup()
-    return int(failed)
+    return int(bool(result.failures()) or not told)
 
 
 def _trouble(outdir: str) -> str:
@@ -362,33 +303,32 @@ def _trouble(outdir: str) -> str:
 def _test(settings: Settings, device: torch.device, folder: Path | None) -> Result:
     """Train, compare the ranks, and measure. Collective; all ranks return the same verdict."""
     config = _config(settings)
-    trainer = make_trainer(settings, config, device=device)
+    kind = _DeepSpeed if settings.wrap == "deepspeed" else Trainer
+    trainer = (_Pipelined if settings.pp > 1 else kind)(settings, config, device)
     nodes = find_nodes()
     state = ezpz_tp.get_state()
     degrees = {axis: state.size(axis) for axis in ("tensor", "pipeline", "context", "data")}
+    name = f"{get_device_properties()['name']} ({device.type})" if device.type != "cpu" else "cpu"
     place = Place(
-        ranks=get_world_size(), nodes=len(nodes), device=_name_of(device),
+        ranks=get_world_size(), nodes=len(nodes), device=name,
         backend=get_torch_backend(), degrees=degrees, wrap=trainer.wrap,
         parameters=config.parameters(),
     )  # fmt: skip
     result = Result(place, tokens_per_step=settings.batch * settings.seq * degrees["data"])
     log = ezpz_obs.get_logger("test")
     _say(log, "training", ranks=place.ranks, wrap=place.wrap, **degrees)
-    train(settings, trainer, config, result, folder)
+    train(trainer, config, result, folder)
     result.disagreement = find_disagreement(trainer)
     if place.ranks > 1:
         sizes = default_sizes(device.type) if settings.sizes is None else settings.sizes
         for size in sizes:
-            one = measure(size, device)
+            result.bandwidths.append(one := measure(size, device))
             _say(log, "all-reduce", bytes=size, seconds=float(f"{one.seconds:.3g}"))
-            result.bandwidths.append(one)
         if settings.pairs:
-            largest = max(sizes, default=default_sizes(device.type)[-1])
-
-            def say_round(done: int, of: int) -> None:
-                _say(log, f"pairs of nodes: round {done} of {of}")
-
-            result.pairs = measure_pairs(nodes, largest, device, say_round)
+            result.pairs = measure_pairs(
+                nodes, max(sizes, default=default_sizes(device.type)[-1]), device,
+                lambda done, of: _say(log, f"pairs of nodes: round {done} of {of}"),
+            )  # fmt: skip
     return result
 
 
@@ -405,24 +345,13 @@ def _heads(dim: int, tp: int) -> int:
     return 2 * tp * -(-max(8, dim // 256) // tp)
 
 
-def _width(dim: int, tp: int) -> int:
-    """Return the width from ``dim`` on that its heads divide: 12 tiles of a node want another."""
-    unit = 2 * _heads(dim, tp)
-    return -(-dim // unit) * unit
-
-
-def _name_of(device: torch.device) -> str:
-    return "cpu" if device.type == "cpu" else f"{get_device_properties()['name']} ({device.type})"
-
-
 def _say(log: object, event: str, **values: object) -> None:
     if get_rank() == 0:
         log.info(event, **values)  # type: ignore[attr-defined]  # structlog's logger has no type
 
 
-def _tell(result: Result, settings: Settings, folder: Path | None, out: TextIO) -> bool:
+def _tell(result: Result, settings: Settings, folder: Path, out: TextIO) -> bool:
     """Write what was found, on rank 0; return whether it could be written."""
-    assert folder is not None  # rank 0 has one
     facts = orjson.dumps(result.facts(), option=orjson.OPT_INDENT_2).decode() + "\n"
     # First: nobody may be left to read the page.
     if settings.outdir:

@@ -66,11 +66,9 @@ class Result:
 
     def facts(self) -> dict[str, Any]:
         """Return what is written for programs; the keys are those of docs/command.md."""
-        place = self.place
-        failures = self.failures()
+        place, failures = self.place, self.failures()
         return {
-            "ok": not failures,
-            "failures": failures,
+            "ok": not failures, "failures": failures,
             "ranks": place.ranks, "nodes": place.nodes, "device": place.device,
             "backend": place.backend, "degrees": place.degrees, "wrap": place.wrap,
             "parameters": place.parameters,
@@ -90,13 +88,11 @@ def ends(losses: Sequence[float]) -> tuple[float, float]:
 
 
 def has_fallen(losses: Sequence[float]) -> bool:
-    """Whether the last quarter's mean is below the first's."""
     before, after = ends(losses)
     return after < before
 
 
-_MOST_PAIRS = 10
-"""Of more, only the slowest are listed."""
+_MOST_PAIRS = 10  # of more, only the slowest are listed
 
 
 def write_page(result: Result, run: Path, out: TextIO, *, pairs_asked: bool) -> None:
@@ -117,12 +113,12 @@ def write_page(result: Result, run: Path, out: TextIO, *, pairs_asked: bool) -> 
         f"ranks       {place.ranks} on {where}",
     ]
     if result.losses:
-        lines.append(
-            f"loss        {result.losses[0]:.3f} to {result.losses[-1]:.3f} in "
-            f"{len(result.losses)} steps"
-        )
-        lines.append(f"step        {_time(result.median_seconds())}, the median")
-        lines.append(f"throughput  {_throughput(result)}")
+        first, last = result.losses[0], result.losses[-1]
+        lines += [
+            f"loss        {first:.3f} to {last:.3f} in {len(result.losses)} steps",
+            f"step        {_time(result.median_seconds())}, the median",
+            f"throughput  {_throughput(result)}",
+        ]
     if place.ranks == 1:
         lines.append("all-reduce  one rank: there is nobody to send to")
     elif result.bandwidths:
@@ -131,12 +127,10 @@ def write_page(result: Result, run: Path, out: TextIO, *, pairs_asked: bool) -> 
         lines += ["", *_pair_lines(result.pairs)]
     elif pairs_asked:
         lines += ["", "pairs       one node: there is no pair"]
-    lines.append("")
-    failures = result.failures()
-    lines += [f"FAILED: {failure}" for failure in failures]
-    if not failures:
-        lines.append("ok: the loss fell, all ranks agree, all values are finite")
-    out.write("\n".join(lines) + "\n")
+    verdict = [f"FAILED: {failure}" for failure in result.failures()] or [
+        "ok: the loss fell, all ranks agree, all values are finite"
+    ]
+    out.write("\n".join([*lines, "", *verdict]) + "\n")
     out.flush()
 
 
@@ -190,17 +184,14 @@ def _count(number: int, what: str) -> str:
 
 
 def _size(size: int) -> str:
-    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
-        if size >= unit:
-            return f"{size / unit:g} {name}"
-    return f"{size} B"
+    units = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (0, "B"))
+    unit, name = next(each for each in units if size >= each[0])
+    return f"{size / (unit or 1):g} {name}"
 
 
 def _time(seconds: float) -> str:
-    for unit, name in ((1.0, "s"), (1e-3, "ms")):
-        if seconds >= unit:
-            return f"{seconds / unit:.3g} {name}"
-    return f"{seconds * 1e6:.3g} us"
+    unit, name = (1.0, "s") if seconds >= 1 else (1e-3, "ms") if seconds >= 1e-3 else (1e-6, "us")
+    return f"{seconds / unit:.3g} {name}"
 
 
 def _rate(rate: float) -> str:

@@ -1,11 +1,4 @@
-"""Real data for training, each rank reading its own part: digits, text as tokens, loaders.
-
->>> from ezpz.data import TokenBlocks, python_sources, write_tokens
->>> from tempfile import mkdtemp
->>> files = python_sources(most=100_000)
->>> path = write_tokens(mkdtemp() + "/stdlib.tokens", files, progress=False)
->>> tokens, targets = TokenBlocks(path, block=256)[0]
-"""
+"""Real data for training, each rank reading its own part: digits, text as tokens, loaders."""
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -22,6 +15,6 @@ if TYPE_CHECKING:
     from ._tokens import write_tokens as write_tokens
     from ._tokens import write_tokens_once as write_tokens_once
 else:
-    from ezpz._names import attach
+    from ezpz_topo import attach
 
     __getattr__, __dir__ = attach(__name__)

@@ -14,8 +14,7 @@ from ezpz_dist import DataError
 
 _FILE = "data/digits.csv.gz"
 _IMAGES = 1797
-_TEST = 359
-"""Images that are kept for the test: a fifth."""
+_TEST = 359  # images that are kept for the test: a fifth
 
 
 def digits(part: str = "train") -> TensorDataset:

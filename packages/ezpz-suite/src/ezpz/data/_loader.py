@@ -18,11 +18,7 @@ class DataLoader(ezpz_dist.DataLoader[T_co]):
         super().__init__(*args, one_reader=one_reader, **more)
 
 
-_MOST = 8
-"""Workers of a rank: more of them seldom read faster, and each is a process."""
-
-_PREFETCH = 2
-"""Batches that each worker has ready: torch's own default, said so that it can be seen."""
+_MOST = 8  # workers of a rank: more of them seldom read faster, and each is a process
 
 
 def loader_options(num_workers: int | None = None) -> dict[str, Any]:
@@ -66,18 +62,11 @@ def loader_options(num_workers: int | None = None) -> dict[str, Any]:
         num_workers = 0 if device == "cpu" else max(0, min(share, bound, _MOST + 1) - 1)
     if num_workers < 0:
         raise ValueError(f"num_workers={num_workers}; expected 0 or more")
-    options: dict[str, Any] = {
-        "num_workers": num_workers,
-        "pin_memory": device in ("cuda", "xpu"),
-    }
+    options: dict[str, Any] = {"num_workers": num_workers, "pin_memory": device in ("cuda", "xpu")}
     if num_workers:
-        options["persistent_workers"] = True
-        options["prefetch_factor"] = _PREFETCH
-        if device != "cpu" or _mpi_is_running():
+        # The factor is torch's own default, said so that it can be seen.
+        options |= {"persistent_workers": True, "prefetch_factor": 2}
+        mpi: Any = sys.modules.get("mpi4py.MPI")
+        if device != "cpu" or (mpi and mpi.Is_initialized() and not mpi.Is_finalized()):
             options["multiprocessing_context"] = "forkserver"
     return options
-
-
-def _mpi_is_running() -> bool:
-    mpi: Any = sys.modules.get("mpi4py.MPI")
-    return mpi is not None and bool(mpi.Is_initialized()) and not mpi.Is_finalized()

@@ -81,10 +81,6 @@ def _within(most: int | None, files: Iterable[Path], where: Path) -> list[Path]:
     return kept
 
 
-_BATCH = 1000
-"""Rows that are decoded at once: as many as Arrow's files have in a batch."""
-
-
 def huggingface_texts(
     source: str | Path | Any, column: str = "text", *, split: str = "train"
 ) -> Iterator[str]:
@@ -113,7 +109,8 @@ def huggingface_texts(
     names = found.column_names or ()
     if column not in names:
         raise DataError(f"no column {column!r}; expected one of {', '.join(map(repr, names))}")
-    for batch in found.select_columns([column]).iter(batch_size=_BATCH):
+    # As many rows at once as Arrow's files have in a batch.
+    for batch in found.select_columns([column]).iter(batch_size=1000):
         for text in batch[column]:
             if not isinstance(text, str):
                 raise DataError(f"column {column!r} has a {type(text).__name__}; expected texts")

@@ -33,18 +33,10 @@ T = TypeVar("T")
 Encode = Callable[[str], Sequence[int]]
 """Text to tokens: a tokenizer's ``encode``."""
 
-BYTES = 256
-"""The vocabulary without a tokenizer: a text's bytes, in UTF-8."""
-
-_START = 128
-"""Bytes of NumPy's header, which it pads so that any number of tokens fits in."""
-
+_START = 128  # bytes of NumPy's header, which it pads so that any number of tokens fits in
 _FORMER = b"EZPZTOK1"
-_PIECE = 1 << 24
-"""Tokens whose checksum is computed at once."""
-
-_ONE = (str, bytes, Path)
-"""What is given instead of a list of it, by mistake."""
+_PIECE = 1 << 24  # tokens whose checksum is computed at once
+_ONE = (str, bytes, Path)  # what is given instead of a list of it, by mistake
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,12 +111,11 @@ class TokenBlocks(Dataset[tuple[Tensor, Tensor]]):
             files, or too short for one block.
     """
 
-    path: Path
-    block: int
     header: TokenHeader
 
     def __init__(self, path: str | Path, block: int, *, verify: bool = True) -> None:
-        self.path, self.block = Path(path), block
+        self.path: Path = Path(path)
+        self.block: int = block
         self.header, self._tokens = _open(self.path)
         if block < 1 or len(self) < 1:
             raise DataError(
@@ -215,7 +206,7 @@ def write_tokens(
         )
     if encode is None and separator is None:
         separator = 0
-    size = BYTES if vocab_size is None else vocab_size
+    size = 256 if vocab_size is None else vocab_size  # without a tokenizer: bytes, in UTF-8
     if not 1 <= size <= 1 << 32:
         raise DataError(f"vocab_size={size}; expected 1 to 2**32")
     if separator is not None and not 0 <= separator < size:
@@ -317,12 +308,10 @@ def write_tokens_once(
 
 
 _WRITING = "writing"
-_ROUND = 0.5
-"""Seconds between two words from the writer: far within the time that a collective may take."""
-
+_ROUND = 0.5  # seconds between two words from the writer: far within a collective's time
+# Seconds after which a file on a shared file system is there for every node: longer than the
+# attributes of a folder are cached.
 _VISIBLE = 30.0
-"""Seconds after which a file on a shared file system is there for every node: longer than the
-attributes of a folder are cached."""
 
 
 class _Alive:
@@ -353,13 +342,11 @@ def _wait_for(path: Path, header: TokenHeader) -> None:
     start = time.monotonic()
     while True:
         try:
-            found = read_header(path)
-        except DataError as error:
-            seen = str(error)
-        else:
-            if found == header:
+            if (found := read_header(path)) == header:
                 return
             seen = f"it has {found.tokens:,} tokens, and {header.tokens:,} were written"
+        except DataError as error:
+            seen = str(error)
         if time.monotonic() - start > _VISIBLE:
             raise DataError(
                 f"{path} was written, but rank {get_rank()} on {get_hostname()} does not see it: "
@@ -372,9 +359,11 @@ def _index_of(path: Path) -> Path:
     return path.with_name(f"{path.name}.index.npz")
 
 
+_AGAIN = "write or copy it again, with its index"
+
+
 def _open(path: Path) -> tuple[TokenHeader, Any]:
     """Return what the index says and the array, mapped, after checking that the two fit."""
-    again = "write or copy it again, with its index"
     try:
         with open(path, "rb") as file:
             start, size = file.read(len(_FORMER)), os.fstat(file.fileno()).st_size
@@ -386,31 +375,30 @@ def _open(path: Path) -> tuple[TokenHeader, Any]:
             "same texts, by write_tokens()"
         )
     if not start.startswith(npy.MAGIC_PREFIX):
-        raise DataError(
-            f"{path}: no file of tokens, it begins with {start!r}; write one by write_tokens()"
-        )
+        said = f"it begins with {start!r}"
+        raise DataError(f"{path}: no file of tokens, {said}; write one by write_tokens()")
     index = _index_of(path)
     try:
         with np.load(index) as found:
             header = TokenHeader(*map(int, found["header"]))
     except FileNotFoundError as error:
-        raise DataError(f"{path}: {index.name} is not beside it; {again}") from error
+        raise DataError(f"{path}: {index.name} is not beside it; {_AGAIN}") from error
     except Exception as error:  # what zipfile raises of damage has many classes
-        raise DataError(f"{index}: {error}; expected a whole index; {again}") from error
+        raise DataError(f"{index}: {error}; expected a whole index; {_AGAIN}") from error
     expected = _START + header.tokens * header.itemsize
     if size != expected:
         raise DataError(
             f"{path}: has {size:,} bytes; expected {expected:,}: it is "
-            f"{'truncated' if size < expected else 'longer than its index says'}; {again}"
+            f"{'truncated' if size < expected else 'longer than its index says'}; {_AGAIN}"
         )
     try:
         tokens = np.load(path, mmap_mode="r")
     except Exception as error:  # what NumPy raises of damage has many classes, too
-        raise DataError(f"{path}: its header is damaged: {error}; {again}") from error
+        raise DataError(f"{path}: its header is damaged: {error}; {_AGAIN}") from error
     if (tokens.dtype, tokens.shape) != (header.dtype, (header.tokens,)):
         raise DataError(
             f"{path}: has {tokens.dtype} of shape {tokens.shape}; expected {header.dtype} of shape "
-            f"({header.tokens},), as its index says; {again}"
+            f"({header.tokens},), as its index says; {_AGAIN}"
         )
     return header, tokens
 
@@ -422,19 +410,15 @@ def _verify(path: str | Path, header: TokenHeader, tokens: Any) -> None:
     if found != header.checksum:
         raise DataError(
             f"{path}: checksum {found:08x}; expected {header.checksum:08x}: it is damaged, or "
-            "mixed from two files; write or copy it again, with its index"
+            f"mixed from two files; {_AGAIN}"
         )
 
 
 def _write(
-    file: IO[bytes],
-    index: IO[bytes],
-    documents: Iterable[bytes],
-    vocab_size: int,
-    separator: int | None,
+    file: IO[bytes], index: IO[bytes], documents: Iterable[bytes], size: int, separator: int | None
 ) -> None:
     """Write the tokens, then how many there are, and the index."""
-    itemsize = _itemsize(vocab_size)
+    itemsize = _itemsize(size)
     end = b"" if separator is None else separator.to_bytes(itemsize, "little")
     tokens, checksum, starts = 0, 0, list[int]()
     file.seek(_START)
@@ -447,7 +431,7 @@ def _write(
             tokens += len(whole) // itemsize
     if not starts:
         raise DataError("write_tokens: no documents; expected at least one with text")
-    header = TokenHeader(vocab_size, tokens, len(starts), itemsize, checksum)
+    header = TokenHeader(size, tokens, len(starts), itemsize, checksum)
     file.seek(0)
     told = {"descr": header.dtype.str, "fortran_order": False, "shape": (tokens,)}
     npy.write_array_header_1_0(file, told)

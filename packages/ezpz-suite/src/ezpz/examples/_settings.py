@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import inspect
 import sys
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -20,17 +21,14 @@ from ezpz_obs import HistoryError
 from ezpz_topo import TopoError
 from ezpz_tp import DegreeError
 
+# What an example may import, and what to install for it.
 _EXTRAS = {
-    "PIL": "ezpz-suite[examples]",
-    "accelerate": "ezpz-suite[huggingface]",
+    **dict.fromkeys(["PIL", "sklearn"], "ezpz-suite[examples]"),
+    **dict.fromkeys(["accelerate", "transformers"], "ezpz-suite[huggingface]"),
+    **dict.fromkeys(["jinja2", "matplotlib"], "ezpz-obs[report]"),
     "deepspeed": "ezpz-suite[deepspeed]",
-    "jinja2": "ezpz-obs[report]",
     "lightning_fabric": "ezpz-suite[fabric]",
-    "matplotlib": "ezpz-obs[report]",
-    "sklearn": "ezpz-suite[examples]",
-    "transformers": "ezpz-suite[huggingface]",
 }
-"""What an example may import, and what to install for it."""
 
 
 class UsageError(Exception):
@@ -39,10 +37,20 @@ class UsageError(Exception):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What every example can be told; a value of another type than its default is refused."""
+    """What every example can be told; a value of another type than its default is refused.
+
+    Attributes:
+        seed: Seed of the run.
+        outdir: Where metrics.jsonl goes; default: outputs/EXAMPLE-DATE-TIME.
+    """
 
     seed: int = dataclasses.field(default=42, metadata={"least": 0})
     outdir: str = ""
+
+    def __init_subclass__(cls) -> None:
+        # For the page of help: what the class below describes is told of this one, too.
+        told = (inspect.getdoc(cls.__base__) or "").partition("Attributes:\n")[2]
+        cls.__doc__ = f"{inspect.cleandoc(cls.__doc__ or '')}\n{told}"
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -52,17 +60,29 @@ class Settings:
                     raise UsageError(f"--{field.name} {value}; expected --{field.name}={value}")
                 continue
             least = field.metadata.get("least", 1)
-            expected = {
-                bool: "True or False",
-                int: f"a whole number from {least}",
-                float: "a number above 0",
-            }[kind]
+            kinds = {bool: "True or False", int: f"a whole number from {least}"}
+            expected = kinds.get(kind, "a number above 0")
             if kind is float and type(value) is int:
                 object.__setattr__(self, field.name, float(value))
             elif type(value) is not kind:
                 raise UsageError(f"--{field.name}={value}; expected {expected}")
             if (kind is int and value < least) or (kind is float and not value > 0):
                 raise UsageError(f"--{field.name}={value}; expected {expected}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DigitsSettings(Settings):
+    """What every example that trains on handwritten digits can be told.
+
+    Attributes:
+        epochs: Passes over the training set.
+        batch_size: Images a step, over all ranks together; rounded to as many on each.
+        lr: Learning rate of AdamW.
+    """
+
+    epochs: int = 6
+    batch_size: int = 64
+    lr: float = 3e-3
 
 
 S = TypeVar("S", bound=Settings)

@@ -12,25 +12,25 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
 import ezpz
-from ezpz.data import (
-    TokenBlocks,
-    loader_options,
-    python_sources,
-    text_files,
-    write_tokens_once,
-)
+from ezpz.data import TokenBlocks, loader_options, python_sources, text_files, write_tokens_once
 from ezpz.examples import _settings
 from ezpz_dist import DataError
 
 VOCABULARY = 256
-_MOST = 1_000_000  # bytes: a second to write and read
-HELD_OUT = 16
-"""Blocks of the text's end that are evaluated."""
+HELD_OUT = 16  # blocks of the text's end that are evaluated
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(_settings.Settings):
-    """What every example that trains on text can be told."""
+    """What every example that trains on text can be told.
+
+    Attributes:
+        steps: Optimizer steps.
+        batch_size: Blocks of text a step, over all ranks together; rounded to as many on each.
+        block: Tokens (bytes) in a block of text.
+        lr: Learning rate of AdamW.
+        data: A text file, or a folder of them; default: the Python standard library's sources.
+    """
 
     steps: int = 60
     batch_size: int = 16
@@ -56,7 +56,7 @@ def load(settings: Settings) -> Text:
         path.parent.mkdir(parents=True, exist_ok=True)
         if settings.data:
             return text_files(Path(settings.data).expanduser(), "")
-        return python_sources(_MOST)
+        return python_sources(1_000_000)  # bytes: a second to write and read
 
     # Rank 0's: a folder named by the time is another one on a rank that began a second later.
     path = Path(ezpz.broadcast(settings.outdir, root=0)) / "text.tokens"

@@ -21,22 +21,16 @@ from ezpz.models import MLP
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(_settings.Settings):
+class Settings(_settings.DigitsSettings):
     """Train by Hugging Face's Accelerate on handwritten digits.
 
     Attributes:
-        epochs: Passes over the training set.
         batch_size: Images a batch, over all ranks together; rounded to as many on each.
         accumulate: Batches whose gradients make one step.
-        lr: Learning rate of AdamW.
-        seed: Seed of the run.
-        outdir: Where metrics.jsonl goes; default: outputs/accelerate-DATE-TIME.
     """
 
-    epochs: int = 6
     batch_size: int = 32
     accumulate: int = 2
-    lr: float = 3e-3
 
 
 def train(settings: Settings) -> None:
@@ -44,10 +38,8 @@ def train(settings: Settings) -> None:
     from accelerate import Accelerator  # type: ignore[import-untyped]
 
     ezpz.setup_torch(seed=settings.seed)
-    accelerator = Accelerator(
-        cpu=ezpz.get_torch_device_type() == "cpu",
-        gradient_accumulation_steps=settings.accumulate,
-    )
+    cpu = ezpz.get_torch_device_type() == "cpu"
+    accelerator = Accelerator(cpu=cpu, gradient_accumulation_steps=settings.accumulate)
     if accelerator.num_processes != ezpz.get_world_size():
         raise _settings.UsageError(
             f"Accelerate sees {accelerator.num_processes} processes of {ezpz.get_world_size()}"
@@ -56,11 +48,9 @@ def train(settings: Settings) -> None:
     share = max(1, settings.batch_size // accelerator.num_processes)
     model = MLP((64, 128, 10))
     model, optimizer, loader, tests = accelerator.prepare(
-        model,
-        torch.optim.AdamW(model.parameters(), lr=settings.lr),
-        DataLoader(digits("train"), share, shuffle=True),
-        DataLoader(digits("test"), 180),
-    )
+        model, torch.optim.AdamW(model.parameters(), lr=settings.lr),
+        DataLoader(digits("train"), share, shuffle=True), DataLoader(digits("test"), 180),
+    )  # fmt: skip
     with ezpz.History(settings.outdir, cross_rank=True) as history:
         for epoch in range(settings.epochs):
             for images, labels in loader:

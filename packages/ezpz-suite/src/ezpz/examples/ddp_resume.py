@@ -24,21 +24,16 @@ from ezpz.models import MLP
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(_settings.Settings):
+class Settings(_settings.DigitsSettings):
     """Train with checkpoints, and go on from them.
 
     Attributes:
-        epochs: Passes over the training set.
-        batch_size: Images a step, over all ranks together; rounded to as many on each.
         lr: Learning rate of AdamW at the start; it falls to 0 at the end.
         save_every: Steps from one checkpoint to the next.
-        seed: Seed of the run.
         outdir: Where metrics and checkpoints go; one that has checkpoints is gone on with.
     """
 
     epochs: int = 4
-    batch_size: int = 64
-    lr: float = 3e-3
     save_every: int = 20
     outdir: str = "outputs/ddp_resume"
 
@@ -58,12 +53,8 @@ def train(settings: Settings) -> None:
 
     folder = Path(settings.outdir) / "checkpoints"
     # What a run is made of. Random streams are saved without being asked for.
-    state: dict[str, Any] = {
-        "model": model,
-        "optimizer": optimizer,
-        "scheduler": scheduler,
-        "data": loader,
-    }
+    state: dict[str, Any] = {"model": model, "optimizer": optimizer}
+    state |= {"scheduler": scheduler, "data": loader}
     loaded = ezpz.load_checkpoint(folder, **state)
     step = loaded.step if loaded else 0
     logger.info("ready", from_step=step, of=steps, ranks=ezpz.get_world_size())

@@ -21,25 +21,18 @@ from ezpz.models import MLP
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(_settings.Settings):
+class Settings(_settings.DigitsSettings):
     """Train by DeepSpeed's ZeRO on handwritten digits.
 
     Attributes:
         stage: Shared out are: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters.
         dtype: fp32, bf16 or fp16.
-        epochs: Passes over the training set.
-        batch_size: Images a step, over all ranks together; rounded to as many on each.
-        lr: Learning rate of AdamW.
         max_norm: Gradients are clipped to this norm.
-        seed: Seed of the run.
-        outdir: Where metrics.jsonl goes; default: outputs/deepspeed_zero-DATE-TIME.
     """
 
     stage: int = field(default=3, metadata={"least": 0})
     dtype: str = "fp32"
     epochs: int = 5
-    batch_size: int = 64
-    lr: float = 3e-3
     max_norm: float = 1.0
 
 
@@ -57,13 +50,9 @@ def train(settings: Settings) -> None:
     # DeepSpeed makes the optimizer: what it knows it can shard.
     config = {"optimizer": {"type": "AdamW", "params": {"lr": settings.lr}}}
     engine, _, _, _ = ezpz.wrap_model_for_deepspeed(
-        MLP((64, 256, 256, 10)),
-        zero_stage=settings.stage,
-        dtype=dtype,
-        micro_batch_size=share,
-        gradient_clipping=settings.max_norm,
-        config=config,
-    )
+        MLP((64, 256, 256, 10)), zero_stage=settings.stage, dtype=dtype, micro_batch_size=share,
+        gradient_clipping=settings.max_norm, config=config,
+    )  # fmt: skip
     logger.info("ready", ranks=ezpz.get_world_size(), stage=engine.zero_optimization_stage())
     device = engine.device
     loader = ezpz.DataLoader(digits("train"), share, shuffle=True, seed=settings.seed)

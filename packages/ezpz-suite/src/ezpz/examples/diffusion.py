@@ -21,28 +21,21 @@ from ezpz.models import DiT, DiTConfig, NoiseSchedule
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(_settings.Settings):
+class Settings(_settings.DigitsSettings):
     """Train a diffusion transformer on handwritten digits.
 
     Attributes:
-        epochs: Passes over the training set.
-        batch_size: Images a step, over all ranks together; rounded to as many on each.
         patch: Height and width of a patch: 1, 2, 4 or 8.
         layers: Blocks of the model.
-        lr: Learning rate of AdamW.
         noise_steps: Steps from an image to noise.
         sample_steps: Steps from noise to a sample.
         rows: Rows of samples that each rank draws.
         guidance: 1 draws as the label says; above, more than it says.
-        seed: Seed of the run.
         outdir: Where metrics.jsonl and samples.png go; default: outputs/diffusion-DATE-TIME.
     """
 
-    epochs: int = 6
-    batch_size: int = 64
     patch: int = 4
     layers: int = 2
-    lr: float = 3e-3
     noise_steps: int = 200
     sample_steps: int = 25
     rows: int = 2

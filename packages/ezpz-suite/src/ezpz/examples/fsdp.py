@@ -25,13 +25,6 @@ class Settings(_text.Settings):
     Attributes:
         dtype: What blocks compute in: bf16, fp16 or fp32.
         keep_gathered: Keep a block's parameters from forward to backward (ZeRO-2, not ZeRO-3).
-        steps: Optimizer steps.
-        batch_size: Blocks of text a step, over all ranks together; rounded to as many on each.
-        block: Tokens (bytes) in a block of text.
-        lr: Learning rate of AdamW.
-        data: A text file, or a folder of them; default: the Python standard library's sources.
-        seed: Seed of the run.
-        outdir: Where metrics.jsonl goes; default: outputs/fsdp-DATE-TIME.
     """
 
     dtype: str = "bf16"
@@ -45,11 +38,8 @@ def train(settings: Settings) -> None:
     logger = ezpz.get_logger("fsdp")
     text = _text.load(settings)
     config = LlamaConfig(_text.VOCABULARY, dim=64, layers=2, heads=4, kv_heads=2)
-    model = ezpz.wrap_model_for_fsdp2(
-        Llama(config, seed=settings.seed, device="meta"),
-        dtype=dtype,
-        reshard_after_forward=not settings.keep_gathered,
-    )
+    bare, reshard = Llama(config, seed=settings.seed, device="meta"), not settings.keep_gathered
+    model = ezpz.wrap_model_for_fsdp2(bare, dtype=dtype, reshard_after_forward=reshard)
     # Afterwards: it has to see the shards.
     replicas = ezpz.get_world_size()
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr)
@@ -59,8 +49,7 @@ def train(settings: Settings) -> None:
     if ezpz.get_rank() == 0:
         print(ezpz.describe(model))
 
-    timer = ezpz.StepTimer()
-    rates = ezpz.Throughput()
+    timer, rates = ezpz.StepTimer(), ezpz.Throughput()
     # With what all ranks find: metrics.jsonl shows their mean, and that they agree.
     with ezpz.History(settings.outdir, cross_rank=True) as history:
         for step, tokens, targets in _text.batches(text, settings, replicas):

@@ -25,13 +25,7 @@ class Settings(_text.Settings):
 
     Attributes:
         tp: Tensor-parallel ranks; all ranks where there are fewer.
-        steps: Optimizer steps.
-        batch_size: Blocks of text a step, over all ranks together; rounded to as many on each.
         block: Tokens (bytes) in a block of text; ``tp`` divides it.
-        lr: Learning rate of AdamW.
-        data: A text file, or a folder of them; default: the Python standard library's sources.
-        seed: Seed of the run.
-        outdir: Where metrics.jsonl goes; default: outputs/fsdp_tp-DATE-TIME.
     """
 
     tp: int = 2

@@ -27,13 +27,7 @@ class Settings(_text.Settings):
 
     Attributes:
         log_every: Steps from one record of metrics to the next.
-        steps: Optimizer steps.
-        batch_size: Blocks of text a step, over all ranks together; rounded to as many on each.
-        block: Tokens (bytes) in a block of text.
         lr: Learning rate of AdamW at the start; it falls to 0 at the end.
-        data: A text file, or a folder of them; default: the Python standard library's sources.
-        seed: Seed of the run.
-        outdir: Where metrics.jsonl goes; default: outputs/hf_trainer-DATE-TIME.
     """
 
     log_every: int = 5
@@ -49,66 +43,42 @@ def collate(rows: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
 def train(settings: Settings) -> None:
     """Train on all ranks. Collective: every rank calls this."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    from transformers import (
-        LlamaConfig,
-        LlamaForCausalLM,
-        Trainer,
-        TrainerCallback,
-        TrainerControl,
-        TrainerState,
-        TrainingArguments,
-    )
+    import transformers as hf
     from transformers.trainer_callback import PrinterCallback
 
     ezpz.setup_torch(seed=settings.seed)
     logger = ezpz.get_logger("hf_trainer")
     text = _text.load(settings)
-    config = LlamaConfig(
+    config = hf.LlamaConfig(
         vocab_size=_text.VOCABULARY, hidden_size=64, intermediate_size=192,
         num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         max_position_embeddings=settings.block,
     )  # fmt: skip
-    arguments = TrainingArguments(
-        output_dir=settings.outdir,
-        max_steps=settings.steps,
+    arguments = hf.TrainingArguments(
+        output_dir=settings.outdir, max_steps=settings.steps, learning_rate=settings.lr,
         per_device_train_batch_size=max(1, settings.batch_size // ezpz.get_world_size()),
-        learning_rate=settings.lr,
-        logging_steps=settings.log_every,
-        seed=settings.seed,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        ddp_find_unused_parameters=False,
+        logging_steps=settings.log_every, seed=settings.seed, save_strategy="no", report_to=[],
+        disable_tqdm=True, ddp_find_unused_parameters=False,
         use_cpu=ezpz.get_torch_device_type() == "cpu",
-    )
+    )  # fmt: skip
 
     # With what all ranks find: metrics.jsonl shows their mean, and that they agree.
     with ezpz.History(settings.outdir, cross_rank=True) as history:
 
-        class Record(TrainerCallback):
+        class Record(hf.TrainerCallback):
             """Gives what the Trainer logs to the History."""
 
-            def on_log(
-                self,
-                args: TrainingArguments,  # noqa: ARG002  # the Trainer gives it
-                state: TrainerState,
-                control: TrainerControl,  # noqa: ARG002  # as above
-                **kwargs: Any,
-            ) -> None:
+            def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
                 """Record and show numbers. Collective: the Trainer calls this on every rank."""
                 kept = {name: value for name, value in kwargs["logs"].items() if name in RECORDED}
                 if kept:
                     logger.info(history.update(kept, step=state.global_step))
 
-        held_out = [(tokens, tokens) for tokens in text.tokens]
-        trainer = Trainer(
-            model=LlamaForCausalLM(config),
-            args=arguments,
-            train_dataset=text.blocks,
-            eval_dataset=held_out,
-            data_collator=collate,
+        trainer = hf.Trainer(
+            model=hf.LlamaForCausalLM(config), args=arguments, train_dataset=text.blocks,
+            eval_dataset=[(tokens, tokens) for tokens in text.tokens], data_collator=collate,
             callbacks=[Record()],
-        )
+        )  # fmt: skip
         trainer.remove_callback(PrinterCallback)  # it prints what the logger says
         trainer.train()
         eval_loss = trainer.evaluate()["eval_loss"]

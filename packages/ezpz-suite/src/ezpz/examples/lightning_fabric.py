@@ -24,22 +24,14 @@ PRECISIONS = ("32-true", "64-true", "bf16-mixed", "bf16-true")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(_settings.Settings):
+class Settings(_settings.DigitsSettings):
     """Train by Lightning Fabric on handwritten digits.
 
     Attributes:
-        epochs: Passes over the training set.
-        batch_size: Images a step, over all ranks together; rounded to as many on each.
-        lr: Learning rate of AdamW.
         max_norm: Gradients are clipped to this norm.
         precision: Fabric's name of it: 32-true, 64-true, bf16-mixed or bf16-true.
-        seed: Seed of the run.
-        outdir: Where metrics.jsonl goes; default: outputs/lightning_fabric-DATE-TIME.
     """
 
-    epochs: int = 6
-    batch_size: int = 64
-    lr: float = 3e-3
     max_norm: float = 1.0
     precision: str = "bf16-mixed"
 
@@ -60,12 +52,10 @@ def train(settings: Settings) -> None:
             "many on each: Fabric counts nodes times devices"
         )
     fabric = Fabric(
-        accelerator=ezpz.get_torch_device_type(),
-        devices=ezpz.get_local_world_size(),
-        num_nodes=nodes,
-        strategy="ddp" if ranks > 1 else "auto",
+        accelerator=ezpz.get_torch_device_type(), devices=ezpz.get_local_world_size(),
+        num_nodes=nodes, strategy="ddp" if ranks > 1 else "auto",
         precision=settings.precision,  # type: ignore[arg-type]  # one of Fabric's own names
-    )
+    )  # fmt: skip
     fabric.launch()  # starts nothing: the ranks are there
     logger = ezpz.get_logger("lightning_fabric")
     bare = MLP((64, 128, 10))

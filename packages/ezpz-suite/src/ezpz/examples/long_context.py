@@ -25,13 +25,8 @@ class Settings(_text.Settings):
     Attributes:
         cp: Ranks that share a sequence; all ranks where there are fewer.
         attention: ring or ulysses.
-        steps: Optimizer steps.
         batch_size: Sequences a step, over all ranks together; rounded to as many on each.
         block: Tokens (bytes) in a sequence; ``2 * cp`` divides it.
-        lr: Learning rate of AdamW.
-        data: A text file, or a folder of them; default: the Python standard library's sources.
-        seed: Seed of the run.
-        outdir: Where metrics.jsonl goes; default: outputs/long_context-DATE-TIME.
     """
 
     cp: int = 2

@@ -21,20 +21,14 @@ from ezpz.models import MLP
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(_settings.Settings):
+class Settings(_settings.DigitsSettings):
     """Train a small network on handwritten digits.
 
     Attributes:
-        epochs: Passes over the training set.
-        batch_size: Images a step, over all ranks together; rounded to as many on each.
-        lr: Learning rate of AdamW.
         use_fsdp: Shard the model (FSDP2) instead of copying it to each rank (DDP).
-        seed: Seed of the run.
-        outdir: Where metrics.jsonl goes; default: outputs/minimal-DATE-TIME.
     """
 
     epochs: int = 8
-    batch_size: int = 64
     lr: float = 2e-3
     use_fsdp: bool = False
 

@@ -27,13 +27,6 @@ class Settings(_text.Settings):
         layers: Blocks of the model.
         microbatches: Parts of a rank's batch: 1, 2, 4, 8 or 16.
         schedule: 1f1b, gpipe, or interleaved (two chunks of layers a rank).
-        steps: Optimizer steps.
-        batch_size: Blocks of text a step, over all ranks together; rounded to as many on each.
-        block: Tokens (bytes) in a block of text.
-        lr: Learning rate of AdamW.
-        data: A text file, or a folder of them; default: the Python standard library's sources.
-        seed: Seed of the run.
-        outdir: Where metrics.jsonl goes; default: outputs/pipeline-DATE-TIME.
     """
 
     pp: int = 2
@@ -60,12 +53,9 @@ def train(settings: Settings) -> None:
     config = LlamaConfig(_text.VOCABULARY, dim=64, layers=settings.layers, heads=4, kv_heads=2)
     interleaved = settings.schedule == "interleaved" and pp > 1
     pipeline = llama_pipeline(
-        config,
-        microbatches=settings.microbatches,
-        schedule=settings.schedule if pp > 1 else "1f1b",
-        virtual=2 if interleaved else 1,
-        seed=settings.seed,
-    )
+        config, microbatches=settings.microbatches, virtual=2 if interleaved else 1,
+        schedule=settings.schedule if pp > 1 else "1f1b", seed=settings.seed,
+    )  # fmt: skip
     model = pipeline.module.to(ezpz.get_torch_device())
     replicas = ezpz_tp.get_data_parallel_world_size()
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr)

@@ -22,39 +22,22 @@ from ezpz_obs import gradient_norm, memory_metrics
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(_settings.Settings):
+class Settings(_settings.DigitsSettings):
     """Train a vision transformer on handwritten digits.
 
     Attributes:
-        epochs: Passes over the training set.
-        batch_size: Images a step, over all ranks together; rounded to as many on each.
         patch: Height and width of a patch: 1, 2, 4 or 8.
         layers: Blocks of the model.
         lr: Learning rate of AdamW at its highest.
         dtype: What products are computed in, by autocast: bf16, fp16 or fp32.
         report: Write report/index.html at the end; needs ezpz-obs[report].
-        seed: Seed of the run.
-        outdir: Where metrics.jsonl goes; default: outputs/vit-DATE-TIME.
     """
 
-    epochs: int = 6
-    batch_size: int = 64
     patch: int = 4
     layers: int = 2
     lr: float = 4e-3
     dtype: str = "fp32"
     report: bool = False
-
-
-def load(settings: Settings, share: int) -> ezpz.DataLoader[tuple[torch.Tensor, ...]]:
-    """Return images [share, 1, 8, 8] and labels [share] of this rank, a batch a step."""
-    # Batches of one size: a rate is then that of any step.
-    loader = ezpz.DataLoader(
-        digits("train"), share, shuffle=True, seed=settings.seed, drop_last=True
-    )
-    if not len(loader):
-        raise _settings.UsageError(f"--batch_size={settings.batch_size}; expected at most 1438")
-    return loader
 
 
 def train(settings: Settings) -> None:
@@ -66,7 +49,12 @@ def train(settings: Settings) -> None:
     logger = ezpz.get_logger("vit")
     device, device_type = ezpz.get_torch_device(), ezpz.get_torch_device_type()
     share = max(1, settings.batch_size // ezpz.get_world_size())
-    loader = load(settings, share)
+    # Batches of one size: a rate is then that of any step.
+    loader = ezpz.DataLoader(
+        digits("train"), share, shuffle=True, seed=settings.seed, drop_last=True
+    )
+    if not len(loader):
+        raise _settings.UsageError(f"--batch_size={settings.batch_size}; expected at most 1438")
     images, labels = (part.to(device) for part in digits("test").tensors)
     config = ViTConfig(patch_size=settings.patch, layers=settings.layers)
     model = ezpz.wrap_model(VisionTransformer(config))
@@ -79,8 +67,7 @@ def train(settings: Settings) -> None:
     rates = ezpz.Throughput(samples_per_step=share * ezpz.get_world_size())
 
     def ask(batch: torch.Tensor) -> torch.Tensor:
-        enabled = dtype != torch.float32
-        with torch.autocast(device_type, dtype=dtype, enabled=enabled):
+        with torch.autocast(device_type, dtype=dtype, enabled=dtype != torch.float32):
             logits: torch.Tensor = model(batch.to(device))
         return logits.float()
 

@@ -1,21 +1,19 @@
 """Small, real models: a perceptron, Llama, a vision transformer, a diffusion transformer.
 
 Each is plain torch. `Llama` is also built on the layers of ``ezpz_tp``, by one switch, with the
-same parameters' names and the same first weights at every degree:
-
->>> from ezpz.models import Llama, LlamaConfig
->>> model = Llama(LlamaConfig(vocab_size=256, dim=64, layers=2, heads=4))
->>> model.config.parameters()
-164160
+same parameters' names and the same first weights at every degree.
 """
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     # The one list of the public names: type checkers read it, and `attach` does.
-    from ._dit import DiT as DiT
-    from ._dit import DiTConfig as DiTConfig
-    from ._dit import NoiseSchedule as NoiseSchedule
     from ._errors import ModelError as ModelError
+    from ._images import MLP as MLP
+    from ._images import DiT as DiT
+    from ._images import DiTConfig as DiTConfig
+    from ._images import NoiseSchedule as NoiseSchedule
+    from ._images import VisionTransformer as VisionTransformer
+    from ._images import ViTConfig as ViTConfig
     from ._llama import LLAMA_SIZES as LLAMA_SIZES
     from ._llama import Llama as Llama
     from ._llama import LlamaConfig as LlamaConfig
@@ -24,10 +22,7 @@ if TYPE_CHECKING:
     from ._llama_files import load_huggingface as load_huggingface
     from ._llama_pipeline import LlamaPipeline as LlamaPipeline
     from ._llama_pipeline import llama_pipeline as llama_pipeline
-    from ._mlp import MLP as MLP
-    from ._vit import VisionTransformer as VisionTransformer
-    from ._vit import ViTConfig as ViTConfig
 else:
-    from ezpz._names import attach
+    from ezpz_topo import attach
 
     __getattr__, __dir__ = attach(__name__)

@@ -19,9 +19,6 @@ import ezpz_tp
 
 from ._errors import ModelError
 
-_MULTIPLE = 256
-"""The feed-forward width is rounded up to a multiple, as Meta's reference code does."""
-
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
@@ -83,10 +80,9 @@ class LlamaConfig:
         if not self.kv_heads:
             object.__setattr__(self, "kv_heads", self.heads)
         if not self.hidden:
-            width = -(-8 * self.dim // (3 * _MULTIPLE)) * _MULTIPLE
-            object.__setattr__(self, "hidden", width)
-        sizes = "vocab_size", "dim", "layers", "heads", "kv_heads", "hidden", "max_seq_len"
-        for name in sizes:
+            # Rounded up to a multiple of 256, as Meta's reference code does.
+            object.__setattr__(self, "hidden", -(-8 * self.dim // 768) * 256)
+        for name in ["vocab_size", "dim", "layers", "heads", "kv_heads", "hidden", "max_seq_len"]:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ModelError(f"LlamaConfig({name}={value!r}); expected a whole number from 1")
@@ -194,8 +190,7 @@ def rotation(config: LlamaConfig, positions: Tensor) -> Rotation:
     if config.rope_scaling is not None:
         frequencies = _stretched(frequencies, config.rope_scaling)
     angles = torch.outer(positions.to(torch.float32), frequencies)
-    angles = torch.cat([angles, angles], dim=-1)
-    return Rotation(angles)
+    return Rotation(torch.cat([angles, angles], dim=-1))
 
 
 def rotate(values: Tensor, by: Rotation) -> Tensor:
@@ -213,8 +208,7 @@ def _stretched(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     return frequencies * (kept + (1 - kept) / scaling.factor)
 
 
-_STD = 0.02
-"""Of the first weights (as of GPT-2 and of transformers' Llama)."""
+_STD = 0.02  # of the first weights, as of GPT-2 and of transformers' Llama
 
 
 @dataclass(frozen=True)
@@ -233,10 +227,9 @@ class Build:
         if not self.parallel:
             return self._plain(nn.Linear, self.config.dim, outputs, tensor, _STD)
         # Its gradient is not summed over the ranks: that `enter` does, once for several of them.
-        options = self._options(tensor, _STD)
         made = ezpz_tp.ColumnParallelLinear(
             self.config.dim, outputs, bias=False, gather_output=False, pad_output=pad_output,
-            **options,
+            **self._options(tensor, _STD),
         )  # fmt: skip
         made.reduce_input_gradient = False
         return made
@@ -247,10 +240,9 @@ class Build:
         std = _STD / (2 * self.config.layers) ** 0.5
         if not self.parallel:
             return self._plain(nn.Linear, inputs, self.config.dim, tensor, std)
-        options = self._options(tensor, std)
         return ezpz_tp.RowParallelLinear(
             inputs, self.config.dim, bias=False, input_is_parallel=True,
-            sequence_parallel=self.sequence_parallel, **options,
+            sequence_parallel=self.sequence_parallel, **self._options(tensor, std),
         )  # fmt: skip
 
     def embedding(self, tensor: int) -> nn.Module:
@@ -259,9 +251,8 @@ class Build:
         if not self.parallel:
             return self._plain(nn.Embedding, rows, columns, tensor, _STD)
         return ezpz_tp.VocabParallelEmbedding(
-            rows, columns, sequence_parallel=self.sequence_parallel,
-            **self._options(tensor, _STD),
-        )  # fmt: skip
+            rows, columns, sequence_parallel=self.sequence_parallel, **self._options(tensor, _STD)
+        )
 
     def norm(self) -> nn.RMSNorm:
         """Return an RMS norm (Zhang and Sennrich, arXiv:1910.07467)."""
@@ -295,8 +286,8 @@ class Build:
         return made
 
     def _options(self, tensor: int, std: float) -> dict[str, Any]:
-        where = {"device": self.device, "dtype": self.dtype, "seed": self.seed * 2**24 + tensor}
-        return {"init_method": partial(nn.init.normal_, std=std), **where}
+        init, seed = partial(nn.init.normal_, std=std), self.seed * 2**24 + tensor
+        return {"init_method": init, "device": self.device, "dtype": self.dtype, "seed": seed}
 
 
 def _fill(module: nn.Module, init_method: Any, seed: int) -> None:
@@ -306,9 +297,6 @@ def _fill(module: nn.Module, init_method: Any, seed: int) -> None:
 
 
 KINDS = ("ring", "ulysses", "unified")
-
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Causal: queries ``[batch, heads, s, d]``, keys and values ``[batch, kv_heads, s, d]``."""
 
 
 class SequenceShare:
@@ -322,12 +310,11 @@ class SequenceShare:
                 f"context_parallel={kind!r}, ulysses={ulysses}; expected ulysses= (ranks that "
                 "share heads) with 'unified', and only there"
             )
-        self.kind, self.degree = kind, 1
+        self.kind = kind
+        self.degree = 1 if kind is None else ezpz_tp.get_context_parallel_world_size()
         self._group: ProcessGroup | None = None
         self._ulysses: ProcessGroup | None = None
-        if kind is not None:
-            self.degree = ezpz_tp.get_context_parallel_world_size()
-        if ulysses is not None and kind is not None:
+        if ulysses is not None:
             self._ulysses, self._group = ezpz_tp.split_context(ulysses)
 
     def part(self, tensor: Tensor, dim: int) -> Tensor:
@@ -345,7 +332,7 @@ class SequenceShare:
         )
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Return this rank's rows of causal attention; see `Attend`."""
+        """Return this rank's rows of causal attention: ``q [batch, heads, s, d]``, ``kv_heads``."""
         if self.kind == "ring":
             return ezpz_tp.ring_attention(q, k, v, is_causal=True)
         if self.kind == "ulysses":
@@ -375,7 +362,6 @@ class Attention(nn.Module):
         self.o_proj = build.row(config.heads * config.head_dim, 16 * layer + 4)
 
     def forward(self, hidden: Tensor, by: Rotation) -> Tensor:
-        """Return what attention adds to ``hidden``, of its shape."""
         hidden = self._build.enter(hidden)
         # [b, s, heads * d], sequence parallel [s, b, heads * d], to [b, heads, s, d]
         order = (1, 2, 0, 3) if self._build.sequence_parallel else (0, 2, 1, 3)
@@ -400,7 +386,6 @@ class FeedForward(nn.Module):
         self.down_proj = build.row(build.config.hidden, 16 * layer + 7)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return what the layer adds to ``hidden``, of its shape."""
         hidden = self._build.enter(hidden)
         added: Tensor = self.down_proj(silu(self.gate_proj(hidden)) * self.up_proj(hidden))
         return added
@@ -417,13 +402,11 @@ class Block(nn.Module):
         self.mlp = FeedForward(build, layer)
 
     def forward(self, hidden: Tensor, by: Rotation) -> Tensor:
-        """Return the residual stream after this layer."""
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), by)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))  # type: ignore[no-any-return]
 
 
-_EMBEDDING, _HEAD = 1, 2
-"""Seeds below those of layer 0, which begin at 16."""
+_EMBEDDING, _HEAD = 1, 2  # seeds below those of layer 0, which begin at 16
 
 
 class Llama(nn.Module):
@@ -474,13 +457,6 @@ class Llama(nn.Module):
     Collective, where parallel: every rank of the model builds it and calls it.
     """
 
-    config: LlamaConfig
-    checkpoint: bool
-    embed_tokens: nn.Module | None
-    layers: nn.ModuleList
-    norm: nn.RMSNorm | None
-    lm_head: nn.Module | None
-
     def __init__(
         self,
         config: LlamaConfig,
@@ -503,7 +479,8 @@ class Llama(nn.Module):
                 "Llama(parallel=False) with sequence_parallel or context_parallel; expected "
                 "parallel=True: a plain model knows of no groups"
             )
-        self.config, self.checkpoint = config, checkpoint
+        self.config: LlamaConfig = config
+        self.checkpoint: bool = checkpoint
         several = parallel and _degree("tensor") > 1
         if parallel and context_parallel is None and _degree("context") > 1:
             context_parallel = "ring"
@@ -512,13 +489,17 @@ class Llama(nn.Module):
         self._build = build = Build(
             config, parallel, sequence_parallel and several, seed, device, dtype
         )
-        if parallel:
-            _check_heads(config, _degree("tensor"))
-        self.embed_tokens = build.embedding(_EMBEDDING) if first else None
-        self.layers = nn.ModuleList()
+        if parallel and config.kv_heads % (degree := _degree("tensor")):
+            raise ezpz_tp.DegreeError(
+                f"Llama: kv_heads={config.kv_heads} is not divisible by the tensor-parallel degree "
+                f"{degree}; expected a degree that divides it"
+            )
+        self.embed_tokens: nn.Module | None = build.embedding(_EMBEDDING) if first else None
+        self.layers: nn.ModuleList = nn.ModuleList()
         for number in range(config.layers) if layers is None else layers:
             self.layers.add_module(str(number), Block(build, self._share, number + 1))
-        self.norm = self.lm_head = None
+        self.norm: nn.RMSNorm | None = None
+        self.lm_head: nn.Module | None = None
         if last:
             self.norm = build.norm()
             # A tied head draws what the embedding draws, whichever of them is filled last.
@@ -550,8 +531,7 @@ class Llama(nn.Module):
         """
         hidden = tokens
         if self.embed_tokens is not None:
-            first = self._build.sequence_parallel
-            hidden = self.embed_tokens(tokens.t() if first else tokens)
+            hidden = self.embed_tokens(tokens.t() if self._build.sequence_parallel else tokens)
         by = self._rotation(hidden)
         for layer in self.layers:
             if self.checkpoint and torch.is_grad_enabled():
@@ -638,8 +618,7 @@ class Llama(nn.Module):
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        new = type(self).__new__(type(self))
-        memo[id(self)] = new
+        memo[id(self)] = new = type(self).__new__(type(self))
         new.__dict__.update(copy.deepcopy(self.__dict__, memo))
         ezpz_tp.copy_attributes(self, new)
         return new
@@ -672,11 +651,3 @@ def mean_loss(logits: Tensor, targets: Tensor, vocab_size: int, *, parallel: boo
 def _degree(axis: str) -> int:
     state = ezpz_tp.current_state()
     return 1 if state is None else state.size(axis)
-
-
-def _check_heads(config: LlamaConfig, degree: int) -> None:
-    if config.kv_heads % degree:
-        raise ezpz_tp.DegreeError(
-            f"Llama: kv_heads={config.kv_heads} is not divisible by the tensor-parallel degree "
-            f"{degree}; expected a degree that divides it"
-        )

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import orjson
 import torch
@@ -17,13 +17,8 @@ import ezpz_tp
 from ._errors import ModelError
 from ._llama import LlamaConfig, RopeScaling, llamas
 
-_FIXED = {
-    "model_type": "llama",
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-}
-"""What this Llama can be only; what a configuration leaves out has these values."""
+# What this Llama can be only; what a configuration leaves out has these values.
+_FIXED = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
 
 
 def config_of(source: str | Path | Mapping[str, Any] | Any) -> LlamaConfig:
@@ -31,9 +26,8 @@ def config_of(source: str | Path | Mapping[str, Any] | Any) -> LlamaConfig:
     said, where = _read(source)
     for name, value in _FIXED.items():
         if said.get(name, value) != value:
-            raise ModelError(
-                f"{where}: {name}={said[name]!r}; expected {value!r}: no other is here"
-            )
+            got = f"{name}={said[name]!r}"
+            raise ModelError(f"{where}: {got}; expected {value!r}: no other is here")
     try:
         dim, heads = int(said["hidden_size"]), int(said["num_attention_heads"])
         if (said.get("head_dim") or dim // heads) * heads != dim:
@@ -72,13 +66,13 @@ def _read(source: object) -> tuple[Mapping[str, Any], str]:
         if not isinstance(said, dict):
             raise ModelError(f"{path}: holds a {type(said).__name__}; expected a JSON object")
         return said, str(path)
-    to_dict = getattr(source, "to_dict", None)
-    if to_dict is None:
+    kind = type(source).__name__
+    if not hasattr(source, "to_dict"):
         raise ModelError(
-            f"a configuration of type {type(source).__name__}; expected a path, a mapping, or "
-            "transformers' LlamaConfig"
+            f"a configuration of type {kind}; expected a path, a mapping, or transformers' "
+            "LlamaConfig"
         )
-    return to_dict(), type(source).__name__
+    return source.to_dict(), kind
 
 
 def _rotary(said: Mapping[str, Any], where: str) -> tuple[float, RopeScaling | None]:
@@ -101,12 +95,6 @@ def _rotary(said: Mapping[str, Any], where: str) -> tuple[float, RopeScaling | N
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _HEAD, _TABLE = "lm_head.weight", "model.embed_tokens.weight"
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
-
-
-class _Slices(Protocol):
-    """A tensor, or one in a file, of which a part is read."""
-
-    def __getitem__(self, part: Any, /) -> Tensor: ...
 
 
 @torch.no_grad()
@@ -136,8 +124,8 @@ def load_huggingface(model: nn.Module, source: str | Path | Mapping[str, Tensor]
     config = next(llamas(model)).config
     named = _parameters(model)
     with ExitStack() as stack:
-        tensors, shapes, where = _open(source, stack)
-        _check(named, shapes, config, where)
+        tensors, where = _open(source, stack)
+        _check(named, tensors, config, where)
         for name, (parameter, shard, index, degree) in named.items():
             found = tensors[_source(name, config)]
             parameter.zero_()  # what pads a vocabulary
@@ -201,23 +189,22 @@ def _source(name: str, config: LlamaConfig) -> str:
 
 
 def _check(
-    named: Mapping[str, _Part],
-    shapes: Mapping[str, tuple[int, ...]],
-    config: LlamaConfig,
-    where: str,
+    named: Mapping[str, _Part], tensors: Mapping[str, Any], config: LlamaConfig, where: str
 ) -> None:
     """Raise if what is there is not what is wanted."""
     for name, (_, shard, _, _) in named.items():
         other = _source(name, config)
-        if other not in shapes:
+        if other not in tensors:
             raise ModelError(f"{where}: has no {other}; expected the weights of a Llama")
-        if shapes[other] != shard.full_shape:
+        one = tensors[other]
+        shape = tuple(one.shape if isinstance(one, Tensor) else one.get_shape())
+        if shape != shard.full_shape:
             raise ModelError(
-                f"{where}: {other} has shape {shapes[other]}; expected {shard.full_shape}: make "
-                "the model by LlamaConfig.from_huggingface"
+                f"{where}: {other} has shape {shape}; expected {shard.full_shape}: make the model "
+                "by LlamaConfig.from_huggingface"
             )
     blocks = {match[2] for name in named if (match := _LAYER.match(name))}
-    for name in shapes:
+    for name in tensors:
         match = _LAYER.match(name)
         known = name in named or name in (_HEAD, _TABLE, "model.norm.weight")
         if match and int(match[1]) < config.layers:
@@ -231,10 +218,10 @@ def _check(
 
 def _open(
     source: str | Path | Mapping[str, Tensor], stack: ExitStack
-) -> tuple[Mapping[str, _Slices], dict[str, tuple[int, ...]], str]:
-    """Return what can be read, and the shapes, by name; and what to call it."""
+) -> tuple[Mapping[str, Any], str]:
+    """Return tensors, or what reads parts of those in files, by name; and what to call it."""
     if isinstance(source, Mapping):
-        return source, {name: tuple(one.shape) for name, one in source.items()}, "the state dict"
+        return source, "the state dict"
     try:
         from safetensors import safe_open  # noqa: PLC0415  # an extra
     except ImportError as error:
@@ -242,8 +229,7 @@ def _open(
             f"{source}: reading it takes safetensors ({error}); "
             "pip install 'ezpz-suite[huggingface]'"
         ) from error
-    tensors: dict[str, _Slices] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
+    tensors: dict[str, Any] = {}
     for path in _files(Path(source)):
         try:
             file: Any = stack.enter_context(safe_open(path, framework="pt"))
@@ -251,8 +237,7 @@ def _open(
             raise ModelError(f"{path}: {error}; expected a whole safetensors file") from error
         for name in file.keys():  # noqa: SIM118  # it is no mapping
             tensors[name] = file.get_slice(name)
-            shapes[name] = tuple(file.get_slice(name).get_shape())
-    return tensors, shapes, str(source)
+    return tensors, str(source)
 
 
 def _files(folder: Path) -> list[Path]:

@@ -56,11 +56,8 @@ def llama_pipeline(
         DegreeError, ParallelError: See `ezpz_tp.Pipeline` and `Llama`.
     """
     options.setdefault("parallel", True)
+    loss = partial(mean_loss, vocab_size=config.vocab_size, parallel=options["parallel"])
     return LlamaPipeline(
-        partial(Llama, config, **options),
-        layers=config.layers,
-        microbatches=microbatches,
-        loss=partial(mean_loss, vocab_size=config.vocab_size, parallel=options["parallel"]),
-        schedule=schedule,
-        virtual=virtual,
-    )
+        partial(Llama, config, **options), layers=config.layers, microbatches=microbatches,
+        loss=loss, schedule=schedule, virtual=virtual,
+    )  # fmt: skip

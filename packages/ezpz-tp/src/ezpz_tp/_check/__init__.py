@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import combinations
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -26,47 +26,16 @@ from ezpz_tp._groups import live_world
 from ezpz_tp._pipeline import entering
 from ezpz_tp._state import ParallelState
 
-from .regions import (
-    DRAWING,
-    GENERATING,
-    Region,
-    argument,
-    check_loss,
-    contracts,
-    drawn,
-    draws,
-    generated,
-    gradients_to_finalize,
-    region_of,
-    through,
-)
-from .rules import (
-    CUTTING,
-    EQUAL,
-    FRESH,
-    INVARIANT,
-    JUDGING,
-    KEEPING_DIMS,
-    NUMBERS,
-    PARTIAL,
-    REPLICATED,
-    SHAPED,
-    SILENT,
-    TAKING_AFTER,
-    TRANSPOSING,
-    TYPES,
-    VARYING,
-    Operand,
-    Record,
-    Records,
-    combine,
-    fail,
-)
+from . import regions, rules
+from .regions import Region, argument
+from .rules import EQUAL, INVARIANT, PARTIAL, REPLICATED, VARYING, Operand, Record, Records
 
 # The function mode that watches every operation of a thread.
 
 AXES = ("tensor", "context", "data")
 _ATTRIBUTES = frozenset({"__get__", "__set__", "__delete__"})
+Function: TypeAlias = Callable[..., Any]
+Args: TypeAlias = tuple[Any, ...]
 _ELSEWHERE = frozenset({"grad", "grad_fn", "_base", "_grad"})
 _DISTRIBUTED = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 
@@ -90,46 +59,37 @@ class Checker(TorchFunctionMode):
         }
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Function, types: object, args: Args = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         name: str = getattr(func, "__name__", "?")
-        if self._is_of_no_concern(func, name):
+        if (
+            self.paused
+            or name in rules.SILENT
+            or not self.axes
+            or name.startswith(("_foreach", "_fused"))
+            or getattr(func, "namespace", None) in _DISTRIBUTED
+        ):
             return func(*args, **kwargs)
         if name in _ATTRIBUTES:
             return self._attribute(func, name, args, kwargs)
-        region = region_of(func, args, kwargs)
+        region = regions.region_of(func, args, kwargs)
         if region is not None:
             return self._region(func, region, args, kwargs)
         special = self._special.get(func if func in self._special else name)
         return (special or self._operation)(func, name, args, kwargs)
 
-    def _is_of_no_concern(self, func: Callable[..., Any], name: str) -> bool:
-        return (
-            self.paused
-            or name in SILENT
-            or not self.axes
-            or name.startswith(("_foreach", "_fused"))
-            or getattr(func, "namespace", None) in _DISTRIBUTED
-        )
-
-    def _operation(
-        self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _operation(self, func: Function, name: str, args: Args, kwargs: dict[str, Any]) -> Any:
         operands = [self.records.operand(one) for one in tensors_of(args, kwargs)]
-        if name in JUDGING:
+        if name in rules.JUDGING:
             operands = [replace(one, differentiable=False) for one in operands]
         if operands:
             self.operations += 1
             record = self.result(name, operands, args, kwargs)
-        elif name in FRESH:
+        elif name in rules.FRESH:
             record = self.records.fresh
-        elif name in GENERATING:
-            record = generated(self.records)
+        elif name in regions.GENERATING:
+            record = regions.generated(self.records)
         else:
             return func(*args, **kwargs)
         output = func(*args, **kwargs)
@@ -138,111 +98,96 @@ class Checker(TorchFunctionMode):
             self.records.set(one, record)
             if in_place and one._base is not None:  # noqa: SLF001 - its base is written to as well
                 pair = [self.records.operand(tensor) for tensor in (one._base, one)]  # noqa: SLF001
-                self.records.set(one._base, combine(self.records, "__setitem__", pair))  # noqa: SLF001
+                self.records.set(one._base, rules.combine(self.records, "__setitem__", pair))  # noqa: SLF001
         return output
 
     def result(
-        self,
-        name: str,
-        operands: Sequence[Operand],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, name: str, operands: Sequence[Operand], args: Args, kwargs: Mapping[str, Any]
     ) -> Record:
         """Return what is known of an operation's result; raise if the operands do not fit."""
-        kwargs = kwargs or {}
-        if name in FRESH or name in SHAPED:
-            return self.records.fresh if name in FRESH else self.records.data
-        if name in TAKING_AFTER:
+        if name in rules.FRESH or name in rules.SHAPED:
+            return self.records.fresh if name in rules.FRESH else self.records.data
+        if name in rules.TAKING_AFTER:
             operands = operands[:1]
         elif name == "copy_":
             operands = operands[1:]
-        if len(operands) == 1 and name in TRANSPOSING:
+        if len(operands) == 1 and name in rules.TRANSPOSING:
             return _transposed(operands[0])
-        if len(operands) == 1 and name in KEEPING_DIMS:
+        if len(operands) == 1 and name in rules.KEEPING_DIMS:
             return operands[0].record
-        record = combine(
-            self.records,
-            name,
-            operands,
-            shifts=name in NUMBERS and _puts_a_number(NUMBERS[name], args, kwargs),
-            contracts=contracts(name, operands, args, kwargs),
-        )
-        if name in CUTTING and REPLICATED in record.types:
+        shifts = name in rules.NUMBERS and _puts_a_number(rules.NUMBERS[name], args, kwargs)
+        contracts = regions.contracts(name, operands, args, kwargs)
+        record = rules.combine(self.records, name, operands, contracts, shifts)
+        if name in rules.CUTTING and REPLICATED in record.types:
             cut = (
                 VARYING if kind == REPLICATED and not _is_known(operands[1:], place) else kind
                 for place, kind in enumerate(record.types)
             )
             record = replace(record, types=tuple(cut))
-        if name in DRAWING and draws(name, args, kwargs):
-            return drawn(self.records, name, operands, record)
+        if name in regions.DRAWING and regions.draws(name, args, kwargs):
+            return regions.drawn(self.records, name, operands, record)
         return record
 
     def places_of(self, group: ProcessGroup | None, default: str = "tensor") -> list[int]:
         """Return the places of the axes that a group spans; None is the default axis's group."""
         if group is None:
             return [place for place, axis in enumerate(self.axes) if axis == default]
-        found = self._places.get(group)
-        if found is None:
-            found = self._places[group] = self._find_places(group)
-        return found
+        if group not in self._places:
+            self._places[group] = self._find_places(group)
+        return self._places[group]
 
     def _find_places(self, group: ProcessGroup) -> list[int]:
         """By its ranks, for it may be one of the user's own; or else by the group itself."""
-        ranks = ranks_of(group)
+        try:
+            ranks = None if live_world() is None else set(dist.get_process_group_ranks(group))
+        except KeyError:  # of ranks that are threads
+            ranks = None
         if ranks is not None:
             return [p for p, axis in enumerate(self.axes) if ranks >= set(self.state.ranks(axis))]
-        for axes in _subsets(self.axes):
-            if self.state.has_group(*axes) and self.state.group(*axes) is group:
-                return [self.axes.index(axis) for axis in axes]
+        for count in range(len(self.axes)):
+            for axes in combinations(self.axes, count + 1):
+                if self.state.has_group(*axes) and self.state.group(*axes) is group:
+                    return [self.axes.index(axis) for axis in axes]
         return []
 
-    def _region(
-        self, func: Callable[..., Any], region: Region, args: tuple[Any, ...], kwargs: Any
-    ) -> Any:
+    def _region(self, func: Function, region: Region, args: Args, kwargs: Any) -> Any:
         places = self.places_of(argument(args, kwargs, *region.group), region.axis)
         tensors = [one if isinstance(one, Tensor) else None for one in args[:3]]
         operands = [None if one is None else self.records.operand(one) for one in tensors]
         self.operations += 1
-        record = through(self.records, func.__name__, region, operands, places)
+        record = regions.through(self.records, func.__name__, region, operands, places)
         output = func(*args, **kwargs)
         if places or output is not args[0]:
             self.records.set(output, record)
         return output
 
-    def _enter(self, func: object, name: str, args: tuple[Any, ...], kwargs: Any) -> Tensor:
+    def _enter(self, _: object, _name: str, args: tuple[Tensor, nn.Module], _kw: Any) -> Tensor:
         """Activations of another stage: a part of the sequence where the module is tagged so."""
-        del func, name, kwargs
-        received: Tensor = args[0]
-        module: nn.Module = args[1]
+        received, module = args
         parts = any(getattr(one, "sequence_parallel", False) for one in module.parameters())
         self.records.set(received, replace(self.records.data, is_data=False))
         if parts:
             self.records.declare(received, {"tensor": VARYING})
         return received
 
-    def _finalize(self, func: object, name: str, args: tuple[Any, ...], kwargs: Any) -> None:
-        del func, name
-        grads = gradients_to_finalize(self.records, args[0])
+    def _finalize(self, _: object, _name: str, args: Args, kwargs: Any) -> None:
+        grads = regions.gradients_to_finalize(self.records, args[0])
         finalize_grads(*args, **kwargs)
         for grad in grads:
             self.records.finalize(grad)
 
-    def _attribute(
-        self, func: Callable[..., Any], kind: str, args: tuple[Any, ...], kwargs: Any
-    ) -> Any:
+    def _attribute(self, func: Function, kind: str, args: Args, kwargs: Any) -> Any:
         output = func(*args, **kwargs)
         name: str = getattr(getattr(func, "__self__", None), "__name__", "?")
         if kind == "__get__" and isinstance(output, Tensor) and name not in _ELSEWHERE:
             operand = self.records.operand(args[0])
-            transposed = name in TRANSPOSING
-            self.records.set(output, _transposed(operand) if transposed else operand.record)
+            made = _transposed(operand) if name in rules.TRANSPOSING else operand.record
+            self.records.set(output, made)
         elif kind == "__set__" and name == "data" and isinstance(args[1], Tensor):
             self.records.set(args[0], self.records.of(args[1]))
         return output
 
-    def _backward(
-        self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Any
-    ) -> Any:
+    def _backward(self, func: Function, name: str, args: Args, kwargs: Any) -> Any:
         """Check the loss; a gradient that is given says itself what it is."""
         roots = tensors_of(args[:1], {})
         place = 1 if name == "backward" else 2
@@ -250,14 +195,14 @@ class Checker(TorchFunctionMode):
         is_given = any(one is not None for one in (*given, *args[place : place + 1]))
         for root in roots:
             if not (is_given and root.dim()):  # a number's gradient is a scale of the loss
-                check_loss(self.records, name, self.records.operand(root))
+                regions.check_loss(self.records, name, self.records.operand(root))
         self.in_backward = True
         try:
             output = func(*args, **kwargs)
         finally:
             self.in_backward = False
         for root in roots:
-            self.records.finish(root)
+            self.records.finished[root] = True
         return output
 
 
@@ -269,15 +214,6 @@ def tensors_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
         elif isinstance(value, (list, tuple)):
             found.extend(one for one in value if isinstance(one, Tensor))
     return found
-
-
-def ranks_of(group: ProcessGroup) -> set[int] | None:
-    if live_world() is None:
-        return None
-    try:
-        return set(dist.get_process_group_ranks(group))
-    except KeyError:  # of ranks that are threads
-        return None
 
 
 def _puts_a_number(places: Sequence[int], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -298,10 +234,6 @@ def _transposed(operand: Operand) -> Record:
     dim, tensor = operand.record.sharded_dim, operand.tensor
     flipped = None if dim is None or tensor.dim() != 2 else 1 - dim
     return replace(operand.record, sharded_dim=flipped)
-
-
-def _subsets(axes: Sequence[str]) -> list[tuple[str, ...]]:
-    return [one for count in range(len(axes)) for one in combinations(axes, count + 1)]
 
 
 # Collectives and autograd functions of the user's own, which no function mode is told of.
@@ -326,10 +258,7 @@ _WRITES = {
 }
 
 _SUMS, _OWN = frozenset({PARTIAL, VARYING}), frozenset({VARYING})
-_TWICE = {
-    INVARIANT: "it is the same on all ranks already: leave the collective out",
-    REPLICATED: "it is the same on all ranks already: leave the collective out",
-}
+_TWICE = dict.fromkeys(EQUAL, "it is the same on all ranks already: leave the collective out")
 # Autograd functions of torch.distributed.nn.functional, whose gradients are summed too.
 _TORCHS = {
     "_AllReduce": Region(_SUMS, REPLICATED, (1, "group"), _TWICE),
@@ -387,7 +316,7 @@ def _exchange() -> None:
             _restore.append(functools.partial(setattr, module, name, original))
 
 
-def _apply(original: Callable[..., Any], function: type, *args: Any, **kwargs: Any) -> Any:
+def _apply(original: Function, function: type, *args: Any, **kwargs: Any) -> Any:
     checkers = active_checkers()
     operands = tensors_of(args, kwargs)
     if not checkers or not operands:
@@ -417,13 +346,12 @@ def _result(checker: Checker, function: type, args: tuple[Any, ...], kwargs: Any
         return None
     operands = [checker.records.operand(one) for one in tensors_of(args, kwargs)]
     checker.operations += 1
-    region = None
-    if function.__module__ == "torch.distributed.nn.functional":
-        region = _TORCHS.get(function.__name__)
+    torchs = function.__module__ == "torch.distributed.nn.functional"
+    region = _TORCHS.get(function.__name__) if torchs else None
     if region is None:
-        return checker.result(function.__name__, operands)
+        return checker.result(function.__name__, operands, (), {})
     places = checker.places_of(argument(args, kwargs, *region.group) or dist.group.WORLD)
-    return through(checker.records, function.__name__, region, operands[-1:], places)
+    return regions.through(checker.records, function.__name__, region, operands[-1:], places)
 
 
 class Rerun:
@@ -432,9 +360,7 @@ class Rerun:
     # The first run has no gradients, by which much of what is wrong is known: the second is
     # checked too, with the types that the arguments had.
 
-    def __init__(
-        self, function: Callable[..., Any], tensors: list[Tensor], checkers: list[Checker]
-    ) -> None:
+    def __init__(self, function: Function, tensors: list[Tensor], checkers: list[Checker]) -> None:
         self._function = function
         self._known = [(one, [one.records.of(t) for t in tensors]) for one in checkers]
 
@@ -448,7 +374,7 @@ class Rerun:
             return self._function(*args)
 
 
-def _collective(name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _collective(name: str, original: Function, *args: Any, **kwargs: Any) -> Any:
     checkers = active_checkers()
     if not checkers:
         return original(*args, **kwargs)
@@ -471,21 +397,18 @@ def _collective(name: str, original: Callable[..., Any], *args: Any, **kwargs: A
 def _refuse_unseen(checker: Checker, name: str, target: Tensor, places: list[int]) -> None:
     """Refuse to change in place what autograd believes unchanged."""
     operand = checker.records.operand(target)
-    if not places or not operand.differentiable or checker.records.is_finished(target):
+    if not places or not operand.differentiable or target in checker.records.finished:
         return
     if target.is_leaf and name == "broadcast":  # of a parameter, before training
         return
-    kind = operand.record.types[places[0]]
+    kind, axis = operand.record.types[places[0]], checker.axes[places[0]]
     region = "reduce_from_tensor_parallel_region" if kind not in EQUAL else "a region function"
-    raise fail(
-        checker.records,
-        f"torch.distributed.{name}",
-        checker.axes[places[0]],
-        [(operand, kind)],
+    reason = (
         "It changes the tensor in place, and autograd does not see it: the gradient is that of "
-        "this rank's value.",
-        f"use {region} (its group as tp_group=); for a log, reduce a detached copy",
     )
+    mend = f"use {region} (its group as tp_group=); for a log, reduce a detached copy"
+    called, seen = f"torch.distributed.{name}", [(operand, kind)]
+    raise rules.fail(checker.records, called, axis, seen, reason + "this rank's value.", mend)
 
 
 @contextmanager
@@ -547,10 +470,10 @@ def declare_type(tensor: Tensor, /, **types: str) -> Tensor:
     >>> hidden = declare_type(torch.ones(4), tensor="varying")
     """
     for axis, kind in types.items():
-        if axis not in AXES or kind not in TYPES:
+        if axis not in AXES or kind not in rules.TYPES:
             raise ParallelError(
                 f"declare_type({axis}={kind!r}); expected an axis of {', '.join(AXES)} and a type "
-                f"of {', '.join(TYPES)}"
+                f"of {', '.join(rules.TYPES)}"
             )
     for checker in active_checkers():
         checker.records.declare(tensor, types)

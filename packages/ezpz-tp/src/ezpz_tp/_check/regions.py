@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
@@ -18,24 +18,14 @@ from ezpz_tp._random import EXPERT_PARALLEL_RNG, MODEL_PARALLEL_RNG, get_rng_tra
 from ezpz_tp._ring import ring_attention
 from ezpz_tp._ulysses import ulysses_attention, unified_attention
 
-from .rules import (
-    EQUAL,
-    INVARIANT,
-    PARTIAL,
-    REPLICATED,
-    VARYING,
-    Operand,
-    Record,
-    Records,
-    along,
-    fail,
-)
+from . import rules
+from .rules import EQUAL, INVARIANT, PARTIAL, REPLICATED, VARYING, Operand, Record, Records
+
+Given: TypeAlias = Sequence[Operand | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """One region function, or one way to use it."""
-
     takes: frozenset[str]
     returns: str
     group: tuple[int, str]
@@ -47,16 +37,10 @@ class Region:
 
 
 def _region(
-    takes: tuple[str, ...],
-    returns: str,
-    place: int,
-    *,
-    name: str = "tp_group",
-    equal: str | None = None,
-    **mend: str,
+    takes: tuple[str, ...], returns: str, place: int, name: str = "tp_group", **mend: str
 ) -> Region:
-    """``equal`` is the mend for both types that are equal on all ranks."""
-    both = {} if equal is None else {INVARIANT: equal, REPLICATED: equal}
+    """Return a region; the mend ``equal`` is for both types that are equal on all ranks."""
+    both = dict.fromkeys(EQUAL, mend.pop("equal")) if "equal" in mend else {}
     partial = "a reduction is missing: sum it first, by reduce_from_tensor_parallel_region"
     return Region(frozenset(takes), returns, (place, name), {PARTIAL: partial, **both, **mend})
 
@@ -78,18 +62,13 @@ _UNSAID = (
     "parameters (fully_shard), do it within keep_attributes(model), and give check the model"
 )
 
-_copy = _region(
-    (INVARIANT,),
-    REPLICATED,
-    1,
-    replicated=_TWICE,
-    varying="every rank has its own, whose gradient is its own too: leave the copy out",
-)
+_OWN = "every rank has its own, whose gradient is its own too: leave the copy out"
+_copy = _region((INVARIANT,), REPLICATED, 1, replicated=_TWICE, varying=_OWN)
 _scatter = _region((INVARIANT,), VARYING, 1, replicated=_TWICE, varying=_PART)
 _gather = _region((VARYING,), INVARIANT, 1, equal=_WHOLE)
 _reduce = _region(_SUMS, INVARIANT, 1, equal=_SUMMED)
 _reduce_scatter = _region(_SUMS, VARYING, 1, equal="it is summed already: scatter it instead")
-_exchange = _region((VARYING,), VARYING, 3, name="group", equal="scatter it instead")
+_exchange = _region((VARYING,), VARYING, 3, "group", equal="scatter it instead")
 
 _REGIONS: dict[Callable[..., Any], Region] = {
     mappings.copy_to_tensor_parallel_region: _copy,
@@ -106,76 +85,50 @@ _REGIONS: dict[Callable[..., Any], Region] = {
     vocab_parallel_cross_entropy: _region((VARYING,), INVARIANT, 3, equal=_LOGITS),
 }
 
-_shard = Region(
-    frozenset({REPLICATED, VARYING}),
-    VARYING,
-    (2, "group"),
-    {
-        INVARIANT: "its gradient is partial: pass it through "
-        "copy_to_tensor_parallel_region(x, context group) first",
-        PARTIAL: "sum it first, by reduce_from_tensor_parallel_region(x, context group)",
-    },
-    axis="context",
-)
-_attention = Region(
-    frozenset({VARYING}),
-    VARYING,
-    (3, "group"),
-    dict.fromkeys((INVARIANT, REPLICATED), "give this rank's part, by shard_sequence")
-    | {PARTIAL: "a reduction is missing: sum it first"},
-    axis="context",
-    inputs=3,
-)
+_shard = _region(
+    (REPLICATED, VARYING), VARYING, 2, "group",
+    invariant="its gradient is partial: pass it through "
+    "copy_to_tensor_parallel_region(x, context group) first",
+    partial="sum it first, by reduce_from_tensor_parallel_region(x, context group)",
+)  # fmt: skip
+_attention = _region(
+    (VARYING,), VARYING, 3, "group",
+    equal="give this rank's part, by shard_sequence",
+    partial="a reduction is missing: sum it first",
+)  # fmt: skip
+_attention = replace(_attention, axis="context", inputs=3)
 _REGIONS |= {
-    shard_sequence: _shard,
+    shard_sequence: replace(_shard, axis="context"),
     ring_attention: _attention,
     ulysses_attention: _attention,
     unified_attention: replace(_attention, group=(3, "ring_group")),
 }
 
-_row = replace(
-    _region(
-        (VARYING,),
-        INVARIANT,
-        3,
-        name="group",
-        equal="build the layer with input_is_parallel=False, or leave out the gather before it",
-    ),
-    weight=VARYING,
-    bias=INVARIANT,
-)
+_GATHERED = "build the layer with input_is_parallel=False, or leave out the gather before it"
+_row = _region((VARYING,), INVARIANT, 3, "group", equal=_GATHERED)
+_row = replace(_row, weight=VARYING, bias=INVARIANT)
 _row_sequence = replace(_row, returns=VARYING, bias=REPLICATED)
-_lookup = _region((VARYING,), INVARIANT, 3, name="group", equal=_UNSAID.format("weight"))
-_column = replace(
-    _region(
-        (INVARIANT,),
-        VARYING,
-        3,
-        name="group",
-        replicated=_TWICE + "; or clear the layer's reduce_input_gradient",
-        varying="gather or reduce it first: the layer takes what is the same on all ranks",
-    ),
-    weight=VARYING,
-    bias=VARYING,
-)
-_column_unsummed = replace(
-    _column,
-    takes=frozenset({REPLICATED, VARYING}),
-    mend={
-        INVARIANT: "the layer's reduce_input_gradient is cleared, so nothing sums the gradient of "
-        "its input: pass it through copy_to_tensor_parallel_region once",
-        PARTIAL: _column.mend[PARTIAL],
-    },
-)
-_column_sequence = replace(
-    _column,
-    takes=frozenset({VARYING}),
-    mend={
-        INVARIANT: "the layer gathers the sequence: scatter_to_sequence_parallel_region first, or "
-        "build it with sequence_parallel=False",
-        REPLICATED: "the layer gathers the sequence: leave out the gather before it",
-        PARTIAL: "sum it by reduce_scatter_to_sequence_parallel_region first",
-    },
+_lookup = _region((VARYING,), INVARIANT, 3, "group", equal=_UNSAID.format("weight"))
+_column = _region(
+    (INVARIANT,), VARYING, 3, "group",
+    replicated=_TWICE + "; or clear the layer's reduce_input_gradient",
+    varying="gather or reduce it first: the layer takes what is the same on all ranks",
+)  # fmt: skip
+_column_unsummed = _region(
+    (REPLICATED, VARYING), VARYING, 3, "group",
+    invariant="the layer's reduce_input_gradient is cleared, so nothing sums the gradient of "
+    "its input: pass it through copy_to_tensor_parallel_region once",
+)  # fmt: skip
+_column_sequence = _region(
+    (VARYING,), VARYING, 3, "group",
+    invariant="the layer gathers the sequence: scatter_to_sequence_parallel_region first, or "
+    "build it with sequence_parallel=False",
+    replicated="the layer gathers the sequence: leave out the gather before it",
+    partial="sum it by reduce_scatter_to_sequence_parallel_region first",
+)  # fmt: skip
+_column, _column_unsummed, _column_sequence = (
+    replace(one, weight=VARYING, bias=VARYING)
+    for one in (_column, _column_unsummed, _column_sequence)
 )
 
 _SHARING = {
@@ -213,11 +166,7 @@ def argument(args: Sequence[Any], kwargs: Mapping[str, Any], place: int, name: s
 
 
 def through(
-    records: Records,
-    name: str,
-    region: Region,
-    operands: Sequence[Operand | None],
-    axes: Sequence[int],
+    records: Records, name: str, region: Region, operands: Given, axes: Sequence[int]
 ) -> Record:
     given = [one for one in operands if one is not None]
     types = []
@@ -228,7 +177,7 @@ def through(
             _check_parameters(records, name, region, operands[region.inputs :], axis, place)
             types.append(region.returns)
         else:
-            types.append(along(records, name, place, given))
+            types.append(rules.along(records, name, place, given, contracts=False, shifts=False))
     return Record(tuple(types))
 
 
@@ -243,16 +192,11 @@ def _check(
     kind = kind or INVARIANT
     wanted = " or ".join(sorted(region.takes))
     mend = region.mend.get(kind, f"make it {wanted}")
-    raise fail(records, name, axis, [(one, kind)], f"It takes what is {wanted}.", mend)
+    raise rules.fail(records, name, axis, [(one, kind)], f"It takes what is {wanted}.", mend)
 
 
 def _check_parameters(
-    records: Records,
-    name: str,
-    region: Region,
-    parameters: Sequence[Operand | None],
-    axis: str,
-    place: int,
+    records: Records, name: str, region: Region, parameters: Given, axis: str, place: int
 ) -> None:
     for one, wanted in zip(parameters, (region.weight, region.bias), strict=False):
         if one is None or wanted is None or axis != "tensor" or one.record.is_data:
@@ -265,7 +209,6 @@ def _check_parameters(
 def _untagged(
     records: Records, name: str, axis: str, one: Operand, found: str, wanted: str
 ) -> Exception:
-    """The error where a parameter does not say of itself what it is used as."""
     called = records.tag_of(one.tensor)
     if wanted == VARYING:
         reason = "It is used as this rank's part, but its attributes do not say so."
@@ -276,7 +219,7 @@ def _untagged(
     else:
         reason = "It is used on whole data: finalize_grads would count its gradient once a rank."
         mend = f"take the tag off {called} (sequence_parallel = False)"
-    return fail(records, name, axis, [(one, found)], reason, mend)
+    return rules.fail(records, name, axis, [(one, found)], reason, mend)
 
 
 # Products that sum over a dim which is split over the tensor-parallel ranks.
@@ -289,7 +232,6 @@ _ROWS = frozenset({"linear", "conv1d", "conv2d", "conv3d"})
 def contracts(
     name: str, operands: Sequence[Operand], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> bool:
-    """Return whether a function sums over a dim along which one of its tensors is sharded."""
     if all(one.record.sharded_dim is None for one in operands):
         return False
     factors = list(operands[1:] if name in _ADDED_FIRST else operands)
@@ -332,14 +274,11 @@ def _of_einsum(
 
 # Random numbers: the same on all tensor-parallel ranks, or other ones on each.
 
-DRAWING = frozenset(
-    {
-        *("dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout"),
-        *("feature_alpha_dropout", "feature_dropout", "rrelu", "rrelu_", "bernoulli", "bernoulli_"),
-        *("rand_like", "randn_like", "randint_like", "normal_", "uniform_", "random_"),
-        *("exponential_", "multinomial", "gumbel_softmax", "scaled_dot_product_attention"),
-    }
-)
+DRAWING = rules.words("""
+    dropout dropout_ dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout
+    feature_dropout rrelu rrelu_ bernoulli bernoulli_ rand_like randn_like randint_like normal_
+    uniform_ random_ exponential_ multinomial gumbel_softmax scaled_dot_product_attention
+""")
 """What draws random numbers for a tensor."""
 
 GENERATING = frozenset({"rand", "randn", "randint", "randperm", "normal"})
@@ -389,7 +328,7 @@ def drawn(records: Records, name: str, operands: Sequence[Operand], record: Reco
         mend = "call it within `with get_rng_tracker().fork():`"
     if reason:
         seen = [(one, one.record.types[place]) for one in operands]
-        raise fail(records, name, "tensor", seen, reason, mend)
+        raise rules.fail(records, name, "tensor", seen, reason, mend)
     return _varying(records, record) if forked else record
 
 
@@ -407,10 +346,8 @@ def _varying(records: Records, record: Record) -> Record:
 _WRONG = {
     VARYING: (
         "Every rank would start from another loss, of its part of the model alone.",
-        (
-            "reduce what the loss is made of, by vocab_parallel_cross_entropy for sharded logits, "
-            "or by reduce_from_tensor_parallel_region for sums over a part"
-        ),
+        ("reduce what the loss is made of, by vocab_parallel_cross_entropy for sharded logits, "
+         "or by reduce_from_tensor_parallel_region for sums over a part"),
     ),
     PARTIAL: (
         "Every rank would start from its part of a sum. A reduction is missing.",
@@ -418,12 +355,10 @@ _WRONG = {
     ),
     REPLICATED: (
         "Every rank starts the same gradient, and they are summed: once a rank too often.",
-        (
-            "start from the loss of before copy_to_tensor_parallel_region (or gather with "
-            "tensor_parallel_output_grad=False)"
-        ),
+        ("start from the loss of before copy_to_tensor_parallel_region (or gather with "
+         "tensor_parallel_output_grad=False)"),
     ),
-}
+}  # fmt: skip
 
 
 def check_loss(records: Records, name: str, loss: Operand) -> None:
@@ -438,7 +373,7 @@ def check_loss(records: Records, name: str, loss: Operand) -> None:
                 "call backward on this rank's own loss and reduce a detached copy for the log, or "
                 f"sum by reduce_from_tensor_parallel_region(loss, {axis} group)"
             )
-        raise fail(records, name, axis, [(loss, kind)], reason, mend)
+        raise rules.fail(records, name, axis, [(loss, kind)], reason, mend)
 
 
 def gradients_to_finalize(records: Records, parameters: Iterable[Tensor]) -> list[Tensor]:
@@ -450,14 +385,12 @@ def gradients_to_finalize(records: Records, parameters: Iterable[Tensor]) -> lis
             continue
         if records.is_finalized(grad):
             operand = records.operand(parameter)
-            raise fail(
-                records,
-                "finalize_grads",
-                records.axes[0],
-                [(operand, operand.record.types[0])],
-                "Its gradient was finalized before, and no backward pass has added to it: what is "
-                "summed would be summed twice.",
-                "call finalize_grads once a step, after the last backward pass",
+            seen, axis = [(operand, operand.record.types[0])], records.axes[0]
+            reason = (
+                "Its gradient was finalized before, and no backward pass has added to it: what "
             )
+            reason += "is summed would be summed twice."
+            mend = "call finalize_grads once a step, after the last backward pass"
+            raise rules.fail(records, "finalize_grads", axis, seen, reason, mend)
         found.append(grad)
     return found

@@ -84,7 +84,12 @@ def verify_replicated(
         compared["embedding"] = list(_tied(parameters))
     # All collectives before the first error: other ranks may have none, and wait.
     tables = {axis: _gather(items, axis, state, device) for axis, items in compared.items()}
-    _refuse_meta(parameters)
+    for name, parameter in parameters:
+        if parameter.is_meta:
+            raise ParallelError(
+                f"verify_replicated: {name} {tuple(parameter.shape)} is on the meta device and has "
+                "no values; initialize it first (to_empty, reset_parameters)"
+            )
     lines = [
         line
         for axis, table in tables.items()
@@ -92,15 +97,6 @@ def verify_replicated(
     ]
     if lines:
         raise ReplicaError("verify_replicated:\n  " + "\n  ".join(lines))
-
-
-def _refuse_meta(parameters: Sequence[tuple[str, Tensor]]) -> None:
-    for name, parameter in parameters:
-        if parameter.is_meta:
-            raise ParallelError(
-                f"verify_replicated: {name} {tuple(parameter.shape)} is on the meta device and has "
-                "no values; initialize it first (to_empty, reset_parameters)"
-            )
 
 
 def _items(
@@ -208,22 +204,17 @@ def _send(row: list[int], group: ProcessGroup, device: torch.device) -> list[lis
 def _problems(
     items: Sequence[_Item], axis: str, table: list[list[int]], ranks: Sequence[int]
 ) -> list[str]:
-    found = list(_structures(table, ranks)) or list(_values(items, table, ranks))
-    if not found:
-        return []
-    more = [f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
-    return [f"{axis} axis, ranks {_list(ranks)}:", *(f"  {x}" for x in found[:_SHOWN] + more)]
-
-
-def _structures(table: list[list[int]], ranks: Sequence[int]) -> Iterator[str]:
-    """Say which ranks have other parameters at all."""
-    odd = _minority([tuple(row[:2]) for row in table], ranks)
-    if odd:
+    found = []
+    if odd := _minority([tuple(row[:2]) for row in table], ranks):
         counts = ", ".join(f"{row[0]} on rank {r}" for row, r in zip(table, ranks, strict=True))
-        yield (
+        found.append(
             f"ranks {_list(odd)} have other parameters ({counts} compared); build the same model "
             "on all of them"
         )
+    if not (found := found or list(_values(items, table, ranks))):
+        return []
+    more = [f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
+    return [f"{axis} axis, ranks {_list(ranks)}:", *(f"  {x}" for x in found[:_SHOWN] + more)]
 
 
 def _values(items: Sequence[_Item], table: list[list[int]], ranks: Sequence[int]) -> Iterator[str]:

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -60,49 +60,38 @@ class Operand:
         return None if kind in EQUAL and not self.differentiable else kind
 
 
+Operands: TypeAlias = Sequence[Operand]
+Settled: TypeAlias = Sequence[tuple[Operand, str]]
+
+
+def words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
 # What torch's functions do to partial sums, by name.
 #
 # A partial tensor may go through what is linear in it: f(a + b) = f(a) + f(b).
 
-PASSING = frozenset(
-    {
-        *("view", "reshape", "view_as", "reshape_as", "flatten", "unflatten", "ravel", "squeeze"),
-        *("unsqueeze", "transpose", "permute", "movedim", "moveaxis", "swapaxes", "swapdims", "t"),
-        *("contiguous", "clone", "detach", "detach_", "expand", "expand_as", "repeat", "tile"),
-        *("narrow", "select", "index_select", "gather", "take", "__getitem__", "split", "chunk"),
-        *("unbind", "tensor_split", "unfold", "flip", "roll", "diagonal", "tril", "triu"),
-        *("sum", "mean", "nansum", "cumsum", "trace", "neg", "negative", "positive", "__neg__"),
-        *("to", "type", "float", "double", "half", "bfloat16", "cpu", "cuda", "type_as", "real"),
-        *("requires_grad_", "retain_grad", "broadcast_to", "broadcast_tensors"),
-        *("repeat_interleave", "cat", "concat", "concatenate", "stack", "hstack", "vstack"),
-        *("dstack", "masked_select", "as_strided", "alias", "split_with_sizes", "pin_memory"),
-        *("H", "T", "mT", "adjoint", "take_along_dim", "copy_", "diff", "data"),
-        *("__setitem__", "masked_fill", "masked_fill_", "where", "pad", "index_add", "index_add_"),
-        *("index_copy", "index_copy_", "index_put", "index_put_", "scatter", "scatter_"),
-        *("scatter_add", "scatter_add_", "masked_scatter", "masked_scatter_"),
-        *("dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d", "feature_dropout"),
-    }
-)
+PASSING = words("""
+    view reshape view_as reshape_as flatten unflatten ravel squeeze unsqueeze transpose permute
+    movedim moveaxis swapaxes swapdims t contiguous clone detach detach_ expand expand_as repeat
+    tile narrow select index_select gather take __getitem__ split chunk unbind tensor_split unfold
+    flip roll diagonal tril triu sum mean nansum cumsum trace neg negative positive __neg__ to type
+    float double half bfloat16 cpu cuda type_as real requires_grad_ retain_grad broadcast_to
+    broadcast_tensors repeat_interleave cat concat concatenate stack hstack vstack dstack
+    masked_select as_strided alias split_with_sizes pin_memory H T mT adjoint take_along_dim copy_
+    diff data __setitem__ masked_fill masked_fill_ where pad index_add index_add_ index_copy
+    index_copy_ index_put index_put_ scatter scatter_ scatter_add scatter_add_ masked_scatter
+    masked_scatter_ dropout dropout_ dropout1d dropout2d dropout3d feature_dropout
+""")
 """Linear in all of their tensors together, but for indices and masks: partial, if all are."""
-
-NUMBERS = {
-    **dict.fromkeys(("add", "add_", "__add__", "__radd__", "__iadd__", "sub", "sub_"), (0, 1)),
-    **dict.fromkeys(("subtract", "__sub__", "__rsub__", "__isub__", "rsub"), (0, 1)),
-    **dict.fromkeys(("__setitem__", "masked_fill", "masked_fill_"), (2,)),
-    **dict.fromkeys(("scatter", "scatter_", "pad"), (3,)),
-    "where": (1, 2),
-}
-"""Where operations that are linear with the number zero are given it; else as other or value."""
 
 LOOKING = frozenset({"isfinite", "isnan", "isinf"})
 """What may be asked of a partial sum too."""
 
-FRESH = frozenset(
-    {
-        *("zeros_like", "empty_like", "new_zeros", "new_empty", "new_empty_strided", "zero_"),
-        *("zeros", "empty", "empty_strided"),
-    }
-)
+FRESH = words("""
+    zeros_like empty_like new_zeros new_empty new_empty_strided zero_ zeros empty empty_strided
+""")
 """Room to be written into: its value is zero, or not set yet."""
 
 SHAPED = frozenset({"ones_like", "full_like", "new_ones", "new_full", "new_tensor", "fill_"})
@@ -111,29 +100,29 @@ SHAPED = frozenset({"ones_like", "full_like", "new_ones", "new_full", "new_tenso
 TAKING_AFTER = frozenset({"to", "type_as", "view_as", "expand_as", "reshape_as", "broadcast_to"})
 """What takes of its second tensor no value."""
 
-CUTTING = frozenset(
-    {
-        *("narrow", "select", "__getitem__", "split", "chunk", "tensor_split", "index_select"),
-        *("unbind", "split_with_sizes", "gather", "masked_select", "masked_fill"),
-    }
-)
+CUTTING = words("""
+    narrow select __getitem__ split chunk tensor_split index_select unbind split_with_sizes gather
+    masked_select masked_fill
+""")
 """What may take another part on each rank: of a replicated tensor, something that varies."""
 
-ADDING = frozenset(
-    {
-        *("add", "add_", "__add__", "__radd__", "__iadd__"),
-        *("sub", "sub_", "subtract", "__sub__", "__rsub__", "__isub__", "rsub"),
-    }
+ADDING = words(
+    "add add_ __add__ __radd__ __iadd__ sub sub_ subtract __sub__ __rsub__ __isub__ rsub"
 )
 """Sums: partial with partial only; a whole term would be counted once a rank."""
 
-MULTIPLYING = frozenset(
-    {
-        *("mul", "mul_", "multiply", "__mul__", "__rmul__", "__imul__"),
-        *("matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "dot", "einsum", "linear"),
-        *("outer", "inner", "tensordot", "conv1d", "conv2d", "conv3d"),
-    }
-)
+NUMBERS = {
+    **dict.fromkeys(ADDING, (0, 1)),
+    **dict.fromkeys(("__setitem__", "masked_fill", "masked_fill_"), (2,)),
+    **dict.fromkeys(("scatter", "scatter_", "pad"), (3,)),
+    "where": (1, 2),
+}
+"""Where operations that are linear with the number zero are given it; else as other or value."""
+
+MULTIPLYING = words("""
+    mul mul_ multiply __mul__ __rmul__ __imul__ matmul __matmul__ __rmatmul__ mm bmm mv dot einsum
+    linear outer inner tensordot conv1d conv2d conv3d
+""")
 """Products: one partial factor, if the others are equal on all ranks."""
 
 BIASED = frozenset({"linear", "addmm", "baddbmm", "addbmm", "addmv", "conv1d", "conv2d", "conv3d"})
@@ -142,36 +131,27 @@ BIASED = frozenset({"linear", "addmm", "baddbmm", "addbmm", "addmv", "conv1d", "
 DIVIDING = frozenset({"div", "div_", "divide", "true_divide", "__truediv__", "__itruediv__"})
 """As products, for the first operand."""
 
-SILENT = frozenset(
-    {
-        *("size", "dim", "numel", "nelement", "stride", "storage_offset", "is_contiguous"),
-        *("is_floating_point", "is_complex", "element_size", "data_ptr", "item", "tolist"),
-        *("__len__", "__repr__", "__format__", "__bool__", "__int__", "__float__", "__index__"),
-        *("__hash__", "is_pinned", "is_shared", "get_device", "untyped_storage", "storage"),
-        *("register_hook", "register_post_accumulate_grad_hook", "_backward_hooks", "has_names"),
-        *("ndimension", "__contains__", "equal", "allclose", "is_same_size", "is_nonzero"),
-        *("__reduce_ex__", "__deepcopy__", "__array__", "numpy", "is_inference", "is_set_to"),
-        *("result_type", "can_cast", "__dlpack__", "record_stream", "__iter__", "is_tensor"),
-    }
-)
+SILENT = words("""
+    size dim numel nelement stride storage_offset is_contiguous is_floating_point is_complex
+    element_size data_ptr item tolist __len__ __repr__ __format__ __bool__ __int__ __float__
+    __index__ __hash__ is_pinned is_shared get_device untyped_storage storage register_hook
+    register_post_accumulate_grad_hook _backward_hooks has_names ndimension __contains__ equal
+    allclose is_same_size is_nonzero __reduce_ex__ __deepcopy__ __array__ numpy is_inference
+    is_set_to result_type can_cast __dlpack__ record_stream __iter__ is_tensor
+""")
 """What returns no tensor to follow, or is asked of one."""
 
-JUDGING = frozenset(
-    {
-        *("eq", "ne", "lt", "le", "gt", "ge", "__eq__", "__ne__", "__lt__", "__le__", "__gt__"),
-        *("__ge__", "isclose", "isfinite", "isnan", "isinf", "argmax", "argmin", "argsort", "sign"),
-        *("bincount", "histc", "searchsorted", "bucketize", "logical_and", "logical_or", "floor"),
-        *("logical_not", "logical_xor", "any", "all", "isin", "count_nonzero", "nonzero", "round"),
-    }
-)
+JUDGING = words("""
+    eq ne lt le gt ge __eq__ __ne__ __lt__ __le__ __gt__ __ge__ isclose isfinite isnan isinf argmax
+    argmin argsort sign bincount histc searchsorted bucketize logical_and logical_or floor
+    logical_not logical_xor any all isin count_nonzero nonzero round
+""")
 """What no gradient comes back from."""
 
 TRANSPOSING = frozenset({"t", "T", "mT", "transpose", "adjoint", "H", "mH", "swapaxes", "swapdims"})
 """Of a matrix: they exchange its two dims."""
 
-KEEPING_DIMS = frozenset(
-    {"detach", "clone", "contiguous", "to", "float", "double", "half", "bfloat16", "type", "data"}
-)
+KEEPING_DIMS = words("detach clone contiguous to float double half bfloat16 type data")
 """What leaves a weight's dims where they are."""
 
 
@@ -184,10 +164,8 @@ _STANDARD = str(Path(linecache.__file__).resolve().parent) + os.sep
 
 
 def is_foreign(path: str) -> bool:
-    """Whether a file is torch's, this package's or the standard library's."""
-    if path.startswith((_OURS, _TORCH, "<frozen")):
-        return True
-    return path.startswith(_STANDARD) and "site-packages" not in path
+    standard = path.startswith(_STANDARD) and "site-packages" not in path
+    return standard or path.startswith((_OURS, _TORCH, "<frozen"))
 
 
 def user_line() -> str:
@@ -214,7 +192,7 @@ class Records:
     def __init__(self, axes: tuple[str, ...], model: nn.Module | None) -> None:
         self.axes = axes
         self._known = WeakIdKeyDictionary()
-        self._done = WeakIdKeyDictionary()
+        self.finished = WeakIdKeyDictionary()  # backward went through: no gradient is at stake
         self._final = WeakIdKeyDictionary()
         self._names = WeakIdKeyDictionary()
         self._model = None if model is None else weakref.ref(model)
@@ -225,11 +203,9 @@ class Records:
         data = tuple(INVARIANT if axis == "tensor" else VARYING for axis in axes)
         self.data = Record(data, is_data=True)
         self.fresh = Record(data, is_data=True, is_fresh=True)
-        # Gradients of parameters are summed over the data axes once a step.
-        self._invariant = self._parameter(INVARIANT)
-        self._replicated = self._parameter(REPLICATED)
 
     def _parameter(self, kind: str, dim: int | None = None) -> Record:
+        # Gradients of parameters are summed over the data axes once a step.
         return Record(tuple(kind if axis == "tensor" else REPLICATED for axis in self.axes), dim)
 
     def of(self, tensor: Tensor) -> Record:
@@ -242,7 +218,7 @@ class Records:
         if said.get("tensor_model_parallel"):
             dim = said.get("partition_dim", -1)
             return self._parameter(VARYING, dim if dim >= 0 else None)
-        return self._replicated if said.get("sequence_parallel") else self._invariant
+        return self._parameter(REPLICATED if said.get("sequence_parallel") else INVARIANT)
 
     def _attributes(self, parameter: nn.Parameter) -> Mapping[str, Any]:
         """What is said of a parameter; FSDP2 computes with ones of its own, of the same names."""
@@ -271,13 +247,6 @@ class Records:
         known = zip(self.axes, self.of(tensor).types, strict=True)
         self._known[tensor] = Record(tuple(types.get(axis, kind) for axis, kind in known))
 
-    def finish(self, tensor: Tensor) -> None:
-        """Remember that backward went through a tensor: its gradient is no longer at stake."""
-        self._done[tensor] = True
-
-    def is_finished(self, tensor: Tensor) -> bool:
-        return tensor in self._done
-
     def finalize(self, grad: Tensor) -> None:
         """Remember a gradient as it is now; accumulation makes another version of it."""
         self._final[grad] = grad._version  # noqa: SLF001 - autograd's own, in its documentation
@@ -286,14 +255,11 @@ class Records:
         return bool(self._final.get(grad) == grad._version)  # noqa: SLF001
 
     def name(self, tensor: Tensor) -> str:
-        known: str | None = self._names.get(tensor)
-        shape = tuple(tensor.shape)
-        if known is not None:
-            return f"parameter {known} {shape}"
-        return f"{'parameter' if isinstance(tensor, nn.Parameter) else 'tensor'} {shape}"
+        known, kind = self._names.get(tensor), isinstance(tensor, nn.Parameter)
+        what = f"parameter {known}" if known else "parameter" if kind else "tensor"
+        return f"{what} {tuple(tensor.shape)}"
 
     def tag_of(self, tensor: Tensor) -> str:
-        """Return how the user may write the parameter that a tensor is."""
         return str(self._names.get(tensor) or "parameter")
 
 
@@ -306,33 +272,22 @@ def _named(model: nn.Module | None) -> Iterable[tuple[str, nn.Parameter]]:
     return () if model is None else model.named_parameters()
 
 
-_COPY = (
-    "copy_to_tensor_parallel_region (Megatron-LM's copy_to_tensor_model_parallel_region)",
-    "copy_to_tensor_parallel_region(x, {group})",
-)
-_REDUCE = (
-    (
-        "reduce_from_tensor_parallel_region (where the sequence is sharded, "
-        "reduce_scatter_to_sequence_parallel_region)"
-    ),
-    "reduce_from_tensor_parallel_region(x, {group})",
-)
+_COPY = "copy_to_tensor_parallel_region"
+_REDUCE = "reduce_from_tensor_parallel_region"
+_OF_TENSOR = {
+    _COPY: "Megatron-LM's copy_to_tensor_model_parallel_region",
+    _REDUCE: "where the sequence is sharded, reduce_scatter_to_sequence_parallel_region",
+}
 
 
-def call(names: tuple[str, str], axis: str) -> str:
+def call(name: str, axis: str) -> str:
     """Return the region function to name for an axis."""
-    return names[0] if axis == "tensor" else names[1].format(group=f"{axis} group")
+    return f"{name} ({_OF_TENSOR[name]})" if axis == "tensor" else f"{name}(x, {axis} group)"
 
 
 def fail(
-    records: Records,
-    operation: str,
-    axis: str,
-    operands: Sequence[tuple[Operand, str]],
-    reason: str,
-    mend: str,
+    records: Records, operation: str, axis: str, operands: Settled, reason: str, mend: str
 ) -> ParallelTypeError:
-    """Return the error: the user's line, the operation, its operands' types, and what to do."""
     seen = ", ".join(f"{records.name(one.tensor)} is {kind}" for one, kind in operands)
     return ParallelTypeError(
         f"{operation}, on the {axis} axis: {seen or 'no tensor'}.\n"
@@ -343,10 +298,9 @@ def fail(
 def combine(
     records: Records,
     operation: str,
-    operands: Sequence[Operand],
-    *,
-    shifts: bool = False,
+    operands: Operands,
     contracts: bool = False,
+    shifts: bool = False,
 ) -> Record:
     is_data = all(one.record.is_data for one in operands)
     written = [one for one in operands if not one.record.is_fresh]
@@ -361,49 +315,33 @@ def combine(
 
 
 def along(
-    records: Records,
-    operation: str,
-    place: int,
-    operands: Sequence[Operand],
-    contracts: bool = False,
-    shifts: bool = False,
+    records: Records, operation: str, place: int, operands: Operands, contracts: bool, shifts: bool
 ) -> str:
     axis = records.axes[place]
     settled = [(one, kind) for one in operands if (kind := one.settled(place)) is not None]
     kinds = {kind for _, kind in settled}
     if contracts and operation in BIASED and len(operands) > 2:
-        raise fail(
-            records,
-            operation,
-            axis,
-            settled,
+        reason = (
             "The product over a sharded dim is a partial sum, to which each rank adds the bias: "
-            "once a rank after the sum.",
-            f"leave the bias out, sum by {call(_REDUCE, axis)}, then add the bias, as "
-            "RowParallelLinear does",
+            "once a rank after the sum."
         )
+        mend = f"leave the bias out, sum by {call(_REDUCE, axis)}, then add the bias, as "
+        raise fail(records, operation, axis, settled, reason, mend + "RowParallelLinear does")
     if INVARIANT in kinds and len(kinds) > 1:
         raise _mixed(records, operation, axis, settled)
     if PARTIAL in kinds:
         if operation in LOOKING:
             return VARYING
-        return _partial(records, operation, axis, operands, settled, shifts)
+        return _partial(records, operation, place, operands, settled, shifts)
     if VARYING not in kinds:
         return next(iter(kinds), INVARIANT)
     return PARTIAL if contracts else VARYING
 
 
 def _partial(
-    records: Records,
-    operation: str,
-    axis: str,
-    operands: Sequence[Operand],
-    settled: Sequence[tuple[Operand, str]],
-    shifts: bool,
+    records: Records, operation: str, place: int, operands: Operands, settled: Settled, shifts: bool
 ) -> str:
-    partial = sum(kind == PARTIAL for _, kind in settled)
-    varying = any(kind == VARYING for _, kind in settled)
-    place = records.axes.index(axis)
+    axis, kinds = records.axes[place], [kind for _, kind in settled]
     all_partial = all(
         one.record.types[place] == PARTIAL or _selects(one, place) for one in operands
     )
@@ -415,9 +353,9 @@ def _partial(
     elif operation in PASSING and all_partial and not shifts:
         return PARTIAL
     elif operation in MULTIPLYING or (
-        operation in DIVIDING and settled[0][1] == PARTIAL and operands[0] is settled[0][0]
+        operation in DIVIDING and kinds[0] == PARTIAL and operands[0] is settled[0][0]
     ):
-        if partial == 1 and not varying:
+        if kinds.count(PARTIAL) == 1 and VARYING not in kinds:
             return PARTIAL
         reason = "A product of sums is not the sum of the ranks' products."
     elif operation in PASSING:
@@ -427,13 +365,10 @@ def _partial(
     raise fail(records, operation, axis, settled, f"{reason} A reduction is missing.", mend)
 
 
-def _mixed(
-    records: Records, operation: str, axis: str, settled: Sequence[tuple[Operand, str]]
-) -> ParallelTypeError:
-    """The error where an invariant operand meets another type."""
+def _mixed(records: Records, operation: str, axis: str, settled: Settled) -> ParallelTypeError:
     own = next(one for one, kind in settled if kind == INVARIANT)
     others = {kind for _, kind in settled} - {INVARIANT}
-    tagged = next((one for one, kind in settled if kind == REPLICATED), None)
+    tagged = next((one.tensor for one, kind in settled if kind == REPLICATED), own.tensor)
     if PARTIAL in others:
         reason = (
             "The other operand is a partial sum: what is added to it is added on every rank, "
@@ -441,22 +376,23 @@ def _mixed(
         )
         mend = f"sum the partial one first, by {call(_REDUCE, axis)}"
     elif isinstance(own.tensor, nn.Parameter):
-        name = records.tag_of(own.tensor)
-        reason = "The parameter is replicated, but used on other data by each rank: its gradient "
-        reason += "is partial."
+        reason = (
+            "The parameter is replicated, but used on other data by each rank: its gradient is "
+            "partial."
+        )
         mend = (
             "if this is the rank's part of the sequence or of the heads, tag it, "
-            f"mark_sequence_parallel({name}), and finalize_grads sums it; if the data should be "
-            "whole here, or summed, gather or reduce it first"
+            f"mark_sequence_parallel({records.tag_of(own.tensor)}), and finalize_grads sums it; if "
+            "the data should be whole here, or summed, gather or reduce it first"
         )
-    elif REPLICATED in others and isinstance(getattr(tagged, "tensor", None), nn.Parameter):
-        name = records.tag_of(tagged.tensor)  # type: ignore[union-attr]
+    elif isinstance(tagged, nn.Parameter):
         reason = (
             "The parameter is tagged sequence_parallel, but used on whole data: finalize_grads "
+            "would count its gradient once a rank."
         )
-        reason += "would count its gradient once a rank."
-        mend = f"take the tag off {name} (sequence_parallel = False), or shard the data"
-    elif REPLICATED in others and VARYING not in others:
+        tag = records.tag_of(tagged)
+        mend = f"take the tag off {tag} (sequence_parallel = False), or shard the data"
+    elif others == {REPLICATED}:
         reason = (
             "One went through a region that sums its gradient, the other did not: the gradient of "
             "their result can be either equal or partial, and is wrong for one of them."

@@ -14,6 +14,7 @@ import os
 import pkgutil
 import secrets
 import shutil
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -26,7 +27,7 @@ import torch
 from torch import Tensor
 
 from ezpz_tp._errors import DegreeError, ParallelError
-from ezpz_tp._shard import Entry, Piece, Shard
+from ezpz_tp._shard import Entry, Piece, Shard, whole
 
 ToWrite: TypeAlias = Mapping[str, tuple[torch.dtype, tuple[int, ...], Iterable[Tensor]]]
 """The tensors of a file that is written: dtype, shape, and values in parts, in memory's order."""
@@ -36,10 +37,8 @@ ToWrite: TypeAlias = Mapping[str, tuple[torch.dtype, tuple[int, ...], Iterable[T
 
 CHUNK = 16 << 20
 """Bytes that are in memory at a time, beside what is filled."""
-
 _NEAR = 1 << 16
-"""Bytes of a file that are read at a time where most of them are not wanted: reading over what
-lies between costs less than a read for each."""
+"""Bytes of a file that are read at a time where most of them are not wanted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +62,11 @@ class Stored:
 
     def read(self, box: Piece, out: Tensor) -> None:
         """Fill a CPU tensor of any strides with a box."""
-        part = self.part(box)
         with naming(self.path), open(self.path, "rb", buffering=0) as file:
-            _read(file, part.at, part.stride, out)
+            _read(file, self.part(box).at, self.stride, out)
+
+
+Pieces: TypeAlias = Sequence[tuple[Piece, Stored]]
 
 
 def _read(file: FileIO, at: int, stride: tuple[int, ...], out: Tensor) -> None:
@@ -92,8 +93,7 @@ def _fill(file: FileIO, at: int, out: Tensor, count: int) -> None:
     into = memory(out, count)
     file.seek(at)
     while into:
-        read = file.readinto(into)
-        if not read:
+        if not (read := file.readinto(into)):
             raise ParallelError(
                 f"{file.name}: ends at byte {file.tell()}, {len(into)} bytes before a tensor "
                 "does; it was truncated, or changed while it was read"
@@ -107,7 +107,7 @@ def memory(tensor: Tensor, count: int) -> memoryview:
     return memoryview(room.from_address(tensor.data_ptr())).cast("B")
 
 
-def write_values(file: IO[bytes], values: Tensor) -> None:
+def write(file: IO[bytes], values: Tensor) -> None:
     values = values.detach().cpu().contiguous()
     if values.numel():
         file.write(memory(values, values.numel()))
@@ -130,7 +130,6 @@ def naming(path: Path) -> Iterator[None]:
 
 @contextmanager
 def written(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file to write it, and have it on disk at the end."""
     with naming(path), path.open("wb") as file:
         yield file
         file.flush()
@@ -146,9 +145,8 @@ def new_folder(path: str | Path) -> Iterator[Path]:
             f"{path}: exists, and is not an empty folder; expected none: nothing is overwritten. "
             "Give another, or remove it"
         )
-    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial-{secrets.token_hex(4)}")
-    partial.mkdir()
+    partial.mkdir(parents=True)
     try:
         yield partial
         _sync(partial)
@@ -160,7 +158,6 @@ def new_folder(path: str | Path) -> Iterator[Path]:
 
 
 def _sync(folder: Path) -> None:
-    """Wait until the names in a folder are on disk."""
     if os.name == "posix":  # elsewhere a folder cannot be opened
         handle = os.open(folder, os.O_RDONLY)
         try:
@@ -169,8 +166,7 @@ def _sync(folder: Path) -> None:
             os.close(handle)
 
 
-def load_object(file: Path) -> dict[str, Any]:
-    """Return the object that a JSON file holds."""
+def load_json(file: Path) -> dict[str, Any]:
     try:
         said = json.loads(file.read_bytes())
     except ValueError as error:
@@ -189,21 +185,38 @@ class Source:
     def __init__(self, metadata: Mapping[str, Any] | None = None) -> None:
         self.entries: dict[str, Entry] = {}
         self.metadata: Mapping[str, Any] = metadata or {}
-        self._pieces: dict[str, Sequence[tuple[Piece, Stored]]] = {}
+        self._pieces: dict[str, Pieces] = {}
+        self._from: dict[str, str] = {}
         self._unknown: list[str] = []
 
-    def add(
-        self,
-        name: str,
-        dtype: torch.dtype,
-        shard: Shard | None,
-        pieces: Sequence[tuple[Piece, Stored]],
-    ) -> None:
+    def add(self, name: str, dtype: torch.dtype, shard: Shard | None, pieces: Pieces) -> None:
         """Take a tensor; where no rule says how it is split, `checked` raises."""
         if shard is None:
             self._unknown.append(f"{name} {list(pieces[0][0].sizes)}")
         else:
             self.entries[name], self._pieces[name] = Entry(name, dtype, shard), pieces
+
+    def take(self, source: Source, old: str, name: str, rows: Sequence[range] = ()) -> None:
+        """Take another's tensor, whole and as it is split; or these rows of it, in order."""
+        if name in self.entries:
+            raise ParallelError(f"{old} and {self._from[name]} would both be {name}")
+        entry, pieces = source.entries[old], source._pieces[old]
+        self._from[name] = old
+        if not rows:
+            self.add(name, entry.dtype, entry.shard, pieces)
+            return
+        taken: list[tuple[Piece, Stored]] = []
+        begin = 0
+        for each in rows:
+            for ((first, *offsets), (count, *sizes)), stored in pieces:
+                start, stop = bisect_left(each, first), bisect_left(each, first + count)
+                if own := each[start:stop]:
+                    (row, *rest), held = stored.stride, (len(own), *sizes)
+                    part = stored.part(Piece((own[0] - first, *[0] * len(rest)), held))
+                    part = replace(part, stride=(row * each.step, *rest))
+                    taken.append((Piece((begin + start, *offsets), held), part))
+            begin += len(each)
+        self.add(name, entry.dtype, Shard((begin, *entry.shard.full_shape[1:])), taken)
 
     def checked(self, where: object) -> Self:
         if shown := self._unknown:
@@ -242,38 +255,13 @@ def values_of(source: Source, name: str, *boxes: Piece) -> Iterator[Tensor]:
             yield out
 
 
-class Rearranged(Source):
-    """Another's tensors, or rows of them, under other names."""
-
-    def __init__(self, source: Source) -> None:
-        super().__init__(source.metadata)
-        self._source = source
-        self._from: dict[str, tuple[str, Sequence[range]]] = {}
-
-    def take(self, name: str, old: str, rows: Sequence[range] = ()) -> None:
-        """Take a tensor of the source, whole and as it is split; or these rows of it, in order."""
-        entry = self._source.entries[old]
-        if name in self.entries:
-            raise ParallelError(f"{old} and {self._from[name][0]} would both be {name}")
-        shard = Shard((sum(map(len, rows)), *entry.shard.full_shape[1:])) if rows else entry.shard
-        self.entries[name] = Entry(name, entry.dtype, shard)
-        self._from[name] = old, rows
-
-    def read(self, name: str, box: Piece, out: Tensor) -> None:
-        old, rows = self._from[name]
-        if not rows:
-            self._source.read(old, box, out)
-            return
-        (start, *offsets), (count, *sizes) = box
-        begin = filled = 0
-        for each in rows:
-            if own := each[max(0, start - begin) : max(0, start + count - begin)]:
-                span = own[-1] + 1 - own[0]
-                held = out.new_empty((span, *sizes))
-                self._source.read(old, Piece((own[0], *offsets), (span, *sizes)), held)
-                out[filled : filled + len(own)] = held[:: each.step]
-                filled += len(own)
-            begin += len(each)
+def pieces_of(shard: Shard, parts: Sequence[Stored]) -> Pieces:
+    """Return the pieces of a tensor of which each rank has a part."""
+    return [
+        (full, part.part(local))
+        for index, part in enumerate(parts[:1] if shard.dim is None else parts)
+        for local, full in shard.boxes(index, len(parts))
+    ]
 
 
 # How to recognize and open files.
@@ -291,10 +279,8 @@ class Format:
 
 
 def formats() -> list[Format]:
-    """Return the formats that modules here have."""
-    names = [f"{__name__}.{each.name}" for each in pkgutil.iter_modules(__path__)]
-    modules = map(importlib.import_module, names)
-    return [module.FORMAT for module in modules if hasattr(module, "FORMAT")]
+    names = (f"{__name__}.{each.name}" for each in pkgutil.iter_modules(__path__))
+    return [one.FORMAT for one in map(importlib.import_module, names) if hasattr(one, "FORMAT")]
 
 
 def all_splits() -> dict[str, Split]:
@@ -302,7 +288,6 @@ def all_splits() -> dict[str, Split]:
 
 
 def format_of(path: Path) -> Format:
-    """Return the format of a file or folder."""
     known = formats()
     if found := next((each for each in known if each.recognizes(path)), None):
         return found
@@ -330,18 +315,13 @@ class Split:
 
 
 Table: TypeAlias = Mapping[str, Split]
+_WAYS = {"whole": Split(None), "columns": Split(0), "rows": Split(1), "gated": Split(0, matrices=2),
+         "vocabulary": Split(0, padded=True)}  # fmt: skip
 
 
 def splits(**patterns: str) -> dict[str, Split]:
     """Return a table of patterns of names, given by the way in which they are split."""
-    ways = {
-        "whole": Split(None),
-        "columns": Split(0),
-        "rows": Split(1),
-        "gated": Split(0, matrices=2),
-        "vocabulary": Split(0, padded=True),
-    }
-    return {name: ways[way] for way, names in patterns.items() for name in names.split()}
+    return {name: _WAYS[way] for way, names in patterns.items() for name in names.split()}
 
 
 Way: TypeAlias = int | tuple[int, int | Sequence[int]] | None
@@ -357,7 +337,7 @@ class Options:
 
     def shard(self, table: Table, name: str, full_shape: tuple[int, ...]) -> Shard | None:
         """Return how a full tensor is to be split, without padding; None: its name is unknown."""
-        known, planned = _find(table, name), self._planned(name)
+        known = _find(table, name)
         vocabulary = known is not None and known.padded
         if vocabulary and self.vocab_size is not None:
             if not 0 < self.vocab_size <= full_shape[0]:
@@ -366,9 +346,9 @@ class Options:
                     f"has shape {full_shape}"
                 )
             full_shape = (self.vocab_size, *full_shape[1:])
-        split = planned or known
-        padded = vocabulary and split is not None and split.dim == 0
-        return _shard(name, full_shape, split, padded=padded)
+        if planned := self._planned(name):
+            known = replace(planned, padded=vocabulary and planned.dim == 0)
+        return _shard(name, full_shape, known)
 
     def stored(
         self, table: Table, name: str, local_shape: tuple[int, ...], degree: int
@@ -378,7 +358,7 @@ class Options:
         split, full = _find(table, name) or self._planned(name), list(local_shape)
         if split and split.dim is not None and -len(full) <= split.dim < len(full):
             full[split.dim] *= degree
-        return _shard(name, tuple(full), split, padded=split is not None and split.padded)
+        return _shard(name, tuple(full), split)
 
     def _planned(self, name: str) -> Split | None:
         for pattern, way in (self.plan or {}).items():
@@ -398,14 +378,10 @@ def _find(table: Table, name: str) -> Split | None:
     return next((split for pattern, split in table.items() if fnmatchcase(name, pattern)), None)
 
 
-def _shard(
-    name: str, full_shape: tuple[int, ...], split: Split | None, *, padded: bool
-) -> Shard | None:
-    if split is None:
-        return None if full_shape else Shard(full_shape)
+def _shard(name: str, full_shape: tuple[int, ...], split: Split | None) -> Shard | None:
+    if split is None or split.dim is None:
+        return None if split is None and full_shape else Shard(full_shape)
     dim, blocks = split.dim, split.matrices
-    if dim is None:
-        return Shard(full_shape)
     if isinstance(blocks, int):
         size = full_shape[dim] if -len(full_shape) <= dim < len(full_shape) else 0
         if blocks < 1 or size % blocks:
@@ -415,6 +391,69 @@ def _shard(
             )
         blocks = (size // blocks,) * blocks if blocks > 1 else ()
     try:
-        return Shard(full_shape, dim, tuple(blocks), padded)
+        return Shard(full_shape, dim, tuple(blocks), split.padded)
     except DegreeError as error:
         raise DegreeError(f"{name}: {error}") from error
+
+
+# Full tensors of which each of several files, one a tensor-parallel rank, holds a part.
+
+
+def join(
+    source: Source, name: str, parts: Sequence[Stored], table: Table, options: Options
+) -> None:
+    """Take a tensor, one part a rank, as its name says that it is split."""
+    first, degree = parts[0], len(parts)
+    if (stored := options.stored(table, name, first.shape, degree)) is None:
+        source.add(name, first.dtype, None, [(whole(first.shape), first)])
+        return
+    for index, part in enumerate(parts):
+        _check_like(name, part, first, stored.local_shape(index, degree))
+    if stored.dim is None:
+        check_equal(name, parts)
+    full = options.shard(table, name, stored.full_shape)
+    source.add(name, first.dtype, full, pieces_of(stored, parts))
+
+
+def same_names(
+    paths: Sequence[Path], tensors: Sequence[Mapping[str, Stored]], where: str = ""
+) -> None:
+    """Raise `ParallelError` unless each file has the tensors that the first one has."""
+    first, wanted = paths[0], tensors[0]
+    for path, found in zip(paths, tensors, strict=True):
+        for name in [*wanted, *found]:
+            if name not in found:
+                what = f"no tensor {name}; expected one of shape {wanted[name].shape}, as {first} "
+                what += "has it"
+            elif name not in wanted:
+                what = f"a tensor {name} of shape {found[name].shape}; expected none, as {first} "
+                what += "has none"
+            else:
+                continue
+            raise ParallelError(f"{path}{where}: has {what} (files of different models?)")
+
+
+def check_equal(name: str, parts: Sequence[Stored]) -> None:
+    """Raise `ParallelError` unless files have the same tensor, bit for bit."""
+    first, *others = parts
+    for other in others:
+        _check_like(name, other, first, first.shape)
+        for box in parts_of(whole(first.shape), first.dtype.itemsize):
+            here, there = (torch.empty(box.sizes, dtype=first.dtype) for _ in range(2))
+            first.read(box, here)
+            other.read(box, there)
+            # As bytes, in which NaNs are equal too.
+            if memory(here, here.numel()) != memory(there, there.numel()):
+                raise ParallelError(
+                    f"{other.path}: tensor {name} of shape {first.shape} is not that of "
+                    f"{first.path}; expected the same values, to the last bit, in both files"
+                )
+
+
+def _check_like(name: str, part: Stored, first: Stored, shape: tuple[int, ...]) -> None:
+    if (part.shape, part.dtype) != (shape, first.dtype):
+        raise ParallelError(
+            f"{part.path}: tensor {name} has shape {part.shape} and dtype {part.dtype}; expected "
+            f"{shape} and {first.dtype}, as {first.path} has it (files of different models, or of "
+            "different degrees?)"
+        )

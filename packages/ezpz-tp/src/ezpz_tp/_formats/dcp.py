@@ -85,11 +85,10 @@ def dtensor_state_dict(
     model, states = nested({**items, **parts.values})
     if optimizer is None:
         return model
-    options = {
-        name: {key: value for key, value in found.items() if key != "params"}
-        for found in parts.groups or ()
-        for name in found["params"]
-    }
+    options: dict[str, Items] = {}
+    for found in parts.groups or ():
+        names = found.pop("params")
+        options |= {name: dict(found) for name in names}
     return {"model": model, "optimizer": {"state": states, "param_groups": options}}
 
 
@@ -120,13 +119,12 @@ def load_dtensor_state_dict(
     """
     state = state_or_alone(state)
     model, saved = with_optimizer(held, optimizer, "load_dtensor_state_dict", "dtensor_state_dict")
-    given = {**model}
+    given, group = {**model}, state.group("tensor")
     for name, values in saved["state"].items():
         given |= {optimizer_name(name, key): value for key, value in values.items()}
     parts = parts_of(module, optimizer, state)
     for name, part in parts.tensors.items():
         parameter, key = parameter_of(name)
-        group = state.group("tensor")
         for piece, tensor, _ in _views(parameter, part.tensor, part.shard, group):
             own = optimizer_name(piece, key)
             _copy(_said(own), given.pop(own, None), tensor)
@@ -296,8 +294,7 @@ def _open(path: Path, options: Options) -> Source:
 
 FORMAT = Format("torch.distributed.checkpoint", lambda path: (path / _METADATA).is_file(), _open)
 
-Keys: TypeAlias = tuple[Any, ...]
-"""Those of nested dicts, under which a state dict has a value."""
+Keys: TypeAlias = tuple[Any, ...]  # of nested dicts, under which a state dict has a value
 Pieces: TypeAlias = list[tuple[Piece, Stored]]
 
 
@@ -393,7 +390,6 @@ def _joined(several: Sequence[tuple[tuple[int, ...], Pieces]]) -> tuple[Shard, P
 
 
 def write_dcp(source: Source, folder: Path, tp: int, done: Callable[[Entry], None]) -> None:
-    """Write a folder: a file for each rank, with the pieces that it holds."""
     from torch.distributed.checkpoint import metadata  # noqa: PLC0415 - heavy to import
     from torch.distributed.checkpoint.filesystem import _StorageInfo  # noqa: PLC0415
 
@@ -430,11 +426,9 @@ def write_dcp(source: Source, folder: Path, tp: int, done: Callable[[Entry], Non
                     write(keys, rank, held, offsets)
                     chunks.append(metadata.ChunkStorageMetadata(offsets, torch.Size(piece.sizes)))
                     del held
-                about.state_dict_metadata[_key(keys)] = metadata.TensorStorageMetadata(
-                    metadata.TensorProperties(dtype=entry.dtype),
-                    torch.Size(matrix.full_shape),
-                    chunks,
-                )
+                kind, size = metadata.TensorProperties(entry.dtype), torch.Size(matrix.full_shape)
+                said = metadata.TensorStorageMetadata(kind, size, chunks)
+                about.state_dict_metadata[_key(keys)] = said
             del values, parts, full  # before the next is made
             done(entry)
         for keys, data in _others(source, in_model=in_model).items():
@@ -455,9 +449,8 @@ def _keys(parameter: str, key: str | None, *, in_model: bool) -> Keys:
 
 def _dealt(shard: Shard, tp: int, lengths: Sequence[int]) -> list[tuple[int, Piece]]:
     """Return which rank's file has which piece; what is not split has the shortest one."""
-    pieces = []
-    if shard.dim is not None:
-        pieces = [(rank, full) for rank in range(tp) for _, full in shard.boxes(rank, tp)]
+    ranks = range(tp if shard.dim is not None else 0)
+    pieces = [(rank, full) for rank in ranks for _, full in shard.boxes(rank, tp)]
     return pieces or [(lengths.index(min(lengths)), whole(shard.full_shape))]
 
 
@@ -475,7 +468,6 @@ def _others(source: Source, *, in_model: bool) -> dict[Keys, bytes]:
                     found["optimizer", "param_groups", name, key] = option
     data: dict[Keys, bytes] = dict(said.get("others", {}))
     for keys, value in found.items():
-        stream = io.BytesIO()
-        torch.save(value, stream)
+        torch.save(value, stream := io.BytesIO())
         data[keys] = stream.getvalue()
     return data

@@ -14,7 +14,7 @@ from pathlib import Path
 from ezpz_tp._errors import ParallelError
 from ezpz_tp._shard import parameter_of, whole
 
-from . import Format, Options, Source, Stored, all_splits, load_object, splits, values_of
+from . import Format, Options, Source, Stored, all_splits, load_json, splits, values_of
 from .safetensors import open_safetensors, write_safetensors
 
 SINGLE = "model.safetensors"
@@ -53,7 +53,7 @@ def _tensors(path: Path) -> Mapping[str, Stored]:
     index = path / INDEX
     if not index.is_file():
         return open_safetensors(path if path.is_file() else path / SINGLE)[0]
-    names = load_object(index).get("weight_map")
+    names = load_json(index).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
         raise ParallelError(f"{index}: has no weight_map; expected names of files by tensor")
     files = {file: open_safetensors(path / file)[0] for file in dict.fromkeys(names.values())}
@@ -116,8 +116,7 @@ def layer_of(name: str) -> str:
 def translated(name: str, table: Mapping[str, str]) -> str:
     module, _, kind = name.replace(".layer_norm_", ".layer_norm.").rpartition(".")
     numbers = _NUMBER.findall(module)
-    new = table.get(_NUMBER.sub("{}", module))
-    if new is None:
+    if (new := table.get(_NUMBER.sub("{}", module))) is None:
         raise ParallelError(
             f"tensor {name} has no counterpart in Hugging Face's Llama; keep the names "
             '(names="keep"), or give a function of names'

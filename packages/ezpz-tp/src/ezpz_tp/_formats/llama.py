@@ -14,9 +14,9 @@ from pathlib import Path
 
 from ezpz_tp._errors import ParallelError
 
-from . import Format, Options, Rearranged, Source, Split, Stored, load_object, splits, values_of
+from . import Format, Options, Source, Split, Stored, join, load_json, same_names, splits, values_of
 from .huggingface import head_rows, translated
-from .torch_file import TorchFile, join, same_names, write_torch_file
+from .torch_file import TorchFile, write_torch_file
 
 _FILE = re.compile(r"consolidated\.(\d+)\.pth")
 _EMBEDDING = "tok_embeddings.weight"
@@ -56,9 +56,9 @@ def _open(path: Path, options: Options) -> Source:
         if not found:
             raise ParallelError(f"{file.path}: holds no tensors; expected a state dict")
     params = path / "params.json"
-    source = Source({"said": load_object(params) if params.is_file() else {}})
+    source = Source({"said": load_json(params) if params.is_file() else {}})
     table = _table(files, tensors[0])
-    same_names(files, tensors)
+    same_names([file.path for file in files], tensors)
     for name in tensors[0]:
         join(source, name, [found[name] for found in tensors], table, options)
     return source.checked(path)
@@ -76,7 +76,6 @@ def _files(path: Path) -> list[Path]:
 
 
 def file_name(number: int) -> str:
-    """Return the name of a rank's file."""
     return f"consolidated.{number:02d}.pth"
 
 
@@ -109,7 +108,7 @@ def _table(files: list[TorchFile], tensors: dict[str, Stored]) -> dict[str, Spli
 
 
 def _as_huggingface(source: Source) -> Source:
-    params, made = source.metadata["said"], Rearranged(source)
+    params, made = source.metadata["said"], Source()
     for name, entry in source.entries.items():
         if name == "rope.freqs":
             continue  # it is computed
@@ -125,7 +124,7 @@ def _as_huggingface(source: Source) -> Source:
                 )
             for head in range(heads):
                 rows += head_rows(head, size // heads, interleaved=True)
-        made.take(translated(name, FROM_LLAMA), name, rows)
+        made.take(source, name, translated(name, FROM_LLAMA), rows)
     return made
 
 
@@ -133,17 +132,12 @@ FORMAT = Format("Meta's consolidated.NN.pth", _recognizes, _open, LLAMA, _as_hug
 
 
 def write_llama(source: Source, folder: Path, tp: int) -> None:
-    """Write the files of another number of ranks into a folder."""
-    # Here nothing is padded.
-    entries = [
-        replace(one, shard=replace(one.shard, blocks=(), padded=False))
-        for one in source.entries.values()
-    ]
-    shapes = {entry.name: entry.local_shape(0, tp) for entry in entries}
     for index in range(tp):
         tensors = {}
-        for entry in entries:
+        for name, padded in source.entries.items():
+            # Here nothing is padded.
+            entry = replace(padded, shard=replace(padded.shard, blocks=(), padded=False))
+            shape = entry.local_shape(index, tp)
             boxes = [box for _, box in entry.shard.boxes(index, tp)]
-            values = values_of(source, entry.name, *boxes)
-            tensors[entry.name] = entry.dtype, shapes[entry.name], values
+            tensors[name] = entry.dtype, shape, values_of(source, name, *boxes)
         write_torch_file(folder / file_name(index), tensors)

@@ -12,14 +12,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from ezpz_tp._errors import ParallelError
 from ezpz_tp._shard import Entry
 
-from . import Format, Options, Rearranged, Source, Split, Stored, splits
+from . import Format, Options, Source, Split, Stored, check_equal, join, same_names, splits
 from .huggingface import head_rows, layer_of, translated
-from .torch_file import TorchFile, check_equal, join, same_names
+from .torch_file import TorchFile
 
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
 _LATEST = "latest_checkpointed_iteration.txt"
@@ -27,7 +27,6 @@ _FILES = ("model_optim_rng.pt", "model_rng.pt")
 _LAYER = re.compile(r"(?<=(?:de|en)coder\.layers\.)\d+(?=\.)")
 _TIED = "output_layer.weight"
 _EMBEDDING = "embedding.word_embeddings.weight"
-
 
 # Not linear_fc1: one matrix, or a gate above an up projection, as the arguments say.
 MEGATRON = splits(
@@ -53,10 +52,6 @@ FROM_MEGATRON = {
     "decoder.layers.{}.mlp.linear_fc2": "model.layers.{}.mlp.down_proj",
 }
 """Modules of GPT, but for those that are two or three of Hugging Face's."""
-
-
-_Chunk: TypeAlias = list[dict[str, Stored]]
-"""The tensors of some layers of a stage, in each tensor-parallel rank's file."""
 
 
 def _recognizes(path: Path) -> bool:
@@ -85,8 +80,8 @@ def _open(path: Path, options: Options) -> Source:
                     f"{file}: tensor {name} is tied to {_EMBEDDING}, as the arguments say, which "
                     "no stage has"
                 )
-            for first, second in zip(embedding, parts, strict=True):
-                check_equal(name, [first, second])
+            for copies in zip(embedding, parts, strict=True):
+                check_equal(name, copies)
         else:
             join(source, name, parts, table, options)
     return source.checked(folder)
@@ -94,12 +89,8 @@ def _open(path: Path, options: Options) -> Source:
 
 def _ranks(folder: Path) -> dict[tuple[int, int], Path]:
     """Return the folder of each tensor rank and stage."""
-    if not folder.is_dir():
-        return {}
     found: dict[tuple[int, int], Path] = {}
-    for entry in folder.iterdir():
-        if not entry.is_dir():
-            continue
+    for entry in filter(Path.is_dir, folder.iterdir() if folder.is_dir() else ()):
         if match := _RANK.fullmatch(entry.name):
             found[int(match[1]), int(match[2] or 0)] = entry
         elif entry.name.startswith("mp_rank_"):
@@ -122,12 +113,10 @@ def _latest(path: Path) -> Path:
 
 
 def _stages(folder: Path) -> list[list[TorchFile]]:
-    """Return each stage's files, by tensor rank."""
     ranks = _ranks(folder)
     some = _file(next(iter(ranks.values())))
     args = _arguments(some)
-    experts = args.get("expert_model_parallel_size") or 1
-    if experts != 1:
+    if (experts := args.get("expert_model_parallel_size") or 1) != 1:
         raise ParallelError(
             f"{some.path}: expert_model_parallel_size={experts}; files of expert parallelism are "
             "not supported"
@@ -152,9 +141,7 @@ def _stages(folder: Path) -> list[list[TorchFile]]:
 
 def _file(folder: Path) -> TorchFile:
     found = [folder / name for name in _FILES if (folder / name).exists()]
-    if not found:
-        raise ParallelError(f"{folder / _FILES[0]}: there is no such file")
-    file = TorchFile(found[0])
+    file = TorchFile(found[0] if found else folder / _FILES[0])
     file.dict_of("a dict with 'model'")
     return file
 
@@ -173,14 +160,12 @@ def _arguments(file: TorchFile) -> dict[str, Any]:
 def _table(args: dict[str, Any]) -> dict[str, Split]:
     """Return the table of splits; a gated linear unit's gate and up are stacked in fc1."""
     said = [args[name] for name in ("swiglu", "gated_linear_unit") if name in args]
-    if not said:
-        return MEGATRON
     way = "gated" if any(said) else "columns"
-    return splits(**{way: "*.linear_fc1.weight *.linear_fc1.bias"}) | MEGATRON
+    return MEGATRON | (splits(**{way: "*.linear_fc1.weight *.linear_fc1.bias"}) if said else {})
 
 
-def _chunks(files: list[TorchFile]) -> list[_Chunk]:
-    """Return the chunks of a stage."""
+def _chunks(files: list[TorchFile]) -> list[list[dict[str, Stored]]]:
+    """Return the chunks of a stage: tensors in each tensor-parallel rank's file."""
     keys = [key for key in files[0].contents if re.fullmatch(r"model\d*", str(key))]
     if not keys:
         raise ParallelError(
@@ -189,7 +174,7 @@ def _chunks(files: list[TorchFile]) -> list[_Chunk]:
     chunks = []
     for key in sorted(keys, key=lambda key: int(key.removeprefix("model") or 0)):
         chunks.append([_tensors(file, key) for file in files])
-        same_names(files, chunks[-1], f", {key!r}")
+        same_names([file.path for file in files], chunks[-1], f", {key!r}")
     return chunks
 
 
@@ -234,7 +219,7 @@ def _in_order(stages: list[list[TorchFile]]) -> Iterator[tuple[str, list[Stored]
 
 
 def _as_huggingface(source: Source) -> Source:
-    args, made = source.metadata["said"], Rearranged(source)
+    args, made = source.metadata["said"], Source()
     refused = {"apply_layernorm_1p": "norms that add 1 to their weights"}
     if args.get("rotary_interleaved") and args.get("rotary_percent", 1.0) != 1.0:
         refused["rotary_percent"] = "interleaved rotary embedding of some channels only"
@@ -256,11 +241,11 @@ def _as_huggingface(source: Source) -> Source:
             half = entry.shard.blocks[0]
             parts = {"mlp.gate_proj": [range(half)], "mlp.up_proj": [range(half, 2 * half)]}
         else:
-            made.take(translated(name, FROM_MEGATRON), name)
+            made.take(source, name, translated(name, FROM_MEGATRON))
             continue
         layer, kind = layer_of(name), name.rpartition(".")[2]
         for module, rows in parts.items():
-            made.take(f"model.layers.{layer}.{module}.{kind}", name, rows)
+            made.take(source, name, f"model.layers.{layer}.{module}.{kind}", rows)
     return made
 
 

@@ -18,7 +18,7 @@ import torch
 
 from ezpz_tp._errors import ParallelError
 
-from . import Stored, ToWrite, strides_of, write_values, written
+from . import Stored, ToWrite, strides_of, write, written
 
 _NAMES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "C64": "complex64",
@@ -27,15 +27,9 @@ _NAMES = {
     "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu",
     "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz",
 }  # fmt: skip
-DTYPES: dict[str, torch.dtype] = {
-    # Some are newer than the oldest torch that is supported.
-    name: getattr(torch, dtype)
-    for name, dtype in _NAMES.items()
-    if hasattr(torch, dtype)
-}
-"""The format's names of dtypes."""
+# Some are newer than the oldest torch that is supported.
+DTYPES = {name: getattr(torch, dtype) for name, dtype in _NAMES.items() if hasattr(torch, dtype)}
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
 _LONGEST = 100_000_000  # bytes of JSON; the library reads no more
 
 
@@ -99,7 +93,6 @@ def integers(values: Iterable[Any], *, least: int = 0) -> tuple[int, ...]:
 
 
 def name_of(dtype: torch.dtype, tensor: str) -> str:
-    """Return the format's name of a tensor's dtype."""
     if dtype not in _DTYPE_NAMES:
         raise ParallelError(
             f"tensor {tensor!r} has {dtype}, which the safetensors format does not know; expected "
@@ -125,4 +118,4 @@ def write_safetensors(
         file.write(len(text).to_bytes(8, "little") + text)
         for _, (*_, values) in ordered:
             for part in values:
-                write_values(file, part)
+                write(file, part)

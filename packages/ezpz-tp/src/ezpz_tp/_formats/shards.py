@@ -1,7 +1,4 @@
-"""Folders of ``shards.json`` and ``pp00-tp00.safetensors``, which ezpz_tp wrote before.
-
-They are read for one more release.
-"""
+"""Folders of ``shards.json``, which ezpz_tp wrote before: they are read for one more release."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from typing import Any
 from ezpz_tp._errors import ParallelError
 from ezpz_tp._shard import Entry, Shard
 
-from . import Format, Options, Source, Stored, load_object
+from . import Format, Options, Source, Stored, load_json, pieces_of
 from .safetensors import DTYPES, integers, open_safetensors
 
 NAME = "shards.json"
@@ -31,7 +28,7 @@ def _open(path: Path, _: Options) -> Source:
         stacklevel=4,
     )
     index = path / NAME
-    said = load_object(index)
+    said = load_json(index)
     try:
         if (said["format"], said["version"]) != ("ezpz_tp shards", 1):
             raise ParallelError(
@@ -56,12 +53,8 @@ def _open(path: Path, _: Options) -> Source:
                     f"{entry.dtype}, rank {place[1]} of {tp}'s part of {entry.shard.full_shape}; "
                     f"found {found}"
                 )
-        pieces = [
-            (full, files[stages[0], rank][name].part(local))
-            for rank in range(tp if entry.shard.dim is not None else 1)
-            for local, full in entry.shard.boxes(rank, tp)
-        ]
-        source.add(name, entry.dtype, entry.shard, pieces)
+        parts = [files[stages[0], rank][name] for rank in range(tp)]
+        source.add(name, entry.dtype, entry.shard, pieces_of(entry.shard, parts))
     return source
 
 
@@ -69,8 +62,7 @@ FORMAT = Format("ezpz_tp shards", lambda path: (path / NAME).is_file(), _open)
 
 
 def _held(name: str, said: Mapping[str, Any], pp: int) -> tuple[Entry, tuple[int, ...]]:
-    odd = said.keys() - {"dtype", "shape", "dim", "blocks", "padded", "stages"}
-    if odd:
+    if odd := said.keys() - {"dtype", "shape", "dim", "blocks", "padded", "stages"}:
         raise ValueError(f"{name} has {sorted(odd)}")
     dim, padded, stages = said["dim"], said.get("padded") is True, integers(said["stages"])
     if dim is not None:

@@ -9,7 +9,7 @@ import pickle
 import struct
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType, SimpleNamespace
@@ -20,17 +20,15 @@ from torch._utils import _rebuild_tensor_v2, _rebuild_tensor_v3
 from torch.storage import _dtype_to_storage_type_map
 
 from ezpz_tp._errors import ParallelError
-from ezpz_tp._shard import whole
 
-from . import Options, Source, Stored, Table, ToWrite, parts_of, strides_of, write_values, written
+from . import Stored, ToWrite, strides_of, write, written
 from .safetensors import integers
 
 # The pickle in a file of `torch.save`: tensors are described, not loaded, and no code is run.
 
+# Without those of quantized dtypes, which are no tensors as they are.
 _STORAGES: dict[torch.dtype, str] = {
-    dtype: name
-    for dtype, name in _dtype_to_storage_type_map().items()
-    if not name.startswith("Q")  # quantized: no tensors as they are
+    dtype: name for dtype, name in _dtype_to_storage_type_map().items() if not name.startswith("Q")
 }
 
 
@@ -60,9 +58,7 @@ class _Unpickler(pickle.Unpickler):
     def persistent_load(self, pid: Any) -> Stored:
         kind, dtype, key, _, count = pid
         if kind != "storage" or not isinstance(dtype, torch.dtype):
-            raise pickle.UnpicklingError(
-                f"a reference to {kind!r} of {dtype!r}; expected a storage"
-            )
+            raise ValueError(f"a reference to {kind!r} of {dtype!r}; expected a storage")
         begin, _ = self._file.member(key)
         return Stored(self._file.path, dtype, integers((count,)), (1,), begin, str(key))
 
@@ -102,14 +98,9 @@ _GLOBALS: dict[str, Any] = {
     "collections.OrderedDict": OrderedDict,
     "argparse.Namespace": SimpleNamespace,  # Megatron-LM's arguments
     "torch.Size": tuple,
-    "builtins.set": set,
-    "builtins.frozenset": frozenset,
-    "builtins.complex": complex,
-    "builtins.slice": slice,
+    **{f"builtins.{kind.__name__}": kind for kind in (set, frozenset, complex, slice)},
     "__builtin__.set": set,
-    "torch._utils._rebuild_tensor": _tensor,
-    "torch._utils._rebuild_tensor_v2": _tensor,
-    "torch._utils._rebuild_tensor_v3": _tensor,
+    **{f"torch._utils._rebuild_tensor{version}": _tensor for version in ("", "_v2", "_v3")},
     "torch._utils._rebuild_parameter": lambda tensor, *_: tensor,
     "torch._utils._rebuild_parameter_with_state": lambda tensor, *_: tensor,
     "torch._tensor._rebuild_from_type_v2": _with_attributes,
@@ -121,12 +112,7 @@ _GLOBALS: dict[str, Any] = {
 """What stands for a global, or for what holds the same facts."""
 
 
-# Files of `torch.save`, read a piece at a time.
-
-
 class FilePart(io.FileIO):
-    """A part of a file, as a file."""
-
     def __init__(self, path: Path, start: int, size: int) -> None:
         super().__init__(path)
         self._start, self._end = start, start + size
@@ -176,7 +162,6 @@ class TorchFile:
             raise ParallelError(f"{path}: its data.pkl is damaged: {error}") from error
 
     def dict_of(self, expected: str) -> dict[Any, Any]:
-        """Return the contents, having made sure that they are a dict."""
         if isinstance(self.contents, dict):
             return self.contents
         raise ParallelError(
@@ -205,7 +190,6 @@ class TorchFile:
         return self._members.get(f"data/{key}", (self._start, 0))
 
     def check(self, name: str, tensor: Stored) -> None:
-        """Raise `ParallelError` unless the file holds all of a tensor."""
         begin, held = self.member(tensor.storage)
         needed = tensor.at - begin
         if 0 not in tensor.shape:
@@ -268,8 +252,7 @@ class TorchFile:
 
 # Writes what `torch.save` writes of a state dict, without ever holding it.
 
-_ALIGNMENT = 64
-"""Where storages begin, as torch.save has it, so that a file can be mapped."""
+_ALIGNMENT = 64  # of where storages begin, as torch.save has it, so that a file can be mapped
 
 
 class _Storage(NamedTuple):
@@ -306,10 +289,9 @@ class _Pickler(pickle.Pickler):
 def write_torch_file(path: Path, tensors: ToWrite) -> None:
     """Write a state dict that `torch.load` can map."""
     pickled = io.BytesIO()
-    contents = OrderedDict(
-        (name, _Written(_Storage(dtype, str(number), shape)))
-        for number, (name, (dtype, shape, _)) in enumerate(tensors.items())
-    )
+    contents: OrderedDict[str, _Written] = OrderedDict()
+    for number, (name, (dtype, shape, _)) in enumerate(tensors.items()):
+        contents[name] = _Written(_Storage(dtype, str(number), shape))
     _Pickler(pickled, protocol=2).dump(contents)
     words = {"data.pkl": pickled.getvalue(), "byteorder": b"little", "version": b"3\n"}
     with written(path) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
@@ -319,7 +301,7 @@ def write_torch_file(path: Path, tensors: ToWrite) -> None:
         for number, (*_, values) in enumerate(tensors.values()):
             with _member(archive, f"data/{number}") as member:
                 for part in values:
-                    write_values(member, part)
+                    write(member, part)
 
 
 def _member(archive: zipfile.ZipFile, name: str) -> Any:
@@ -330,72 +312,3 @@ def _member(archive: zipfile.ZipFile, name: str) -> Any:
     padding = -(file.tell() + header + 4) % _ALIGNMENT
     info.extra = struct.pack("<2sH", b"FB", padding) + bytes(padding)  # as torch.save pads
     return archive.open(info, "w", force_zip64=True)
-
-
-# Full tensors of which each of several files, one a tensor-parallel rank, holds a part.
-
-
-def join(
-    source: Source, name: str, parts: Sequence[Stored], table: Table, options: Options
-) -> None:
-    """Take a tensor, one part a rank, as its name says that it is split."""
-    first, degree = parts[0], len(parts)
-    stored = options.stored(table, name, first.shape, degree)
-    if stored is None:
-        source.add(name, first.dtype, None, [(whole(first.shape), first)])
-        return
-    for index, part in enumerate(parts):
-        check_like(name, part, first, stored.local_shape(index, degree))
-    if stored.dim is None:
-        check_equal(name, parts)
-        degree = 1
-    pieces = [
-        (full, parts[index].part(local))
-        for index in range(degree)
-        for local, full in stored.boxes(index, degree)
-    ]
-    source.add(name, first.dtype, options.shard(table, name, stored.full_shape), pieces)
-
-
-def same_names(
-    files: Sequence[TorchFile], tensors: Sequence[Mapping[str, Stored]], where: str = ""
-) -> None:
-    """Raise `ParallelError` unless each file has the tensors that the first one has."""
-    first, wanted = files[0].path, tensors[0]
-    for file, found in zip(files, tensors, strict=True):
-        for name in [*wanted, *found]:
-            if name not in found:
-                what = f"no tensor {name}; expected one of shape {wanted[name].shape}"
-                what += f", as {first} has it"
-            elif name not in wanted:
-                what = f"a tensor {name} of shape {found[name].shape}; expected none"
-                what += f", as {first} has none"
-            else:
-                continue
-            raise ParallelError(f"{file.path}{where}: has {what} (files of different models?)")
-
-
-def check_equal(name: str, parts: Sequence[Stored]) -> None:
-    """Raise `ParallelError` unless files have the same tensor, bit for bit."""
-    first, *others = parts
-    for other in others:
-        check_like(name, other, first, first.shape)
-        for box in parts_of(whole(first.shape), first.dtype.itemsize):
-            here, there = (torch.empty(box.sizes, dtype=first.dtype) for _ in range(2))
-            first.read(box, here)
-            other.read(box, there)
-            # As bytes, in which NaNs are equal too.
-            if not torch.equal(*(one.view(-1).view(torch.uint8) for one in (here, there))):
-                raise ParallelError(
-                    f"{other.path}: tensor {name} of shape {first.shape} is not that of "
-                    f"{first.path}; expected the same values, to the last bit, in both files"
-                )
-
-
-def check_like(name: str, part: Stored, first: Stored, shape: tuple[int, ...]) -> None:
-    if (part.shape, part.dtype) != (shape, first.dtype):
-        raise ParallelError(
-            f"{part.path}: tensor {name} has shape {part.shape} and dtype {part.dtype}; expected "
-            f"{shape} and {first.dtype}, as {first.path} has it (files of different models, or of "
-            "different degrees?)"
-        )

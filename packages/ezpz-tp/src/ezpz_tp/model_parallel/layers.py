@@ -7,8 +7,5 @@ from ezpz_tp._embedding import ParallelEmbedding, VocabParallelEmbedding
 from ezpz_tp._linear import ColumnParallelLinear, RowParallelLinear
 
 __all__ = [
-    "ColumnParallelLinear",
-    "ParallelEmbedding",
-    "RowParallelLinear",
-    "VocabParallelEmbedding",
-]
+    "ColumnParallelLinear", "ParallelEmbedding", "RowParallelLinear", "VocabParallelEmbedding",
+]  # fmt: skip

@@ -3,28 +3,19 @@
 Source: facebookresearch/fairscale fairscale/nn/model_parallel/random.py, 2025-04-26.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from ezpz_tp._random import RngTracker, checkpoint_activations, get_rng_tracker, seed_as_megatron
 
 __all__ = [
-    "CudaRNGStatesTracker",
-    "checkpoint",
-    "get_cuda_rng_tracker",
-    "model_parallel_cuda_manual_seed",
-]
+    "CudaRNGStatesTracker", "checkpoint", "get_cuda_rng_tracker", "model_parallel_cuda_manual_seed",
+]  # fmt: skip
 
 Result = TypeVar("Result")
 
 CudaRNGStatesTracker = RngTracker
-
-
-def get_cuda_rng_tracker() -> RngTracker:
-    """See `ezpz_tp.get_rng_tracker`; it also tracks the CPU and other accelerators."""
-    return get_rng_tracker()
+get_cuda_rng_tracker = get_rng_tracker
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:

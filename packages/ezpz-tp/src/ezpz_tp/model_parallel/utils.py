@@ -11,8 +11,6 @@ from ezpz_tp._mappings import (
 )
 
 __all__ = [
-    "VocabUtility",
-    "divide_and_check_no_remainder",
-    "ensure_divisibility",
+    "VocabUtility", "divide_and_check_no_remainder", "ensure_divisibility",
     "split_tensor_along_last_dim",
-]
+]  # fmt: skip

@@ -16,14 +16,10 @@ from .mappings import (
 )
 
 __all__ = [
-    "InferenceColumnParallelLinear",
-    "InferenceLayerNormColumnParallelLinear",
-    "InferenceLinear",
-    "InferenceRowParallelLinear",
-    "inference_all_gather_from_tensor_model_parallel_region",
-    "inference_reduce_scatter_to_sequence_parallel_region",
-    "is_inference_column_parallel_linear",
-]
+    "InferenceColumnParallelLinear", "InferenceLayerNormColumnParallelLinear", "InferenceLinear",
+    "InferenceRowParallelLinear", "inference_all_gather_from_tensor_model_parallel_region",
+    "inference_reduce_scatter_to_sequence_parallel_region", "is_inference_column_parallel_linear",
+]  # fmt: skip
 
 
 class InferenceLinear(nn.Module):

@@ -41,18 +41,13 @@ from ezpz_tp._state import ParallelState
 from ezpz_tp.model_parallel_config import setting
 
 __all__ = [
-    "ColumnParallelLinear",
-    "RowParallelLinear",
-    "VocabParallelEmbedding",
-    "copy_gtp_attributes",
-    "copy_tensor_model_parallel_attributes",
-    "linear_with_frozen_weight",
-    "linear_with_grad_accumulation_and_async_allreduce",
-    "param_is_not_gtp_duplicate",
+    "ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding", "copy_gtp_attributes",
+    "copy_tensor_model_parallel_attributes", "linear_with_frozen_weight",
+    "linear_with_grad_accumulation_and_async_allreduce", "param_is_not_gtp_duplicate",
     "param_is_not_tensor_parallel_duplicate",
     "set_defaults_if_not_set_tensor_model_parallel_attributes",
     "set_tensor_model_parallel_attributes",
-]
+]  # fmt: skip
 
 
 # What a layer takes from Megatron-LM's configuration, and what it refuses.
@@ -62,30 +57,17 @@ _UNSUPPORTED = ("defer_embedding_wgrad_compute", "gradient_accumulation_fusion",
 
 @dataclass(frozen=True, slots=True)
 class LayerSettings:
-    """A layer's part of a configuration, resolved.
+    """A layer's part of a configuration, resolved."""
 
-    Args:
-        tp_group: The group to give to the layer; None is the default.
-        degree: Number of ranks that share the layer.
-        device: Where its parameters are made.
-        dtype: Of its parameters.
-        initialize: Whether its parameters are filled.
-        seed: Of its weight; None draws one.
-        sequence_parallel: As configured; at degree 1 too.
-        leaves_communication: The layer of an expert: its caller moves the tokens.
-        is_reduced_with_model: Its gradients are reduced as the rest of the model's, and not over
-            the expert-data group.
-    """
-
-    tp_group: ProcessGroup | None
-    degree: int
-    device: torch.device
+    tp_group: ProcessGroup | None  # to give to the layer; None is the default
+    degree: int  # ranks that share the layer
+    device: torch.device  # where its parameters are made
     dtype: torch.dtype
-    initialize: bool
-    seed: int | None
-    sequence_parallel: bool
-    leaves_communication: bool
-    is_reduced_with_model: bool
+    initialize: bool  # whether its parameters are filled
+    seed: int | None  # of its weight; None draws one
+    sequence_parallel: bool  # as configured; at degree 1 too
+    leaves_communication: bool  # the layer of an expert: its caller moves the tokens
+    is_reduced_with_model: bool  # its gradients, and not over the expert-data group
 
 
 def read_settings(
@@ -95,13 +77,16 @@ def read_settings(
     pg_collection: object = None,
     is_expert: bool = False,
 ) -> LayerSettings:
-    """Resolve a configuration for one layer. Collective for a layer of experts.
-
-    Raises:
-        DegreeError: The configuration names another degree than the group has.
-        NotImplementedError: It asks for what would change what a layer computes.
-    """
-    _refuse_settings(layer, config, pg_collection, is_expert)
+    """Resolve a configuration for one layer. Collective for a layer of experts."""
+    for name in _UNSUPPORTED:
+        refuse(layer, f"config.{name}", bool(setting(config, name)), False)
+    name = "expert_gtp_weight_remat_size" if is_expert else "gtp_weight_remat_size"
+    refuse(layer, f"config.{name}", setting(config, name), 1)
+    # Looked up in the instance, as in Megatron-LM: its collections answer to every name.
+    remat = getattr(pg_collection, "__dict__", {}).get(
+        "expt_gtp_remat" if is_expert else "gtp_remat"
+    )
+    refuse(layer, "size of pg_collection's gtp_remat group", remat.size() if remat else 1, 1)
     state = current_state()
     if tp_group is None and is_expert and state is not None:
         tp_group = _expert_group(state)
@@ -120,7 +105,7 @@ def read_settings(
         if initialize:
             # Experts must not start as copies of each other, and the default generator is the
             # same on all expert ranks.
-            seed = _expert_seed(agree_on_seed(None, group, device), index)
+            seed = (agree_on_seed(None, group, device) + index * 0x9E3779B97F4A7C15) % 2**63
     return LayerSettings(
         tp_group=tp_group,
         degree=degree,
@@ -150,17 +135,6 @@ def refuse(layer: str, what: str, value: object, *supported: object) -> None:
         )
 
 
-def _refuse_settings(layer: str, config: object, pg_collection: object, is_expert: bool) -> None:
-    for name in _UNSUPPORTED:
-        refuse(layer, f"config.{name}", bool(setting(config, name)), False)
-    name = "expert_gtp_weight_remat_size" if is_expert else "gtp_weight_remat_size"
-    refuse(layer, f"config.{name}", setting(config, name), 1)
-    # Looked up in the instance, as in Megatron-LM: its collections answer to every name.
-    groups = getattr(pg_collection, "__dict__", {})
-    group = groups.get("expt_gtp_remat" if is_expert else "gtp_remat")
-    refuse(layer, "size of pg_collection's gtp_remat group", group.size() if group else 1, 1)
-
-
 def _check_degree(layer: str, degree: int, wanted: int, is_expert: bool) -> None:
     # 1 is also what a configuration says whose author left the degree to the groups.
     if wanted not in {1, degree}:
@@ -181,10 +155,6 @@ def _expert_index(layer: str, state: ParallelState | None, wanted: int) -> int:
             "layers"
         )
     return state.index("expert")
-
-
-def _expert_seed(seed: int, index: int) -> int:
-    return (seed + index * 0x9E3779B97F4A7C15) % 2**63
 
 
 def _device(config: object, group: ProcessGroup | None) -> torch.device:
@@ -255,6 +225,10 @@ class ShardedStateDict:
 class ExtraState(ShardedStateDict):
     """A layer whose checkpoints have an empty ``_extra_state``, as Transformer Engine's do."""
 
+    input_size: int
+    output_size: int
+    is_expert: bool
+
     def get_extra_state(self) -> None:
         """Return None."""
 
@@ -264,16 +238,19 @@ class ExtraState(ShardedStateDict):
     def backward_dw(self) -> None:
         """Do nothing: gradients of weights are never delayed."""
 
+    def finish(self, settings: LayerSettings, is_expert: bool) -> None:
+        """Set Megatron-LM's attributes of a linear layer and of its parameters."""
+        assert isinstance(self, _layers.ShardedLinear)
+        self.input_size, self.output_size = self.in_features, self.out_features
+        self.is_expert = is_expert
+        for parameter in self.parameters():
+            parameter.allreduce = settings.is_reduced_with_model  # type: ignore[attr-defined]
+        # A checkpoint without it is loaded strictly, too: that of a plain layer.
+        self.register_load_state_dict_pre_hook(_add_extra_state)  # type: ignore[no-untyped-call]
 
-def allow_without_extra_state(module: nn.Module) -> None:
-    """Let a checkpoint without ``_extra_state`` be loaded strictly, as of a plain layer."""
-    module.register_load_state_dict_pre_hook(_add_extra_state)
 
-
-def _add_extra_state(
-    module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: object
-) -> None:
-    del module, rest
+def _add_extra_state(module: object, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
+    del module
     state_dict.setdefault(f"{prefix}_extra_state", None)
 
 
@@ -410,18 +387,9 @@ def linear_with_frozen_weight(
     because there is nothing to accumulate.
     """
     del gradient_accumulation_fusion
+    modes = False, allreduce_dgrad, sequence_parallel, grad_output_buffer, wgrad_deferral_limit
     return linear_with_grad_accumulation_and_async_allreduce(
-        input,
-        weight.detach(),
-        bias,
-        gradient_accumulation_fusion=False,
-        allreduce_dgrad=allreduce_dgrad,
-        sequence_parallel=sequence_parallel,
-        grad_output_buffer=grad_output_buffer,
-        wgrad_deferral_limit=wgrad_deferral_limit,
-        tp_group=tp_group,
-        gtp_remat_size=gtp_remat_size,
-        output_dtype=output_dtype,
+        input, weight.detach(), bias, *modes, tp_group, gtp_remat_size, output_dtype
     )
 
 
@@ -499,14 +467,12 @@ class ColumnParallelLinear(ExtraState, _layers.ColumnParallelLinear):
         # Known before the parameters are reset, at the end of the parent's constructor.
         self.config: Any = config
         self.initialize: bool = settings.initialize
+        kept = keep_master_weight_for_test and not skip_weight_param_allocation
+        how = bias, gather_output, init_method, stride, kept
         super().__init__(
             input_size,
             output_size,
-            bias,
-            gather_output,
-            init_method,
-            stride,
-            keep_master_weight_for_test and not skip_weight_param_allocation,
+            *how,
             sequence_parallel=settings.sequence_parallel and not settings.leaves_communication,
             skip_bias_add=skip_bias_add,
             tp_group=settings.tp_group,
@@ -521,17 +487,12 @@ class ColumnParallelLinear(ExtraState, _layers.ColumnParallelLinear):
                 here = nn.Parameter(torch.zeros_like(self.bias, device=settings.device))
                 copy_tensor_model_parallel_attributes(here, self.bias)
                 self.bias = here
-        self.input_size: int = input_size
-        self.output_size: int = output_size
+        self.finish(settings, is_expert)
         self.output_size_per_partition: int = output_size // self.tp_size
-        self.is_expert: bool = is_expert
         self.disable_grad_reduce: bool = disable_grad_reduce
         self.reduce_input_gradient: bool = not (
             disable_grad_reduce or settings.leaves_communication
         )
-        for parameter in self.parameters():
-            parameter.allreduce = settings.is_reduced_with_model  # type: ignore[attr-defined]
-        allow_without_extra_state(self)
 
     def reset_parameters(self) -> None:
         """Fill the parameters, if the configuration wants that."""
@@ -641,14 +602,11 @@ class RowParallelLinear(ExtraState, _layers.RowParallelLinear):
             )
         self.config: Any = config
         self.initialize: bool = settings.initialize
+        how = bias, input_is_parallel, init_method, stride, keep_master_weight_for_test
         super().__init__(
             input_size,
             output_size,
-            bias,
-            input_is_parallel,
-            init_method,
-            stride,
-            keep_master_weight_for_test,
+            *how,
             sequence_parallel=settings.sequence_parallel and not settings.leaves_communication,
             skip_bias_add=skip_bias_add,
             tp_group=settings.tp_group,
@@ -656,16 +614,11 @@ class RowParallelLinear(ExtraState, _layers.RowParallelLinear):
             device=settings.device,
             dtype=settings.dtype,
         )
-        self.input_size: int = input_size
-        self.output_size: int = output_size
+        self.finish(settings, is_expert)
         self.input_size_per_partition: int = input_size // self.tp_size
-        self.is_expert: bool = is_expert
         self.leaves_communication: bool = settings.leaves_communication
-        for parameter in self.parameters():
-            parameter.allreduce = settings.is_reduced_with_model  # type: ignore[attr-defined]
         if self.bias is not None:
             self.bias.sequence_parallel = settings.sequence_parallel  # type: ignore[attr-defined]
-        allow_without_extra_state(self)
 
     def forward(self, input_: Tensor) -> tuple[Tensor, nn.Parameter | None]:
         """Apply the layer; the input and output are those of `ezpz_tp.RowParallelLinear`.
@@ -715,15 +668,7 @@ def _initialize_affine_weight_cpu(
     del per_partition_size  # the weight has it
     if rank is None or world_size is None:
         rank, world_size = index_or_alone("tensor"), size_or_alone("tensor")
-    full = initialize_from_whole(
-        weight,
-        (output_size, input_size),
-        partition_dim,
-        rank,
-        world_size,
-        init_method,
-        stride=stride,
-        dtype=torch.float32,
-        device="cpu",
-    )
+    place = partition_dim, rank, world_size
+    options: Any = {"stride": stride, "dtype": torch.float32, "device": "cpu"}
+    full = initialize_from_whole(weight, (output_size, input_size), *place, init_method, **options)
     return full.to(params_dtype) if return_master_weight else None

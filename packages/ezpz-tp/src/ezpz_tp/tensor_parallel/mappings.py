@@ -6,6 +6,9 @@ Source: NVIDIA/Megatron-LM megatron/core/tensor_parallel/mappings.py, 2026-08-22
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Protocol
+
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -13,34 +16,39 @@ from torch.distributed import ProcessGroup
 from ezpz_tp import _mappings
 from ezpz_tp._current import tensor_group
 from ezpz_tp._errors import DegreeError, ParallelError
+from ezpz_tp._megatron import name_made
 
 
-def copy_to_tensor_model_parallel_region(
-    input_: Tensor, group: ProcessGroup | None = None
-) -> Tensor:
-    """See `ezpz_tp.copy_to_tensor_parallel_region`."""
-    return _mappings.copy_to_tensor_parallel_region(input_, group)
+class Region(Protocol):
+    """A region function whose group is called ``group``."""
+
+    def __call__(self, input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
+        """See `ezpz_tp`'s of the same name."""
 
 
-def reduce_from_tensor_model_parallel_region(
-    input_: Tensor, group: ProcessGroup | None = None
-) -> Tensor:
-    """See `ezpz_tp.reduce_from_tensor_parallel_region`."""
-    return _mappings.reduce_from_tensor_parallel_region(input_, group)
+def _of(region: Callable[[Tensor, ProcessGroup | None], Tensor]) -> Region:
+    """Return a region that calls its second argument ``group``."""
+
+    def called(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
+        return region(input_, group)
+
+    called.__doc__ = f"See `ezpz_tp.{getattr(region, '__name__', '')}`."
+    return called
 
 
-def scatter_to_tensor_model_parallel_region(
-    input_: Tensor, group: ProcessGroup | None = None
-) -> Tensor:
-    """See `ezpz_tp.scatter_to_tensor_parallel_region`."""
-    return _mappings.scatter_to_tensor_parallel_region(input_, group)
-
-
-def gather_from_tensor_model_parallel_region(
-    input_: Tensor, group: ProcessGroup | None = None
-) -> Tensor:
-    """See `ezpz_tp.gather_from_tensor_parallel_region`."""
-    return _mappings.gather_from_tensor_parallel_region(input_, group)
+copy_to_tensor_model_parallel_region: Region = _of(_mappings.copy_to_tensor_parallel_region)
+reduce_from_tensor_model_parallel_region: Region = _of(_mappings.reduce_from_tensor_parallel_region)
+scatter_to_tensor_model_parallel_region: Region = _of(_mappings.scatter_to_tensor_parallel_region)
+gather_from_tensor_model_parallel_region: Region = _of(_mappings.gather_from_tensor_parallel_region)
+all_gather_last_dim_from_tensor_parallel_region: Region = _of(
+    _mappings.all_gather_last_dim_from_tensor_parallel_region
+)
+reduce_scatter_last_dim_to_tensor_parallel_region: Region = _of(
+    _mappings.reduce_scatter_last_dim_to_tensor_parallel_region
+)
+all_to_all_sp2hp: Region = _of(_mappings.all_to_all_sp2hp)
+all_to_all_hp2sp: Region = _of(_mappings.all_to_all_hp2sp)
+name_made(globals())
 
 
 def scatter_to_sequence_parallel_region(
@@ -69,18 +77,18 @@ def gather_from_sequence_parallel_region(
     Raises:
         DegreeError: ``output_split_sizes`` are not those of this group or this input.
     """
-    _refuse_global_buffer("gather_from_sequence_parallel_region", use_global_buffer)
+    name = "gather_from_sequence_parallel_region"
+    _refuse_global_buffer(name, use_global_buffer)
     ranks = tensor_group(group)
     if ranks is None or output_split_sizes is None:
         return _mappings.gather_from_sequence_parallel_region(
             input_, tensor_parallel_output_grad, 0, group
         )
-    own = _own_size("gather_from_sequence_parallel_region", output_split_sizes, ranks)
+    own = _own_size(name, output_split_sizes, ranks)
     if input_.shape[0] != own:
         raise DegreeError(
-            f"gather_from_sequence_parallel_region: output_split_sizes {output_split_sizes} give "
-            f"rank {ranks.rank()} {own} rows, but its input {tuple(input_.shape)} has "
-            f"{input_.shape[0]}"
+            f"{name}: output_split_sizes {output_split_sizes} give rank {ranks.rank()} {own} rows, "
+            f"but its input {tuple(input_.shape)} has {input_.shape[0]}"
         )
     joined = _mappings.gather_from_sequence_parallel_region(
         _pad_rows(input_, max(output_split_sizes)), tensor_parallel_output_grad, 0, ranks
@@ -107,34 +115,20 @@ def reduce_scatter_to_sequence_parallel_region(
         DegreeError: The degree does not divide the rows, or ``input_split_sizes`` are not those
             of this group or this input.
     """
-    _refuse_global_buffer("reduce_scatter_to_sequence_parallel_region", use_global_buffer)
+    name = "reduce_scatter_to_sequence_parallel_region"
+    _refuse_global_buffer(name, use_global_buffer)
     ranks = tensor_group(group)
     if ranks is None or input_split_sizes is None:
         return _mappings.reduce_scatter_to_sequence_parallel_region(input_, 0, group)
-    own = _own_size("reduce_scatter_to_sequence_parallel_region", input_split_sizes, ranks)
+    own = _own_size(name, input_split_sizes, ranks)
     if input_.shape[0] != sum(input_split_sizes):
         raise DegreeError(
-            f"reduce_scatter_to_sequence_parallel_region: input_split_sizes {input_split_sizes} "
-            f"add up to {sum(input_split_sizes)}, but the input {tuple(input_.shape)} has "
-            f"{input_.shape[0]} rows"
+            f"{name}: input_split_sizes {input_split_sizes} add up to {sum(input_split_sizes)}, "
+            f"but the input {tuple(input_.shape)} has {input_.shape[0]} rows"
         )
     longest = max(input_split_sizes)
     padded = torch.cat([_pad_rows(part, longest) for part in input_.split(input_split_sizes)])
     return _mappings.reduce_scatter_to_sequence_parallel_region(padded, 0, ranks)[:own]
-
-
-def all_gather_last_dim_from_tensor_parallel_region(
-    input_: Tensor, group: ProcessGroup | None = None
-) -> Tensor:
-    """See `ezpz_tp.all_gather_last_dim_from_tensor_parallel_region`."""
-    return _mappings.all_gather_last_dim_from_tensor_parallel_region(input_, group)
-
-
-def reduce_scatter_last_dim_to_tensor_parallel_region(
-    input_: Tensor, group: ProcessGroup | None = None
-) -> Tensor:
-    """See `ezpz_tp.reduce_scatter_last_dim_to_tensor_parallel_region`."""
-    return _mappings.reduce_scatter_last_dim_to_tensor_parallel_region(input_, group)
 
 
 def all_to_all(
@@ -160,16 +154,6 @@ def all_to_all(
     if group is None:
         raise ParallelError("all_to_all: group is None; expected the group to exchange within")
     return _mappings.all_to_all(input_, output_split_sizes_, input_split_sizes, group=group)
-
-
-def all_to_all_sp2hp(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """See `ezpz_tp.all_to_all_sp2hp`."""
-    return _mappings.all_to_all_sp2hp(input_, group)
-
-
-def all_to_all_hp2sp(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """See `ezpz_tp.all_to_all_hp2sp`."""
-    return _mappings.all_to_all_hp2sp(input_, group)
 
 
 def _own_size(region: str, sizes: list[int], group: ProcessGroup) -> int:

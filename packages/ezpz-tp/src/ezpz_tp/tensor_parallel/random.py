@@ -27,21 +27,12 @@ from ezpz_tp._random import (
 from .layers import refuse
 
 __all__ = [
-    "CheckpointWithoutOutput",
-    "CheckpointWithoutOutputManager",
-    "CudaRNGStatesTracker",
-    "checkpoint",
-    "convert_cuda_rng_state",
-    "get_all_rng_states",
-    "get_cuda_rng_tracker",
-    "get_data_parallel_rng_tracker_name",
-    "get_expert_parallel_rng_tracker_name",
-    "get_gtp_remat_rng_tracker_name",
-    "initialize_rng_tracker",
-    "is_checkpointing",
-    "is_graph_safe_cuda_rng_tracker",
-    "model_parallel_cuda_manual_seed",
-]
+    "CheckpointWithoutOutput", "CheckpointWithoutOutputManager", "CudaRNGStatesTracker",
+    "checkpoint", "convert_cuda_rng_state", "get_all_rng_states", "get_cuda_rng_tracker",
+    "get_data_parallel_rng_tracker_name", "get_expert_parallel_rng_tracker_name",
+    "get_gtp_remat_rng_tracker_name", "initialize_rng_tracker", "is_checkpointing",
+    "is_graph_safe_cuda_rng_tracker", "model_parallel_cuda_manual_seed",
+]  # fmt: skip
 
 
 class CudaRNGStatesTracker(RngTracker):
@@ -74,9 +65,8 @@ def initialize_rng_tracker(
         use_cudagraphable_rng: Only False.
         force_reset: Forget its streams.
     """
-    _refuse(
-        "initialize_rng_tracker", use_te_rng_tracker, inference_rng_tracker, use_cudagraphable_rng
-    )
+    flags = use_te_rng_tracker, inference_rng_tracker, use_cudagraphable_rng
+    _refuse("initialize_rng_tracker", *flags)
     if force_reset:
         get_rng_tracker().reset()
 
@@ -87,9 +77,8 @@ def get_cuda_rng_tracker(
     use_cudagraphable_rng: bool = False,
 ) -> RngTracker:
     """See `ezpz_tp.get_rng_tracker`. The arguments are only False."""
-    _refuse(
-        "get_cuda_rng_tracker", use_te_rng_tracker, inference_rng_tracker, use_cudagraphable_rng
-    )
+    flags = use_te_rng_tracker, inference_rng_tracker, use_cudagraphable_rng
+    _refuse("get_cuda_rng_tracker", *flags)
     return get_rng_tracker()
 
 

@@ -14,10 +14,6 @@ from ezpz_tp._mappings import (
 from ezpz_tp._mappings import divide_and_check_no_remainder as divide
 
 __all__ = [
-    "VocabUtility",
-    "divide",
-    "ensure_divisibility",
-    "gather_split_1d_tensor",
-    "split_tensor_along_last_dim",
-    "split_tensor_into_1d_equal_chunks",
-]
+    "VocabUtility", "divide", "ensure_divisibility", "gather_split_1d_tensor",
+    "split_tensor_along_last_dim", "split_tensor_into_1d_equal_chunks",
+]  # fmt: skip

@@ -177,15 +177,8 @@ def assert_matches_unsharded(
     whole = _Whole(build_unsharded(), inputs, seed, density, integers=tolerance is None)
     counts: Counter[str] = Counter()
     for degree in degrees:
-        task = _Task(
-            build_parallel,
-            whole.parameters,
-            whole.inputs,
-            whole.incoming,
-            dict(names or {}),
-            split_inputs,
-            split_outputs,
-        )
+        given = whole.parameters, whole.inputs, whole.incoming, dict(names or {})
+        task = _Task(build_parallel, *given, split_inputs, split_outputs)
         ranks = run_ranks(_on_rank, degree, task, in_processes=in_processes, timeout=timeout)
         for rank, (parts, _) in enumerate(ranks):
             if missing := whole.values.keys() - parts.keys():
@@ -241,9 +234,7 @@ class _Whole:
             for n, value in enumerate(inputs)
         )
         outputs, given = _forward(module, self.inputs)
-        self.incoming = [
-            self._numbers(f"incoming {n}", output, 0.5) for n, output in enumerate(outputs)
-        ]
+        self.incoming = [self._numbers(f"incoming {n}", o, 0.5) for n, o in enumerate(outputs)]
         _backward(outputs, self.incoming)
         self.values = {f"output {n}": output.detach() for n, output in enumerate(outputs)}
         self.values |= _input_gradients(given)
@@ -325,18 +316,15 @@ def _on_rank(task: _Task) -> tuple[dict[str, Part], Counter[str]]:
         _backward(outputs, incoming)
     finalize_grads(module)
 
-    def part(value: Tensor, dim: int | None, stride: int | tuple[int, ...] = 1) -> Part:
-        return Part(value, dim, stride, index)
-
     parts = {
-        f"output {n}": part(value.detach(), task.split_outputs) for n, value in enumerate(outputs)
+        f"output {n}": Part(value.detach(), task.split_outputs, 1, index)
+        for n, value in enumerate(outputs)
     }
     for name, value in _input_gradients(given).items():
-        parts[name] = part(value, task.split_inputs)
+        parts[name] = Part(value, task.split_inputs, 1, index)
     for name, parameter in module.named_parameters():
-        found = gradient(parameter)
-        if found is not None:
-            parts[f"gradient of {owners[name]}"] = part(found, *_partition(parameter))
+        if (found := gradient(parameter)) is not None:
+            parts[f"gradient of {owners[name]}"] = Part(found, *_partition(parameter), index)
     return parts, counts
 
 
@@ -347,8 +335,9 @@ def _forward(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[list[Tensor], 
         for n, value in enumerate(inputs)
         if _is_float(value)
     }
-    output = module(*(given.get(n, value) for n, value in enumerate(inputs)))
-    return [leaf for leaf in tree_leaves(output) if _is_output(leaf)], given
+    leaves = tree_leaves(module(*(given.get(n, value) for n, value in enumerate(inputs))))
+    # A bias that is handed on (skip_bias_add) is compared as the parameter that it is.
+    return [o for o in leaves if isinstance(o, Tensor) and not isinstance(o, nn.Parameter)], given
 
 
 def _backward(outputs: list[Tensor], incoming: list[Tensor]) -> None:
@@ -375,8 +364,3 @@ def _is_tensor(value: object) -> bool:
 
 def _is_float(value: object) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
-
-
-def _is_output(leaf: object) -> bool:
-    # A bias that is handed on (skip_bias_add) is a parameter, whose part of it is compared as such.
-    return isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter)

@@ -92,9 +92,8 @@ _made: set[str] = set()
 def make_operations() -> None:
     """Make the Python object of every operation that torch knows by now. Call it before threads."""
     # torch makes them when a dispatch mode first sees an operation, and lets C++ refer to them
-    # without owning them. Two threads that meet there make two: the second takes the first one's
-    # place in ``torch.ops``, and the C++ side may be left with the one that is freed (seen in torch
-    # 2.13, in ``OpOverloadPacket.__getattr__``: wrong objects, then a crash). Takes 0.2 s once.
+    # without owning them. Of two that two threads make at once, C++ may be left with the one that
+    # is freed (torch 2.13, ``OpOverloadPacket.__getattr__``: a crash). Takes 0.2 s once.
     names = set(torch._C._dispatch_get_all_op_names())  # noqa: SLF001 - nothing public lists them
     for full_name in names - _made:
         space, _, rest = full_name.partition("::")
@@ -161,16 +160,15 @@ def name_of(operation: str) -> str | None:
 
 Result = TypeVar("Result")
 
+Also = tuple[tuple[str, ...], ...] | None
+"""Axes whose groups are made besides those of one axis; None for no groups at all."""
+
 _AFTER_A_FAILURE = 5.0
 """Seconds in which the ranks beside one that failed notice that it is gone."""
 
 
 def run_in_threads(
-    function: Callable[..., Result],
-    layout: RankLayout,
-    args: tuple[Any, ...],
-    also: tuple[tuple[str, ...], ...] | None,
-    timeout: float,
+    function: Callable[..., Result], layout: RankLayout, args: Any, also: Also, timeout: float
 ) -> list[Result]:
     make_operations()
     threads = torch.get_num_threads()
@@ -186,8 +184,8 @@ class _Run:
         self,
         function: Callable[..., Any],
         layout: RankLayout,
-        args: tuple[Any, ...],
-        also: tuple[tuple[str, ...], ...] | None,
+        args: Any,
+        also: Also,
         timeout: float,
     ) -> None:
         self.function, self.args = function, args
@@ -259,10 +257,7 @@ class _Run:
             if self.layout.degree(axes) > 1:
                 groups[axes] = self._group(axes, rank)
         state = ParallelState.from_groups(
-            tensor=groups.get(("tensor",)),
-            context=groups.get(("context",)),
-            data=groups.get(("data",)),
-            pipeline=groups.get(("pipeline",)),
+            **{axis: groups.get((axis,)) for axis in AXES},
             also={axes: group for axes, group in groups.items() if len(axes) > 1},
             layout=self.layout,
             rank=rank,
@@ -306,22 +301,15 @@ class Job:
     rank: int
     layout: RankLayout
     place: str  # begins the path of each file of this call
-    also: tuple[tuple[str, ...], ...] | None
+    also: Also
     timeout: float
     path: tuple[str, ...]
     modules: tuple[tuple[str, str], ...]
     payload: bytes
 
-    def read_stack(self) -> str:
-        """Where the rank stood shortly before its time was over."""
-        try:
-            return self.stack_file.read_text()
-        except OSError:
-            return "(unknown)\n"
-
     @property
     def stack_file(self) -> Path:
-        """The file that faulthandler writes to."""
+        """The file that faulthandler writes to, shortly before the job's time is over."""
         return Path(f"{self.place}.stack{self.rank}")
 
 
@@ -357,7 +345,10 @@ def _run(job: Job, connection: Connection) -> None:
         # The groups stay until all ranks are done, or the parent is gone: peers may still read.
         connection.recv()
     finally:
-        _clear()
+        # Nothing of a job is left; and closed groups tell waiting peers of a failure.
+        destroy_tensor_parallel()
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def _result_of(job: Job) -> bytes:
@@ -383,8 +374,12 @@ def _result_of(job: Job) -> bytes:
         )
     # A rank that fails closes its connections: not while its peers are still making theirs.
     dist.barrier()
-    with _stack_before(job):
-        result = function(*args)
+    with job.stack_file.open("w") as stack:
+        faulthandler.dump_traceback_later(job.timeout * 0.9, file=stack)
+        try:
+            result = function(*args)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
     try:
         return pickle.dumps(result)
     except (pickle.PicklingError, TypeError, AttributeError) as error:
@@ -392,17 +387,6 @@ def _result_of(job: Job) -> bytes:
             f"{function!r} returned {type(result).__name__}, which does not pickle: {error}; "
             "return plain values and tensors"
         ) from error
-
-
-@contextlib.contextmanager
-def _stack_before(job: Job) -> Iterator[None]:
-    """Write down where this process stands just before its time is over."""
-    with job.stack_file.open("w") as file:
-        faulthandler.dump_traceback_later(job.timeout * 0.9, file=file)
-        try:
-            yield
-        finally:
-            faulthandler.cancel_dump_traceback_later()
 
 
 def _failure(rank: int, error: BaseException) -> Report:
@@ -413,13 +397,6 @@ def _failure(rank: int, error: BaseException) -> Report:
     except Exception:  # noqa: BLE001 - an exception's own pickling may raise anything
         pickled = pickle.dumps(RankError(f"{type(error).__name__}: {error}"))
     return Report(rank, when, error=pickled, text=text)
-
-
-def _clear() -> None:
-    """Leave nothing of a job: closing its groups also tells waiting peers of a failure."""
-    destroy_tensor_parallel()
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def _load(name: str, file: str) -> None:
@@ -456,11 +433,7 @@ _AFTERMATH = 2.0
 
 
 def run_in_processes(
-    function: Callable[..., Result],
-    layout: RankLayout,
-    args: tuple[Any, ...],
-    also: tuple[tuple[str, ...], ...] | None,
-    timeout: float,
+    function: Callable[..., Result], layout: RankLayout, args: Any, also: Also, timeout: float
 ) -> list[Result]:
     try:
         payload, modules = _pickled((function, args))
@@ -513,7 +486,8 @@ def _collect(workers: list[_Worker], jobs: list[Job], timeout: float) -> list[Re
         first = min((r for r in reports.values() if r.error is not None), key=lambda r: r.when)
         raise _unpack(first, world_size)
     if running:
-        stacks = {rank: jobs[rank].read_stack() for rank in sorted(running.values())}
+        files = {rank: jobs[rank].stack_file for rank in sorted(running.values())}
+        stacks = {r: f.read_text() if f.exists() else "(unknown)\n" for r, f in files.items()}
         raise not_in_time(timeout, world_size, stacks)
     return [reports[rank] for rank in range(world_size)]
 

@@ -1,6 +1,7 @@
 """Report what ezpz_topo says of this process, its job and its hosts into a directory.
 
 usage: say_topology.py DIRECTORY [--ask] [--job-of NODE]... [--hostfile] [--no-scontrol] [--mpi]
+                                 [--torch SECONDS]
 
 Errors are reported as text. What scontrol says of the same is reported with it; its times are
 seconds since 1970, so no time zone is involved.
@@ -26,6 +27,7 @@ parser.add_argument("--job-of", action="append", default=[], metavar="NODE")
 parser.add_argument("--hostfile", action="store_true", help="have a hostfile written")
 parser.add_argument("--no-scontrol", action="store_true", help="start no command ourselves")
 parser.add_argument("--mpi", action="store_true", help="also what MPI itself says")
+parser.add_argument("--torch", type=float, help="also set up, waiting so many seconds")
 args = parser.parse_args()
 
 
@@ -76,13 +78,21 @@ def facts_of(job_id):
     return {"job": hostnames(nodelists), "end": ends[0][1] if ends and ends[0] else None}
 
 
+def by_mpi():
+    from mpi4py import MPI
+
+    world, node = MPI.COMM_WORLD, MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
+    return [world.rank, world.size, node.rank, node.size, MPI.Get_processor_name()]
+
+
 topology = answer(lambda: ezpz_topo.detect(ask=args.ask or None))
 rank = answer(ezpz_topo.get_rank_info)
-known = not isinstance(rank, str)
+known, looked = not isinstance(rank, str), not isinstance(topology, str)
 said = {
     "rank": rank.rank if known else -1,
     "rank_info": asdict(rank) if known else rank,
-    "allocation": topology if isinstance(topology, str) else as_said(topology.allocation),
+    "allocation": as_said(topology.allocation) if looked else topology,
+    "explained": {row[0]: row[1:] for row in topology.explain()} if looked else topology,
     "hostname": ezpz_topo.get_hostname(),
     "num_nodes": answer(ezpz_topo.get_num_nodes),
     "node_index": answer(ezpz_topo.get_node_index),
@@ -98,11 +108,13 @@ said = {
     },
     # Memory of the largest child that has ended: 0 where there was none.
     "started_commands": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss > 0,
+    "mpi": by_mpi() if args.mpi else None,
 }
-if args.mpi:
-    from mpi4py import MPI
+if args.torch:
+    import ezpz_dist
 
-    said["mpi"] = [MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size]
+    ezpz_dist.setup_torch(timeout=args.torch)
+    ezpz_dist.cleanup()
 if not args.no_scontrol:
     found = [job["job_id"] for job in said["job_of"].values() if isinstance(job, dict)]
     job_id = os.environ.get("SLURM_JOB_ID") or next(iter(found), None)

@@ -1,0 +1,50 @@
+"""The pages on machines and layouts: examples work, keys, tables and pictures are what is there."""
+
+import re
+import warnings
+from dataclasses import fields
+from pathlib import Path
+
+from ezpz_topo import Machine, get_machine_info, known_machines
+
+DOCS = Path(__file__).parents[2] / "docs"
+MACHINES = (DOCS / "machines.md").read_text(encoding="utf-8")
+LAYOUTS = (DOCS / "layouts.md").read_text(encoding="utf-8")
+
+
+def test_the_example_is_a_machine(tmp_path):
+    (example,) = re.findall(r"```toml\n(.*?)```", MACHINES, re.DOTALL)[:1]
+    (tmp_path / "utopia.toml").write_text(example, encoding="utf-8")
+    env = {"EZPZ_MACHINES": str(tmp_path)}
+    assert get_machine_info({**env, "NOWHERE_SYSTEM": "utopia"}, hostname="x").name == "utopia"
+    for hostname in ("utopia7", "x.utopia.example.org"):
+        assert get_machine_info(env, hostname=hostname).name == "utopia"
+
+
+def test_every_key_and_machine_is_explained():
+    named = set(re.findall(r"`\[?([a-z_-]+)", MACHINES))
+    own = {"name", "path", "matched_by", "notes"}
+    assert {field.name for field in fields(Machine)} - own <= named
+    assert set(known_machines({})) <= named
+
+
+def test_the_table_of_layouts_is_the_zoo_and_the_pictures_are_drawn_so():
+    from ezpz_tp import RankLayout, describe, layouts  # torch takes seconds of each worker
+
+    rows = re.findall(r"^\| `(.*?)` \| (.*?) \| (.*?) \|$", LAYOUTS, re.MULTILINE)
+    assert [name for name, _, _ in rows] == list(layouts.names())
+    for name, mesh, when in rows:
+        axes = mesh.split(", ")
+        layout = layouts.named(name, 2 ** len(axes), **dict.fromkeys(axes, 2))
+        assert [axis for axis, _ in layout.mesh_axes()] == axes
+        assert layout.when == when
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        drawn = {
+            "layouts-nodes.svg": describe(RankLayout(16, 2, 2), ranks_per_node=8).svg(),
+            "layouts-crossing.svg": describe(RankLayout(16, 4), ranks_per_node=[6, 6, 4]).svg(),
+        }
+    assert set(re.findall(r"\]\((.*?\.svg)\)", LAYOUTS)) == set(drawn)
+    for name, svg in drawn.items():
+        assert (DOCS / name).read_text(encoding="utf-8") == svg
+        assert len(svg) < 8 * 1024
