@@ -90,7 +90,9 @@ def attach(module: str) -> "tuple[Callable[[str], object], Callable[[], list[str
     """
     homes: dict[str, tuple[str, str]] = {}
 
-    def names() -> "dict[str, tuple[str, str]]":
+    def get(name: str) -> object:
+        from importlib import import_module  # noqa: PLC0415  # importing a package loads nothing
+
         if not homes:
             spec = sys.modules[module].__spec__
             source = spec.loader.get_data(spec.origin)  # type: ignore[union-attr]  # it has a file
@@ -98,14 +100,9 @@ def attach(module: str) -> "tuple[Callable[[str], object], Callable[[], list[str
                 words = line.split()
                 if words[:5:2] == ["from", "import", "as"]:
                     homes[words[5]] = (words[1], words[3])
-        return homes
-
-    def get(name: str) -> object:
-        from importlib import import_module  # noqa: PLC0415  # importing a package loads nothing
-
         if name == "__all__":
-            return sorted(names())
-        if name not in names():
+            return sorted(homes)
+        if name not in homes:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         home, there = homes[name]
         if home == ".":
@@ -114,7 +111,11 @@ def attach(module: str) -> "tuple[Callable[[str], object], Callable[[], list[str
         setattr(sys.modules[module], name, value)
         return value
 
-    return get, lambda: sorted({*vars(sys.modules[module]), *names()})
+    def listed() -> list[str]:
+        get("__all__")
+        return sorted({*vars(sys.modules[module]), *homes})
+
+    return get, listed
 
 
 if not TYPE_CHECKING:

@@ -179,7 +179,11 @@ def get_accelerators(
             a device twice, or ``ZE_AFFINITY_MASK`` does not parse or fit the hierarchy.
     """
     env = os.environ if env is None else env
-    wanted = _wanted(env)
+    wanted = env.get("TORCH_DEVICE", "").partition(":")[0]
+    if wanted and wanted not in DEVICE_TYPES:
+        raise InvalidVariableError(
+            f"TORCH_DEVICE={env['TORCH_DEVICE']!r}; expected one of {', '.join(DEVICE_TYPES)}"
+        )
     if wanted == "cpu":
         return Accelerators("cpu", 0, "TORCH_DEVICE=cpu")
     # Level Zero shows tiles as devices, its default since late 2023 (Intel, "Flattening GPU tile
@@ -193,9 +197,7 @@ def get_accelerators(
         hosts += [Shown(vendor, _DEVICE_TYPE_OF[vendor], None, "") for vendor in vendors]
         tools = False
     none, usable = [], set()
-    for host in hosts:
-        if wanted not in ("", host.device_type):
-            continue
+    for host in [each for each in hosts if wanted in ("", each.device_type)]:
         counted = _counted(host, env, root, flat, tools)
         if counted.count != 0:
             usable.add(host.vendor)
@@ -205,25 +207,14 @@ def get_accelerators(
         none.append(found)
     none += _leftovers(env, usable, wanted)
     notes = tuple(dict.fromkeys(note for each in none for note in each.notes))
-    told = next((each.source for each in none if each.source), "")
-    if told:
+    if told := next((each.source for each in none if each.source), ""):
         return Accelerators("cpu", 0, told, notes)
     if fallback is not None and wanted in ("", fallback[0]):
         return Accelerators(*fallback, notes=(*notes, "this host shows no accelerator of its own"))
+    why = "no accelerator found in /dev, /sys or a visible-devices variable"
     if wanted:
         why = f"TORCH_DEVICE={wanted}, and none can be counted here"
-        return Accelerators(wanted, 0, why, notes)
-    nothing = "no accelerator found in /dev, /sys or a visible-devices variable"
-    return Accelerators("cpu", 0, nothing, notes)
-
-
-def _wanted(env: Mapping[str, str]) -> str:
-    wanted = env.get("TORCH_DEVICE", "").partition(":")[0]
-    if wanted and wanted not in DEVICE_TYPES:
-        raise InvalidVariableError(
-            f"TORCH_DEVICE={env['TORCH_DEVICE']!r}; expected one of {', '.join(DEVICE_TYPES)}"
-        )
-    return wanted
+    return Accelerators(wanted or "cpu", 0, why, notes)
 
 
 def _counted(host: Shown, env: Mapping[str, str], root: str, flat: bool, tools: bool) -> Shown:

@@ -136,18 +136,18 @@ def get_machine_info(
         names = ", ".join(sorted(files))
         raise MachineError(f"EZPZ_MACHINE={name!r}; expected one of {names}; or add that file")
     if name:
-        machine, why = _read_machine(name.lower(), files), f"EZPZ_MACHINE={name}"
+        machine, why = _read_machine(files[name.lower()]), f"EZPZ_MACHINE={name}"
         odd = _why_odd(machine, scheduler)
         return replace(machine, matched_by=why, notes=(f"{why}, but {odd}",) if odd else ())
     hostname = get_hostname() if hostname is None else hostname
     found: list[tuple[int, str, Machine]] = []
     notes: list[str] = []
     for name, path in files.items():
-        reader = _Reader(path, _read_document(path))
-        standing, why, against = _match(reader.rules(), env, hostname)
+        rules = _Reader(path, _read_document(path)).rules()
+        standing, why, against = _match(rules, env, hostname)
         if not standing:
             continue
-        machine = _machine_of(name, reader)
+        machine = _read_machine(path)
         against = _why_odd(machine, scheduler) or against
         if against:
             notes.append(f"{why} set aside for {name}: {against}")
@@ -162,7 +162,7 @@ def get_machine_info(
         both = ", ".join(f"{machine.name} ({why})" for why, machine in first)
         notes.append(f"{both}: cannot tell which; set EZPZ_MACHINE to the right one")
     job = {"slurm": "SLURM_JOB_ID is set", "pbs": "PBS_JOBID is set"}.get(scheduler, "no job")
-    machine = _read_machine(GENERIC.get(scheduler, "workstation"), files)
+    machine = _read_machine(files[GENERIC.get(scheduler, "workstation")])
     return replace(machine, matched_by=f"no known machine matched; {job}", notes=tuple(notes))
 
 
@@ -174,7 +174,7 @@ def get_machine(env: Mapping[str, str] | None = None) -> str:
 def known_machines(env: Mapping[str, str] | None = None) -> dict[str, Machine]:
     """Read every machine file; return the machines by name. Raises MachineError for a wrong one."""
     files = _machine_files(os.environ if env is None else env)
-    return {name: _read_machine(name, files) for name in sorted(files)}
+    return {name: _read_machine(files[name]) for name in sorted(files)}
 
 
 def _why_odd(machine: Machine, scheduler: str) -> str:
@@ -244,11 +244,8 @@ _MAX_BYTES = 1 << 20
 _KEYS = [each.name for each in fields(Machine) if each.compare and each.name != "name"]
 
 
-def _read_machine(name: str, files: Mapping[str, str]) -> Machine:
-    return _machine_of(name, _Reader(files[name], _read_document(files[name])))
-
-
-def _machine_of(name: str, reader: _Reader) -> Machine:
+def _read_machine(path: str) -> Machine:
+    reader = _Reader(path, _read_document(path))
     reader.only([*_KEYS, "match"])
     devices = reader.count("devices_per_node")
     device_type = reader.text("device_type", DEVICE_TYPES)
@@ -274,7 +271,8 @@ def _machine_of(name: str, reader: _Reader) -> Machine:
         option = table.facts(Option)
         option["cpu_bind"] = table.text("cpu_bind", (*binds, "none"))
         facts["options"][key] = Option(**option)
-    return Machine(name=name, cpu_bind=binds, path=reader.path, **facts)
+    name = os.path.basename(path).removesuffix(".toml")
+    return Machine(name=name, cpu_bind=binds, path=path, **facts)
 
 
 def _machine_files(env: Mapping[str, str]) -> dict[str, str]:

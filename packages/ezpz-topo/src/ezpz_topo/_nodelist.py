@@ -30,7 +30,8 @@ def short_name(host: str) -> str:
     >>> short_name("x1n0.hsn.example"), short_name("10.0.0.1"), short_name("fe80::1")
     ('x1n0', '10.0.0.1', 'fe80::1')
     """
-    return host if ":" in host or _is_numeric(host) else host.partition(".")[0]
+    is_address = ":" in host or host.replace(".", "").isdigit()
+    return host if is_address else host.partition(".")[0]
 
 
 def same_host(a: str, b: str) -> bool:
@@ -64,15 +65,11 @@ def is_host(text: str) -> bool:
     """Return whether this is a host's name, an IPv4 or an IPv6 address (without brackets)."""
     if ":" in text:
         return _ipv6(text) is not None
-    if _is_numeric(text):
+    if text.replace(".", "").isdigit():
         # The resolver would take "12" for 0.0.0.12; "010" is 8 to some and 10 to others.
         octets = text.split(".")
         return len(octets) == 4 and all(octet in _OCTETS for octet in octets)
     return len(text) <= _MAX_NAME and re.fullmatch(_NAME, text) is not None
-
-
-def _is_numeric(host: str) -> bool:
-    return host.replace(".", "").isdigit()
 
 
 def _ipv6(text: str) -> str | None:
