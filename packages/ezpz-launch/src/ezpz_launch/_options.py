@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any, NamedTuple
 
 from ._errors import UsageError
@@ -107,17 +108,12 @@ def _row(what: str, value: str = "", *, name: str = "", default: Any = "", **mor
     return field(default=default, metadata={"row": Option(name, what, value, **more)})
 
 
-def _count(what: str, of: str, **more: Any) -> Any:
-    more |= {"read": _number, "check": lambda n: n >= 1, "expected": f"at least 1 {of}"}
-    return _row(what, "N", default=None, **more)
-
-
-def _time(what: str, label: str, default: float = 0.0) -> Any:
-    return _row(
-        what, "TIME", default=default, read=_seconds, says=(label, "{0:g} s"),
-        # Not "< 0": a NaN is no time either.
-        check=lambda seconds: 0 <= seconds < float("inf"), expected="0 seconds or more",
-    )  # fmt: skip
+_count = partial(_row, value="N", default=None, read=_number, check=lambda n: n >= 1)
+_time = partial(
+    _row, value="TIME", default=0.0, read=_seconds, expected="0 seconds or more",
+    # Not "< 0": a NaN is no time either.
+    check=lambda seconds: 0 <= seconds < float("inf"),
+)  # fmt: skip
 
 
 def _is_pair(pair: str) -> bool:
@@ -153,11 +149,12 @@ class Request:
     command: tuple[str, ...]
     # fmt: off
     nproc: int | None = _count("ranks in all; default: one a device, else one per two cores",
-        "rank", short="n", habits="-np --np --ntasks")
-    ppn: int | None = _count("ranks on each host; default: one a device", "rank",
+        expected="at least 1 rank", short="n", habits="-np --np --ntasks")
+    ppn: int | None = _count("ranks on each host; default: one a device",
+        expected="at least 1 rank",
         habits="-ppn -npernode --npernode --nproc-per-node --nproc_per_node --ntasks-per-node")
     nodes: int | None = _count("use the first N hosts; default: all of the job",
-        "host", short="N", habits="--nnodes")
+        expected="at least 1 host", short="N", habits="--nnodes")
     hostfile: str = _row("the hosts to use, one a line; default: the job's",
         "FILE", habits="-f --machinefile")
     include: str = _row("use these hosts only, such as nid[001-004]", "LIST")
@@ -182,9 +179,11 @@ class Request:
     prefix: bool = _row("begin each line of output with [rank@host]", default=False,
         says=("lines begin with", "[rank@host]"))
     idle_timeout: float = _time("end a launch that is silent for so long: 600, 10m",
-        "hung when silent")
-    grace: float = _time("from SIGTERM to SIGKILL; default: 7 seconds", "SIGTERM to SIGKILL", GRACE)
-    signal_before: float = _time("send SIGUSR1 so long before the job's end", "SIGUSR1 before end")
+        says=("hung when silent", "{0:g} s"))
+    grace: float = _time("from SIGTERM to SIGKILL; default: 7 seconds", default=GRACE,
+        says=("SIGTERM to SIGKILL", "{0:g} s"))
+    signal_before: float = _time("send SIGUSR1 so long before the job's end",
+        says=("SIGUSR1 before end", "{0:g} s"))
     retries: int = _row("start again after a failure, up to N times", "N", default=0, read=_number,
         check=lambda n: n >= 0, expected="0 or more", says=("retries", "up to {0}"))
     nested: bool = _row("allow a launch inside a rank of another", default=False,
