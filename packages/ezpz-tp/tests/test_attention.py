@@ -1,21 +1,21 @@
 """Ring, Ulysses and unified attention against full attention; what they compute, send and hold."""
 
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from on_ranks import all_raise, on_ranks
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, scaled_dot_product_attention
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import ezpz_tp as tp
+from ezpz_tp import _ring
 from ezpz_tp.testing import counting, run_ranks
 
 
@@ -174,6 +174,20 @@ def test_fewer_digits(kind, dtype, limit):
     assert worst_of(kind, case, 2, 2) < max(limit, 2 * worst_of(kind, case))
 
 
+@pytest.mark.parametrize(
+    ("dtype", "limit"),
+    [(torch.float64, 1e-12), (torch.float32, 2e-5), (torch.bfloat16, 0.05), (torch.float16, 0.01)],
+)
+def test_blocks_without_a_kernel_of_torchs_are_computed_in_pieces(dtype, limit, monkeypatch):
+    assert (
+        _ring._kernel(_ring.Block(*[torch.ones(1, 1, 1, 1, device="meta")] * 3, True, 1)) == "plain"
+    )
+    monkeypatch.setattr(_ring, "_kernel", lambda block: "plain")
+    monkeypatch.setattr(_ring, "SCORES_AT_A_TIME", 1000)  # the last piece is a short one
+    for name in ("all see all", "causal", "other value_dim", "one key head, scale"):
+        assert worst_of("ring", replace(RING[name], dtype=dtype), 1, 3) < limit
+
+
 @on_ranks(2, context=2)
 def test_scores_far_apart():
     """Blocks whose weights differ by more than float64 can say."""
@@ -255,6 +269,11 @@ def test_autocast():
         assert tp.ring_attention(*mixed).dtype == torch.bfloat16
         assert tp.ring_attention(q, k, v).dtype == torch.float64
         assert tp.ulysses_attention(*mixed).dtype == torch.bfloat16
+        # Products of blocks without a kernel are not rounded once more.
+        narrow = [each.bfloat16().requires_grad_() for each in (q, k, v[..., :6])]
+        inside = torch.autograd.grad(tp.ring_attention(*narrow).sum(), narrow)
+    outside = torch.autograd.grad(tp.ring_attention(*narrow).sum(), narrow)
+    assert all(map(torch.equal, inside, outside))
 
 
 class Computed(TorchDispatchMode):
@@ -585,59 +604,3 @@ def test_groups_that_do_not_cross():
     ):
         with pytest.raises(tp.ParallelError, match=told):
             tp.unified_attention(q, q, q, ulysses_group=heads, ring_group=group)
-
-
-class Tiny(nn.Module):
-    """An embedding, causal attention, and a head."""
-
-    def __init__(self, attend):
-        super().__init__()
-        self.attend, self.embedding = attend, nn.Embedding(31, 32)
-        self.qkv, self.head = nn.Linear(32, 96), nn.Linear(32, 31)
-
-    def forward(self, tokens, positions):
-        hidden = self.embedding(tokens) + positions[:, None] / LENGTH
-        parts = self.qkv(hidden).chunk(3, -1)
-        mixed = self.attend(*(each.unflatten(-1, (4, 8)).transpose(1, 2) for each in parts))
-        return self.head(mixed.transpose(1, 2).flatten(2))
-
-
-BATCH, LENGTH, PADDED = 4, 24, 5
-
-
-def sum_of_losses(logits, labels):
-    return cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
-
-
-@on_ranks(4, data=2, context=2, also=[("data", "context")], in_processes=True)
-def test_loss_and_gradients_over_data_and_context():
-    """The gradients are those of one process, reduced as `shard_sequence` says, or by DDP."""
-    torch.manual_seed(5)
-    tokens = torch.randint(31, (BATCH, LENGTH + 1))
-    tokens, labels = tokens[:, :-1], tokens[:, 1:].clone()
-    labels[:, -PADDED:] = -100
-    counted = (labels >= 0).sum()  # in all parts, of all data-parallel ranks
-    full = Tiny(partial(scaled_dot_product_attention, is_causal=True)).double()
-    expected = sum_of_losses(full(tokens, torch.arange(LENGTH)), labels) / counted
-    expected.backward()
-
-    state = tp.get_state()
-    both = state.group("data", "context")
-    heads, ring = tp.split_context(1)
-    mine = slice(state.index("data"), None, state.size("data"))
-    tokens, labels = (tp.shard_sequence(each[mine], 1, group=ring) for each in (tokens, labels))
-    positions = tp.sequence_positions(LENGTH, group=ring)
-    for wrapped in (False, True):
-        model = Tiny(attention("unified", CAUSAL, {"ulysses_group": heads, "ring_group": ring}))
-        model.double().load_state_dict(full.state_dict())
-        forward = DistributedDataParallel(model, process_group=both) if wrapped else model
-        loss = sum_of_losses(forward(tokens, positions), labels) / counted
-        (loss * both.size() if wrapped else loss).backward()
-        if not wrapped:
-            for parameter in model.parameters():
-                dist.all_reduce(parameter.grad, group=both)
-        whole = loss.detach().clone()
-        dist.all_reduce(whole, group=both)
-        assert whole.item() == pytest.approx(expected.item(), rel=1e-12)
-        for one, other in zip(model.parameters(), full.parameters(), strict=True):
-            assert (one.grad - other.grad).abs().max() < 1e-12

@@ -3,7 +3,6 @@
 import contextlib
 import shutil
 import sysconfig
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -28,7 +27,6 @@ from ezpz_tp.testing import counting, run_ranks
 from ezpz_tp.testing._lattice import part_of
 
 SEQUENCE = pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole", "sequence"])
-on_four = partial(run_ranks, tensor=2, data=2, in_processes=True)
 MICRO = 2
 
 
@@ -66,14 +64,15 @@ def accumulate(model, loss_function, without_sync):
     state = tp.get_state()
     mine = slice(state.index("data"), None, state.size("data"))
     for step in range(MICRO):
-        tokens, labels = text_batch(step)
+        tokens, labels = (tp.shard_sequence(each[mine], 1) for each in text_batch(step))
         with contextlib.nullcontext() if step == MICRO - 1 else without_sync():
-            (loss_function(model(tokens[mine]), labels[mine]) / MICRO).backward()
+            (loss_function(model(tokens), labels) / MICRO).backward()
 
 
 def ddp(config, gradients):
     inner = Llama(config).double()
-    model = DistributedDataParallel(inner, process_group=tp.get_data_parallel_group())
+    group = tp.get_state().group("data", "context")  # DDP averages over both
+    model = DistributedDataParallel(inner, process_group=group)
     accumulate(model, parallel_loss_of, model.no_sync)
     tp.finalize_grads(model)
     norm = tp.clip_grad_norm_(inner.parameters(), 1e9)
@@ -96,11 +95,14 @@ def fsdp2(config, gradients):
 
 
 @SEQUENCE
-@pytest.mark.parametrize("around", [ddp, fsdp2])
-def test_data_parallel_with_accumulated_gradients(expected, around, sequence_parallel):
+@pytest.mark.parametrize(
+    ("around", "other"), [(ddp, "tensor"), (fsdp2, "tensor"), (ddp, "context")]
+)
+def test_data_parallel_with_accumulated_gradients(expected, around, other, sequence_parallel):
     gradients, wanted = expected
-    config = Config(sequence_parallel=sequence_parallel)
-    for difference, norm in on_four(around, 4, config, gradients):
+    config = Config(sequence_parallel=sequence_parallel, context_parallel=other == "context")
+    how = {"data": 2, other: 2, "also": [("data", "context")], "in_processes": True}
+    for difference, norm in run_ranks(around, 4, config, gradients, **how):
         assert difference < 1e-12
         assert norm == pytest.approx(wanted, rel=1e-12)
 
