@@ -11,7 +11,7 @@ import seeded
 import styles
 import torch
 from llama import Config, Llama, parallel_loss_of, text_batch
-from on_ranks import load_code, on_ranks
+from on_ranks import on_ranks
 from torch import nn
 from torch.nn import functional as F
 
@@ -188,28 +188,6 @@ def test_a_llama_trains_without_a_false_alarm(sequence_parallel, degrees):
     for seen, operations in run_ranks(llama_types, ranks, config, **degrees):
         assert seen == ("varying", "invariant")
         assert operations > 100
-
-
-def dialect(name, *arguments):
-    """Run code that was written for another package within `check`; return the operations."""
-    code = load_code(name)
-    if name == "megatron":
-        code.parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
-    else:
-        code.fs_init.initialize_model_parallel(2)
-    with tp.check() as checker:
-        model, *_ = code.train(*arguments)
-        tp.finalize_grads(model)
-    tp.destroy_model_parallel()
-    return checker.operations
-
-
-@pytest.mark.parametrize(
-    "arguments", [("megatron", False), ("megatron", True), ("fairscale",)], ids=str
-)
-def test_models_in_other_dialects_are_clean(arguments):
-    for operations in run_ranks(dialect, 2, *arguments, in_processes=True, initialize=False):
-        assert operations > 10
 
 
 def test_nothing_is_left_behind():

@@ -22,34 +22,7 @@ def ranks_drawn(text):
     return [int(n) for line in lines for n in re.findall(r"\d+", line[line.index("│") :])]
 
 
-def test_four_axes_are_a_matrix_of_matrices():
-    layout = tp.RankLayout(16, tensor=2, context=2, pipeline=2)
-    text = str(tp.describe(layout, ranks_per_node=4))
-    assert text == (
-        """\
-16 ranks: tensor 2 x context 2 x data 2 x pipeline 2, on 4 nodes of 4
-
-      data      0            1
-    tensor   0    1       0    1
-pipeline 0
-           ┌ node 0 ─┐  ┌ node 1 ─┐
- context 0 │  0    1 │  │  4    5 │
-         1 │  2    3 │  │  6    7 │
-           └─────────┘  └─────────┘
-pipeline 1
-           ┌ node 2 ─┐  ┌ node 3 ─┐
- context 0 │  8    9 │  │ 12   13 │
-         1 │ 10   11 │  │ 14   15 │
-           └─────────┘  └─────────┘
-
-axis      degree  groups  of rank 0  cross nodes  most nodes
-tensor         2       8  0 1               none           1
-context        2       8  0 2               none           1
-data           2       8  0 4                all           2
-pipeline       2       8  0 8                all           2"""
-    )
-
-
+# Four axes on nodes of one size: docs/guides/four-dimensions.md, which is run.
 def test_borders_follow_nodes_of_different_sizes_and_the_warning_has_the_remedy():
     said = (
         r"^1 of 4 tensor groups cross nodes, with ranks on up to 2: .*; choose a tensor degree "

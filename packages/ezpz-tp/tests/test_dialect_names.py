@@ -3,13 +3,13 @@
 What the originals look like is in dialects.toml, with source and date.
 """
 
-import ast
 import importlib
 import inspect
 import tomllib
 from pathlib import Path
 
 import pytest
+from torch.nn import init
 
 KNOWN = tomllib.loads((Path(__file__).parent / "dialects.toml").read_text(encoding="utf-8"))
 FACTS = {"source", "date", "names"}
@@ -30,17 +30,6 @@ def find(module, name):
     return found
 
 
-def original(text):
-    """The parameters of a signature as text, without its defaults' values evaluated."""
-    arguments = ast.parse(f"def f{text}: ...").body[0].args
-    defaults = [None] * (len(arguments.args) - len(arguments.defaults)) + arguments.defaults
-    positional = list(zip([one.arg for one in arguments.args], defaults, strict=True))
-    keyword = list(
-        zip([one.arg for one in arguments.kwonlyargs], arguments.kw_defaults, strict=True)
-    )
-    return positional, arguments.vararg is not None, keyword
-
-
 def ours(module, name):
     found = find(module, name)
     parameters = list(inspect.signature(found).parameters.values())
@@ -50,37 +39,24 @@ def ours(module, name):
     return parameters[1:] if method else parameters
 
 
-def default_of(node):
-    """A default as it is written there: a literal, or the last part of a dotted name."""
-    return node.attr if isinstance(node, ast.Attribute) else ast.literal_eval(node)
-
-
-def same_default(parameter, node):
-    default = parameter.default
-    return getattr(default, "__name__", default) == default_of(node)
-
-
 @pytest.mark.parametrize(("module", "name", "text"), CALLS, ids=[f"{m}.{n}" for m, n, _ in CALLS])
 def test_takes_every_call_of_the_original(module, name, text):
-    positional, takes_rest, keyword = original(text)
+    original = inspect.signature(eval(f"lambda {text[1:-1]}: 0", {"init": init})).parameters
     parameters = ours(module, name)
     by_name = {parameter.name: parameter for parameter in parameters}
-    for position, (wanted, default) in enumerate(positional):
-        here = parameters[position]
-        assert here.name == wanted, f"{here.name} instead of {wanted} at {position}"
-        assert here.kind in {here.POSITIONAL_OR_KEYWORD, here.VAR_POSITIONAL}
-        if default is not None:
-            assert same_default(here, default), f"{wanted}={here.default!r}"
-    for wanted, default in keyword:
-        here = by_name[wanted]
-        assert here.kind in {here.POSITIONAL_OR_KEYWORD, here.KEYWORD_ONLY}
-        if default is not None:
-            assert same_default(here, default), f"{wanted}={here.default!r}"
-    if takes_rest:
-        assert parameters[len(positional)].kind is inspect.Parameter.VAR_POSITIONAL
-    known = {one for one, _ in positional + keyword}
+    for position, theirs in enumerate(original.values()):
+        if theirs.kind is theirs.VAR_POSITIONAL:
+            assert parameters[position].kind is theirs.VAR_POSITIONAL
+            continue
+        here, kinds = by_name[theirs.name], {theirs.KEYWORD_ONLY}
+        if theirs.kind is not theirs.KEYWORD_ONLY:
+            assert parameters[position] is here, f"{here.name} is not at {position}"
+            kinds = {theirs.VAR_POSITIONAL}
+        assert here.kind in {here.POSITIONAL_OR_KEYWORD, *kinds}
+        if theirs.default is not theirs.empty:
+            assert here.default == theirs.default, here
     for here in parameters:
-        if here.name not in known and here.kind not in {here.VAR_POSITIONAL, here.VAR_KEYWORD}:
+        if here.name not in original and here.kind not in {here.VAR_POSITIONAL, here.VAR_KEYWORD}:
             assert here.default is not here.empty, f"{here.name} has to be given"
 
 

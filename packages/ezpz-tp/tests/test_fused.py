@@ -105,23 +105,6 @@ def test_second_derivatives(sequence_parallel):
         torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
-def under_autocast(dtype):
-    inputs = numbers(SEQUENCE, IN).to(dtype).requires_grad_()
-    weight = own(numbers(OUT, IN), 0).to(dtype).requires_grad_()
-    bias = torch.zeros(OUT // 2, dtype=dtype, requires_grad=True)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        output = column_linear(inputs, weight, bias, group())
-    output.sum().backward()
-    return output.dtype, inputs.grad.dtype, weight.grad.dtype, bias.grad.dtype
-
-
-def test_autocast_as_of_a_linear_layer():
-    """Trap 11: lower precision inside, the gradients in the dtype of what they belong to."""
-    fp32 = torch.float32
-    assert run_ranks(under_autocast, 2, fp32) == [(torch.bfloat16, fp32, fp32, fp32)] * 2
-    assert run_ranks(under_autocast, 2, torch.float64) == [(torch.float64,) * 4] * 2
-
-
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole", "sequence"])
 @on_ranks(2)
 def test_without_gradients(sequence_parallel):
@@ -144,5 +127,6 @@ def test_without_gradients_autocast_casts_a_weight_once():
         before = column_linear(torch.ones(1, 4), weight, None, group())
         weight.zero_()  # autocast has kept what it cast
         after = column_linear(torch.ones(1, 4), weight, None, group())
-    assert before.dtype == torch.bfloat16
+        double = column_linear(torch.ones(1, 4).double(), weight.double(), None, group())
+    assert (before.dtype, double.dtype) == (torch.bfloat16, torch.float64)
     assert torch.equal(before, after)

@@ -129,13 +129,14 @@ def test_embedding_to_logits(dtype, sequence_parallel, bias, vocabulary):
 @pytest.mark.parametrize("gather_output", [False, True])
 def test_parallel_embedding(dtype, gather_output):
     options = {"padding_idx": 3, "dtype": dtype}
-    assert_matches_unsharded(
+    counts = assert_matches_unsharded(
         lambda: tp.ParallelEmbedding(VOCABULARY, HIDDEN, gather_output=gather_output, **options),
         lambda: nn.Embedding(VOCABULARY, HIDDEN, **options),
         tokens(VOCABULARY),
         tensor=DEGREES[dtype],
         split_outputs=None if gather_output else -1,
     )
+    assert counts == ({"all_gather": 1} if gather_output else {})
 
 
 class ParallelLoss(ParallelModel):

@@ -145,17 +145,25 @@ WEIGHTS = {
 }
 
 
-def train_fairscale_code():
+def train_fairscale_code(checked):
     code = load_code("fairscale")
-    model, loss = code.train()
+    if not checked:
+        model, loss = code.train()
+    else:
+        code.fs_init.initialize_model_parallel(2)
+        with tp.check() as checker:
+            model, loss = code.train()
+            tp.finalize_grads(model)
+        assert checker.operations > 10
     parts = {name: model.get_submodule(name).weight for name in WEIGHTS}
     grads = {name: weight.grad for name, weight in parts.items()}
     code.fs_init.destroy_model_parallel()
     return {name: weight.detach() for name, weight in parts.items()}, grads, loss.detach()
 
 
-def test_code_for_fairscale_runs_and_is_right():
-    ranks = run_ranks(train_fairscale_code, 2, in_processes=True, initialize=False)
+@pytest.mark.parametrize("checked", [False, True])
+def test_code_for_fairscale_runs_and_is_right(checked):
+    ranks = run_ranks(train_fairscale_code, 2, checked, in_processes=True, initialize=False)
 
     def joined(which):
         return {

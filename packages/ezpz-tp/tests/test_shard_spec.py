@@ -1,7 +1,5 @@
 """What each rank holds of a full tensor, and how parameters say it."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -87,17 +85,17 @@ def test_what_does_not_fit_is_said(make, message):
         make()
 
 
-def layers(device=None):
+def layers():
     return nn.ModuleDict(
         {
-            "column": ColumnParallelLinear(4, 8, seed=1, device=device),
-            "glu": ColumnParallelLinear(4, 16, stride=2, seed=2, device=device),
-            "qkv": ColumnParallelLinear(4, 16, stride=(8, 4, 4), seed=3, device=device),
-            "row": RowParallelLinear(8, 4, stride=(4, 2, 2), seed=4, device=device),
-            "head": ColumnParallelLinear(4, 13, pad_output=True, seed=5, device=device),
-            "rows": tp.VocabParallelEmbedding(13, 4, seed=6, device=device),
-            "columns": tp.ParallelEmbedding(13, 4, seed=7, device=device),
-            "norm": nn.LayerNorm(4, device=device),
+            "column": ColumnParallelLinear(4, 8, seed=1),
+            "glu": ColumnParallelLinear(4, 16, stride=2, seed=2),
+            "qkv": ColumnParallelLinear(4, 16, stride=(8, 4, 4), seed=3),
+            "row": RowParallelLinear(8, 4, stride=(4, 2, 2), seed=4),
+            "head": ColumnParallelLinear(4, 13, pad_output=True, seed=5),
+            "rows": tp.VocabParallelEmbedding(13, 4, seed=6),
+            "columns": tp.ParallelEmbedding(13, 4, seed=7),
+            "norm": nn.LayerNorm(4),
         }
     )
 
@@ -130,12 +128,6 @@ def every_layer():
     for name, parameter in module.named_parameters():
         degree = module["column"].tp_size
         assert parameter.shape == shard_of(parameter).local_shape(0, degree), name
-    assert said(copy.deepcopy(module)) == EXPECTED
-    assert said(module.to(torch.bfloat16)) == EXPECTED
-    on_meta = layers("meta")
-    with tp.keep_attributes(on_meta):
-        on_meta.to_empty(device="cpu")
-    assert said(on_meta) == EXPECTED
     master = nn.Parameter(module["qkv"].weight.float())
     tp.copy_tensor_model_parallel_attributes(master, module["qkv"].weight)
     assert shard_of(master) == EXPECTED["qkv.weight"]

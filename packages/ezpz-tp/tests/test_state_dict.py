@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 from files import assert_same
-from llama import Config, Llama, optimizer_of, parallel_loss_of, text_batch
 from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -234,23 +233,6 @@ def test_groups_of_ones_own():
     layer = ColumnParallelLinear(4, 8, tp_group=group, seed=1)
     found = gather_state_dict(layer, state=state)
     assert torch.equal(found["weight"], layer.get_master_weight())
-
-
-@on_ranks(2)
-def test_what_was_joined_is_cut_into_the_very_parts():
-    model = Llama(Config(vocabulary=253))
-    optimizer = optimizer_of(model.parameters())
-    for step in range(2):
-        tokens, labels = (each % 253 for each in text_batch(step))
-        parallel_loss_of(model(tokens), labels).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    full = gather_state_dict(model, optimizer=optimizer)
-    parts = shard_state_dict(full, model, optimizer=optimizer)
-    own = optimizer.state_dict()
-    assert_same(dict(parts["model"]), dict(model.state_dict()))
-    assert_same(parts["optimizer"]["state"], own["state"])
-    assert parts["optimizer"]["param_groups"] == own["param_groups"]
 
 
 # What goes wrong is said, on every rank.

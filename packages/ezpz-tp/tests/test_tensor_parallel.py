@@ -45,10 +45,17 @@ def numbers(*shape, seed=1):
 # Code written for Megatron-LM, with another import.
 
 
-def train_megatron_code(sequence_parallel):
+def train_megatron_code(sequence_parallel, checked):
     code = load_code("megatron")
-    model, loss, draw = code.train(sequence_parallel)
-    ezpz_tp.finalize_grads(model)
+    if not checked:
+        model, loss, draw = code.train(sequence_parallel)
+        ezpz_tp.finalize_grads(model)
+    else:
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+        with ezpz_tp.check() as checker:
+            model, loss, draw = code.train(sequence_parallel)
+            ezpz_tp.finalize_grads(model)
+        assert checker.operations > 10
     whole = {
         "embedding": all_gather(model.embedding.weight.detach(), 0, group()),
         "up": model.up.get_master_weight(),
@@ -84,11 +91,11 @@ def unsharded(weights):
     return loss.view(2, 16).detach(), {**grads, "norm": scale.grad, "down bias": bias.grad}
 
 
+@pytest.mark.parametrize("checked", [False, True])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_code_for_megatron_runs_and_is_right(sequence_parallel):
-    ranks = run_ranks(
-        train_megatron_code, 2, sequence_parallel, in_processes=True, initialize=False
-    )
+def test_code_for_megatron_runs_and_is_right(sequence_parallel, checked):
+    how = {"in_processes": True, "initialize": False}
+    ranks = run_ranks(train_megatron_code, 2, sequence_parallel, checked, **how)
     loss, grads = unsharded(ranks[0][0])
     for _, found, found_loss, _ in ranks:
         torch.testing.assert_close(found_loss, loss, rtol=1e-12, atol=1e-12)
@@ -424,13 +431,9 @@ def test_split_sizes_that_do_not_fit_and_all_to_all():
         scatter(numbers(4, 2), input_split_sizes=[3, 3])
     with pytest.raises(NotImplementedError, match="use_global_buffer"):
         gather(numbers(4, 2), use_global_buffer=True)
-    # All-to-all.
-    group = ezpz_tp.get_tensor_parallel_group()
+    # All-to-all, whose group comes first.
+    group, rank = ezpz_tp.get_tensor_parallel_group(), ezpz_tp.get_tensor_parallel_rank()
     tokens = numbers(4, 6)
-    heads = tensor_parallel.all_to_all_sp2hp(tokens)
-    assert heads.shape == (8, 3)
-    assert torch.equal(tensor_parallel.all_to_all_hp2sp(heads), tokens)
-    rank = ezpz_tp.get_tensor_parallel_rank()
     uneven = tensor_parallel.all_to_all(group, tokens, [1 + 2 * rank] * 2, [1, 3])
     assert torch.equal(uneven, torch.cat([tokens.split([1, 3])[rank]] * 2))
     with pytest.raises(ParallelError, match="group is None"):
