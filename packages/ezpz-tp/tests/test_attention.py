@@ -434,12 +434,6 @@ def test_what_does_not_fit(kind, degree, shapes, options, dtypes, error, message
     all_raise(degree, refused, error, message, context=degree)
 
 
-def test_a_group_that_this_rank_is_not_in():
-    q = torch.zeros(*Q)
-    with pytest.raises(tp.ParallelError, match=r"the context group is .*; expected a process g"):
-        tp.ring_attention(q, q, q, group=dist.GroupMember.NON_GROUP_MEMBER)
-
-
 class Watched(TorchFunctionMode):
     """Names what is called, and runs it unwatched."""
 
@@ -500,8 +494,8 @@ def test_torch_compile_traces_it_whole():
 # Ulysses with an attention of one's own.
 
 
-@on_ranks(4, context=4)
-def test_an_attention_of_ones_own():
+@on_ranks(4, tensor=4)
+def test_an_attention_of_ones_own_over_a_group_that_is_given():
     """A window of three tokens: the sequence inside is whole, and in its own order."""
 
     def window(q, k, v, *, is_causal, scale, dropout_p):
@@ -510,11 +504,10 @@ def test_an_attention_of_ones_own():
         near = (at[:, None] - at).abs() <= 1
         return scaled_dot_product_attention(q, k, v, attn_mask=near, scale=scale)
 
-    how = {"scale": 0.5, "dropout_p": 0.1}
-    output = tp.ulysses_attention(*own_inputs(Case()), **how, attention=window)
-    whole = whole_of(Case()).inputs
-    expected = window(*whole, is_causal=False, **how)
-    assert (output - part(Case(), expected)).abs().max() < 1e-12
+    how, given = {"scale": 0.5, "dropout_p": 0.1}, {"group": tp.get_state().group("tensor")}
+    output = tp.ulysses_attention(*own_inputs(Case(), **given), **how, attention=window, **given)
+    expected = window(*whole_of(Case()).inputs, is_causal=False, **how)
+    assert (output - part(Case(), expected, **given)).abs().max() < 1e-12
 
 
 @on_ranks(2, context=2)
@@ -533,14 +526,6 @@ def test_second_derivatives_of_an_attention_of_ones_own():
         results.append(torch.autograd.grad(sum(g.square().sum() for g in grads), own))
     for one, other in zip(*results, strict=True):
         assert (one - part(case, other)).abs().max() < 1e-10
-
-
-@on_ranks(4, tensor=2, context=2)
-def test_a_group_that_is_given():
-    given = {"group": tp.get_state().group("tensor")}
-    output = tp.ulysses_attention(*own_inputs(Case(), **given), **given)
-    expected = part(Case(), whole_of(Case()).output, **given)
-    assert (output - expected).abs().max() < 1e-12
 
 
 # The groups of the unified one.
@@ -596,8 +581,10 @@ def test_all_to_one_side_and_what_cannot_be_split():
 
 
 @on_ranks(2, context=2)
-def test_groups_that_do_not_cross():
+def test_groups_that_do_not_cross_or_are_others():
     group, q = tp.get_state().group("context"), torch.zeros(*Q)
+    with pytest.raises(tp.ParallelError, match=r"the context group is .*; expected a process g"):
+        tp.ring_attention(q, q, q, group=dist.GroupMember.NON_GROUP_MEMBER)
     for heads, told in (
         (group, "are one group of 2 ranks; expected two that cross"),
         (None, r"ulysses_group=None, ring_group=.*; expected two"),

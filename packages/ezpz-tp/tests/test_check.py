@@ -10,7 +10,6 @@ import pytest
 import seeded
 import styles
 import torch
-from llama import Config, Llama, parallel_loss_of, text_batch
 from on_ranks import on_ranks
 from torch import nn
 from torch.nn import functional as F
@@ -162,32 +161,6 @@ def test_a_neighbors_folder_is_the_users():
     assert is_foreign(str(torchs / "x.py"))
     assert not is_foreign(f"{ours}_models/x.py")
     assert not is_foreign(f"{torchs}titan/x.py")
-
-
-def llama_types(config):
-    model = Llama(config)
-    optimizer = torch.optim.AdamW(model.parameters())
-    with tp.check(model) as checker:
-        for step in range(2):
-            tokens, labels = text_batch(step)
-            logits = model(tokens)
-            loss = parallel_loss_of(logits, labels)
-            seen = tp.type_of(logits)["tensor"], tp.type_of(loss)["tensor"]
-            loss.backward()
-            tp.finalize_grads(model)
-            tp.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-    return seen, checker.operations
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("degrees", [TENSOR, DATA], ids=str)
-def test_a_llama_trains_without_a_false_alarm(sequence_parallel, degrees):
-    config, ranks = Config(sequence_parallel=sequence_parallel), prod(degrees.values())
-    for seen, operations in run_ranks(llama_types, ranks, config, **degrees):
-        assert seen == ("varying", "invariant")
-        assert operations > 100
 
 
 def test_nothing_is_left_behind():

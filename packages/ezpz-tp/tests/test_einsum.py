@@ -10,7 +10,7 @@ def steps(answer):
 
 COPY, SUM = "copy_to_tensor_parallel_region({})", "reduce_from_tensor_parallel_region({})"
 INTO, OUT_OF = "{}_to_sequence_parallel_region({})", "gather_from_sequence_parallel_region({})"
-SEQUENCE, HIDDEN = "sbh,hf->sbf", "bsh,hf->bsf"
+SEQUENCE, HIDDEN, HEADS = "sbh,hf->sbf", "bsh,hf->bsf", "b@data h@tensor"
 
 # Equation, operands, wanted output; output, gradients, steps forward and backward (of an axis, the
 # first one unless it is named), regions. None: not looked at. Column and row layers, data
@@ -69,6 +69,18 @@ ANSWERS = {
         "ab,bc->ac", ["partial@tensor", "c@tensor"], None, None, None,
         ["all-reduce x over tensor"], ["all-reduce dx over tensor"], None,
     ),
+    "scores of attention by heads": (
+        "bqhk,bshk->bhqs", [HEADS] * 2, None, HEADS, [HEADS] * 2, [], [], [],
+    ),
+    "values of attention by heads": (
+        "bhqs,bshk->bqhk", [HEADS] * 2, None, HEADS, [HEADS] * 2, [], [], [],
+    ),
+    "Ulysses": (
+        "bshd,bthd->bhst", ["s@tensor", "t@tensor"], "h@tensor", "h@tensor", ["h@tensor"] * 2,
+        [f"all-to-all {name} to h over tensor" for name in ("x from s", "w from t")],
+        [f"all-to-all {name} over tensor" for name in ("dx from h to s", "dw from h to t")],
+        [f"sequence_to_head({name}, sequence_dim=1, head_dim=2)" for name in "xw"],
+    ),
     "a dim of several axes is gathered from the last": (
         "ab->ab", ["a@outer a@inner"], "replicated", "replicated", None,
         ["all-gather y on a over inner", "all-gather y on a over outer"],
@@ -85,29 +97,6 @@ def test_what_is_sharded_and_sent(case):
     expected = (output, gradients, forward, backward, regions)
     for one, other in zip(found, expected, strict=True):
         assert other is None or one == other
-
-
-def test_attention_by_heads_sends_nothing_between_its_projections():
-    heads = "b@data h@tensor"
-    for product in ("bqhk,bshk->bhqs", "bhqs,bshk->bqhk"):
-        answer = einsum_sharding(product, heads, heads)
-        assert (answer.output, *answer.gradients) == (heads,) * 3
-        assert steps(answer) == ([], [])
-
-
-def test_ulysses():
-    answer = einsum_sharding(
-        "bshd,bthd->bhst", "s@tensor", "t@tensor", output="h@tensor", names=("q", "k")
-    )
-    assert answer.output == "h@tensor"
-    assert answer.gradients == ("h@tensor", "h@tensor")
-    forward = [f"all-to-all {name} to h over tensor" for name in ("q from s", "k from t")]
-    backward = [f"all-to-all {name} over tensor" for name in ("dq from h to s", "dk from h to t")]
-    assert steps(answer) == (forward, backward)
-    assert answer.regions == (
-        "sequence_to_head(q, sequence_dim=1, head_dim=2)",
-        "sequence_to_head(k, sequence_dim=1, head_dim=2)",
-    )
 
 
 def test_hsdp_scatters_a_gradient_before_it_sums_the_rest_of_it():

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from llama import Config, Llama, learn_alone, optimizer_of, text_batch, unsharded
+from llama import Config, Llama, learn_alone, optimizer_of, text_batch
 
 import ezpz_tp as tp
 from ezpz_tp.testing import run_ranks
@@ -92,17 +92,3 @@ def test_four_dimensions(expected, ranks, degrees, checked, schedule, virtual, m
     for losses, _ in results[-last:]:
         assert losses == pytest.approx(expected[:steps], rel=1e-9)
     assert all((operations > 100) == checked for _, operations in results)
-
-
-def gathered():
-    tp.initialize_tensor_parallel(2, 2, embedding=True)
-    part = partial(Llama, MODEL)
-    settings = {"schedule": "interleaved", "virtual": 2, "loss": torch.mean}
-    return tp.gather_state_dict(tp.Pipeline(part, layers=4, microbatches=2, **settings).module)
-
-
-def test_the_parts_are_the_whole_model():
-    wanted = unsharded(MODEL).state_dict()
-    for found in run_ranks(gathered, 4, in_processes=True, initialize=False):
-        assert found.keys() == wanted.keys()
-        assert all(torch.equal(found[name], one) for name, one in wanted.items())

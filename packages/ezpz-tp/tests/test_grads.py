@@ -235,26 +235,6 @@ def test_averages_do_not_overflow():
     assert large.grad.tolist() == [40000, 40000]
 
 
-def padded_tokens():
-    """Ranks with unequally many tokens: sums of what each divides by the number in all."""
-    state = tp.get_state()
-    generator = torch.Generator().manual_seed(1)
-    tokens = torch.randn(8, 3, generator=generator, dtype=torch.float64)
-    kept = torch.tensor([1, 1, 1, 0, 1, 0, 0, 0], dtype=torch.float64)
-    weight = parameter(3)
-    place, count = state.index(*BOTH), state.size(*BOTH)
-    mine = slice(place * 8 // count, (place + 1) * 8 // count)
-    (((tokens[mine] @ weight).exp() * kept[mine]).sum() / kept.sum()).backward()
-    tp.finalize_grads(weight, sum_over=BOTH)
-    return weight.grad
-
-
-def test_sums_are_right_where_ranks_have_unequally_many_tokens():
-    (wanted,) = run_ranks(padded_tokens, 1)
-    for found in run_ranks(padded_tokens, 4, data=2, context=2, also=[BOTH]):
-        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
-
-
 @on_ranks(2, data=2, in_processes=True)
 def test_experts_are_not_reduced_over_the_models_axes():
     own = tp.ParallelState.create(expert=2)

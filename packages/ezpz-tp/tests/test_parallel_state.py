@@ -263,16 +263,16 @@ def test_what_is_not_supported_is_refused_and_hints_are_said_to_be_lost(a_machin
         mpu.initialize_model_parallel(2)
 
 
-def test_no_gloo_groups_when_not_wanted(a_machine):
-    mpu.initialize_model_parallel(2, create_gloo_process_groups=False)
-    with pytest.raises(tp.NotInitializedError, match="create_gloo_process_groups=True"):
-        mpu.get_data_parallel_group_gloo()
-
-
-def test_the_memory_buffer(a_machine):
+def test_gloo_groups_when_not_wanted_gather_groups_and_the_memory_buffer(a_machine):
     with pytest.raises(tp.NotInitializedError, match="no parallel groups"):
         mpu.get_global_memory_buffer()
-    mpu.initialize_model_parallel(2)
+    mpu.initialize_model_parallel(create_gloo_process_groups=False)
+    with pytest.raises(tp.NotInitializedError, match="create_gloo_process_groups=True"):
+        mpu.get_data_parallel_group_gloo()
+    assert mpu.get_data_parallel_group(with_context_parallel=True) is dist.group.WORLD
+    again, _ = mpu.create_all_gather_groups()
+    assert again is not dist.group.WORLD
+    assert again.size() == 64
     buffer = mpu.get_global_memory_buffer()
     first = buffer.get_tensor((2, 3), torch.float32, "mpu", device="cpu")
     second = buffer.get_tensor([4], torch.float32, "mpu", device="cpu")
@@ -321,14 +321,6 @@ def test_groups_besides_the_axes():
     assert total.item() == 2
     mpu.destroy_model_parallel()
     assert again not in dist.distributed_c10d._world.pg_map
-
-
-def test_all_gather_groups_are_not_the_worlds(a_machine):
-    mpu.initialize_model_parallel()
-    assert mpu.get_data_parallel_group(with_context_parallel=True) is dist.group.WORLD
-    again, _ = mpu.create_all_gather_groups()
-    assert again is not dist.group.WORLD
-    assert again.size() == 64
 
 
 @pytest.mark.parametrize("degrees", [(2, 1, 3, 2, 2), (2, 4, 1, 2, 1), (1, 1, 1, 1, 1)])

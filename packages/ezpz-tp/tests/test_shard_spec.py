@@ -168,18 +168,6 @@ def test_of_a_parameter_of_ones_own_it_can_be_said():
         set_shard(parameter, Shard((16, 4), 0), 4)
 
 
-def test_the_master_weight_of_unequal_matrices_is_the_same_at_every_degree():
-    def master():
-        layer = ColumnParallelLinear(4, 16, stride=(8, 4, 4), seed=3)
-        row = RowParallelLinear(16, 4, stride=(8, 4, 4), seed=3)
-        return layer.get_master_weight(), row.get_master_weight()
-
-    expected = run_ranks(master, 1)[0]
-    for degree in (2, 4):
-        for found in run_ranks(master, degree):
-            assert all(map(torch.equal, found, expected))
-
-
 class Grouped(nn.Module):
     """Two queries for each key and value, of one product: as in grouped-query attention."""
 

@@ -215,33 +215,24 @@ def test_what_a_configuration_says():
         row(config=settings(sequence_parallel=True), input_is_parallel=False)
 
 
-@pytest.mark.parametrize(
-    ("argument", "value"),
-    [
-        ("embedding_activation_buffer", []),
-        ("grad_output_buffer", []),
-        ("output_dtype", torch.float32),
-        ("pg_collection", SimpleNamespace(gtp_remat=SimpleNamespace(size=lambda: 2))),
-    ],
-)
-def test_what_is_not_supported_is_an_error(argument, value):
-    with pytest.raises(NotImplementedError, match=r"ColumnParallelLinear: .* is not supported"):
-        column(**{argument: value})
-
-
-@pytest.mark.parametrize(
-    ("setting", "value"),
-    [
-        ("gradient_accumulation_fusion", True),
-        ("defer_embedding_wgrad_compute", True),
-        ("cpu_offloading", True),
-        ("gtp_weight_remat_size", 2),
-    ],
-)
-@pytest.mark.parametrize("make", [column, row])
-def test_a_setting_that_is_not_supported_is_an_error(make, setting, value):
-    with pytest.raises(NotImplementedError, match=rf"config\.{setting}={value}"):
-        make(config=SimpleNamespace(**{setting: value}))
+def test_arguments_and_settings_that_are_not_supported():
+    for argument, value in {
+        "embedding_activation_buffer": [],
+        "grad_output_buffer": [],
+        "output_dtype": torch.float32,
+        "pg_collection": SimpleNamespace(gtp_remat=SimpleNamespace(size=lambda: 2)),
+    }.items():
+        with pytest.raises(NotImplementedError, match=r"ColumnParallelLinear: .* is not supported"):
+            column(**{argument: value})
+    for setting, value in {
+        "gradient_accumulation_fusion": True,
+        "defer_embedding_wgrad_compute": True,
+        "cpu_offloading": True,
+        "gtp_weight_remat_size": 2,
+    }.items():
+        for make in (column, row):
+            with pytest.raises(NotImplementedError, match=rf"config\.{setting}={value}"):
+                make(config=SimpleNamespace(**{setting: value}))
 
 
 # Checkpoints.
