@@ -16,8 +16,6 @@ from ezpz_tp import ring_attention, sequence_positions
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes, and how it is made parallel."""
-
     vocabulary: int = 256
     hidden: int = 32
     heads: int = 4
@@ -133,11 +131,7 @@ def embedding(config):
 
 
 class Llama(nn.Module):
-    """Tokens ``[batch, sequence]`` to logits ``[batch, sequence, vocabulary or this rank's part]``.
-
-    A pipeline's stage has some of the layers, and the embedding or head only if it is the first
-    or last.
-    """
+    """Tokens ``[batch, sequence]`` to logits, this rank's part of the vocabulary."""
 
     def __init__(self, config, *, first=True, last=True, layers=None):
         super().__init__()
@@ -170,10 +164,7 @@ class Llama(nn.Module):
 
 
 def unsharded(config):
-    """The same model from torch's own layers, with the weights that the parallel one starts from.
-
-    Call it where there are no groups.
-    """
+    """Torch's own layers with the weights that the parallel model starts from, without groups."""
     config = replace(config, sequence_parallel=False, context_parallel=False)
     model = Llama(replace(config, parallel=False))
     model.load_state_dict(Llama(config).state_dict())
@@ -181,7 +172,6 @@ def unsharded(config):
 
 
 def loss_of(logits, labels):
-    """Mean loss, of full logits."""
     return cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
@@ -200,12 +190,10 @@ def text_batch(step, *, batch=4, length=48):
 
 
 def optimizer_of(parameters):
-    """What every variant is trained with."""
     return torch.optim.AdamW(parameters, lr=3e-3, eps=1e-6, foreach=True)
 
 
 def learn_alone(config, steps, batch, dtype=torch.float32):
-    """The losses of one process with torch's own layers."""
     model = unsharded(config).to(dtype)
     optimizer, losses = optimizer_of(model.parameters()), []
     for step in range(steps):

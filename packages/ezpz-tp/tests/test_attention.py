@@ -21,8 +21,6 @@ from ezpz_tp.testing import counting, run_ranks
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes and options of one attention."""
-
     heads: int = 4
     kv_heads: int = 4
     length: int = 48
@@ -37,8 +35,6 @@ class Case:
 
 @dataclass
 class Whole:
-    """Inputs, output, its gradient, and theirs; all of the whole sequence."""
-
     inputs: list[Tensor]
     output: Tensor
     output_grad: Tensor
@@ -202,7 +198,6 @@ def test_scores_far_apart():
 
 
 def from_sequence_first(tensor):
-    """The same values, as a view of ``[sequence, batch, heads, head_dim]``."""
     return tensor.detach().permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3)
 
 
@@ -366,7 +361,6 @@ class Live(TorchDispatchMode):
 
 
 def held(attend, length):
-    """The most that is held at once, in parts, and the largest tensor, in bytes."""
     q = torch.ones(1, 8, length // tp.get_state().size("context"), 8, requires_grad=True)
     with Live() as live:
         attend(q, q, q, is_causal=True).sum().backward()
@@ -435,8 +429,6 @@ def test_what_does_not_fit(kind, degree, shapes, options, dtypes, error, message
 
 
 class Watched(TorchFunctionMode):
-    """Names what is called, and runs it unwatched."""
-
     def __init__(self):
         super().__init__()
         self.names = []
@@ -491,9 +483,6 @@ def test_torch_compile_traces_it_whole():
     assert all(torch.equal(*each) for each in zip(*results, strict=True))
 
 
-# Ulysses with an attention of one's own.
-
-
 @on_ranks(4, tensor=4)
 def test_an_attention_of_ones_own_over_a_group_that_is_given():
     """A window of three tokens: the sequence inside is whole, and in its own order."""
@@ -526,9 +515,6 @@ def test_second_derivatives_of_an_attention_of_ones_own():
         results.append(torch.autograd.grad(sum(g.square().sum() for g in grads), own))
     for one, other in zip(*results, strict=True):
         assert (one - part(case, other)).abs().max() < 1e-10
-
-
-# The groups of the unified one.
 
 
 def split(ulysses):

@@ -257,9 +257,6 @@ def test_at_degree_one_there_is_nothing_to_check():
     assert checker.operations == 0
 
 
-# What is replicated, and what should differ.
-
-
 @pytest.mark.parametrize(
     ("bug", "axis", "parameter", "mend"),
     [

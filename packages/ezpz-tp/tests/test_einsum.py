@@ -464,7 +464,6 @@ class Mesh:
         return sum(group) if where == "partial" else torch.cat(group, letters.index(where))
 
     def do(self, step, parts, letters):
-        """Carry out a step of the calculator's on every rank."""
         at = self.axes.index(step.axis)
         degree = self.degrees[step.axis]
         done = {}
@@ -482,8 +481,6 @@ class Mesh:
 
 
 class Whole:
-    """The product of whole tensors, and its gradients."""
-
     def __init__(self, equation, size):
         self.equation = equation
         inputs, self.output = equation.split("->")

@@ -21,7 +21,6 @@ def some_ids(vocabulary):
 
 
 def own_part(layer, full):
-    """What a rank holds of a table, or of its gradient."""
     state = tp.get_state()
     index, degree = state.index("tensor"), state.size("tensor")
     if isinstance(layer, tp.ParallelEmbedding):

@@ -283,8 +283,6 @@ def unsharded(stages, dtype=torch.float64):
 
 
 class Stage(nn.Module):
-    """This rank's part of a pipeline stage, with and without gradients."""
-
     def __init__(self, tensor_rank, degree, stage, dtype=torch.float64):
         super().__init__()
         self.grads = {}

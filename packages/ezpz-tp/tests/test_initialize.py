@@ -16,13 +16,11 @@ from ezpz_tp.testing import run_ranks
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    """As many tiles in a small weight as there are in a large one."""
     monkeypatch.setattr(_initialize, "TILE", 1 << 9)
     monkeypatch.setattr(_initialize, "_NARROWEST", 8)
 
 
 def shards(shape, dim, degree, method, seed=1, stride=1, dtype=torch.float32):
-    """What each rank gets, and what that makes together."""
     held = list(shape)
     held[dim] = -(-shape[dim] // degree)
     parts = [torch.full(held, float("nan"), dtype=dtype) for _ in range(degree)]

@@ -30,7 +30,6 @@ MODULES = {
 
 
 def metas(name):
-    """Meta's name of Hugging Face's."""
     name = name.removeprefix("model.")
     for theirs, own in MODULES.items():
         name = name.replace(theirs, own)
@@ -38,7 +37,6 @@ def metas(name):
 
 
 def llama():
-    """A whole model by Meta's names."""
     whole = transformer(LAYERS, WIDTH, HEADS, GROUPS, INNER, VOCABULARY)
     found = {metas(name): value for name, value in whole.items()}
     return {**found, "rope.freqs": torch.arange(4.0)}

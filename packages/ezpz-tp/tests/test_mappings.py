@@ -1,7 +1,6 @@
 """Every region, split and exchange against its definition: outputs, gradients, collectives."""
 
 from functools import partial
-from itertools import pairwise
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ from on_ranks import all_raise, on_ranks
 
 import ezpz_tp as tp
 from ezpz_tp import _mappings as regions
-from ezpz_tp._mappings import vocabulary_range
 from ezpz_tp.testing import counting
 
 RANKS = 4
@@ -259,17 +257,6 @@ def test_alone_a_chunk_is_the_whole():
     assert (
         tp.split_tensor_into_1d_equal_chunks(whole, new_buffer=True).data_ptr() != whole.data_ptr()
     )
-
-
-@pytest.mark.parametrize("size", [1, 2, 5, 8, 10, 50257])
-@pytest.mark.parametrize("degree", [1, 2, 3, 4, 8])
-def test_every_id_is_in_one_range(size, degree):
-    ranges = [vocabulary_range(size, rank, degree) for rank in range(degree)]
-    assert ranges[0][0] == 0
-    assert ranges[-1][1] == size
-    assert all(before[1] == after[0] for before, after in pairwise(ranges))
-    rows = -(-size // degree)
-    assert all(last - first in {rows, max(0, size - first)} for first, last in ranges)
 
 
 def numbered(*shape):

@@ -46,7 +46,6 @@ def arguments(**others):
 
 
 def hugging_face(*, gated=True):
-    """A whole model by Hugging Face's names, its vocabulary padded."""
     biases = ("q_proj", "k_proj", "v_proj", "down_proj")
     found = transformer(LAYERS, WIDTH, HEADS, GROUPS, INNER, PADDED, biases=biases)
     return {name: value for name, value in found.items() if gated or "gate_proj" not in name}
@@ -131,7 +130,6 @@ def save(folder, whole, args, *, chunks=1, **others):
 
 
 def own(whole, **others):
-    """The whole model by Megatron-LM's names, as one rank has it."""
     found = stage(whole, range(LAYERS), 0, 1, **others)
     return {name: value for name, value in found.items() if not name.endswith("_extra_state")}
 
@@ -224,8 +222,6 @@ ALL = ("mp_rank_00_000", "mp_rank_01_000", *STAGE)
 
 
 def changed(names, edit):
-    """Change what some files hold."""
-
     def change(path):
         for name in names:
             held = torch.load(file_of(path, name), weights_only=False)

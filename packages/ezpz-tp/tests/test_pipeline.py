@@ -95,7 +95,6 @@ def on(plan, function, *args):
 
 
 def train(plan):
-    """Two steps' gradients added up, and what this rank was given to build."""
     asked = []
 
     def build(layers, first, last):
@@ -117,7 +116,6 @@ def train(plan):
 
 
 def whole_model(seeds=(0, 1)):
-    """The sum over two batches of the gradients of their mean loss."""
     model, losses = Part(range(LAYERS), True, True), []
     for seed in seeds:
         inputs, targets = batch(seed=seed)
@@ -366,8 +364,6 @@ def test_a_ranks_chunks_are_one_module_with_the_whole_models_names():
 
 
 class Numbered(nn.Module):
-    """Numbers its layers from 0 in every chunk."""
-
     def __init__(self, layers, first, last):
         super().__init__()
         self.layers = nn.ModuleList(Layer(number) for number in layers)

@@ -470,7 +470,6 @@ def test_a_region_of_megatrons_says_that_it_runs_in_its_thread():
 
 
 def two_regions(manager, weights, x, tracker):
-    """A norm and an activation, with dropout, each kept by the product that follows."""
     kept = []
 
     def region(function, *args):

@@ -83,7 +83,6 @@ def test_a_dtype_that_the_format_has_not(tmp_path):
 
 
 def damaged(content, length, header):
-    """Files that are no longer what they were, and what is said of them."""
     text = json.dumps(header).encode()
 
     def changed(**others):

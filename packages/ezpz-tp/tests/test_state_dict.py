@@ -173,8 +173,6 @@ def test_a_stage_takes_its_own_of_the_whole():
 
 
 class Wide(nn.Module):
-    """A buffer of one's own in every dtype, split along its last dim."""
-
     def __init__(self, index, degree):
         super().__init__()
         for name, dtype in DTYPES.items():
@@ -199,8 +197,6 @@ def test_every_dtype_is_joined_bit_for_bit():
 
 
 class WithExtraState(nn.Linear):
-    """A module that keeps something which is no tensor."""
-
     seen = None
 
     def get_extra_state(self):
@@ -239,12 +235,7 @@ def test_groups_of_ones_own():
     assert torch.equal(found["weight"], layer.get_master_weight())
 
 
-# What goes wrong is said, on every rank.
-
-
 class Failing(nn.Linear):
-    """Not every rank can say what it keeps."""
-
     def get_extra_state(self):
         return {0: None}[ezpz_tp.get_state().rank % 2]
 
@@ -256,7 +247,6 @@ def column(**attributes):
 
 
 def layer(state, made=nn.Linear):
-    """A stage's one layer, called by the number of the stage."""
     return nn.ModuleDict({str(state.index("pipeline")): made(2, 2)})
 
 

@@ -104,9 +104,6 @@ def test_code_for_megatron_runs_and_is_right(sequence_parallel, checked):
     assert ranks[0][3] != ranks[1][3]
 
 
-# What differs from ezpz_tp's own layers.
-
-
 @on_ranks(2)
 def test_gathering_is_chosen_and_the_inputs_gradient_can_stay_partial():
     gathers, leaves = column(gather_output=True), column()
@@ -167,9 +164,6 @@ def test_alone_the_sequence_comes_first_too():
     cut, whole = both_embeddings()
     ids = torch.arange(12).view(3, 4)
     assert torch.equal(cut(ids), whole(ids.t()))
-
-
-# Configurations.
 
 
 def test_what_a_configuration_says():
@@ -233,9 +227,6 @@ def test_arguments_and_settings_that_are_not_supported():
         for make in (column, row):
             with pytest.raises(NotImplementedError, match=rf"config\.{setting}={value}"):
                 make(config=SimpleNamespace(**{setting: value}))
-
-
-# Checkpoints.
 
 
 def test_check_points_of_plain_layers_and_of_megatrons():
@@ -304,9 +295,6 @@ def test_what_sharded_state_dict_does_not_support():
         expert.sharded_state_dict()
 
 
-# Experts.
-
-
 def make_experts():
     degrees = {
         "tensor_model_parallel_size": 2,
@@ -347,9 +335,6 @@ def test_experts_and_groups():
         column(config=settings(expert_model_parallel_size=2), is_expert=True)
     # They share the tensor group unless told otherwise.
     assert run_ranks(lambda: column(is_expert=True).tp_size, 2) == [2, 2]
-
-
-# Functions.
 
 
 def multiply(frozen, allreduce, sequence):
@@ -431,12 +416,8 @@ def test_split_sizes_that_do_not_fit_and_all_to_all():
         tensor_parallel.all_to_all(None, tokens)
 
 
-# Random streams.
-
-
 @pytest.fixture
 def streams():
-    """Megatron's seeding, with seed 5."""
     yield partial(tensor_parallel.model_parallel_cuda_manual_seed, 5)
     tensor_parallel.get_cuda_rng_tracker().reset()
 
