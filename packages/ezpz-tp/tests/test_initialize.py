@@ -155,16 +155,9 @@ def test_trap_11_half_precision_is_drawn_in_fp32_and_rounded(dtype):
 def test_an_init_method_with_a_generator_advances_it_as_much_on_every_rank():
     states = []
     for index in range(4):
-        generator = torch.Generator()
-        tp.initialize_shard(
-            torch.empty(2, 3),
-            (5, 3),
-            0,
-            index,
-            4,
-            functools.partial(init.normal_, generator=generator.manual_seed(3)),
-            seed=1,
-        )
+        generator = torch.Generator().manual_seed(3)
+        method = functools.partial(init.normal_, generator=generator)
+        tp.initialize_shard(torch.empty(2, 3), (5, 3), 0, index, 4, method, seed=1)
         states.append(generator.get_state())
     assert all(torch.equal(state, states[0]) for state in states)
 

@@ -57,8 +57,7 @@ def test_layers_that_gather_and_scatter(dtype, bias):
         torch.empty(TOKENS, HIDDEN, dtype=dtype),
         tensor=DEGREES[dtype],
     )
-    # The column layer's output and the row layer's input are whole: each is shared once, and
-    # both layers sum once, as they do without.
+    # The column layer's output and the row layer's input are whole, and each is shared once.
     assert counts == {"all_gather": 2, "all_reduce": 2}
 
 
@@ -158,11 +157,9 @@ def test_exactly_these_collectives_are_started(sequence_parallel, degree):
     if degree == 1:
         assert of_mlp == of_model == {}
     elif sequence_parallel:
-        # Forward: gather, scatter. Backward: gather for the row layer, scatter, and gather the
-        # column layer's input again, for its weight.
+        # The last gather is the column layer's input once more, for its weight.
         assert of_mlp == {"all_gather": 3, "reduce_scatter": 2}
-        # And the embedding: scatter, gather. The head: gather, and scatter and gather. The loss:
-        # gather.
+        # And the embedding, the head and the loss.
         assert of_model == {"all_gather": 3 + 1 + 2 + 1, "reduce_scatter": 2 + 1 + 1}
     else:
         # The row layer forward, the column layer backward.

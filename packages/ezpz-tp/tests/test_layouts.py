@@ -8,8 +8,7 @@ from on_ranks import on_ranks
 import ezpz_tp as tp
 from ezpz_tp import layouts
 
-# What is written here by hand is what the mesh has to have: for each layout its axes, from the
-# slowest varying to the fastest, and along each the groups.
+# For each layout the axes of its mesh, the slowest first, and along each the groups.
 ALL8 = [tuple(range(8))]
 PAIRS = [(0, 1), (2, 3), (4, 5), (6, 7)]
 QUADS = [(0, 1, 2, 3), (4, 5, 6, 7)]

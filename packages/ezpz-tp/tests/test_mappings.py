@@ -4,7 +4,6 @@ from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 from on_ranks import all_raise, on_ranks
 
 import ezpz_tp as tp
@@ -158,26 +157,6 @@ def test_at_degree_one_every_region_is_the_identity():
     with counting() as counter:
         assert all(getattr(regions, name)(x) is x for name in NAMES)
     assert not counter
-
-
-@on_ranks(4, in_processes=True, initialize=False, timeout=300)
-def test_a_compiled_region_is_traced_again_for_another_group():
-    """Of a group torch.compile guards the type alone: size and rank of the first would stay."""
-    rank = dist.get_rank()
-
-    def body(x, group):
-        scattered = tp.scatter_to_tensor_parallel_region(x, tp_group=group)
-        return tp.reduce_from_tensor_parallel_region(scattered, tp_group=group)
-
-    compiled = torch.compile(body, fullgraph=True, backend="aot_eager")
-    x = torch.arange(64.0).view(8, 8) * (rank + 1)
-    for group in (
-        [dist.new_group([each]) for each in range(4)][rank],
-        [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2],
-        [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2],
-        dist.group.WORLD,
-    ):
-        assert torch.equal(compiled(x, group), body(x, group))
 
 
 CUT = [tp.scatter_to_tensor_parallel_region, tp.scatter_to_sequence_parallel_region]

@@ -162,9 +162,9 @@ def test_groups_of_others_and_of_another_backend():
 
 def test_code_follows_the_state_in_use_here():
     # torch.compile guards the type of a group, not which it is: without a guard of our own the
-    # second state would be given the first one's rank and size.
-    def placed(x):
-        group = tensor_group()
+    # second state, or group that is given, would have the first one's rank and size.
+    def placed(x, given=None):
+        group = tensor_group(given)
         return x if group is None else x * group.size() + group.rank()
 
     whole = torch.compile(placed, fullgraph=True, backend="eager")
@@ -173,9 +173,12 @@ def test_code_follows_the_state_in_use_here():
         with tp.use_state(tp.ParallelState.from_groups(tensor=Sized(rank, size))):
             assert whole(one).item() == placed(one).item()
     assert whole(one).item() == 1
-    alone = Alone(0)
-    given = lambda x: x if tensor_group(alone) is None else -x  # noqa: E731
-    assert torch.compile(given, fullgraph=True, backend="eager")(one).item() == 1
+    torch._dynamo.reset()
+    for rank, size in ((0, 2), (1, 2), (2, 3)):
+        given = Sized(rank, size)
+        given.group_name = f"{rank} of {size}"
+        assert whole(one, given).item() == size + rank
+    assert whole(one, Alone(0)).item() == 1
 
     # Threads have their own.
     def body():
