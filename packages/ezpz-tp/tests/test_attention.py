@@ -3,12 +3,12 @@
 import weakref
 from dataclasses import dataclass, replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from on_ranks import all_raise, on_ranks
-from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -32,14 +32,6 @@ class Case:
     dtype: torch.dtype = torch.float64
 
 
-@dataclass
-class Whole:
-    inputs: list[Tensor]
-    output: Tensor
-    output_grad: Tensor
-    grads: list[Tensor]
-
-
 def whole_of(case, *, batch=2):
     """Full attention in float64, of values that ``case.dtype`` can have. The same on every rank."""
     generator = torch.Generator().manual_seed(1)
@@ -58,7 +50,8 @@ def whole_of(case, *, batch=2):
     output = scaled_dot_product_attention(*inputs, **options)
     output_grad = draw(case.heads, case.length, case.value_dim)
     grads = torch.autograd.grad(output, inputs, output_grad)
-    return Whole(inputs, output.detach(), output_grad, list(grads))
+    wanted = {"output": output.detach(), "output_grad": output_grad, "grads": grads}
+    return SimpleNamespace(inputs=inputs, **wanted)
 
 
 def crossing(kind):

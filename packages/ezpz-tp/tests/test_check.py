@@ -183,22 +183,12 @@ def test_nothing_is_left_behind():
     assert exchanged == (torch.autograd.Function.__dict__["apply"], torch.distributed.all_reduce)
 
 
-class _OwnCopy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, input_):
-        return input_.view_as(input_)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad
-
-
 @on_ranks(2, tensor=2)
 def test_what_cannot_be_known_is_declared():
     up = tp.ColumnParallelLinear(8, 16, gather_output=False, seed=1)
     hidden = torch.ones(4, 8, requires_grad=True)
     with tp.check(nn.ModuleDict({"layer": up})):
-        copied = _OwnCopy.apply(hidden)
+        copied = styles._Seen.apply(hidden)
         with pytest.raises(tp.ParallelTypeError, match=r"parameter layer\.weight \(8, 8\) is var"):
             nn.functional.linear(copied, up.weight)
         nn.functional.linear(tp.declare_type(copied, tensor="replicated"), up.weight)

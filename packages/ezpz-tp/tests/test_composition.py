@@ -3,6 +3,7 @@
 import contextlib
 import shutil
 import sysconfig
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -153,16 +154,9 @@ def run_block(config, how):
         return [*found, torch.rand(3)]
 
 
-def plain(block, hidden):
-    return block(hidden)
-
-
-def torch_checkpointed(block, hidden):
-    return torch_checkpoint(block, hidden, use_reentrant=False, context_fn=tp.rng_contexts)
-
-
-def distributed(block, hidden):
-    return tp.checkpoint_activations(block, hidden, distribute_saved_activations=True)
+plain = Block.__call__
+torch_checkpointed = partial(torch_checkpoint, use_reentrant=False, context_fn=tp.rng_contexts)
+distributed = partial(tp.checkpoint_activations, distribute_saved_activations=True)
 
 
 @SEQUENCE
