@@ -235,16 +235,6 @@ def test_averages_do_not_overflow():
     assert large.grad.tolist() == [40000, 40000]
 
 
-@on_ranks(2, data=2, in_processes=True)
-def test_experts_are_not_reduced_over_the_models_axes():
-    own = tp.ParallelState.create(expert=2)
-    expert = parameter(2, grad=1, allreduce=False)
-    with pytest.raises(tp.ParallelError, match=r"expert's parameter of shape \(2,\).*expert_data"):
-        tp.finalize_grads(expert, average_over="data", state=own)
-    tp.finalize_grads(parameter(2, grad=1), average_over="data", state=own)
-    own.destroy()
-
-
 def test_what_is_refused():
     for axes in ({"sum_over": "tensor"}, {"average_over": BOTH, "sum_over": "data"}):
         with pytest.raises(ValueError, match="expected data, context or both, each once"):
@@ -475,4 +465,8 @@ def test_experts_parameters_are_summed_over_the_expert_groups():
     assert counter == {"all_reduce": 3}
     expected = math.sqrt(2 * sum(value**2 for value in range(1, 10)))
     assert total.item() == pytest.approx(expected, rel=1e-12)
+    told = r"expert's parameter of shape \(2,\).*expert_data"  # not over the model's axes
+    with pytest.raises(tp.ParallelError, match=told):
+        tp.finalize_grads(parameters[2], average_over="data", state=own)
+    tp.finalize_grads(parameters[0], average_over="data", state=own)
     own.destroy()

@@ -180,7 +180,6 @@ WRONG = {
     r"tok_embeddings\.weight has shape \(32, 24\) in one of 4 files; expected 64 columns": on_all(
         tok_embeddings=torch.ones(32, 24)
     ),
-    r"params\.json: not JSON": lambda path: (path / "params.json").write_text("{"),
 }
 
 

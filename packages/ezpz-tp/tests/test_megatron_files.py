@@ -4,7 +4,6 @@ import argparse
 import enum
 import io
 import itertools
-import os
 import random
 from functools import partial
 
@@ -249,10 +248,6 @@ def add_folder(path):
     file_of(path).parent.mkdir()
 
 
-def differ(held):
-    held["model"]["decoder.layers.0.self_attention.linear_qkv.layer_norm_weight"][0].add_(1)
-
-
 FC2, TABLE = "decoder.layers.1.mlp.linear_fc2.weight", "embedding.word_embeddings.weight"
 WRONG = {
     r"rank_01_001/model_optim_rng\.pt: there is no such file": lambda path: (
@@ -260,15 +255,10 @@ WRONG = {
         file_of(path).parent.rmdir(),
     ),
     r"iter_0000010: 5 mp_rank folders; expected 4, .*tensor 2 x pipeline 2": add_folder,
-    r"mp_rank_01_001/model_optim_rng\.pt: \d+ bytes .*truncated": lambda path: os.truncate(
-        file_of(path), file_of(path).stat().st_size - 100
-    ),
     r"01_001/.*'model': has no tensor decoder\.layers\.1\.mlp\.linear_fc2\.weight; expected one of "
     r"shape \(24, 16\), as .*mp_rank_00_001": changed(LAST, lambda held: held["model"].pop(FC2)),
     r"01_001/.*: tensor decoder\.layers\.3\.mlp\.linear_fc2\.weight has shape \(24, 15\) and dtype "
     r"torch\.bfloat16; expected \(24, 16\)": with_tensor(LAST, FC2, torch.zeros(24, 15).bfloat16()),
-    r"01_001/.*: tensor decoder\.layers\.2\.\S+layer_norm_weight of shape \(24,\) is not that of "
-    r".*mp_rank_00_001": changed(LAST, differ),
     r"mp_rank_01_001/.*: has no 'model', only 'args', 'checkpoint_version'": changed(
         LAST, lambda held: held.pop("model")
     ),
@@ -299,9 +289,6 @@ WRONG = {
     r"iter_0000020: there are no mp_rank_NN folders .* says '20'": lambda path: (
         path / "latest_checkpointed_iteration.txt"
     ).write_text("20"),
-    r"mp_rank_00_000/.*: holds a list; expected a dict with 'model'": lambda path: torch.save(
-        [1, 2], file_of(path, "mp_rank_00_000")
-    ),
 }
 
 

@@ -499,12 +499,8 @@ def test_meshes():
     with pytest.raises(tp.ParallelError, match=r"shape \(4,\) without names"):
         tp.ParallelState.from_mesh(init_device_mesh("cpu", (4,)))
     # A mesh over the world has a layout, and comes back.
-    for shape, names in (
-        ((2, 1, 2), ("pp", "dp", "tp")),
-        ((2, 2), ("cp", "tp")),
-        ((2, 2), ("tp", "pp")),
-        ((2, 2), ("dp", "cp")),
-    ):
+    for names in (("pp", "dp", "tp"), ("cp", "tp"), ("tp", "pp"), ("dp", "cp")):
+        shape = (2, 1, 2) if len(names) == 3 else (2, 2)
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
         state = tp.ParallelState.from_mesh(mesh)
         assert state.to_mesh() is mesh
@@ -515,11 +511,8 @@ def test_meshes():
             assert state.index(axis) == state.group(axis).rank()
         axes = [axis for axis in ("tensor", "context", "data", "pipeline") if state.size(axis) > 1]
         assert state.group(*axes) is dist.group.WORLD
-    assert str(
-        tp.ParallelState.from_mesh(
-            init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        ).layout
-    ) == str(tp.RankLayout(4, tensor=2))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    assert str(tp.ParallelState.from_mesh(mesh).layout) == str(tp.RankLayout(4, tensor=2))
     # Products of axes.
     mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("dp", "pp", "tp"))
     part = mesh["pp", "tp"]
