@@ -8,14 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from llama import (
-    Block,
-    Config,
-    Llama,
-    parallel_loss_of,
-    text_batch,
-    unsharded,
-)
+from llama import Block, Config, Llama, parallel_loss_of, text_batch, unsharded
 from on_ranks import on_ranks
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
