@@ -27,7 +27,7 @@ IMPORTS["ezpz-suite"] = "ezpz"
 TESTS = {
     "ezpz-topo": ["test_public.py", "test_cli.py"],
     "ezpz-device": ["test_public.py", "test_select.py", "test_peaks.py"],
-    "ezpz-tp": ["test_public.py", "test_dialect_names.py", "test_linear.py"],
+    "ezpz-tp": ["test_public.py", "test_linear.py"],
     "ezpz-launch": ["test_launch.py"],
     "ezpz-dist": ["test_public.py", "test_plain.py"],
     "ezpz-obs": ["test_public.py", "test_sinks.py"],

@@ -24,8 +24,6 @@ VOCABULARY, HIDDEN = 32, 16
 
 
 class FeedForward(torch.nn.Module):
-    """Llama's, as its reference code has it."""
-
     def __init__(self, dim, hidden_dim):
         super().__init__()
         options = {"bias": False, "init_method": lambda x: x}
@@ -38,8 +36,6 @@ class FeedForward(torch.nn.Module):
 
 
 class Model(torch.nn.Module):
-    """Embedding, a feed-forward block, and an output layer with its own loss."""
-
     def __init__(self):
         super().__init__()
         self.tok_embeddings = ParallelEmbedding(VOCABULARY, HIDDEN, init_method=lambda x: x)

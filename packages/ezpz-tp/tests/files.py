@@ -84,7 +84,6 @@ def transformer(layers, width, heads, groups, inner, vocabulary, dtype=torch.bfl
 
 
 def read(stored, offsets=None, sizes=None):
-    """A box of a tensor in a file; all of it without one."""
     box = whole(stored.shape) if offsets is None else Piece(offsets, sizes)
     out = torch.zeros(box.sizes, dtype=stored.dtype)
     stored.read(box, out)
@@ -92,7 +91,6 @@ def read(stored, offsets=None, sizes=None):
 
 
 def full(source):
-    """Every tensor of a source."""
     found = {}
     for name, entry in source.entries.items():
         found[name] = torch.empty(entry.shard.full_shape, dtype=entry.dtype)
@@ -101,13 +99,11 @@ def full(source):
 
 
 def save_dcp(path, model, optimizer=None):
-    """Save by torch, and return all that there is."""
     dcp.save(dtensor_state_dict(model, optimizer=optimizer), checkpoint_id=path)
     return gather_state_dict(model, optimizer=optimizer)
 
 
 def load_dcp(path, model, optimizer=None, **extra):
-    """Load by torch, and return all that there is then."""
     held = dtensor_state_dict(model, optimizer=optimizer, loading=True)
     dcp.load({**held, **extra}, checkpoint_id=path)
     load_dtensor_state_dict(model, held, optimizer=optimizer)
@@ -115,7 +111,6 @@ def load_dcp(path, model, optimizer=None, **extra):
 
 
 def torch_finds(folder):
-    """Full tensors, and the rest, by torch's own reading."""
     file = folder.with_suffix(".pt")
     dcp_to_torch_save(folder, file)
     found = torch.load(file)
@@ -169,7 +164,6 @@ def write_old(folder, full, held, tp, pp=1, groups=None, values=(), extra=()):
 
 
 def part_of(full, entry, rank, tp):
-    """A rank's part, of what `gather_state_dict` returns."""
     parameter, key = parameter_of(entry.name)
     if key is not None:
         value = full["optimizer"]["state"][parameter][key]

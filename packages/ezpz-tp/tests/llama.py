@@ -1,7 +1,4 @@
-"""A small Llama-style transformer, with this package's layers or with torch's own.
-
-Activations are ``[sequence, batch, hidden]``. Both kinds have the same parameter names.
-"""
+"""A small Llama-style transformer; activations are ``[sequence, batch, hidden]``."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,15 +13,12 @@ from ezpz_tp import ring_attention, sequence_positions
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes, and how it is made parallel."""
-
     vocabulary: int = 256
     hidden: int = 32
     heads: int = 4
     inner: int = 64
     layers: int = 2
     sequence: int = 48
-    parallel: bool = True
     sequence_parallel: bool = False
     context_parallel: bool = False
     tied: bool = False  # the head has the embedding's weight
@@ -36,8 +30,6 @@ class Config:
 
 
 def column(config, outputs, seed, *, pad_output=False):
-    if not config.parallel:
-        return nn.Linear(config.hidden, outputs, bias=False)
     options = {"sequence_parallel": config.sequence_parallel, "seed": seed, "bias": False}
     return ezpz_tp.ColumnParallelLinear(
         config.hidden, outputs, gather_output=False, pad_output=pad_output, **options
@@ -45,8 +37,6 @@ def column(config, outputs, seed, *, pad_output=False):
 
 
 def row(config, inputs, seed):
-    if not config.parallel:
-        return nn.Linear(inputs, config.hidden, bias=False)
     options = {"sequence_parallel": config.sequence_parallel, "seed": seed, "bias": False}
     return ezpz_tp.RowParallelLinear(inputs, config.hidden, input_is_parallel=True, **options)
 
@@ -125,19 +115,13 @@ class Block(nn.Module):
 
 
 def embedding(config):
-    if not config.parallel:
-        return nn.Embedding(config.vocabulary, config.hidden)
     return ezpz_tp.VocabParallelEmbedding(
         config.vocabulary, config.hidden, sequence_parallel=config.sequence_parallel, seed=1
     )
 
 
 class Llama(nn.Module):
-    """Tokens ``[batch, sequence]`` to logits ``[batch, sequence, vocabulary or this rank's part]``.
-
-    A pipeline's stage has some of the layers, and the embedding or head only if it is the first
-    or last.
-    """
+    """Tokens ``[batch, sequence]`` to logits, this rank's part of the vocabulary."""
 
     def __init__(self, config, *, first=True, last=True, layers=None):
         super().__init__()
@@ -170,23 +154,11 @@ class Llama(nn.Module):
 
 
 def unsharded(config):
-    """The same model from torch's own layers, with the weights that the parallel one starts from.
-
-    Call it where there are no groups.
-    """
-    config = replace(config, sequence_parallel=False, context_parallel=False)
-    model = Llama(replace(config, parallel=False))
-    model.load_state_dict(Llama(config).state_dict())
-    return model
-
-
-def loss_of(logits, labels):
-    """Mean loss, of full logits."""
-    return cross_entropy(logits.flatten(0, 1), labels.flatten())
+    """The model where there are no groups: its layers are torch's then, as test_linear says."""
+    return Llama(replace(config, sequence_parallel=False, context_parallel=False))
 
 
 def parallel_loss_of(logits, labels):
-    """Mean loss, of this rank's part of the logits."""
     return ezpz_tp.vocab_parallel_cross_entropy(logits, labels).mean()
 
 
@@ -200,17 +172,15 @@ def text_batch(step, *, batch=4, length=48):
 
 
 def optimizer_of(parameters):
-    """What every variant is trained with."""
     return torch.optim.AdamW(parameters, lr=3e-3, eps=1e-6, foreach=True)
 
 
 def learn_alone(config, steps, batch, dtype=torch.float32):
-    """The losses of one process with torch's own layers."""
     model = unsharded(config).to(dtype)
     optimizer, losses = optimizer_of(model.parameters()), []
     for step in range(steps):
         tokens, labels = text_batch(step, batch=batch, length=config.sequence)
-        loss = loss_of(model(tokens), labels)
+        loss = cross_entropy(model(tokens).flatten(0, 1), labels.flatten())
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

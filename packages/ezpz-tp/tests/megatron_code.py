@@ -9,8 +9,6 @@ VOCABULARY, HIDDEN = 32, 16
 
 
 class Model(torch.nn.Module):
-    """Embedding, a feed-forward block with a bias that is added late, and a tied output layer."""
-
     def __init__(self, config):
         super().__init__()
         self.config = config

@@ -88,7 +88,6 @@ def sequence(bug=None):
 
 
 def tagged(bug=None):
-    """A norm that is tagged, though it acts on whole activations."""
     norm = nn.LayerNorm(8)
     if bug is not None:
         tp.mark_sequence_parallel(norm.weight)
@@ -97,7 +96,6 @@ def tagged(bug=None):
 
 
 def layers(bug=None):
-    """Layers that are put together wrongly."""
     up = tp.ColumnParallelLinear(8, 16, gather_output=False, seed=1)
     down = tp.RowParallelLinear(16, 8, input_is_parallel=True, seed=2)
     hidden = data(4, 8)
@@ -118,7 +116,6 @@ def layers(bug=None):
 
 
 def loss(bug=None):
-    """The loss of a vocabulary's parts, and its reduction over data or context."""
     embedding = tp.VocabParallelEmbedding(12, 8, seed=3)
     head = tp.ColumnParallelLinear(8, 12, bias=False, gather_output=False, seed=4)
     ids, labels = torch.arange(6) % 5, torch.arange(6) % 7
@@ -126,6 +123,7 @@ def loss(bug=None):
     context = tp.get_context_parallel_group()
     with tp.check(nn.ModuleList([embedding, head])):
         logits = head(embedding(ids))
+        assert tp.type_of(logits)["tensor"] == "varying"
         if bug == "own part of the logits":
             value = cross_entropy(logits, labels % 6)
         elif bug == "gathered logits":
@@ -163,7 +161,6 @@ def differentiable_sum(bug=None):
 
 
 def dropped(bug=None):
-    """Dropout of what differs between ranks, and of what does not."""
     tp.seed_model_parallel(1)
     tracker = tp.get_rng_tracker()
     up = tp.ColumnParallelLinear(8, 16, gather_output=False, seed=1)

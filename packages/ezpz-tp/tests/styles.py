@@ -24,7 +24,6 @@ def sharded(*shape, dim):
 
 
 def weights():
-    """An up and a down projection, and the bias that is added after the sum."""
     return sharded(8, 16, dim=0), sharded(16, 8, dim=1), nn.Parameter(torch.zeros(16))
 
 

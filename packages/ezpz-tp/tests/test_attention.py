@@ -1,28 +1,25 @@
 """Ring, Ulysses and unified attention against full attention; what they compute, send and hold."""
 
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from on_ranks import all_raise, on_ranks
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, scaled_dot_product_attention
-from torch.nn.parallel import DistributedDataParallel
-from torch.overrides import TorchFunctionMode
+from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import ezpz_tp as tp
+from ezpz_tp import _ring
 from ezpz_tp.testing import counting, run_ranks
 
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes and options of one attention."""
-
     heads: int = 4
     kv_heads: int = 4
     length: int = 48
@@ -33,16 +30,6 @@ class Case:
     balanced: bool = True
     scale: float | None = None
     dtype: torch.dtype = torch.float64
-
-
-@dataclass
-class Whole:
-    """Inputs, output, its gradient, and theirs; all of the whole sequence."""
-
-    inputs: list[Tensor]
-    output: Tensor
-    output_grad: Tensor
-    grads: list[Tensor]
 
 
 def whole_of(case, *, batch=2):
@@ -63,7 +50,8 @@ def whole_of(case, *, batch=2):
     output = scaled_dot_product_attention(*inputs, **options)
     output_grad = draw(case.heads, case.length, case.value_dim)
     grads = torch.autograd.grad(output, inputs, output_grad)
-    return Whole(inputs, output.detach(), output_grad, list(grads))
+    wanted = {"output": output.detach(), "output_grad": output_grad, "grads": grads}
+    return SimpleNamespace(inputs=inputs, **wanted)
 
 
 def crossing(kind):
@@ -174,6 +162,20 @@ def test_fewer_digits(kind, dtype, limit):
     assert worst_of(kind, case, 2, 2) < max(limit, 2 * worst_of(kind, case))
 
 
+@pytest.mark.parametrize(
+    ("dtype", "limit"),
+    [(torch.float64, 1e-12), (torch.float32, 2e-5), (torch.bfloat16, 0.05), (torch.float16, 0.01)],
+)
+def test_blocks_without_a_kernel_of_torchs_are_computed_in_pieces(dtype, limit, monkeypatch):
+    assert (
+        _ring._kernel(_ring.Block(*[torch.ones(1, 1, 1, 1, device="meta")] * 3, True, 1)) == "plain"
+    )
+    monkeypatch.setattr(_ring, "_kernel", lambda block: "plain")
+    monkeypatch.setattr(_ring, "SCORES_AT_A_TIME", 1000)  # the last piece is a short one
+    for name in ("all see all", "causal", "other value_dim", "one key head, scale"):
+        assert worst_of("ring", replace(RING[name], dtype=dtype), 1, 3) < limit
+
+
 @on_ranks(2, context=2)
 def test_scores_far_apart():
     """Blocks whose weights differ by more than float64 can say."""
@@ -188,7 +190,6 @@ def test_scores_far_apart():
 
 
 def from_sequence_first(tensor):
-    """The same values, as a view of ``[sequence, batch, heads, head_dim]``."""
     return tensor.detach().permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3)
 
 
@@ -255,6 +256,11 @@ def test_autocast():
         assert tp.ring_attention(*mixed).dtype == torch.bfloat16
         assert tp.ring_attention(q, k, v).dtype == torch.float64
         assert tp.ulysses_attention(*mixed).dtype == torch.bfloat16
+        # Products of blocks without a kernel are not rounded once more.
+        narrow = [each.bfloat16().requires_grad_() for each in (q, k, v[..., :6])]
+        inside = torch.autograd.grad(tp.ring_attention(*narrow).sum(), narrow)
+    outside = torch.autograd.grad(tp.ring_attention(*narrow).sum(), narrow)
+    assert all(map(torch.equal, inside, outside))
 
 
 class Computed(TorchDispatchMode):
@@ -347,7 +353,6 @@ class Live(TorchDispatchMode):
 
 
 def held(attend, length):
-    """The most that is held at once, in parts, and the largest tensor, in bytes."""
     q = torch.ones(1, 8, length // tp.get_state().size("context"), 8, requires_grad=True)
     with Live() as live:
         attend(q, q, q, is_causal=True).sum().backward()
@@ -415,35 +420,16 @@ def test_what_does_not_fit(kind, degree, shapes, options, dtypes, error, message
     all_raise(degree, refused, error, message, context=degree)
 
 
-def test_a_group_that_this_rank_is_not_in():
-    q = torch.zeros(*Q)
-    with pytest.raises(tp.ParallelError, match=r"the context group is .*; expected a process g"):
-        tp.ring_attention(q, q, q, group=dist.GroupMember.NON_GROUP_MEMBER)
-
-
-class Watched(TorchFunctionMode):
-    """Names what is called, and runs it unwatched."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        self.names.append(func.__name__)
-        return func(*args, **(kwargs or {}))
-
-
 @on_ranks(2, context=2)
 def test_who_watches_sees_one_call_of_each():
     q = torch.zeros(*Q)
     groups, _ = crossing("unified")
-    with Watched() as seen:
+    with tp.check() as checker:
         tp.ring_attention(q, q, q)
         tp.ulysses_attention(q, q, q)
         tp.unified_attention(q, q, q, **groups)
         tp.unshard_sequence(tp.shard_sequence(q, 2), 2)
-    attentions = [f"{kind}_attention" for kind in ("ring", "ulysses", "unified")]
-    assert seen.names == [*attentions, "shard_sequence", "unshard_sequence"]
+    assert checker.operations == 5
 
 
 @pytest.mark.parametrize("shape", [(0, 2, 4, 8), (1, 2, 0, 8)])
@@ -478,11 +464,8 @@ def test_torch_compile_traces_it_whole():
     assert all(torch.equal(*each) for each in zip(*results, strict=True))
 
 
-# Ulysses with an attention of one's own.
-
-
-@on_ranks(4, context=4)
-def test_an_attention_of_ones_own():
+@on_ranks(4, tensor=4)
+def test_an_attention_of_ones_own_over_a_group_that_is_given():
     """A window of three tokens: the sequence inside is whole, and in its own order."""
 
     def window(q, k, v, *, is_causal, scale, dropout_p):
@@ -491,11 +474,10 @@ def test_an_attention_of_ones_own():
         near = (at[:, None] - at).abs() <= 1
         return scaled_dot_product_attention(q, k, v, attn_mask=near, scale=scale)
 
-    how = {"scale": 0.5, "dropout_p": 0.1}
-    output = tp.ulysses_attention(*own_inputs(Case()), **how, attention=window)
-    whole = whole_of(Case()).inputs
-    expected = window(*whole, is_causal=False, **how)
-    assert (output - part(Case(), expected)).abs().max() < 1e-12
+    how, given = {"scale": 0.5, "dropout_p": 0.1}, {"group": tp.get_state().group("tensor")}
+    output = tp.ulysses_attention(*own_inputs(Case(), **given), **how, attention=window, **given)
+    expected = window(*whole_of(Case()).inputs, is_causal=False, **how)
+    assert (output - part(Case(), expected, **given)).abs().max() < 1e-12
 
 
 @on_ranks(2, context=2)
@@ -514,17 +496,6 @@ def test_second_derivatives_of_an_attention_of_ones_own():
         results.append(torch.autograd.grad(sum(g.square().sum() for g in grads), own))
     for one, other in zip(*results, strict=True):
         assert (one - part(case, other)).abs().max() < 1e-10
-
-
-@on_ranks(4, tensor=2, context=2)
-def test_a_group_that_is_given():
-    given = {"group": tp.get_state().group("tensor")}
-    output = tp.ulysses_attention(*own_inputs(Case(), **given), **given)
-    expected = part(Case(), whole_of(Case()).output, **given)
-    assert (output - expected).abs().max() < 1e-12
-
-
-# The groups of the unified one.
 
 
 def split(ulysses):
@@ -577,67 +548,13 @@ def test_all_to_one_side_and_what_cannot_be_split():
 
 
 @on_ranks(2, context=2)
-def test_groups_that_do_not_cross():
+def test_groups_that_do_not_cross_or_are_others():
     group, q = tp.get_state().group("context"), torch.zeros(*Q)
+    with pytest.raises(tp.ParallelError, match=r"the context group is .*; expected a process g"):
+        tp.ring_attention(q, q, q, group=dist.GroupMember.NON_GROUP_MEMBER)
     for heads, told in (
         (group, "are one group of 2 ranks; expected two that cross"),
         (None, r"ulysses_group=None, ring_group=.*; expected two"),
     ):
         with pytest.raises(tp.ParallelError, match=told):
             tp.unified_attention(q, q, q, ulysses_group=heads, ring_group=group)
-
-
-class Tiny(nn.Module):
-    """An embedding, causal attention, and a head."""
-
-    def __init__(self, attend):
-        super().__init__()
-        self.attend, self.embedding = attend, nn.Embedding(31, 32)
-        self.qkv, self.head = nn.Linear(32, 96), nn.Linear(32, 31)
-
-    def forward(self, tokens, positions):
-        hidden = self.embedding(tokens) + positions[:, None] / LENGTH
-        parts = self.qkv(hidden).chunk(3, -1)
-        mixed = self.attend(*(each.unflatten(-1, (4, 8)).transpose(1, 2) for each in parts))
-        return self.head(mixed.transpose(1, 2).flatten(2))
-
-
-BATCH, LENGTH, PADDED = 4, 24, 5
-
-
-def sum_of_losses(logits, labels):
-    return cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
-
-
-@on_ranks(4, data=2, context=2, also=[("data", "context")], in_processes=True)
-def test_loss_and_gradients_over_data_and_context():
-    """The gradients are those of one process, reduced as `shard_sequence` says, or by DDP."""
-    torch.manual_seed(5)
-    tokens = torch.randint(31, (BATCH, LENGTH + 1))
-    tokens, labels = tokens[:, :-1], tokens[:, 1:].clone()
-    labels[:, -PADDED:] = -100
-    counted = (labels >= 0).sum()  # in all parts, of all data-parallel ranks
-    full = Tiny(partial(scaled_dot_product_attention, is_causal=True)).double()
-    expected = sum_of_losses(full(tokens, torch.arange(LENGTH)), labels) / counted
-    expected.backward()
-
-    state = tp.get_state()
-    both = state.group("data", "context")
-    heads, ring = tp.split_context(1)
-    mine = slice(state.index("data"), None, state.size("data"))
-    tokens, labels = (tp.shard_sequence(each[mine], 1, group=ring) for each in (tokens, labels))
-    positions = tp.sequence_positions(LENGTH, group=ring)
-    for wrapped in (False, True):
-        model = Tiny(attention("unified", CAUSAL, {"ulysses_group": heads, "ring_group": ring}))
-        model.double().load_state_dict(full.state_dict())
-        forward = DistributedDataParallel(model, process_group=both) if wrapped else model
-        loss = sum_of_losses(forward(tokens, positions), labels) / counted
-        (loss * both.size() if wrapped else loss).backward()
-        if not wrapped:
-            for parameter in model.parameters():
-                dist.all_reduce(parameter.grad, group=both)
-        whole = loss.detach().clone()
-        dist.all_reduce(whole, group=both)
-        assert whole.item() == pytest.approx(expected.item(), rel=1e-12)
-        for one, other in zip(model.parameters(), full.parameters(), strict=True):
-            assert (one.grad - other.grad).abs().max() < 1e-12

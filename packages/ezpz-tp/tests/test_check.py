@@ -1,7 +1,8 @@
-"""`check` catches every seeded bug at its line, and has no complaint about clean programs."""
+"""`check` catches every seeded bug at its line, `verify_replicated` what differs; both no more."""
 
 import gc
 import weakref
+from functools import partial
 from inspect import getsourcelines
 from math import prod
 from pathlib import Path
@@ -10,14 +11,13 @@ import pytest
 import seeded
 import styles
 import torch
-from llama import Config, Llama, parallel_loss_of, text_batch
-from on_ranks import load_code, on_ranks
+from on_ranks import on_ranks
 from torch import nn
 from torch.nn import functional as F
 
 import ezpz_tp as tp
 from ezpz_tp._check.rules import is_foreign
-from ezpz_tp.testing import run_ranks
+from ezpz_tp.testing import counting, run_ranks
 
 TENSOR, DATA, CONTEXT = {"tensor": 2}, {"tensor": 2, "data": 2}, {"tensor": 2, "context": 2}
 FORKED = seeded.dropped, seeded.differentiable_sum  # on processes: random streams, torch's groups
@@ -68,10 +68,10 @@ def line_in(program):
     return f"styles.py:{line}, in {program.__name__}"
 
 
-def error_of(program, *bug):
+def error_of(program, *given):
     try:
-        program(*bug)
-    except tp.ParallelTypeError as error:
+        program(*given)
+    except (tp.ParallelTypeError, tp.ReplicaError) as error:
         return str(error)
     return None
 
@@ -164,54 +164,6 @@ def test_a_neighbors_folder_is_the_users():
     assert not is_foreign(f"{torchs}titan/x.py")
 
 
-def llama_types(config):
-    model = Llama(config)
-    optimizer = torch.optim.AdamW(model.parameters())
-    with tp.check(model) as checker:
-        for step in range(2):
-            tokens, labels = text_batch(step)
-            logits = model(tokens)
-            loss = parallel_loss_of(logits, labels)
-            seen = tp.type_of(logits)["tensor"], tp.type_of(loss)["tensor"]
-            loss.backward()
-            tp.finalize_grads(model)
-            tp.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-    return seen, checker.operations
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("degrees", [TENSOR, DATA], ids=str)
-def test_a_llama_trains_without_a_false_alarm(sequence_parallel, degrees):
-    config, ranks = Config(sequence_parallel=sequence_parallel), prod(degrees.values())
-    for seen, operations in run_ranks(llama_types, ranks, config, **degrees):
-        assert seen == ("varying", "invariant")
-        assert operations > 100
-
-
-def dialect(name, *arguments):
-    """Run code that was written for another package within `check`; return the operations."""
-    code = load_code(name)
-    if name == "megatron":
-        code.parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
-    else:
-        code.fs_init.initialize_model_parallel(2)
-    with tp.check() as checker:
-        model, *_ = code.train(*arguments)
-        tp.finalize_grads(model)
-    tp.destroy_model_parallel()
-    return checker.operations
-
-
-@pytest.mark.parametrize(
-    "arguments", [("megatron", False), ("megatron", True), ("fairscale",)], ids=str
-)
-def test_models_in_other_dialects_are_clean(arguments):
-    for operations in run_ranks(dialect, 2, *arguments, in_processes=True, initialize=False):
-        assert operations > 10
-
-
 def test_nothing_is_left_behind():
     def leftovers():
         model, hidden = seeded.Mlp(), seeded.data(4, 8)
@@ -231,22 +183,12 @@ def test_nothing_is_left_behind():
     assert exchanged == (torch.autograd.Function.__dict__["apply"], torch.distributed.all_reduce)
 
 
-class _OwnCopy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, input_):
-        return input_.view_as(input_)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad
-
-
 @on_ranks(2, tensor=2)
 def test_what_cannot_be_known_is_declared():
     up = tp.ColumnParallelLinear(8, 16, gather_output=False, seed=1)
     hidden = torch.ones(4, 8, requires_grad=True)
     with tp.check(nn.ModuleDict({"layer": up})):
-        copied = _OwnCopy.apply(hidden)
+        copied = styles._Seen.apply(hidden)
         with pytest.raises(tp.ParallelTypeError, match=r"parameter layer\.weight \(8, 8\) is var"):
             nn.functional.linear(copied, up.weight)
         nn.functional.linear(tp.declare_type(copied, tensor="replicated"), up.weight)
@@ -303,3 +245,160 @@ def test_at_degree_one_there_is_nothing_to_check():
     with tp.check() as checker:
         seeded.by_hand()
     assert checker.operations == 0
+
+
+@pytest.mark.parametrize(
+    ("bug", "axis", "parameter", "mend"),
+    [
+        ("forgotten finalize_grads", "tensor", "norm.weight", "call finalize_grads once a step"),
+        ("not averaged over data", "data", "norm.weight", "sum gradients over the data"),
+        ("equal seeds", "tensor", "layers.0.feed_forward.up.weight", "the ranks were seeded alike"),
+        (None, None, None, None),
+    ],
+)
+def test_what_differs_is_named_with_axis_and_ranks(bug, axis, parameter, mend):
+    for rank, error in enumerate(errors_of(seeded.trained, DATA, bug)):
+        if bug is None:
+            assert error is None
+            continue
+        ranks = {"tensor": (rank // 2 * 2, rank // 2 * 2 + 1), "data": (rank % 2, rank % 2 + 2)}
+        assert f"{axis} axis, ranks {ranks[axis][0]}, {ranks[axis][1]}:" in error
+        assert parameter in error
+        assert mend in error
+
+
+@pytest.mark.parametrize(
+    ("bug", "message"),
+    [
+        ("counted twice", "`shared` of tied embedding 0 is False on 2 stages"),
+        ("not summed", "tied embedding 0 should be the same on all of them, and differs on 1"),
+        (None, None),
+    ],
+)
+@on_ranks(2, initialize=False, in_processes=True)
+def test_tied_embeddings(bug, message):
+    tp.initialize_tensor_parallel(pipeline_parallel_size=2, embedding=True)
+    error = error_of(seeded.tied, bug)
+    assert error is None if message is None else message in error
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+@on_ranks(3, data=3)
+def test_the_last_bit_of_one_value_on_one_rank_of_three(gradient):
+    model = nn.Linear(4, 4)
+    with torch.no_grad():
+        model.weight.fill_(1)
+        model.bias.fill_(2)
+    model(torch.ones(2, 4)).sum().backward()
+    if tp.get_state().rank == 2:
+        (model.weight.grad if gradient else model.weight.detach())[3, 3] += 1e-6
+    error = error_of(tp.verify_replicated, model)
+    with_gradients = error_of(partial(tp.verify_replicated, gradients=True), model)
+    name = "gradient of weight" if gradient else "weight"
+    assert f"{name} should be the same on all of them, and differs on 2;" in with_gradients
+    assert (error is None) == gradient
+    assert "bias" not in with_gradients
+
+
+def test_one_collective_an_axis():
+    def collectives():
+        model = seeded.Mlp()
+        with counting() as counter:
+            tp.verify_replicated(model)
+        return dict(counter)
+
+    assert run_ranks(collectives, 2, tensor=2) == [{"all_gather": 1}] * 2
+    assert run_ranks(collectives, 4, **DATA) == [{"all_gather": 2}] * 4
+    assert run_ranks(collectives, 1) == [{}]
+
+
+@on_ranks(2, data=2)
+def test_any_shape_and_dtype():
+    model = nn.ParameterList(
+        [torch.full((), float(i)) for i in range(1100)]
+        + [torch.ones(2, 3, dtype=dtype) for dtype in (torch.bfloat16, torch.complex64)]
+        + [torch.zeros(0, 3), torch.ones(3, 4).t()]
+    )
+    for one in model[-3:]:
+        one.requires_grad_(False)
+    before = error_of(tp.verify_replicated, model)
+    model[1050].data += tp.get_state().rank
+    after = error_of(tp.verify_replicated, model)
+    assert before is None
+    assert "1050 should be the same" in after
+
+
+def test_a_parameter_without_values():
+    def program(*ranks):
+        meta = tp.get_state().rank in ranks
+        model = nn.Linear(2, 2, device="meta" if meta else "cpu")
+        error = r"weight .* is on the meta device" if meta else r"weight .* differs on 1"
+        with pytest.raises(tp.ParallelError, match=error):
+            tp.verify_replicated(model)
+
+    run_ranks(program, 2, 0, 1, data=2)
+    run_ranks(program, 2, 1, data=2)  # the other rank does not wait for it
+
+
+@pytest.mark.parametrize("few", [2, 1020])
+def test_more_parameters_on_a_rank_also_than_are_sent_at_once(few):
+    def program(rank):
+        count = few + 8 * (tp.get_state().rank == rank)
+        model = nn.ParameterList(torch.full((), float(i)) for i in range(count))
+        return error_of(tp.verify_replicated, model)
+
+    assert run_ranks(program, 2, None, data=2) == [None] * 2
+    for error in run_ranks(program, 2, 1, data=2):
+        assert f"have other parameters ({few} on rank 0, {few + 8} on rank 1 compared)" in error
+
+
+def test_shards_of_one_value_need_not_differ():
+    def program(corner):
+        up = tp.ColumnParallelLinear(4, 4, gather_output=False, seed=1)
+        with torch.no_grad():
+            up.weight.fill_(float("nan"))[0, 0] = corner
+        return error_of(tp.verify_replicated, up)
+
+    assert run_ranks(program, 2, float("nan"), tensor=2) == [None] * 2
+    for error in run_ranks(program, 2, 1.0, tensor=2):
+        assert "weight should be another one on each of them, and is the same on 0, 1" in error
+
+
+@on_ranks(4, **DATA, in_processes=True)
+def test_distributed_tensors_differ_where_they_are_sharded():
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import parallel
+
+    state, mesh = tp.get_state(), tp.get_state().to_mesh("cpu")
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4), nn.LayerNorm(4))
+    how = {"0": parallel.ColwiseParallel(), "1": parallel.RowwiseParallel()}
+    parallel.parallelize_module(model, mesh["tp"], how)
+    for one in model:
+        fully_shard(one, mesh=mesh["dp"])
+    model(torch.ones(2, 4)).sum().backward()
+    tp.verify_replicated(model, gradients=True)
+    with torch.no_grad():
+        model[2].weight.to_local().add_(state.index("tensor"))
+    error, (first, second) = error_of(tp.verify_replicated, model), state.ranks("tensor")
+    assert f"tensor axis, ranks {first}, {second}:\n    2.weight should be the same" in error
+
+
+def streams(tensor_rank):
+    tp.seed_model_parallel(7, tensor_rank=tensor_rank)
+    return error_of(tp.verify_replicated, nn.Linear(2, 2))
+
+
+def test_streams_that_should_differ():
+    for error in run_ranks(streams, 2, None, tensor=2, in_processes=True):
+        assert error is None
+    for error in run_ranks(streams, 2, 0, tensor=2, in_processes=True):
+        assert "the random stream 'model-parallel-rng' should be another one on each" in error
+        assert "call seed_model_parallel(seed)" in error
+
+
+def test_ranks_that_are_threads_share_their_streams():
+    tp.seed_model_parallel(7)
+    try:
+        run_ranks(lambda: tp.verify_replicated(seeded.Mlp()), 2, tensor=2)
+    finally:
+        tp.get_rng_tracker().reset()

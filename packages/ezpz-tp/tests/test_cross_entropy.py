@@ -19,7 +19,6 @@ EVERYTHING = {"label_smoothing": 0.1, "z_loss": 0.1, "chunk_size": 3}
 
 
 def drawn(columns, vocab_size, dtype=torch.float64, seed=0, scale=1.0):
-    """Logits, targets with two ignored, and a gradient."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(*TOKENS, columns, dtype=torch.float64, generator=generator) * scale
     target = torch.randint(0, vocab_size, TOKENS, generator=generator)
@@ -29,7 +28,6 @@ def drawn(columns, vocab_size, dtype=torch.float64, seed=0, scale=1.0):
 
 
 def unsharded(logits, target, grad, vocab_size, *, label_smoothing=0.0, z_loss=0.0):
-    """Loss and gradient of the full logits in float64."""
     full = logits.double().clone().requires_grad_()
     valid = full[..., :vocab_size]
     loss = functional.cross_entropy(
@@ -50,7 +48,6 @@ def own_part(logits, dim=-1):
 
 
 def sharded(logits, target, grad, options):
-    """This rank's loss and gradient, and what it communicated."""
     shard = own_part(logits)
     before = shard.detach().clone()
     with counting() as forward:
@@ -143,7 +140,6 @@ def test_alone_it_is_torchs_bit_for_bit(dtype, smoothing):
 
 
 def test_shapes():
-    """One token, none, many dims, and memory in another order."""
     generator = torch.Generator().manual_seed(0)
     for shape in ((), (0,), (3,), (2, 1, 3, 2)):
         logits = torch.randn(*shape, 6, generator=generator)

@@ -88,6 +88,9 @@ def test_alone_the_tensors_themselves():
         lambda: tp.broadcast_data(["text"], data, torch.int64, device="meta")["text"], 1
     )
     assert moved.device.type == "meta"
+    x = torch.ones(2, 7)
+    assert tp.shard_sequence(x, 1) is tp.unshard_sequence(x, 1) is x
+    assert tp.sequence_positions(7).tolist() == list(range(7))
 
 
 WRONG = {
@@ -201,13 +204,6 @@ def test_gradients_of_different_uses_are_summed():
     keys = tp.unshard_sequence(part, 0, sum_grads=True)
     (keys * (rank + 1)).sum().backward()
     assert part.grad.tolist() == [3.0] * 4
-
-
-def test_alone_the_tensor_comes_back():
-    x = torch.ones(2, 7)
-    assert tp.shard_sequence(x, 1) is x
-    assert tp.unshard_sequence(x, 1) is x
-    assert tp.sequence_positions(7).tolist() == list(range(7))
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 import itertools
 import random
 import re
-import warnings
 import xml.etree.ElementTree as ET
 
 import pytest
@@ -22,34 +21,7 @@ def ranks_drawn(text):
     return [int(n) for line in lines for n in re.findall(r"\d+", line[line.index("│") :])]
 
 
-def test_four_axes_are_a_matrix_of_matrices():
-    layout = tp.RankLayout(16, tensor=2, context=2, pipeline=2)
-    text = str(tp.describe(layout, ranks_per_node=4))
-    assert text == (
-        """\
-16 ranks: tensor 2 x context 2 x data 2 x pipeline 2, on 4 nodes of 4
-
-      data      0            1
-    tensor   0    1       0    1
-pipeline 0
-           ┌ node 0 ─┐  ┌ node 1 ─┐
- context 0 │  0    1 │  │  4    5 │
-         1 │  2    3 │  │  6    7 │
-           └─────────┘  └─────────┘
-pipeline 1
-           ┌ node 2 ─┐  ┌ node 3 ─┐
- context 0 │  8    9 │  │ 12   13 │
-         1 │ 10   11 │  │ 14   15 │
-           └─────────┘  └─────────┘
-
-axis      degree  groups  of rank 0  cross nodes  most nodes
-tensor         2       8  0 1               none           1
-context        2       8  0 2               none           1
-data           2       8  0 4                all           2
-pipeline       2       8  0 8                all           2"""
-    )
-
-
+# Four axes on nodes of one size: docs/guides/four-dimensions.md, which is run.
 def test_borders_follow_nodes_of_different_sizes_and_the_warning_has_the_remedy():
     said = (
         r"^1 of 4 tensor groups cross nodes, with ranks on up to 2: .*; choose a tensor degree "
@@ -169,6 +141,7 @@ def test_the_ranks_of_a_picture_are_where_its_labels_say():
                     assert all(whole[axis] == int(n) for axis, n in said.items())
 
 
+@pytest.mark.filterwarnings("ignore:.*groups cross nodes:UserWarning")
 def test_groups_and_crossings_agree_with_counting():
     generator = random.Random(0)
     for _ in range(30):
@@ -177,7 +150,7 @@ def test_groups_and_crossings_agree_with_counting():
         hosts = [f"h{generator.randrange(3)}" for _ in range(layout.world_size)]
         even = [f"h{rank // d}" for rank in range(layout.world_size)]
         for names, how in ((hosts, {"hosts": hosts}), (even, {"ranks_per_node": d})):
-            description = quietly(layout, **how)
+            description = tp.describe(layout, **how)
             table = str(description)
             for axis in ("tensor", "context", "data", "pipeline"):
                 groups = layout.groups(axis)
@@ -189,12 +162,6 @@ def test_groups_and_crossings_agree_with_counting():
                     words = {0: "none", len(groups): "all"}.get(len(crossing), str(len(crossing)))
                     line = re.search(rf"^{axis} +\d+ +\d+ .*$", table, re.MULTILINE)
                     assert line[0].split()[-2:] == [words, str(max(spans))]
-
-
-def quietly(layout, **how):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return tp.describe(layout, **how)
 
 
 def test_the_largest_machine_fits_a_screen():

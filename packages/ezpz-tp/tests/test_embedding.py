@@ -4,7 +4,7 @@ from on_ranks import on_ranks
 from torch import nn
 
 import ezpz_tp as tp
-from ezpz_tp.testing import counting, run_ranks
+from ezpz_tp.testing import run_ranks
 
 WIDTH = 12
 
@@ -21,7 +21,6 @@ def some_ids(vocabulary):
 
 
 def own_part(layer, full):
-    """What a rank holds of a table, or of its gradient."""
     state = tp.get_state()
     index, degree = state.index("tensor"), state.size("tensor")
     if isinstance(layer, tp.ParallelEmbedding):
@@ -90,27 +89,6 @@ def test_trap_5_all_options_do_what_they_do_in_nn_embedding(kind, options):
 def test_sequence_parallel(options):
     for degree in (1, 3):
         run_ranks(as_nn, degree, tp.VocabParallelEmbedding, 13, options, True)
-
-
-@on_ranks(2)
-def test_numbers_of_collectives():
-    rows = tp.VocabParallelEmbedding(13, WIDTH, seed=1)
-    columns = tp.ParallelEmbedding(13, WIDTH, seed=1)
-    sequence = tp.VocabParallelEmbedding(13, WIDTH, seed=1, sequence_parallel=True)
-    for layer, wanted in (
-        (rows, ({"all_reduce": 1}, {})),
-        (columns, ({"all_gather": 1}, {})),
-        (sequence, ({"reduce_scatter": 1}, {"all_gather": 1})),
-    ):
-        with counting() as forward:
-            output = layer(some_ids(13))
-        with counting() as backward:
-            output.sum().backward()
-        assert (forward, backward) == wanted
-    columns.gather_output = False
-    with counting() as counter:
-        assert columns(some_ids(13)).shape == (6, 4, WIDTH // 2)
-    assert not counter
 
 
 def test_trap_13_alone_it_is_nn_embedding():

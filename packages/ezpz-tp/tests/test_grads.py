@@ -235,36 +235,6 @@ def test_averages_do_not_overflow():
     assert large.grad.tolist() == [40000, 40000]
 
 
-def padded_tokens():
-    """Ranks with unequally many tokens: sums of what each divides by the number in all."""
-    state = tp.get_state()
-    generator = torch.Generator().manual_seed(1)
-    tokens = torch.randn(8, 3, generator=generator, dtype=torch.float64)
-    kept = torch.tensor([1, 1, 1, 0, 1, 0, 0, 0], dtype=torch.float64)
-    weight = parameter(3)
-    place, count = state.index(*BOTH), state.size(*BOTH)
-    mine = slice(place * 8 // count, (place + 1) * 8 // count)
-    (((tokens[mine] @ weight).exp() * kept[mine]).sum() / kept.sum()).backward()
-    tp.finalize_grads(weight, sum_over=BOTH)
-    return weight.grad
-
-
-def test_sums_are_right_where_ranks_have_unequally_many_tokens():
-    (wanted,) = run_ranks(padded_tokens, 1)
-    for found in run_ranks(padded_tokens, 4, data=2, context=2, also=[BOTH]):
-        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
-
-
-@on_ranks(2, data=2, in_processes=True)
-def test_experts_are_not_reduced_over_the_models_axes():
-    own = tp.ParallelState.create(expert=2)
-    expert = parameter(2, grad=1, allreduce=False)
-    with pytest.raises(tp.ParallelError, match=r"expert's parameter of shape \(2,\).*expert_data"):
-        tp.finalize_grads(expert, average_over="data", state=own)
-    tp.finalize_grads(parameter(2, grad=1), average_over="data", state=own)
-    own.destroy()
-
-
 def test_what_is_refused():
     for axes in ({"sum_over": "tensor"}, {"average_over": BOTH, "sum_over": "data"}):
         with pytest.raises(ValueError, match="expected data, context or both, each once"):
@@ -303,8 +273,6 @@ def unsharded(stages, dtype=torch.float64):
 
 
 class Stage(nn.Module):
-    """This rank's part of a pipeline stage, with and without gradients."""
-
     def __init__(self, tensor_rank, degree, stage, dtype=torch.float64):
         super().__init__()
         self.grads = {}
@@ -497,4 +465,8 @@ def test_experts_parameters_are_summed_over_the_expert_groups():
     assert counter == {"all_reduce": 3}
     expected = math.sqrt(2 * sum(value**2 for value in range(1, 10)))
     assert total.item() == pytest.approx(expected, rel=1e-12)
+    told = r"expert's parameter of shape \(2,\).*expert_data"  # not over the model's axes
+    with pytest.raises(tp.ParallelError, match=told):
+        tp.finalize_grads(parameters[2], average_over="data", state=own)
+    tp.finalize_grads(parameters[0], average_over="data", state=own)
     own.destroy()

@@ -16,13 +16,11 @@ from ezpz_tp.testing import run_ranks
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    """As many tiles in a small weight as there are in a large one."""
     monkeypatch.setattr(_initialize, "TILE", 1 << 9)
     monkeypatch.setattr(_initialize, "_NARROWEST", 8)
 
 
 def shards(shape, dim, degree, method, seed=1, stride=1, dtype=torch.float32):
-    """What each rank gets, and what that makes together."""
     held = list(shape)
     held[dim] = -(-shape[dim] // degree)
     parts = [torch.full(held, float("nan"), dtype=dtype) for _ in range(degree)]
@@ -157,16 +155,9 @@ def test_trap_11_half_precision_is_drawn_in_fp32_and_rounded(dtype):
 def test_an_init_method_with_a_generator_advances_it_as_much_on_every_rank():
     states = []
     for index in range(4):
-        generator = torch.Generator()
-        tp.initialize_shard(
-            torch.empty(2, 3),
-            (5, 3),
-            0,
-            index,
-            4,
-            functools.partial(init.normal_, generator=generator.manual_seed(3)),
-            seed=1,
-        )
+        generator = torch.Generator().manual_seed(3)
+        method = functools.partial(init.normal_, generator=generator)
+        tp.initialize_shard(torch.empty(2, 3), (5, 3), 0, index, 4, method, seed=1)
         states.append(generator.get_state())
     assert all(torch.equal(state, states[0]) for state in states)
 

@@ -1,16 +1,13 @@
 """Every region, split and exchange against its definition: outputs, gradients, collectives."""
 
 from functools import partial
-from itertools import pairwise
 
 import pytest
 import torch
-import torch.distributed as dist
 from on_ranks import all_raise, on_ranks
 
 import ezpz_tp as tp
 from ezpz_tp import _mappings as regions
-from ezpz_tp._mappings import vocabulary_range
 from ezpz_tp.testing import counting
 
 RANKS = 4
@@ -162,26 +159,6 @@ def test_at_degree_one_every_region_is_the_identity():
     assert not counter
 
 
-@on_ranks(4, in_processes=True, initialize=False, timeout=300)
-def test_a_compiled_region_is_traced_again_for_another_group():
-    """Of a group torch.compile guards the type alone: size and rank of the first would stay."""
-    rank = dist.get_rank()
-
-    def body(x, group):
-        scattered = tp.scatter_to_tensor_parallel_region(x, tp_group=group)
-        return tp.reduce_from_tensor_parallel_region(scattered, tp_group=group)
-
-    compiled = torch.compile(body, fullgraph=True, backend="aot_eager")
-    x = torch.arange(64.0).view(8, 8) * (rank + 1)
-    for group in (
-        [dist.new_group([each]) for each in range(4)][rank],
-        [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2],
-        [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2],
-        dist.group.WORLD,
-    ):
-        assert torch.equal(compiled(x, group), body(x, group))
-
-
 CUT = [tp.scatter_to_tensor_parallel_region, tp.scatter_to_sequence_parallel_region]
 CUT += [tp.reduce_scatter_to_sequence_parallel_region]
 CUT += [tp.reduce_scatter_last_dim_to_tensor_parallel_region]
@@ -259,17 +236,6 @@ def test_alone_a_chunk_is_the_whole():
     assert (
         tp.split_tensor_into_1d_equal_chunks(whole, new_buffer=True).data_ptr() != whole.data_ptr()
     )
-
-
-@pytest.mark.parametrize("size", [1, 2, 5, 8, 10, 50257])
-@pytest.mark.parametrize("degree", [1, 2, 3, 4, 8])
-def test_every_id_is_in_one_range(size, degree):
-    ranges = [vocabulary_range(size, rank, degree) for rank in range(degree)]
-    assert ranges[0][0] == 0
-    assert ranges[-1][1] == size
-    assert all(before[1] == after[0] for before, after in pairwise(ranges))
-    rows = -(-size // degree)
-    assert all(last - first in {rows, max(0, size - first)} for first, last in ranges)
 
 
 def numbered(*shape):

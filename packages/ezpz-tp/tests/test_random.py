@@ -1,11 +1,13 @@
 """Random streams, and regions that are computed once more in backward."""
 
+import contextlib
 import gc
 import importlib
 import io
 import weakref
 from functools import partial
 from threading import Event, Thread
+from unittest import mock
 
 import pytest
 import torch
@@ -14,16 +16,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import ezpz_tp as tp
-from ezpz_tp._random import (
-    DATA_PARALLEL_RNG,
-    EXPERT_PARALLEL_RNG,
-    MODEL_PARALLEL_RNG,
-    CheckpointWithoutOutput,
-    CheckpointWithoutOutputManager,
-    is_checkpointing,
-)
+from ezpz_tp import _random as random
+from ezpz_tp._megatron import GlobalMemoryBuffer
+from ezpz_tp._random import CheckpointWithoutOutput, CheckpointWithoutOutputManager
 from ezpz_tp.testing import counting, run_ranks
 
+DATA, EXPERT = random.DATA_PARALLEL_RNG, random.EXPERT_PARALLEL_RNG
+MODEL = random.MODEL_PARALLEL_RNG
 DEVICES = ["cpu"]
 if torch.accelerator.is_available():
     DEVICES.append(torch.accelerator.current_accelerator().type)
@@ -37,7 +36,7 @@ def device(request):
 @pytest.fixture
 def tracker(device):
     tracker = tp.RngTracker(device)
-    tracker.add(MODEL_PARALLEL_RNG, 7)
+    tracker.add(MODEL, 7)
     tracker.add("other", 8)
     return tracker
 
@@ -65,13 +64,11 @@ def draw(count, device):
     return [torch.rand(2, device=device) for _ in range(count)]
 
 
-def test_the_cpu_has_the_stream_too_whatever_the_device(tracker):
-    with tracker.fork():
-        drawn = torch.rand(4)
-    assert torch.equal(drawn, seeded(7, 4))
-
-
-def test_forks_nest(tracker, device):
+def test_forks_nest_and_an_error_inside_leaves_one(tracker, device):
+    tracker.set_states(states := tracker.get_states())
+    with tracker.fork():  # the CPU has the stream too, whatever the device
+        assert torch.equal(torch.rand(4), seeded(7, 4))
+    tracker.set_states(states)
     with tracker.fork():
         one = torch.rand(2, device=device)
         with tracker.fork("other"):
@@ -84,9 +81,7 @@ def test_forks_nest(tracker, device):
         assert torch.equal(found, expected)
     torch.manual_seed(8)
     assert torch.equal(other, torch.rand(2, device=device))
-
-
-def test_an_error_inside_a_fork_leaves_it(tracker, device):
+    # An error inside a fork leaves it.
     torch.manual_seed(1)
     expected = torch.rand(2, device=device)
     torch.manual_seed(1)
@@ -135,13 +130,13 @@ def test_states_go_through_a_check_point(tracker, device):
     states = torch.load(file, weights_only=True)
     assert {state.device.type for state in states.values()} == {"cpu"}
     expected = []
-    for name in (MODEL_PARALLEL_RNG, "other"):
+    for name in (MODEL, "other"):
         with tracker.fork(name):
             expected.append(torch.rand(4, device=device))
     fresh = tp.RngTracker(device)
     fresh.set_states(states)
     assert fresh.is_initialized()
-    for name, values in zip((MODEL_PARALLEL_RNG, "other"), expected, strict=True):
+    for name, values in zip((MODEL, "other"), expected, strict=True):
         with fresh.fork(name):
             assert torch.equal(torch.rand(4, device=device), values)
     # They do not change later.
@@ -150,7 +145,7 @@ def test_states_go_through_a_check_point(tracker, device):
     with tracker.fork():
         torch.rand(3)
     assert all(torch.equal(states[name], kept[name]) for name in kept)
-    assert not torch.equal(tracker.get_states()[MODEL_PARALLEL_RNG], kept[MODEL_PARALLEL_RNG])
+    assert not torch.equal(tracker.get_states()[MODEL], kept[MODEL])
     # Within a fork they are those of now.
     tracker = tp.RngTracker(device=device)
     tracker.add("a", 1)
@@ -256,12 +251,12 @@ def first_of(name):
 def test_seeding_alone():
     tp.seed_model_parallel(11)
     assert torch.equal(torch.rand(4), seeded(11, 4))
-    assert torch.equal(first_of(DATA_PARALLEL_RNG), seeded(11, 4))
-    assert torch.equal(first_of(MODEL_PARALLEL_RNG), seeded(11 + 2718, 4))
-    assert torch.equal(first_of(EXPERT_PARALLEL_RNG), seeded(11 + 1024, 4))
+    assert torch.equal(first_of(DATA), seeded(11, 4))
+    assert torch.equal(first_of(MODEL), seeded(11 + 2718, 4))
+    assert torch.equal(first_of(EXPERT), seeded(11 + 1024, 4))
     tp.seed_model_parallel(12, tensor_rank=3, expert_rank=2, expert_tensor_rank=1)
-    assert torch.equal(first_of(MODEL_PARALLEL_RNG), seeded(12 + 2718 + 3, 4))
-    assert torch.equal(first_of(EXPERT_PARALLEL_RNG), seeded(12 + 1024 + 201, 4))
+    assert torch.equal(first_of(MODEL), seeded(12 + 2718 + 3, 4))
+    assert torch.equal(first_of(EXPERT), seeded(12 + 1024 + 201, 4))
     with pytest.raises(ValueError, match="seed -1; expected 0 to"):
         tp.seed_model_parallel(-1)
     # A seed without room for the ranks' own changes nothing.
@@ -275,7 +270,7 @@ def test_seeding_alone():
 def test_no_seeds_collide_on_any_rank():
     """Trap 4: seed * (rank + 1) * (local_rank + 1) is the same on ranks 2 and 8, four a node."""
     tracker = tp.RngTracker("cpu")
-    drawn = {MODEL_PARALLEL_RNG: set(), EXPERT_PARALLEL_RNG: set()}
+    drawn = {MODEL: set(), EXPERT: set()}
     for tensor in range(16):
         for expert in range(32):
             ranks = {"tensor_rank": tensor, "expert_rank": expert, "expert_tensor_rank": tensor}
@@ -291,9 +286,7 @@ def test_no_seeds_collide_on_any_rank():
 
 def streams_of_a_rank():
     tp.seed_model_parallel(21)
-    return torch.rand(4).tolist(), *(
-        first_of(name).tolist() for name in (DATA_PARALLEL_RNG, MODEL_PARALLEL_RNG)
-    )
+    return torch.rand(4).tolist(), *(first_of(name).tolist() for name in (DATA, MODEL))
 
 
 def test_ranks_of_a_tensor_group_differ_inside_only():
@@ -354,7 +347,7 @@ def test_alone_it_is_torchs():
 
 def test_a_tracker_of_ones_own():
     tracker = tp.RngTracker("cpu")
-    tracker.add(MODEL_PARALLEL_RNG, 1)
+    tracker.add(MODEL, 1)
 
     def function(x):
         with tracker.fork():
@@ -364,7 +357,7 @@ def test_a_tracker_of_ones_own():
     y = tp.checkpoint_activations(function, x, tracker=tracker)
     (grad,) = torch.autograd.grad(y.sum(), x)
     tracker.reset()
-    tracker.add(MODEL_PARALLEL_RNG, 1)
+    tracker.add(MODEL, 1)
     with tracker.fork():
         mask = nn.functional.dropout(torch.ones(64, dtype=torch.float64), 0.5)
     assert torch.equal(grad, mask)
@@ -445,14 +438,14 @@ def test_a_region_of_megatrons_says_that_it_runs_in_its_thread():
     seen = []
 
     def function(x):
-        seen.append(is_checkpointing())
+        seen.append(random.is_checkpointing())
         return x.exp()
 
     y = tp.checkpoint(function, False, torch.zeros(2, requires_grad=True))
-    assert not is_checkpointing()
+    assert not random.is_checkpointing()
     y.sum().backward()
     assert seen == [True, True]
-    assert not is_checkpointing()
+    assert not random.is_checkpointing()
     # Regions of two threads do not end each other.
     began, ended, left = Event(), Event(), []
 
@@ -468,7 +461,7 @@ def test_a_region_of_megatrons_says_that_it_runs_in_its_thread():
     def run(function):
         tp.checkpoint(function, False, torch.zeros(2, requires_grad=True))
         ended.set()
-        left.append(is_checkpointing())
+        left.append(random.is_checkpointing())
 
     threads = [Thread(target=run, args=(each,)) for each in (first, second)]
     for thread in threads:
@@ -476,11 +469,10 @@ def test_a_region_of_megatrons_says_that_it_runs_in_its_thread():
     for thread in threads:
         thread.join()
     assert left == [False, False]
-    assert not is_checkpointing()
+    assert not random.is_checkpointing()
 
 
 def two_regions(manager, weights, x, tracker):
-    """A norm and an activation, with dropout, each kept by the product that follows."""
     kept = []
 
     def region(function, *args):
@@ -561,3 +553,50 @@ def test_outputs_that_are_not_freed_or_not_made_again():
         y = region.checkpoint(torch.exp, x)
         region.discard_output_and_register_recompute(y * 2)
     assert y.untyped_storage().size() == 0
+
+
+# A torch that was built for CUDA, as the default wheel is, where there is no CUDA device.
+
+
+@contextlib.contextmanager
+def built_for_cuda():
+    """Let torch's own core say what that of the CUDA wheel (2.13.0+cu130) says there."""
+    with (
+        mock.patch.object(torch.version, "cuda", "13.0"),
+        mock.patch.object(torch._C, "_has_cuda", True),
+        mock.patch.object(torch._C, "_cuda_getDeviceCount", return_value=0, create=True),
+        mock.patch.object(
+            torch._C, "_accelerator_getAccelerator", return_value=torch.device("cuda")
+        ),
+    ):
+        assert torch.accelerator.current_accelerator() == torch.device("cuda")
+        assert not torch.accelerator.is_available()
+        yield
+
+
+NO_DEVICE = pytest.mark.skipif(torch.accelerator.is_available(), reason="there is a device")
+
+
+@NO_DEVICE
+@on_ranks(2, in_processes=True)
+def test_ranks_of_gloo_send_from_the_cpu():
+    with built_for_cuda():
+        tp.seed_model_parallel(1)
+        with tp.get_rng_tracker().fork():
+            torch.rand(2)
+        layer = tp.ColumnParallelLinear(4, 6, bias=False, gather_output=False)
+        held = tp.dtensor_state_dict(layer)
+        tp.load_dtensor_state_dict(layer, held)
+        whole = tp.gather_state_dict(layer)
+        sent = tp.broadcast_data(["ids"], {"ids": torch.arange(3)}, torch.int64)
+        buffer = GlobalMemoryBuffer().get_tensor([2], torch.float32, "some")
+        places = {each.device.type for each in (layer.weight, sent["ids"], buffer)}
+        places.add(tp.get_state().to_mesh().device_type)
+    assert places == {"cpu"}
+    assert whole is None or whole["weight"].shape == (6, 4)
+
+
+@NO_DEVICE
+def test_a_stream_that_was_saved_on_an_accelerator_is_refused():
+    with built_for_cuda(), pytest.raises(tp.ParallelError, match="saved on an accelerator"):
+        tp.RngTracker().set_states({"some": torch.zeros(16, dtype=torch.uint8)})

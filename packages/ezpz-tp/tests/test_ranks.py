@@ -12,20 +12,6 @@ def test_order_is_tensor_context_data_pipeline():
     assert layout.group_of("context", 3) == (1, 3)
 
 
-def test_degrees_that_do_not_divide_show_the_numbers():
-    with pytest.raises(ValueError, match=r"tensor 3 x context 1 x pipeline 2 = 6 .* size 16"):
-        tp.RankLayout(16, tensor=3, pipeline=2)
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [{"world_size": 0}, {"world_size": 4, "tensor": 0}, {"world_size": 4, "pipeline": -1}],
-)
-def test_degrees_below_one(arguments):
-    with pytest.raises(ValueError, match="expected at least 1"):
-        tp.RankLayout(**arguments)
-
-
 def test_what_does_not_exist():
     with pytest.raises(ValueError, match="axis 'sequence'; expected one of tensor"):
         tp.RankLayout(4).groups("sequence")
@@ -92,6 +78,8 @@ def test_megatrons_documented_groups_of_experts():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ({"tensor": 3}, "tensor 3 x context 1 x pipeline 2 = 6 .* size 16"),
+        *(({name: 0}, "expected at least 1") for name in ("world_size", "tensor", "pipeline")),
         ({"order": "tp-dp-dp-pp"}, "expected each of"),
         ({"order": "tp-xp"}, "expected each of"),
         ({"order": "tp-cp-ep-pp"}, "does not say where dp goes, and the degree of data is 4"),
@@ -102,6 +90,6 @@ def test_megatrons_documented_groups_of_experts():
         ),
     ],
 )
-def test_orders_and_experts_that_do_not_fit(arguments, message):
+def test_degrees_orders_and_experts_that_do_not_fit(arguments, message):
     with pytest.raises(tp.DegreeError, match=message):
-        tp.RankLayout(16, tensor=2, pipeline=2, **arguments)
+        tp.RankLayout(**{"world_size": 16, "tensor": 2, "pipeline": 2, **arguments})

@@ -103,11 +103,7 @@ def test_what_is_no_ordinary_tensor(tmp_path):
     assert_same(torch_finds(tmp_path / "3"), {**full, **values})
 
 
-# Folders of torch's, whatever wrote them.
-
-
 def write_by_hand(folder, full, boxes, **change):
-    """Write what torch.distributed.checkpoint would, a piece for each box."""
     folder.mkdir()
     chunks, storage = [], {}
     with (folder / "__0_0.distcp").open("wb") as file:
@@ -206,8 +202,6 @@ def saved(tmp_path):
 
 
 def rewritten(change, metadata=None):
-    """Write the second file again with other tensors."""
-
     def damage(path):
         stored, old = open_safetensors(path / SECOND)
         tensors = {name: torch.ones(one.shape, dtype=one.dtype) for name, one in stored.items()}
@@ -218,8 +212,6 @@ def rewritten(change, metadata=None):
 
 
 def index(change):
-    """Change the index."""
-
     def damage(path):
         said = json.loads((path / INDEX).read_text())
         change(said)

@@ -162,9 +162,9 @@ def test_groups_of_others_and_of_another_backend():
 
 def test_code_follows_the_state_in_use_here():
     # torch.compile guards the type of a group, not which it is: without a guard of our own the
-    # second state would be given the first one's rank and size.
-    def placed(x):
-        group = tensor_group()
+    # second state, or group that is given, would have the first one's rank and size.
+    def placed(x, given=None):
+        group = tensor_group(given)
         return x if group is None else x * group.size() + group.rank()
 
     whole = torch.compile(placed, fullgraph=True, backend="eager")
@@ -173,9 +173,12 @@ def test_code_follows_the_state_in_use_here():
         with tp.use_state(tp.ParallelState.from_groups(tensor=Sized(rank, size))):
             assert whole(one).item() == placed(one).item()
     assert whole(one).item() == 1
-    alone = Alone(0)
-    given = lambda x: x if tensor_group(alone) is None else -x  # noqa: E731
-    assert torch.compile(given, fullgraph=True, backend="eager")(one).item() == 1
+    torch._dynamo.reset()
+    for rank, size in ((0, 2), (1, 2), (2, 3)):
+        given = Sized(rank, size)
+        given.group_name = f"{rank} of {size}"
+        assert whole(one, given).item() == size + rank
+    assert whole(one, Alone(0)).item() == 1
 
     # Threads have their own.
     def body():
@@ -496,12 +499,8 @@ def test_meshes():
     with pytest.raises(tp.ParallelError, match=r"shape \(4,\) without names"):
         tp.ParallelState.from_mesh(init_device_mesh("cpu", (4,)))
     # A mesh over the world has a layout, and comes back.
-    for shape, names in (
-        ((2, 1, 2), ("pp", "dp", "tp")),
-        ((2, 2), ("cp", "tp")),
-        ((2, 2), ("tp", "pp")),
-        ((2, 2), ("dp", "cp")),
-    ):
+    for names in (("pp", "dp", "tp"), ("cp", "tp"), ("tp", "pp"), ("dp", "cp")):
+        shape = (2, 1, 2) if len(names) == 3 else (2, 2)
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
         state = tp.ParallelState.from_mesh(mesh)
         assert state.to_mesh() is mesh
@@ -512,11 +511,8 @@ def test_meshes():
             assert state.index(axis) == state.group(axis).rank()
         axes = [axis for axis in ("tensor", "context", "data", "pipeline") if state.size(axis) > 1]
         assert state.group(*axes) is dist.group.WORLD
-    assert str(
-        tp.ParallelState.from_mesh(
-            init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        ).layout
-    ) == str(tp.RankLayout(4, tensor=2))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    assert str(tp.ParallelState.from_mesh(mesh).layout) == str(tp.RankLayout(4, tensor=2))
     # Products of axes.
     mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("dp", "pp", "tp"))
     part = mesh["pp", "tp"]
@@ -542,7 +538,11 @@ def test_products_of_a_mesh_that_are_flattened():
         assert one.group("tensor", "context") is flat.get_group()
 
 
-def of_experts(kind):
+def of_experts():
+    return [of_experts_made_by(kind) for kind in ("create", "groups", "mesh")]
+
+
+def of_experts_made_by(kind):
     if kind == "create":
         state = tp.ParallelState.create(2, context=2)
     elif kind == "groups":
@@ -580,12 +580,12 @@ def of_experts(kind):
 
 
 def test_experts_are_laid_out_as_the_model_however_the_state_was_made():
-    made = run_ranks(of_experts, 4, "create", in_processes=True, initialize=False)
-    assert made[0][:2] == ([2, 1, 2], [0, 0, 0])
-    assert made[3][:2] == ([2, 1, 2], [1, 0, 1])
-    assert made[0][3] == 10.0
-    for kind in ("mesh", "groups"):
-        assert run_ranks(of_experts, 4, kind, in_processes=True, initialize=False) == made
+    made = run_ranks(of_experts, 4, in_processes=True, initialize=False)
+    assert made[0][0][:2] == ([2, 1, 2], [0, 0, 0])
+    assert made[3][0][:2] == ([2, 1, 2], [1, 0, 1])
+    assert made[0][0][3] == 10.0
+    for created, of_groups, of_mesh in made:
+        assert created == of_groups == of_mesh
 
 
 @pytest.mark.parametrize("tensor", [2, 4])

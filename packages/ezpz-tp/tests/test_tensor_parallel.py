@@ -45,10 +45,17 @@ def numbers(*shape, seed=1):
 # Code written for Megatron-LM, with another import.
 
 
-def train_megatron_code(sequence_parallel):
+def train_megatron_code(sequence_parallel, checked):
     code = load_code("megatron")
-    model, loss, draw = code.train(sequence_parallel)
-    ezpz_tp.finalize_grads(model)
+    if not checked:
+        model, loss, draw = code.train(sequence_parallel)
+        ezpz_tp.finalize_grads(model)
+    else:
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+        with ezpz_tp.check() as checker:
+            model, loss, draw = code.train(sequence_parallel)
+            ezpz_tp.finalize_grads(model)
+        assert checker.operations > 10
     whole = {
         "embedding": all_gather(model.embedding.weight.detach(), 0, group()),
         "up": model.up.get_master_weight(),
@@ -84,20 +91,17 @@ def unsharded(weights):
     return loss.view(2, 16).detach(), {**grads, "norm": scale.grad, "down bias": bias.grad}
 
 
+@pytest.mark.parametrize("checked", [False, True])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_code_for_megatron_runs_and_is_right(sequence_parallel):
-    ranks = run_ranks(
-        train_megatron_code, 2, sequence_parallel, in_processes=True, initialize=False
-    )
+def test_code_for_megatron_runs_and_is_right(sequence_parallel, checked):
+    how = {"in_processes": True, "initialize": False}
+    ranks = run_ranks(train_megatron_code, 2, sequence_parallel, checked, **how)
     loss, grads = unsharded(ranks[0][0])
     for _, found, found_loss, _ in ranks:
         torch.testing.assert_close(found_loss, loss, rtol=1e-12, atol=1e-12)
         for name, grad in grads.items():
             torch.testing.assert_close(found[name], grad, rtol=1e-12, atol=1e-12, msg=name)
     assert ranks[0][3] != ranks[1][3]
-
-
-# What differs from ezpz_tp's own layers.
 
 
 @on_ranks(2)
@@ -162,9 +166,6 @@ def test_alone_the_sequence_comes_first_too():
     assert torch.equal(cut(ids), whole(ids.t()))
 
 
-# Configurations.
-
-
 def test_what_a_configuration_says():
     # Any object is a configuration.
     linear = ColumnParallelLinear(
@@ -208,36 +209,24 @@ def test_what_a_configuration_says():
         row(config=settings(sequence_parallel=True), input_is_parallel=False)
 
 
-@pytest.mark.parametrize(
-    ("argument", "value"),
-    [
-        ("embedding_activation_buffer", []),
-        ("grad_output_buffer", []),
-        ("output_dtype", torch.float32),
-        ("pg_collection", SimpleNamespace(gtp_remat=SimpleNamespace(size=lambda: 2))),
-    ],
-)
-def test_what_is_not_supported_is_an_error(argument, value):
-    with pytest.raises(NotImplementedError, match=r"ColumnParallelLinear: .* is not supported"):
-        column(**{argument: value})
-
-
-@pytest.mark.parametrize(
-    ("setting", "value"),
-    [
-        ("gradient_accumulation_fusion", True),
-        ("defer_embedding_wgrad_compute", True),
-        ("cpu_offloading", True),
-        ("gtp_weight_remat_size", 2),
-    ],
-)
-@pytest.mark.parametrize("make", [column, row])
-def test_a_setting_that_is_not_supported_is_an_error(make, setting, value):
-    with pytest.raises(NotImplementedError, match=rf"config\.{setting}={value}"):
-        make(config=SimpleNamespace(**{setting: value}))
-
-
-# Checkpoints.
+def test_arguments_and_settings_that_are_not_supported():
+    for argument, value in {
+        "embedding_activation_buffer": [],
+        "grad_output_buffer": [],
+        "output_dtype": torch.float32,
+        "pg_collection": SimpleNamespace(gtp_remat=SimpleNamespace(size=lambda: 2)),
+    }.items():
+        with pytest.raises(NotImplementedError, match=r"ColumnParallelLinear: .* is not supported"):
+            column(**{argument: value})
+    for setting, value in {
+        "gradient_accumulation_fusion": True,
+        "defer_embedding_wgrad_compute": True,
+        "cpu_offloading": True,
+        "gtp_weight_remat_size": 2,
+    }.items():
+        for make in (column, row):
+            with pytest.raises(NotImplementedError, match=rf"config\.{setting}={value}"):
+                make(config=SimpleNamespace(**{setting: value}))
 
 
 def test_check_points_of_plain_layers_and_of_megatrons():
@@ -306,9 +295,6 @@ def test_what_sharded_state_dict_does_not_support():
         expert.sharded_state_dict()
 
 
-# Experts.
-
-
 def make_experts():
     degrees = {
         "tensor_model_parallel_size": 2,
@@ -349,9 +335,6 @@ def test_experts_and_groups():
         column(config=settings(expert_model_parallel_size=2), is_expert=True)
     # They share the tensor group unless told otherwise.
     assert run_ranks(lambda: column(is_expert=True).tp_size, 2) == [2, 2]
-
-
-# Functions.
 
 
 def multiply(frozen, allreduce, sequence):
@@ -424,25 +407,17 @@ def test_split_sizes_that_do_not_fit_and_all_to_all():
         scatter(numbers(4, 2), input_split_sizes=[3, 3])
     with pytest.raises(NotImplementedError, match="use_global_buffer"):
         gather(numbers(4, 2), use_global_buffer=True)
-    # All-to-all.
-    group = ezpz_tp.get_tensor_parallel_group()
+    # All-to-all, whose group comes first.
+    group, rank = ezpz_tp.get_tensor_parallel_group(), ezpz_tp.get_tensor_parallel_rank()
     tokens = numbers(4, 6)
-    heads = tensor_parallel.all_to_all_sp2hp(tokens)
-    assert heads.shape == (8, 3)
-    assert torch.equal(tensor_parallel.all_to_all_hp2sp(heads), tokens)
-    rank = ezpz_tp.get_tensor_parallel_rank()
     uneven = tensor_parallel.all_to_all(group, tokens, [1 + 2 * rank] * 2, [1, 3])
     assert torch.equal(uneven, torch.cat([tokens.split([1, 3])[rank]] * 2))
     with pytest.raises(ParallelError, match="group is None"):
         tensor_parallel.all_to_all(None, tokens)
 
 
-# Random streams.
-
-
 @pytest.fixture
 def streams():
-    """Megatron's seeding, with seed 5."""
     yield partial(tensor_parallel.model_parallel_cuda_manual_seed, 5)
     tensor_parallel.get_cuda_rng_tracker().reset()
 

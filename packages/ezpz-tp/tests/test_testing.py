@@ -12,7 +12,7 @@ from torch.distributed import _functional_collectives as functional
 
 import ezpz_tp as tp
 from ezpz_tp.testing import RankError, assert_matches_unsharded, counting, run_ranks
-from ezpz_tp.testing._lattice import Part, part_of, same_on_all
+from ezpz_tp.testing._lattice import Part, same_on_all
 
 BOTH = pytest.mark.parametrize("in_processes", [False, True], ids=["threads", "processes"])
 
@@ -220,8 +220,6 @@ WIDTH = 8
 
 
 class Mlp(torch.nn.Module):
-    """Column, relu, row, written out; ``mistake`` says what is done wrong."""
-
     def __init__(self, mistake=None):
         super().__init__()
         self.mistake = mistake
@@ -332,17 +330,6 @@ def test_numbers_that_are_not_integers_are_pointed_at():
     with pytest.raises(AssertionError) as info:
         matches("reduce")
     assert "tolerance=" not in str(info.value)
-
-
-@pytest.mark.parametrize(("stride", "size"), [(1, 12), (1, 10), (2, 12), (1, 3)])
-def test_parts_make_the_whole(stride, size):
-    whole = torch.arange(1.0, size + 1).expand(2, size)
-    parts = [part_of(whole, -1, stride, index, 4) for index in range(4)]
-    assert {part.shape for part, _ in parts} == {(2, stride * -(-size // stride // 4))}
-    assert sum(real for _, real in parts) == size
-    found = torch.cat([part for part, _ in parts], -1)
-    assert sorted(found[0][found[0] > 0].tolist()) == whole[0].tolist()
-    assert torch.equal(part_of(whole, None, 1, 3, 4)[0], whole)
 
 
 def streams():
