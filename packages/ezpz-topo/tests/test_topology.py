@@ -19,18 +19,6 @@ def rows_of(env):
     return {name: (value, source) for name, value, source in ezpz_topo.detect(env).explain()}
 
 
-def test_detect_puts_a_source_to_every_value():
-    env = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2",
-           "RANK": "0"}  # fmt: skip
-    rows = rows_of(env)
-    assert rows["rank"] == (1, "PMI_RANK")
-    assert rows["world size"] == (2, "PMI_SIZE")
-    assert rows["nodes"] == (1, "every rank is on this node")
-    assert rows["scheduler"][0] == "none"
-    assert all(source for _, source in rows.values())
-    assert any("RANK=0" in note for note in ezpz_topo.detect(env).notes)
-
-
 def test_a_jobs_facts_have_rows_of_their_own():
     rows = rows_of(BATCH)
     assert rows["job id"] == ("7", "SLURM_JOB_ID")
@@ -38,6 +26,7 @@ def test_a_jobs_facts_have_rows_of_their_own():
     assert rows["hosts"] == ("nid[001-002]", "SLURM_JOB_NODELIST")
     assert rows["ends at"] == (None, "not told by slurm's variables")
     assert rows["machine"][0] == "generic-slurm"
+    assert all(source for _, source in rows.values())
 
 
 def test_what_is_not_known_is_said_to_be_unknown_and_why():
@@ -131,11 +120,14 @@ def pbs_job(tmp_path, hosts):
      ["x", "HERE", "y"], None),
     ({}, ["a", "b", "c", "HERE"], None),  # some nodes have no ranks
     ({}, ["a", "b"], None),  # a host outside the job
+    # all of them here, on the first node that has ranks: those of the job are two
+    ({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALNRANKS": "2"}, ["x", "HERE"], 0),
 ])  # fmt: skip
 def test_node_index_is_the_hosts_place_only_where_every_node_has_ranks(
     tmp_path, rank, hosts, index
 ):
     env = {**HYDRA, **rank, **pbs_job(tmp_path, hosts)}
+    assert ezpz_topo.get_num_nodes(env) == len(hosts)
     if index is not None:
         assert ezpz_topo.get_node_index(env) == index
         return
