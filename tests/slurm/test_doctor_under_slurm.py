@@ -71,13 +71,3 @@ def test_a_rank_of_the_job_does_not_launch(checked):
     status, found = checked("versions", before)
     assert status == 0, [each for each in found.values() if each["status"] != "ok"]
     assert found["versions"]["message"] == "not compared: this is one of several ranks"
-
-
-def test_a_job_that_is_over_is_an_error(checked, slurm):
-    words = ["salloc", "-Q", "-N", "1", "sh", "-c", "echo $SLURM_JOB_ID"]
-    job = slurm.run(words).stdout.strip()
-    left_over = {"SLURM_JOB_ID": job, "SLURM_JOB_NODELIST": "nid001", "SLURM_NODELIST": "nid001"}
-    status, found = checked("scheduler", [], **left_over)
-    assert status == 1, found
-    assert f"scontrol show job {job}" in found["scheduler"]["message"]
-    assert "expected a job that runs" in found["scheduler"]["message"]
