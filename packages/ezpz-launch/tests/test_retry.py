@@ -6,7 +6,6 @@ The answers of scontrol and qstat are those captured from Slurm 22.05.8 and Open
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -226,28 +225,6 @@ gc.collect()
 print(len(counts), [os.path.exists(f'/proc/self/fd/{fd}') for fd in files].count(False))
 """)
     assert done.stdout == b"1 0\n", done.stderr
-
-
-def test_a_signal_before_the_ranks_have_started_reaches_them(run_loop):
-    done = run_loop("""
-threading.Timer(0.3, os.kill, (os.getpid(), 15)).start()
-before = ("sh", "-c", 'sleep 0.8; exec "$@"', "_")
-script = "trap 'echo heard; exit 9' TERM; echo started; sleep 30 & wait"
-sys.exit(run(launch("sh", "-c", script, before=before, grace=4.0)).exit_status)
-""")
-    assert done.returncode == 143
-    # either it does not start, or it is told
-    assert done.stdout in (b"", b"started\nheard\n")
-
-
-def test_a_port_that_a_rank_finds_taken_ends_the_run(run_loop):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        done = run_loop(f"""
-taken = launch('sleep', '60')
-control = taken.control._replace(port={server.getsockname()[1]})
-print(run(taken._replace(control=control)).port_taken)
-""")
-    assert done.stdout == b"True\n", done.stderr
 
 
 @pytest.fixture
