@@ -38,13 +38,6 @@ def test_two_ranks_are_launched_and_what_they_found_is_printed(ezpz, tmp_path):
     assert left <= {"torchinductor"}
 
 
-def test_the_module_is_the_same_without_the_command(ezpz):
-    done = ezpz(*SMALL, module="ezpz.test_dist")
-    assert done.returncode == 0, done.stderr
-    assert "1 on 1 node: cpu, gloo" in done.stdout
-    assert "ok: the loss fell" in done.stdout
-
-
 def test_a_dry_run_says_what_would_be_started(ezpz):
     done = ezpz("test", *SPAWN, "-n", "2", "--tp", "2", "--dry-run", "--json")
     assert done.returncode == 0, done.stderr
