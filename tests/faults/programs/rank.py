@@ -134,15 +134,6 @@ def exits_beside_checkpoints(status, seconds):
     checkpoints(seconds)
 
 
-def requeues(status):
-    """At SIGUSR1 all save, and end with this status."""
-    hear(signal.SIGUSR1)
-    started()
-    wait(lambda: bool(heard))
-    done()
-    sys.exit(int(status))
-
-
 def mumbles(seconds):
     """Now one rank says something, now another, for so long."""
     started()
