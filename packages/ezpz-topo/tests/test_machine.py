@@ -457,15 +457,3 @@ def test_bind_lists():
     expected = [f"{first_core[gcd] + 1}-{first_core[gcd] + 7}" for gcd in range(8)]
     assert list(MACHINES["frontier"].cpu_bind["gcd"]) == expected
     assert "cpu_bind.gcd" in MACHINES["frontier"].inferred
-
-
-def test_modules_and_proxies():
-    assert MACHINES["aurora"].modules == ("frameworks",)
-    for name in ("polaris", "sirius", "sophia"):
-        machine = MACHINES[name]
-        assert machine.module_paths == ("/soft/modulefiles",)
-        assert (machine.modules, machine.conda_environment) == (("conda",), "base")
-    assert MACHINES["perlmutter"].modules == ("pytorch",)
-    assert MACHINES["frontier"].proxy == "http://proxy.ccs.ornl.gov:3128"
-    for machine in MACHINES.values():
-        assert machine.site != "ALCF" or machine.proxy == "http://proxy.alcf.anl.gov:3128"
