@@ -141,27 +141,6 @@ def test_a_rank_fails_and_survivors_that_ignore_sigterm_are_killed_on_both_hosts
     assert [started.heard(rank) for rank in range(4)] == [["SIGTERM"], [], ["SIGTERM"], ["SIGTERM"]]
 
 
-@pytest.mark.parametrize("holds", ["holds", "not"])
-def test_what_a_rank_leaves_is_ended(running, holds, tmp_path):
-    """After a success, too; where mpiexec waits for its output, it is named."""
-    # On a terminal: elsewhere what it has is our own pump's, which mpiexec does not wait for.
-    master, slave = os.openpty()
-    os.set_blocking(master, False)
-    words = ["sh", "-c", 'exec "$@" >"$0" 2>&1', os.ttyname(slave), sys.executable, "-m"]
-    words += ["ezpz_launch", "--hostfile", str(tmp_path / "hostfile"), "-n", "4", "--ppn", "2"]
-    started = running([], rank_program("leaves_a_helper", holds, ""), bare=words)
-    assert started.ends(within=10) == 0, started.stderr
-    said = ""
-    with contextlib.suppress(BlockingIOError):
-        while True:
-            said += os.read(master, 4096).decode()
-    named = re.findall(r"a rank left pid \d+ \(sleep 60\) on nodeA running", said)
-    assert len(named) == (holds == "holds"), said
-    started.leaves_nothing()
-    os.close(master)
-    os.close(slave)
-
-
 def test_neither_sigusr1_and_sigusr2_nor_a_host_that_is_back_in_time_end_anything(running, hosts):
     started = running([], rank_program("goes_on"), environment={"EZPZ_NODE_TIMEOUT": "30"})
     started.process.send_signal(signal.SIGUSR1)
