@@ -406,21 +406,6 @@ def test_all_of_them_are_there():
     assert {MACHINES[name].scheduler: name for name in GENERIC.values()} == GENERIC
 
 
-PREDECESSOR = {
-    "sunspot": ("*",), "sirius": ("*",), "sophia": ("launcher", "launcher_flags"),
-    "perlmutter": ("options.system-nccl",),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", MACHINES)
-def test_networks_and_what_only_the_predecessor_says(name):
-    machine = MACHINES[name]
-    fast = name in ("aurora", "polaris", "sunspot", "sirius")
-    assert machine.hsn_suffix == (f".hsn.cm.{name}.alcf.anl.gov" if fast else "")
-    assert set(PREDECESSOR.get(name, ())) <= set(machine.predecessor)
-    assert all(option.why for option in machine.options.values())
-
-
 @pytest.mark.parametrize(("name", "expected"), [
     ("aurora", ("ALCF", "pbs", "pals", 10624, 12, "xpu", ("xccl", "ccl"))),
     ("sunspot", ("ALCF", "pbs", "pals", None, 12, "xpu", ("xccl", "ccl"))),

@@ -200,11 +200,3 @@ def test_an_output_that_nobody_reads_loses_no_result(ranks, tmp_path, spoil, wor
     expected = [f"ezpz test: standard output: {complaint}"] if complaint else []
     assert [line for line in said.splitlines() if "standard output" in line] == expected
     assert json.loads((tmp_path / "cwd" / "kept" / "result.json").read_bytes())["steps"] == 4
-
-
-def test_half_an_environment_is_one_line(ranks):
-    half = "del os.environ['WORLD_SIZE']; " + TEST.format(words=[*SMALL])
-    ((status, out, said),) = ranks(1, half)
-    assert (status, out) == (2, "")
-    assert said.startswith("ezpz test: half-set torchrun environment: LOCAL_RANK=0, RANK=0")
-    assert len(said.splitlines()) == 1
