@@ -1,7 +1,4 @@
-"""ezpz-launch from nodeA, on nodeA and nodeB, by Hydra: the right places, and the same end.
-
-Hydra reaches a host as by ssh: with a login's environment, not with that of the launch.
-"""
+"""ezpz-launch on nodeA and nodeB by Hydra, which reaches a host with a login's environment."""
 
 import contextlib
 import json

@@ -1,7 +1,4 @@
-"""One unchanged training script under every launcher: the right world, the same loss; the README's.
-
-tests/docs runs the blocks of all pages.
-"""
+"""One unchanged script under every launcher: the right world, the same loss; the README's."""
 
 import os
 import re

@@ -1,7 +1,4 @@
-"""Documented usage of `ezpz` and `ezpz.tp`, for type checkers only: it is checked, never run.
-
-`assert_type` fails the check where a name's type becomes another one, or unknown.
-"""
+"""Documented usage, checked and never run: `assert_type` fails where a name's type changes."""
 
 from __future__ import annotations
 

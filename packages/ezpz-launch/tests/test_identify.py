@@ -1,7 +1,4 @@
-"""Which launcher it is, and which is taken: programs that answer as the real ones do; a real one.
-
-Whose the user's command is, and what a launch inside a rank of another is cut off from.
-"""
+"""Which launcher it is, and which is taken; the user's command; launches inside of ranks."""
 
 import os
 import shlex

@@ -1,7 +1,4 @@
-"""A plan as a whole; and every machine's command lines as golden files: a change is seen in review.
-
-``EZPZ_UPDATE_GOLDEN=1 python -m pytest .../test_plan.py`` writes them again.
-"""
+"""A plan as a whole, and golden command lines, which EZPZ_UPDATE_GOLDEN=1 writes again."""
 
 import os
 import sys

@@ -1,7 +1,4 @@
-"""A launch from its log folder to its last attempt, with real ranks; the policy, and the job's end.
-
-The answers of scontrol and qstat are those captured from Slurm 22.05.8 and OpenPBS 23.06.
-"""
+"""A launch from its log folder to its last attempt; the job's end as Slurm and OpenPBS told it."""
 
 import json
 import os

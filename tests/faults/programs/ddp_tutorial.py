@@ -1,7 +1,4 @@
-"""A script for torchrun, as PyTorch's tutorial on DistributedDataParallel: it knows no ezpz.
-
-usage: ddp_tutorial.py REPORT    rank 0 writes there what every rank found
-"""
+"""PyTorch's tutorial on DDP, without ezpz. usage: ddp_tutorial.py REPORT (of all ranks)"""
 
 import json
 import os

@@ -216,10 +216,7 @@ def first_ends():
 
 
 def writes(count):
-    """That many bytes on standard output, and a tenth on standard error: each rank its letter.
-
-    Then all 256 bytes, and the separators alone and doubled, without a newline at the end.
-    """
+    """So many bytes of its letter on stdout, a tenth on stderr, then all 256 and odd separators."""
     odd = bytes(range(256)) + b"\x1e\x1e\x1f\n\x1eezpz \x1f\x1e"
     started()
     for descriptor, left in ((1, int(count)), (2, int(count) // 10)):

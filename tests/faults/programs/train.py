@@ -1,7 +1,4 @@
-"""A training script under ezpz_dist, in which one rank fails.
-
-usage: train.py FOLDER (raises|lingers) RANK
-"""
+"""Under ezpz_dist one rank fails. usage: train.py FOLDER (raises|lingers) RANK"""
 
 import atexit
 import os

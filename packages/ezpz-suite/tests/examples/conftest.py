@@ -51,10 +51,7 @@ def start(clean_env):
 
 @pytest.fixture
 def launch(ranks):
-    """Run an example on n ranks to its end, as ``python -m`` does; return what they said.
-
-    They are forked: torch is imported once, and not by each rank of each example.
-    """
+    """Run an example on n forked ranks to its end, as ``python -m`` does; return their words."""
 
     def run(n, name, *words, cwd):
         done = ranks(
