@@ -107,7 +107,7 @@ class SlurmSandbox:
         self._stop()
 
     def run(self, command, *, env=None, expect=0, timeout=60.0):
-        """Run words in the sandbox; an end other than ``expect`` (None: any), or none, is an error."""
+        """Run words in the sandbox; any end but ``expect`` (None: any), or none, is an error."""
         try:
             done = subprocess.run(
                 command, env={**self.environment, **(env or {})}, cwd=self.directory,

@@ -9,7 +9,6 @@ from tests.slurm.topology import (
     JOB,
     assert_one_process_of_the_job,
     assert_ranks_of_a_step,
-    ends,
     hosts,
     row,
 )
@@ -103,14 +102,6 @@ def test_a_step_on_other_nodes_than_the_first(say):
     assert_ranks_of_a_step(said)
     assert hosts(said[0]) == ["nid002", "nid003"]
     assert said[0]["scontrol"]["job"] == ["nid001", "nid002", "nid003"]
-
-
-def test_the_shell_of_a_heterogeneous_job(say):
-    (said,) = say(*HET_JOB, then=("--ask",))
-    assert_one_process_of_the_job(said, None, on_node=False)
-    assert len(hosts(said)) == 3
-    assert said["allocation"]["queue"] == "all"
-    assert ends(said) == int(said["scontrol"]["end"])
 
 
 @pytest.mark.parametrize(("groups", "nodes"), [("1", 2), ("0,1", 3)])

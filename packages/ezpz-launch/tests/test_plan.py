@@ -41,19 +41,6 @@ def test_a_plan_for_this_host():
     assert planned(LAPTOP, launcher=lambda at: PALS if at.on_this_host else HYDRA).launcher == PALS
 
 
-@pytest.mark.parametrize(
-    ("hosts", "here", "address", "ranks"),
-    [(["a"], True, "127.0.0.1", (4,)), (["a", "b"], False, "a", (4, 4))],
-)
-def test_several_hosts_never_meet_at_localhost(hosts, here, address, ranks):
-    job = replace(LAPTOP.allocation, scheduler="pbs", job_id="1.pbs", hosts=tuple(hosts))
-    told = planned(replace(LAPTOP, allocation=replace(job, node_name=hosts[0])))
-    assert (told.on_this_host, told.placement.ranks) == (here, ranks)
-    assert told.environment["MASTER_ADDR"] == address
-    fast = planned(imagine("aurora", 2, {}))  # where its network is known
-    assert fast.environment["MASTER_ADDR"] == "node0001.hsn.cm.aurora.alcf.anl.gov"
-
-
 def test_env_of_the_request_comes_last_and_a_machine_that_is_named_is_told():
     added = ("CCL_KVS_MODE=pmi", "X=a=b")
     told = planned(imagine("polaris", 1, {}), added=added, machine="polaris")

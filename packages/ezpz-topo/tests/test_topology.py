@@ -132,11 +132,6 @@ def test_four_nodes_of_aurora_from_anywhere():
     assert imagine("workstation").allocation.scheduler == "none"
 
 
-def test_a_machine_of_the_users(tmp_path):
-    (tmp_path / "utopia.toml").write_text('extends = "polaris"\n[match]\nhostnames = ["utopia"]\n')
-    assert imagine("utopia", env={"EZPZ_MACHINES": str(tmp_path)}).accelerators.count == 4
-
-
 @pytest.mark.parametrize(("name", "nodes"), [("atlantis", 1), ("aurora", 0), ("aurora", 10**9)])
 def test_what_cannot_be_imagined(name, nodes):
     with pytest.raises(MachineError, match="expected"):
