@@ -1,7 +1,6 @@
 """What ezpz_topo says of jobs, steps and their hosts, held to what scontrol says of them."""
 
 import shlex
-from pathlib import Path
 
 import pytest
 from tests.slurm.topology import (
@@ -132,22 +131,3 @@ def test_mpiexec_across_nodes_finds_its_node_by_the_hosts_name(say, tool, own_na
     assert [one["node_index"] for one in said] == [0, 0, 1, 1]
     for one in said:
         assert hosts(one)[one["node_index"]] == one["hostname"]
-
-
-def test_the_hostfile_of_a_job(say, slurm, tmp_path):
-    place = tmp_path / "place"
-    place.mkdir()
-    before = set(slurm.directory.iterdir())
-    env = {"TMPDIR": str(place), "XDG_RUNTIME_DIR": "", "HOSTFILE": ""}
-    steps = '"$@"; srun -N 2 -n 4 "$@"; srun -N 1 -n 2 "$@"'
-    said = say(*JOB, "sh", "-ec", steps, "sh", then=("--hostfile",), env=env)
-    assert set(slurm.directory.iterdir()) == before, "nothing in the working directory"
-    files = {}
-    for one in said:
-        file = one["hostfile"]
-        assert file["lines"] == hosts(one)
-        assert file["modes"] == ["0o600", "0o700"]
-        assert Path(file["path"]).parent.parent == place
-        files.setdefault(one["env"].get("SLURM_STEP_ID"), set()).add(file["path"])
-    assert {step: len(paths) for step, paths in files.items()} == {None: 1, "0": 1, "1": 1}
-    assert files[None] == files["0"] != files["1"], "the same hosts, the same file"
