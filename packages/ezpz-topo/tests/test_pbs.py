@@ -297,9 +297,9 @@ def print_json(tmp_path, pbs, command):
         raw = {
             **{key: json.dumps(value) for key, value in JOB.items()},
             "Job_Name": name, "stime": f'"{stime}"', "Submit_arguments": arguments,
-            "Variable_List": f'{{\n"PBS_O_HOME":"/home/alice",\n{variable},\n"SHLVL":1\n}}',
+            "Variable_List": f'{{\n  "PBS_O_HOME":"/home/alice",\n  {variable},\n  "SHLVL":1\n }}',
         }  # fmt: skip
-        lines = ",\n".join(f'"{key}":{text}' for key, text in raw.items())
+        lines = ",\n".join(f' "{key}":{text}' for key, text in raw.items())
         text = f'{{\n"Jobs":{{\n"1.pbs-0001":{{\n{lines}\n}}\n}}\n}}\n'
         (tmp_path / "answer").write_bytes(text.encode("utf-8", "surrogateescape"))
         env = pbs()
