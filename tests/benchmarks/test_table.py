@@ -8,7 +8,7 @@ import subprocess
 import pytest
 import table
 from goals import Goal
-from paired import Row, Spread, absent, alone, beside
+from paired import Spread, absent, alone, beside
 
 GOALS = [
     Goal("slow", "x", "s/slow/p", "ratio", "<= 0.5"),
@@ -88,24 +88,6 @@ def test_long_names_are_cut_and_a_long_reason_is_there_to_its_end():
     assert " ".join(" ".join(lines).split()).endswith(why)
     lines += table.lines([absent("s/w/p", "w" * 200, "p" * 200, "why" * 200)], [])
     assert max(map(len, lines)) <= table.WIDTH
-
-
-def test_the_schema_of_a_whole_run(document):
-    assert document["schema"] == table.SCHEMA
-    assert {"date", "load", "runs", "minutes", "machine", "rows"} <= set(document)
-    spreads = {"median", "low", "high", "least", "count"}
-    keys = [row["key"] for row in document["rows"]]
-    assert len(keys) == len(set(keys))
-    for row in document["rows"]:
-        assert set(row) == {*Row("", "", "").to_json(), "goals", "holds"}
-        assert (row["ours"] is None) == bool(row["missing"])
-        assert (row["theirs"] is None) == (row["ratio"] is None)
-        for name in ("ours", "theirs", "ratio"):
-            if row[name] is not None:
-                assert set(row[name]) == spreads
-                assert row[name]["low"] <= row[name]["median"] <= row[name]["high"]
-        held = [verdict["holds"] for verdict in row["goals"] if verdict["holds"] is not None]
-        assert row["holds"] == (all(held) if held else None)
 
 
 def test_other_files_are_not_results(tmp_path):

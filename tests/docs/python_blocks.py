@@ -84,10 +84,7 @@ def _run(blocks, folder, env, answer):
 
 
 def run_on_ranks(name, code, folder, *, ranks=2):
-    """Save a script, run it on ranks with the variables of ezpz-launch, and return its output.
-
-    They are forked; that a script is started by ezpz-launch itself, tests/launchers shows.
-    """
+    """Save a script, run it on forked ranks with ezpz-launch's variables, and return its output."""
     (folder / name).write_text(code, encoding="utf-8")
     with socket.socket() as probe, tempfile.TemporaryDirectory() as said:
         # Held, without listening, so that no test beside this one is given the same port.
@@ -141,10 +138,7 @@ def command_before(code):
 
 
 def run_before(words, code, folder):
-    """Run a script as it was before it used ezpz, on two ranks, by words that end with its name.
-
-    Return its output; None if the command's program is not in this environment, or takes long.
-    """
+    """Run a script without ezpz by words that end with its name; None: not started here."""
     program = shutil.which(words[0], path=sysconfig.get_path("scripts"))
     if program is None or words[0] not in _ON_CPUS:
         return None

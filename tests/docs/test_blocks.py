@@ -170,11 +170,7 @@ def texts_of(folder):
 
 
 def missing(message, texts):
-    """The fixed parts of a message that no text has, one after another.
-
-    Parts of one text may be left out of a message's end or start, but not of its middle: where a
-    text goes on, the message has ``…``.
-    """
+    """The fixed parts of a message that no text has; ``…`` stands where a text goes on."""
     parts = [part.strip(" ;,.:()") for part in message.replace("\n", " ").split("…")]
     return [part for part in parts if part and not any(part in text for text in texts)]
 

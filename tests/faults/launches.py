@@ -161,10 +161,7 @@ class Launch:
         return [pid for pid, environment in _environments() if self.mark in environment]
 
     def leaves_nothing(self, within=2.0, *, files=False):
-        """Assert that no process of the launch is left, on no host, nor a file in TMPDIR.
-
-        ``files`` may be left by who had no time to remove them.
-        """
+        """Assert that no process is left, on no host, nor (but for ``files``) a file in TMPDIR."""
         # Every process of the machine is looked at, and Slurm is asked: not fifty times a second.
         self.until(lambda: not self.left(), "no process is left", within + SLACK, every=0.1)
         leftovers = self.place.leftovers

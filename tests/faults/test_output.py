@@ -30,7 +30,7 @@ def test_10_mb_and_any_bytes_a_rank(launch):
 WORDS = [
     "--lr", "1e-4", "-n", "5", "--", "", " ", "a b", "it's", 'a "q"', "$(touch executed)",
     "`touch executed`", "$HOME", "new\nline", "*", "~", "a;touch executed", "\\", "\\n", "%s",
-    ":", "+", "é", "--host", "&", "#", "a=b", "\t", "!", "{a,b}",
+    ":", "+", "--escaped", "é", "--host", "&", "#", "a=b", "\t", "!", "{a,b}",
 ]  # fmt: skip
 VALUES = {
     "TEST_SPACES": "  a  b ", "TEST_QUOTES": 'it\'s "q" \\', "TEST_LINES": "one\ntwo\n",

@@ -75,10 +75,3 @@ def test_sigusr1_and_sigusr2_end_nothing(running):
     assert started.process.poll() is None
     (started.said / "go").touch()
     started.ends_with(0, within=5, done=range(3))
-
-
-def test_a_checkpoint_that_asks_to_be_requeued(running):
-    # sbatch --signal=USR1 reaches the ranks, which save and end together, as one does.
-    started = running([], rank_program("requeues", "75"))
-    started.process.send_signal(signal.SIGUSR1)
-    started.ends_with(75, within=4, done=range(3))

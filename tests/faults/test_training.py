@@ -81,16 +81,3 @@ def test_an_exception_ends_all_at_once_without_ezpz_launch(launch, place):
     if place.launcher == "torchrun":
         bare = [*bare, f"--master-port={env['MASTER_PORT']}", "--no-python"]
     ends_at_once(train(launch, "raises", guilty, environment=env, bare=bare), guilty, mpi=mpi)
-
-
-@pytest.mark.without("openmpi", "srun", "spawn")
-def test_a_rank_that_never_comes_ends_all(launch):
-    """Not even MPI_Finalize waits for it, of a script that has initialised MPI itself."""
-    env = {"OMP_NUM_THREADS": "1"}
-    started = train(launch, "never-comes", 2, environment=env, bare=BARE["hydra"])
-    started.ends(within=30)
-    began = float((started.folder / "time").read_text())
-    assert time.time() - began < 2 + 2 + 2 + SLACK, started.stderr
-    told = r"SetupError: rank [01] of 3 on .*: rank 2 of 3 did not come to setup_torch in 2 s"
-    assert re.search(told, started.stderr), started.stderr
-    started.leaves_nothing()

@@ -81,10 +81,7 @@ class TwoHosts:
         self._stop()
 
     def run(self, command, *, on="nodeA", env=None, expect=0, timeout=60.0):
-        """Run words on a host; they end with ``expect`` (None: anyhow), or it is an error.
-
-        After ``timeout`` seconds every process of both hosts is killed.
-        """
+        """Run words on a host; an end other than ``expect`` (None: any), or none, is an error."""
         started = subprocess.Popen(
             [str(self.directory / "enter"), on, *command], cwd=self.directory, text=True,
             env={**self.environment, **(env or {})}, stdin=subprocess.DEVNULL,

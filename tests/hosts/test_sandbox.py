@@ -86,22 +86,6 @@ def test_the_hosts_reach_nothing_else(hosts):
             assert not ipaddress.IPv4Network(route["dst"]).overlaps(here), route
 
 
-def test_two_sandboxes_run_at_once_and_leave_nothing(hosts, sandbox, waiting):
-    started, _, elsewhere = waiting
-    before = interfaces()
-    with sandbox.TwoHosts() as other:
-        theirs = inodes_of(sandbox, other.directory)
-        other.run(["sh", "-c", "nohup sleep 300 >/dev/null 2>&1 & hostname"], on="nodeB")
-        assert len(processes_in(theirs)) == 1
-        assert interfaces() == before
-    assert processes_in(theirs) == []
-    assert sandbox.namespaces(other.directory) == []
-    assert not other.directory.exists()
-    assert hosts.run(["hostname"]).stdout == "nodeA\n", "the session's live on"
-    assert started.poll() is None
-    assert processes_in(elsewhere), "another process's live on"
-
-
 @pytest.mark.parametrize("wrong", ["", "198.18.0.1.2"])
 def test_hosts_that_do_not_start_say_why_and_leave_nothing(hosts, sandbox, monkeypatch, wrong):
     before = interfaces()
@@ -114,14 +98,13 @@ def test_hosts_that_do_not_start_say_why_and_leave_nothing(hosts, sandbox, monke
     assert interfaces() == before
 
 
-def test_a_command_that_hangs_is_ended_with_all_that_it_started(hosts, sandbox):
+def test_a_command_that_hangs_is_ended_with_all_that_it_started_and_one_that_fails_says_why(
+    hosts, sandbox
+):
     # The child holds the output open, as a launcher's proxies do.
     with pytest.raises(sandbox.SandboxError, match=r"did not end within 1 s"):
         hosts.run(["sh", "-c", "sleep 300 & sleep 300"], on="nodeB", timeout=1)
     assert processes_in(inodes_of(sandbox, hosts.directory)) == []
-
-
-def test_a_command_that_fails_says_what_it_said(hosts, sandbox):
     with pytest.raises(sandbox.SandboxError, match=r"(?s)ended with 7, expected 0.*stderr\nno"):
         hosts.run(["sh", "-c", "echo no >&2; exit 7"])
     assert hosts.run(["sh", "-c", "exit 7"], expect=None).returncode == 7
@@ -129,15 +112,23 @@ def test_a_command_that_fails_says_what_it_said(hosts, sandbox):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_an_interrupted_run_leaves_nothing_and_what_a_killed_one_leaves_can_be_removed(
-    sandbox, waiting, number
+    hosts, sandbox, waiting, number
 ):
     started, directory, inodes = waiting
     started.send_signal(number)
     assert started.wait() != 0
     if number == signal.SIGKILL:
-        with sandbox.TwoHosts() as next_one:  # it is in nobody's way
-            assert next_one.run(["getent", "hosts", "nodeB"]).stdout.split()[0] == "198.18.0.2"
-        assert processes_in(inodes)
+        before = interfaces()
+        with sandbox.TwoHosts() as other:  # it is in nobody's way, and nobody in its
+            theirs = inodes_of(sandbox, other.directory)
+            assert other.run(["getent", "hosts", "nodeB"]).stdout.split()[0] == "198.18.0.2"
+            other.run(["sh", "-c", "nohup sleep 300 >/dev/null 2>&1 & hostname"], on="nodeB")
+            assert len(processes_in(theirs)) == 1
+            assert interfaces() == before
+        assert (processes_in(theirs), sandbox.namespaces(other.directory)) == ([], [])
+        assert not other.directory.exists()
+        assert hosts.run(["hostname"]).stdout == "nodeA\n", "the session's live on"
+        assert processes_in(inodes), "another's live on"
         sandbox.remove(directory)
     assert processes_in(inodes) == []
     assert sandbox.namespaces(directory) == []

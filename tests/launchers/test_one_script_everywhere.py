@@ -1,10 +1,12 @@
-"""One unchanged training script under every launcher: the right world, the same loss."""
+"""One unchanged script under every launcher: the right world, the same loss; the README's."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
+from pathlib import Path
 
 import pytest
 
@@ -19,24 +21,28 @@ LAUNCHERS = {
 }
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """Run the script once under each launcher; the last record and what was said."""
+def run(words, **options):
     scripts = sysconfig.get_path("scripts")
     env = {
         **os.environ, "PATH": os.pathsep.join([scripts, os.environ["PATH"]]),
         "OMP_NUM_THREADS": "1", "NO_COLOR": "1",
     }  # fmt: skip
+    assert shutil.which(words[0], path=env["PATH"]), f"{words[0]} is not in this environment"
+    process = subprocess.run(
+        words, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=180,
+        check=False, **options,
+    )  # fmt: skip
+    assert process.returncode == 0, process.stderr
+    return process.stderr
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Run the script once under each launcher; the last record and what was said."""
     done = {}
     for name, (_, words) in LAUNCHERS.items():
-        assert shutil.which(words[0], path=env["PATH"]), f"{words[0]} is not in this environment"
-        out = tmp_path_factory.mktemp(name)
-        process = subprocess.run(
-            [*words, "--outdir", str(out)], env=env, stdin=subprocess.DEVNULL,
-            capture_output=True, text=True, timeout=180, check=False,
-        )  # fmt: skip
-        assert process.returncode == 0, process.stderr
-        done[name] = ezpz_obs.History.read(out)[-1], process.stderr
+        said = run([*words, "--outdir", str(out := tmp_path_factory.mktemp(name))])
+        done[name] = ezpz_obs.History.read(out)[-1], said
     return done
 
 
@@ -51,8 +57,16 @@ def test_the_right_world(runs, launcher):
 def test_the_same_loss_on_two_ranks(runs):
     losses = {name: record["loss"] for name, (record, _) in runs.items() if name != "python"}
     assert len(set(losses.values())) == 1, losses
-
-
-def test_one_rank_learns_as_well(runs):
     one, two = runs["python"][0], runs["ezpz-launch"][0]
-    assert one["accuracy"] == pytest.approx(two["accuracy"], abs=0.1)
+    assert one["accuracy"] == pytest.approx(two["accuracy"], abs=0.1), "one rank learns as well"
+
+
+def test_the_twelve_lines_of_the_readme_train(tmp_path):
+    readme = Path(__file__).resolve().parents[2] / "README.md"
+    (script,) = re.findall(r"```python\n(.*?)```", readme.read_text(), re.DOTALL)
+    assert len([line for line in script.splitlines() if line.strip()]) == 12
+    (tmp_path / "train.py").write_text(script)
+    run(["ezpz-launch", "-n", "2", sys.executable, "train.py"], cwd=tmp_path)
+    losses = [record["loss"] for record in ezpz_obs.History.read(tmp_path / "outputs" / "readme")]
+    assert len(losses) == 200
+    assert losses[-1] < losses[0] / 10

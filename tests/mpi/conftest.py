@@ -1,7 +1,4 @@
-"""The same bodies on one rank and on many: ``mpiexec -n 4 python -m pytest --with-mpi tests/mpi``.
-
-Rank 0 reports as pytest always does; the others say only what failed on them.
-"""
+"""``mpiexec -n 4 python -m pytest --with-mpi tests/mpi``; ranks above 0 say only what failed."""
 
 import os
 import sys

@@ -115,10 +115,7 @@ class Environment:
         run([sys.executable, "-m", "pip", "--python", self.python, *words])
 
     def link(self, words):
-        """Take over what others have made of what is asked for, and what that asks for, by links.
-
-        To install it would take ten times as long; to compile it, as long again.
-        """
+        """Take over by links what is asked for, and what that asks for: quicker than to install."""
         (packages,) = THERE.glob("lib/python*/site-packages")
         for name in asked_for(words, packages):
             (each,) = importlib.metadata.distributions(name=name, path=[str(packages)])

@@ -107,10 +107,7 @@ class SlurmSandbox:
         self._stop()
 
     def run(self, command, *, env=None, expect=0, timeout=60.0):
-        """Run words in the sandbox; they end with ``expect`` (None: anyhow), or it is an error.
-
-        After ``timeout`` seconds they are killed, and every job is cancelled.
-        """
+        """Run words in the sandbox; any end but ``expect`` (None: any), or none, is an error."""
         try:
             done = subprocess.run(
                 command, env={**self.environment, **(env or {})}, cwd=self.directory,
@@ -131,10 +128,7 @@ class SlurmSandbox:
         return done
 
     def batch(self, body, *options, env=None, timeout=60.0):
-        """Run a batch script with options of sbatch to its end, an array's last; return its output.
-
-        The first command that fails ends it, and is an error.
-        """
+        """Run a batch script to its end, an array's last; a command that fails is an error."""
         descriptor, script = tempfile.mkstemp(suffix=".sh", dir=self.directory)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(f"#!/bin/sh\nset -e\n{body}\n")

@@ -1,8 +1,6 @@
 """What ezpz_topo says of jobs, steps and their hosts, held to what scontrol says of them."""
 
-import json
 import shlex
-from pathlib import Path
 
 import pytest
 from tests.slurm.topology import (
@@ -10,7 +8,6 @@ from tests.slurm.topology import (
     JOB,
     assert_one_process_of_the_job,
     assert_ranks_of_a_step,
-    ends,
     hosts,
     row,
 )
@@ -54,6 +51,7 @@ def test_a_batch_script_that_a_step_has_submitted(batch, say, said_in):
 
 def test_a_salloc_shell_is_on_no_node(say):
     (said,) = say("salloc", "-Q", "-N", "3", "-n", "5")
+    assert not said["started_commands"], "who does not ask starts none"
     assert_one_process_of_the_job(said, [2, 2, 1], on_node=False)
 
 
@@ -105,14 +103,6 @@ def test_a_step_on_other_nodes_than_the_first(say):
     assert said[0]["scontrol"]["job"] == ["nid001", "nid002", "nid003"]
 
 
-def test_the_shell_of_a_heterogeneous_job(say):
-    (said,) = say(*HET_JOB, then=("--ask",))
-    assert_one_process_of_the_job(said, None, on_node=False)
-    assert len(hosts(said)) == 3
-    assert said["allocation"]["queue"] == "all"
-    assert ends(said) == int(said["scontrol"]["end"])
-
-
 @pytest.mark.parametrize(("groups", "nodes"), [("1", 2), ("0,1", 3)])
 def test_a_step_of_a_heterogeneous_job(say, groups, nodes):
     said = say(*HET_JOB, "srun", f"--het-group={groups}")
@@ -134,20 +124,6 @@ def test_mpiexec_across_nodes_outranks_the_slurm_step_of_its_proxies(say, tool):
     assert {one["env"]["SLURM_STEP_ID"] for one in said} == {"0"}
 
 
-def test_launchers_on_one_node_of_a_job(*, slurm, sandbox, say, words, said_in, tool):
-    mpiexec = (tool("mpiexec"), "-iface", "lo", "-n", "2")
-    said = say("salloc", "-Q", "-N", "1", "-n", "2", *mpiexec, then=("--mpi",))
-    assert [row(one) for one in said] == [("pmi", 0, 2, 0, 2, 0), ("pmi", 1, 2, 1, 2, 0)]
-    assert [one["mpi"][:2] for one in said] == [[0, 2], [1, 2]], "MPI itself agrees"
-    for file in said_in.iterdir():
-        file.unlink()
-    torchrun = [tool("torchrun"), "--standalone", "--nproc-per-node", "2", *words[1:]]
-    slurm.batch(shlex.join(torchrun), "-N", "1", "-n", "2")
-    said = sandbox.reports(said_in)
-    assert [row(one) for one in said] == [("torchrun", 0, 2, 0, 2, 0), ("torchrun", 1, 2, 1, 2, 0)]
-    assert [one["env"]["SLURM_PROCID"] for one in said] == ["0", "0"], "Slurm's trap"
-
-
 def test_mpiexec_across_nodes_finds_its_node_by_the_hosts_name(say, tool, own_name):
     # As it starts over ssh: no slurmd tells the node's name.
     unnamed = ("env", "-u", "SLURMD_NODENAME")
@@ -155,36 +131,3 @@ def test_mpiexec_across_nodes_finds_its_node_by_the_hosts_name(say, tool, own_na
     assert [one["node_index"] for one in said] == [0, 0, 1, 1]
     for one in said:
         assert hosts(one)[one["node_index"]] == one["hostname"]
-
-
-def test_the_hostfile_of_a_job(say, slurm, tmp_path):
-    place = tmp_path / "place"
-    place.mkdir()
-    before = set(slurm.directory.iterdir())
-    env = {"TMPDIR": str(place), "XDG_RUNTIME_DIR": "", "HOSTFILE": ""}
-    steps = '"$@"; srun -N 2 -n 4 "$@"; srun -N 1 -n 2 "$@"'
-    said = say(*JOB, "sh", "-ec", steps, "sh", then=("--hostfile",), env=env)
-    assert set(slurm.directory.iterdir()) == before, "nothing in the working directory"
-    files = {}
-    for one in said:
-        file = one["hostfile"]
-        assert file["lines"] == hosts(one)
-        assert file["modes"] == ["0o600", "0o700"]
-        assert Path(file["path"]).parent.parent == place
-        files.setdefault(one["env"].get("SLURM_STEP_ID"), set()).add(file["path"])
-    assert {step: len(paths) for step, paths in files.items()} == {None: 1, "0": 1, "1": 1}
-    assert files[None] == files["0"] != files["1"], "the same hosts, the same file"
-
-
-def test_ezpz_topo_of_every_rank(slurm, tool, tmp_path):
-    slurm.run(["srun", "-w", "nid001,nid003", "-n", "2", "--output", str(tmp_path / "%t"),
-               tool("ezpz-topo"), "--json"])  # fmt: skip
-    for rank in range(2):
-        said = json.loads((tmp_path / str(rank)).read_text(encoding="utf-8"))
-        assert said["hosts"] == {"value": "nid[001,003]", "source": "SLURM_STEP_NODELIST"}
-        assert said["rank"] == {"value": rank, "source": "SLURM_PROCID"}
-        assert said["node_index"] == {"value": rank, "source": "SLURM_NODEID"}
-        assert (said["launcher"]["value"], said["world_size"]["value"]) == ("slurm", 2)
-        assert (said["nodes"]["value"], said["slots"]["value"]) == (2, 2)
-        assert said["ends_at"]["value"] is None
-        assert said["notes"] == []

@@ -17,14 +17,6 @@ def test_srun_within_a_rank_of_ezpz_launch(batch, tool):
         assert "slurm before ezpz" in one["rank_info"]["notes"][0]
 
 
-def test_srun_across_nodes_within_mpiexec(say, tool):
-    outer = (tool("mpiexec"), "-iface", "lo", "-n", "1")
-    said = say(*JOB, *outer, "srun", "--overlap", "-N", "2", "-n", "4")
-    assert {one["env"]["PMI_SIZE"] for one in said} == {"1"}, "inherited"
-    assert_ranks_of_a_step(said)
-    assert hosts(said[0]) == said[0]["scontrol"]["job"]
-
-
 def test_srun_with_pmi2_within_mpiexec(say, tool):
     # PMI_RANK is srun's, beside it MPI_LOCALRANKID of the rank above.
     outer = (tool("mpiexec"), "-iface", "lo", "-n", "1")
@@ -50,20 +42,6 @@ def test_mpiexec_within_a_step_of_one_task(say, tool):
     assert [row(one) for one in said] == [("pmi", 0, 2, 0, 2, 0), ("pmi", 1, 2, 1, 2, 0)]
     assert {one["env"]["SLURM_STEP_NUM_TASKS"] for one in said} == {"1"}, "inherited"
     assert {one["num_nodes"] for one in said} == {1}
-
-
-def test_mpiexec_within_each_rank_of_a_step(say, tool):
-    inner = (tool("mpiexec"), "-launcher", "fork", "-iface", "lo", "-n", "1")
-    said = say("srun", "-N", "1", "-n", "2", *inner)
-    assert [row(one) for one in said] == [("pmi", 0, 1, 0, 1, 0)] * 2
-    assert {one["env"]["SLURM_PROCID"] for one in said} == {"0", "1"}, "inherited"
-
-
-def test_mpiexec_within_a_stamped_rank(batch, tool):
-    inner = f"{tool('mpiexec')} -launcher fork -iface lo -n 2"
-    said = batch(f"{tool('ezpz-launch')} -n 1 {inner} say", "-N", "1", "-n", "2")
-    assert [row(one) for one in said] == [("pmi", 0, 2, 0, 2, 0), ("pmi", 1, 2, 1, 2, 0)]
-    assert {one["env"]["EZPZ_WORLD_SIZE"] for one in said} == {"1"}, "inherited"
 
 
 def test_ezpz_launch_within_a_step_of_one_task(say, tool):

@@ -1,7 +1,4 @@
-"""Documented usage of `ezpz` and `ezpz.tp`, for type checkers only: it is checked, never run.
-
-`assert_type` fails the check where a name's type becomes another one, or unknown.
-"""
+"""Documented usage, checked and never run: `assert_type` fails where a name's type changes."""
 
 from __future__ import annotations
 
@@ -40,10 +37,15 @@ def who_am_i() -> None:
     ):  # fmt: skip
         assert_type(text, str)
     assert_type(ezpz.get_nodes_from_hostfile("nodes"), list[str])
+    assert_type(ezpz.get_nodes_from_hostfile(hostfile="nodes"), list[str])
     assert_type(ezpz.get_hostfile_with_fallback(), Path)
-    assert_type(ezpz.write_localhost_to_hostfile("nodes"), Path)
+    assert_type(ezpz.get_hostfile_with_fallback(hostfile="nodes"), Path)
+    assert_type(ezpz.write_localhost_to_hostfile(hostfile="nodes"), Path)
     assert_type(ezpz.write_hostfile_from_list_of_hosts(["a", "b"], "nodes"), Path)
+    assert_type(ezpz.write_hostfile_from_list_of_hosts(hosts=["a"], hostfile="nodes"), Path)
+    assert_type(ezpz.get_world_size(total=True, in_use=False), int)
     assert_type(ezpz.get_device_properties(), dict[str, Any])
+    assert_type(ezpz.get_device_properties(device="cpu"), dict[str, Any])
     assert_type(ezpz.get_peak_flops("bf16"), float | None)
     assert_type(ezpz.TORCH_DTYPES_MAP["bf16"], torch.dtype)
     assert_type(ezpz.get_dist_info(), dict[str, Any])
@@ -53,10 +55,15 @@ def who_am_i() -> None:
 def collectives(loss: Tensor) -> None:
     """What all ranks call; a broadcast keeps its argument's type."""
     assert_type(ezpz.broadcast({"lr": 0.1}), dict[str, float])
-    assert_type(ezpz.broadcast(loss, root=1), Tensor)
+    assert_type(ezpz.broadcast(obj=loss, root=1), Tensor)
+    assert_type(ezpz.broadcast(loss, 1), Tensor)
     assert_type(ezpz.all_gather_object(3), list[Any])
     ezpz.all_reduce(loss, op="mean")
+    ezpz.all_reduce(loss, "mean", "torch")
+    ezpz.all_reduce(obj=loss, op="mean", implementation="torch")
     ezpz.barrier(timeout=60)
+    ezpz.barrier(None, "mpi")
+    ezpz.barrier(group=None, implementation="mpi")
     ezpz.synchronize()
 
 
@@ -72,14 +79,19 @@ def training(build: type[nn.Module], outdir: Path) -> None:
         seed=42, tensor_parallel_size=2, pipeline_parallel_size=1, context_parallel_size=1
     )
     assert_type(rank, int)
-    assert_type(ezpz.seed_everything(1), int)
+    assert_type(ezpz.setup_torch("pytorch", "gloo", 42), int)
+    assert_type(ezpz.setup_torch(framework="pytorch", backend="gloo"), int)
+    ezpz.setup_wandb(project_name="talk")
+    assert_type(ezpz.seed_everything(seed=1), int)
     model = ezpz.wrap_model(build(), use_fsdp=True, dtype="bf16")
+    model = ezpz.wrap_model(build(), True, "bf16")
     assert_type(model, nn.Module)
-    assert_type(ezpz.wrap_model_for_ddp(build()), DistributedDataParallel)
-    assert_type(ezpz.wrap_model_for_fsdp2(build(), shard_size=4), nn.Module)
+    assert_type(ezpz.wrap_model_for_ddp(model=build()), DistributedDataParallel)
+    ezpz.wrap_model_for_fsdp(model=build())
+    assert_type(ezpz.wrap_model_for_fsdp2(model=build(), shard_size=4), nn.Module)
     optimizer = ezpz.wrap_optimizer_for_zero1(torch.optim.AdamW, model.parameters(), lr=1e-3)
     optimizer.step()
-    logger = ezpz.get_logger(__name__)
+    logger = ezpz.get_logger(name=__name__)
     assert_type(logger, structlog.typing.FilteringBoundLogger)
     history = ezpz.History(outdir, sinks=["tensorboard"], cross_rank=True)
     assert_type(history, ezpz_obs.History)
@@ -96,14 +108,15 @@ def training(build: type[nn.Module], outdir: Path) -> None:
     assert_type(ezpz.latest_checkpoint(outdir), ezpz_dist.Checkpoint | None)
     assert_type(ezpz.verify_wandb(), bool)
     assert_type(ezpz.write_report(outdir), tuple[Path, ...])
-    ezpz.log_dict_as_bulleted_list({"lr": 1e-3}, name="settings")
+    ezpz.log_dict_as_bulleted_list(d={"lr": 1e-3}, name="settings")
     assert_type(scaled([1.0], factor=3.0), list[float])
-    ezpz.breakpoint(0)
+    ezpz.breakpoint(rank=0)
     ezpz.cleanup()
 
 
 def tensor_parallel(tokens: Tensor) -> None:
     """Groups and layers, by ezpz.tp and by ezpz_tp: the same."""
+    ezpz.tp.initialize_tensor_parallel(2, 1, 1)
     ezpz.tp.initialize_tensor_parallel(
         tensor_parallel_size=2, pipeline_parallel_size=2, context_parallel_size=1
     )

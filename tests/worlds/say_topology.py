@@ -1,6 +1,6 @@
 """Report what ezpz_topo says of this process, its job and its hosts into a directory.
 
-usage: say_topology.py DIRECTORY [--ask] [--job-of NODE]... [--hostfile] [--no-scontrol] [--mpi]
+usage: say_topology.py DIRECTORY [--ask] [--job-of NODE]... [--no-scontrol] [--mpi]
                                  [--torch SECONDS]
 
 Errors are reported as text. What scontrol says of the same is reported with it; its times are
@@ -24,7 +24,6 @@ parser = argparse.ArgumentParser()
 parser.add_argument("directory", type=Path)
 parser.add_argument("--ask", action="store_true", help="the scheduler may be asked for more")
 parser.add_argument("--job-of", action="append", default=[], metavar="NODE")
-parser.add_argument("--hostfile", action="store_true", help="have a hostfile written")
 parser.add_argument("--no-scontrol", action="store_true", help="start no command ourselves")
 parser.add_argument("--mpi", action="store_true", help="also what MPI itself says")
 parser.add_argument("--torch", type=float, help="also set up, waiting so many seconds")
@@ -40,15 +39,6 @@ def answer(question):
 
 def as_said(job):
     return {**asdict(job), "on_node": job.on_node}
-
-
-def hostfile():
-    path = ezpz_topo.get_hostfile_with_fallback()
-    return {
-        "path": str(path),
-        "lines": path.read_text(encoding="utf-8").splitlines(),
-        "modes": [oct(each.stat().st_mode & 0o777) for each in (path, path.parent)],
-    }
 
 
 def job_of(node):
@@ -99,7 +89,6 @@ said = {
     "total": answer(ezpz_topo.get_world_size_total),
     "in_use": answer(ezpz_topo.get_world_size_in_use),
     "hosts": answer(lambda: asdict(ezpz_topo.get_hosts())),
-    "hostfile": answer(hostfile) if args.hostfile else None,
     "job_of": {node: answer(partial(job_of, node)) for node in args.job_of},
     "env": {
         name: value

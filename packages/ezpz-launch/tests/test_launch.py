@@ -40,22 +40,6 @@ def test_a_place_to_meet_of_the_shell_is_set_aside_in_a_line_and_one_asked_for_i
     assert "--env MASTER_ADDR=elsewhere --env MASTER_PORT=1" in explained.stdout
 
 
-ARGUMENTS = ["--lr", "1e-4", "-n", "5", "--", "--x", "a b", "", "$(id)", "it's", "new\nline", "*"]
-
-
-@pytest.mark.parametrize("more", [[], [":", "+", "--escaped"]])
-def test_each_rank_has_its_place_the_arguments_and_the_environment(launch, more):
-    value = 'a b "q" $(id)\nnext'
-    words = (sys.executable, "-c", SHOW, *ARGUMENTS, *more)
-    done = launch("-n", "3", *words, env={"TEST_VALUE": value})
-    assert done.returncode == 0, done.stderr
-    assert [words for words, _ in shown(done)] == [[*ARGUMENTS, *more]] * 3
-    seen = sorted((env["RANK"], env["WORLD_SIZE"], env["LOCAL_RANK"]) for _, env in shown(done))
-    assert seen == [("0", "3", "0"), ("1", "3", "1"), ("2", "3", "2")]
-    assert len({env["MASTER_PORT"] for _, env in shown(done)}) == 1
-    assert {env["TEST_VALUE"] for _, env in shown(done)} == {value}
-
-
 def test_arguments_that_are_no_text_and_no_temporary_directory(launch, tmp_path):
     words = ("printf", "%s", b"\xff\xfe")
     done = launch("-n", "1", *words, text=False, env={"TMPDIR": str(tmp_path / "absent")})

@@ -8,7 +8,7 @@ import pytest
 
 from ezpz_launch import LaunchError, Request, UsageError, split
 from ezpz_launch._cli import EXAMPLES, USAGE, help_page
-from ezpz_launch._options import KINDS, OPTIONS, request_of, settings
+from ezpz_launch._options import OPTIONS, request_of, settings
 
 USER = ["python", "train.py", "--lr", "1e-4", "-n", "5", "--help", "--", "--x", "a b", ""]
 BY_ID = {"ids": lambda option: option.name}
@@ -76,18 +76,6 @@ def test_what_is_no_option_of_ours(words, message):
     with pytest.raises(UsageError) as caught:
         split(words)
     assert message in str(caught.value)
-
-
-def test_the_option_surface_is_frozen():
-    surface = [" ".join(filter(None, (o.name, o.short, o.value, "*" * o.many))) for o in OPTIONS]
-    assert surface == [
-        "nproc n N", "ppn N", "nodes N N", "hostfile FILE", "include LIST", "exclude LIST",
-        "launcher KIND", "machine NAME", "option NAME *", "cpu-bind LIST", "env K=V *",
-        "one-device", "log-dir DIR", "tee", "only-ranks LIST", "prefix", "idle-timeout TIME",
-        "grace TIME", "signal-before TIME", "retries N", "nested", "launcher-args TEXT", "dry-run",
-        "json", "module m MODULE", "code c CODE", "version", "help h",
-    ]  # fmt: skip
-    assert KINDS == ("hydra", "openmpi", "pals", "spawn", "srun", "torchrun")
 
 
 def test_every_option_reaches_the_request():

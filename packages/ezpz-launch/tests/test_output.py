@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import tty
 
 import pytest
@@ -112,9 +111,8 @@ def test_little_is_held_back():
     for chunk in (start, *[b"x" * 7] * 1000, b"\x1e" * 1000, *[start] * 1000):
         reports.feed(chunk)
         assert len(reports._held) < 200
-    began, chunk = time.process_time(), b"\x1e" * (1 << 16)
+    chunk = b"\x1e" * (1 << 16)  # separators are no work, which would take for ever
     assert sifted(*[chunk] * 4) == (chunk * 4, [])
-    assert time.process_time() - began < 20, "separators are no work"
 
 
 # copying

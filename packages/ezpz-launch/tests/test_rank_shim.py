@@ -215,16 +215,6 @@ def test_nothing_is_left_of_a_hold_and_it_makes_no_noise(held, until, is_killed)
         until(lambda: not is_running(sleep))
 
 
-def test_a_signal_to_the_group_is_the_commands(words, process):
-    """The shim stays to see how the command ends."""
-    script = "trap 'echo heard; exit 7' USR1; echo ready; sleep 600 & wait"
-    shim = process(*words("sh", "-c", script), env=environment(), stdout=-1)
-    assert shim.stdout.readline() == b"ready\n"
-    os.killpg(shim.pid, signal.SIGUSR1)
-    assert shim.stdout.readline() == b"heard\n"
-    assert shim.wait(120) == 7
-
-
 def test_attempt_job_and_progress(variables):
     control = {"attempt": 2, "job_id": "12[3].pbs", "progress_file": "/a b/*"}
     seen = variables(control=control)

@@ -1,12 +1,8 @@
-"""A launch from its log folder to its last attempt, with real ranks; the policy, and the job's end.
-
-The answers of scontrol and qstat are those captured from Slurm 22.05.8 and OpenPBS 23.06.
-"""
+"""A launch from its log folder to its last attempt; the job's end as Slurm and OpenPBS told it."""
 
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -168,86 +164,6 @@ def test_a_node_timeout_that_is_none(monkeypatch, capsys, value):
     monkeypatch.setenv("EZPZ_NODE_TIMEOUT", value)
     assert main(["--launcher", "spawn", "-n", "1", "true"]) == 2
     assert "expected whole seconds, from 3 to 86400" in capsys.readouterr().err
-
-
-# The run that each attempt is.
-
-RUN = """
-import gc, os, sys, threading
-from ezpz_launch import _run as module
-from ezpz_launch._launch import Control, Launch
-from ezpz_launch._run import run
-from ezpz_launch._plan import SHIM
-from ezpz_launch._launchers.spawn import SPAWN
-NAMES = ("EZPZ_SPAWN_RANK", "EZPZ_SPAWN_SIZE", "EZPZ_SPAWN_RANK")
-COMMON = dict(nproc=1, hosts=("localhost",), ppn=1, on_this_host=True,
-              environment=dict(os.environ), control=Control("ID.0", 5))
-
-def launch(*command, before=(), **more):
-    spawn = (sys.executable, "-I", "-S", SPAWN, "-n", "1")
-    argv = (*before, *spawn, "sh", SHIM, "spawn", "1", "1", *NAMES, "--", *command)
-    return Launch(argv=argv, **COMMON, **more)
-"""
-
-
-@pytest.fixture
-def run_loop(clean_env):
-    """Run a program that runs launches itself."""
-
-    def start(program):
-        words = [sys.executable, "-c", RUN + program]
-        return subprocess.run(words, env=clean_env, capture_output=True, check=False, timeout=60)
-
-    return start
-
-
-def test_a_signal_while_the_last_bytes_are_read_ends_it(run_loop):
-    """A launcher that leaves something behind which goes on writing to our pipe."""
-    done = run_loop("""
-module._DRAINED = 5.0  # a busy machine may be silent for 0.3 s
-threading.Timer(2, os.kill, (os.getpid(), 15)).start()
-outcome = run(Launch(argv=("sh", "-c", "while echo x; do sleep 0.1; done & exit 9"), **COMMON))
-sys.stderr.write(repr(outcome.told))
-sys.exit(outcome.exit_status)
-""")
-    assert b"SIGTERM" in done.stderr
-    assert done.returncode == 143
-
-
-def test_attempts_leave_no_file_open_and_close_no_other(run_loop):
-    done = run_loop("""
-gc.disable()
-counts = set()
-for _ in range(3):
-    run(launch('true'))
-    counts.add(len(os.listdir('/proc/self/fd')))
-files = [os.open('/dev/null', os.O_RDONLY) for _ in range(12)]
-gc.collect()
-print(len(counts), [os.path.exists(f'/proc/self/fd/{fd}') for fd in files].count(False))
-""")
-    assert done.stdout == b"1 0\n", done.stderr
-
-
-def test_a_signal_before_the_ranks_have_started_reaches_them(run_loop):
-    done = run_loop("""
-threading.Timer(0.3, os.kill, (os.getpid(), 15)).start()
-before = ("sh", "-c", 'sleep 0.8; exec "$@"', "_")
-script = "trap 'echo heard; exit 9' TERM; echo started; sleep 30 & wait"
-sys.exit(run(launch("sh", "-c", script, before=before, grace=4.0)).exit_status)
-""")
-    assert done.returncode == 143
-    # either it does not start, or it is told
-    assert done.stdout in (b"", b"started\nheard\n")
-
-
-def test_a_port_that_a_rank_finds_taken_ends_the_run(run_loop):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        done = run_loop(f"""
-taken = launch('sleep', '60')
-control = taken.control._replace(port={server.getsockname()[1]})
-print(run(taken._replace(control=control)).port_taken)
-""")
-    assert done.stdout == b"True\n", done.stderr
 
 
 @pytest.fixture

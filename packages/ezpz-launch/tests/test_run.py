@@ -1,8 +1,10 @@
 """One launch, seen through by the run loop: the launcher, what ranks report, the end, hangs."""
 
+import gc
 import os
 import signal
 import sys
+import threading
 import time
 
 import pytest
@@ -104,6 +106,34 @@ def test_a_signal_for_ranks_that_no_agent_reaches_goes_through_the_launcher(ran)
     assert (out, outcome.exit_status, outcome.told) == ("heard\n", 143, signal.SIGTERM)
     assert "no agent on beta.invalid" in err
     assert "SIGTERM goes through the launcher, which may kill at once" in err
+
+
+def test_a_signal_while_the_last_bytes_are_read_ends_it(monkeypatch, capfd):
+    """A launcher that leaves something behind which goes on writing to our pipe."""
+    monkeypatch.setattr(module, "_DRAINED", 5.0)  # a busy machine may be silent for 0.3 s
+    words = ("sh", "-c", "while echo x; do sleep 0.1; done & exit 9")
+    launch = Launch(words, 1, (HERE,), 1, True, dict(os.environ), Control("ID.0", 5))
+    timer = threading.Timer(1, os.kill, (os.getpid(), signal.SIGTERM))
+    timer.start()
+    outcome = run(launch)
+    timer.join()
+    assert (outcome.told, outcome.exit_status) == (signal.SIGTERM, 143)
+
+
+def test_runs_leave_no_file_open_and_close_no_other(ran):
+    gc.disable()
+    counts = set()
+    for _ in range(3):
+        ran("true", reports=ALL)
+        counts.add(len(os.listdir("/proc/self/fd")))
+    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(12)]
+    gc.collect()
+    assert (len(counts), [os.path.exists(f"/proc/self/fd/{fd}") for fd in files]) == (
+        1,
+        [True] * 12,
+    )
+    for fd in files:
+        os.close(fd)
 
 
 # how it ended

@@ -1,8 +1,4 @@
-"""Real ranks for tests: processes that meet over loopback, as a launcher's would.
-
-They are forked from a server that has imported torch once, because the import takes longer than
-the tests.
-"""
+"""Real ranks that meet over loopback, forked from a server that has imported torch once."""
 
 import multiprocessing
 import os
@@ -53,10 +49,7 @@ def clean_env():
 
 @pytest.fixture
 def ranks(fork_server, clean_env, tmp_path):
-    """Run a script on n real ranks; return what each printed, or (status, output, errors).
-
-    ``nodes`` share the ranks evenly.
-    """
+    """Run a script on n ranks, evenly on nodes; return what each printed, or (status, out, err)."""
     started = []
 
     def run(n, script, *, check=True, timeout=240, nodes=1, cwd=None):

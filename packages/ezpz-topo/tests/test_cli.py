@@ -30,7 +30,8 @@ def test_a_table_of_every_value_and_its_source():
     rows = {line[:17].strip(): line[17:].split(None, 1) for line in done.stdout.splitlines()}
     assert rows["rank"] == ["1", "PMI_RANK"]
     assert rows["world size"] == ["2", "PMI_SIZE"]
-    assert rows["machine"][0] == "workstation"
+    assert rows["nodes"] == ["1", "every rank is on this node"]
+    assert (rows["machine"][0], rows["scheduler"][0]) == ("workstation", "none")
     assert "note: set aside: RANK=0 of the environment" in done.stdout
 
 

@@ -406,21 +406,6 @@ def test_all_of_them_are_there():
     assert {MACHINES[name].scheduler: name for name in GENERIC.values()} == GENERIC
 
 
-PREDECESSOR = {
-    "sunspot": ("*",), "sirius": ("*",), "sophia": ("launcher", "launcher_flags"),
-    "perlmutter": ("options.system-nccl",),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", MACHINES)
-def test_networks_and_what_only_the_predecessor_says(name):
-    machine = MACHINES[name]
-    fast = name in ("aurora", "polaris", "sunspot", "sirius")
-    assert machine.hsn_suffix == (f".hsn.cm.{name}.alcf.anl.gov" if fast else "")
-    assert set(PREDECESSOR.get(name, ())) <= set(machine.predecessor)
-    assert all(option.why for option in machine.options.values())
-
-
 @pytest.mark.parametrize(("name", "expected"), [
     ("aurora", ("ALCF", "pbs", "pals", 10624, 12, "xpu", ("xccl", "ccl"))),
     ("sunspot", ("ALCF", "pbs", "pals", None, 12, "xpu", ("xccl", "ccl"))),
@@ -445,27 +430,13 @@ def test_the_table(name, expected):
 
 
 def test_bind_lists():
-    running_jobs = "1-8:9-16:17-24:25-32:33-40:41-48:53-60:61-68:69-76:77-84:85-92:93-100"
-    for name in ("aurora", "sunspot"):  # the other one is in ezpz-launch's golden files
-        assert ":".join(MACHINES[name].cpu_bind["running-jobs"]) == running_jobs
-        assert MACHINES[name].reserved_cores == (0, 52, 104, 156)
-    assert MACHINES["polaris"].cpu_bind["numa"] == ("24-31", "16-23", "8-15", "0-7")
-    assert "cpu_bind.numa" in MACHINES["polaris"].inferred
+    running_jobs = MACHINES["aurora"].cpu_bind["running-jobs"]  # others are in golden files
+    assert running_jobs == MACHINES["sunspot"].cpu_bind["running-jobs"]
+    first = [*range(1, 48, 8), *range(53, 100, 8)]  # of each tile, six a socket
+    assert running_jobs == tuple(f"{core}-{core + 7}" for core in first)
     # OLCF's user guide: GPU 4 is near cores 0-7, 5: 8-15, 2: 16-23, 3: 24-31, 6: 32-39,
     # 7: 40-47, 0: 48-55, 1: 56-63; the first core of each is reserved.
     first_core = {4: 0, 5: 8, 2: 16, 3: 24, 6: 32, 7: 40, 0: 48, 1: 56}
     expected = [f"{first_core[gcd] + 1}-{first_core[gcd] + 7}" for gcd in range(8)]
     assert list(MACHINES["frontier"].cpu_bind["gcd"]) == expected
     assert "cpu_bind.gcd" in MACHINES["frontier"].inferred
-
-
-def test_modules_and_proxies():
-    assert MACHINES["aurora"].modules == ("frameworks",)
-    for name in ("polaris", "sirius", "sophia"):
-        machine = MACHINES[name]
-        assert machine.module_paths == ("/soft/modulefiles",)
-        assert (machine.modules, machine.conda_environment) == (("conda",), "base")
-    assert MACHINES["perlmutter"].modules == ("pytorch",)
-    assert MACHINES["frontier"].proxy == "http://proxy.ccs.ornl.gov:3128"
-    for machine in MACHINES.values():
-        assert machine.site != "ALCF" or machine.proxy == "http://proxy.alcf.anl.gov:3128"

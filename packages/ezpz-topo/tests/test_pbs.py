@@ -288,42 +288,19 @@ def test_qstat_and_qselect_are_looked_for_where_pbss_own_file_says(tmp_path, pbs
 
 # qstat's JSON, which is not always JSON.
 
-TEXT = """{
-    "timestamp":1795227100,
-    "Jobs":{
-        "1.pbs-0001":{
-            "Job_Name":NAME,
-            "job_state":"R",
-            "queue":"workq",
-            "exec_host":"x1n0/0*2+x1n1/0*2",
-            "Resource_List":{
-                "select":"2:ncpus=2:mpiprocs=2",
-                "walltime":"00:05:00"
-            },
-            "stime":"STIME",
-            "Variable_List":{
-                "PBS_O_HOME":"/home/alice",
-                VARIABLE,
-                "SHLVL":1
-            },
-            "Submit_arguments":ARGUMENTS
-        }
-    }
-}
-"""
-
 
 @pytest.fixture
 def print_json(tmp_path, pbs, command):
-    """Make qstat print the text above; return a job's environment."""
+    """Make qstat print a job with these texts as they are; return the job's environment."""
 
-    def make(
-        name='"probe"', variable='"A":"b"', arguments='"run.sh"', stime="Sat Nov 21 02:10:43 2026"
-    ):
-        parts = {"NAME": name, "VARIABLE": variable, "ARGUMENTS": arguments, "STIME": stime}
-        text = TEXT
-        for word, part in parts.items():
-            text = text.replace(word, part)
+    def make(name='"probe"', variable='"A":"b"', arguments='"run.sh"', stime=STARTED_TEXT):
+        raw = {
+            **{key: json.dumps(value) for key, value in JOB.items()},
+            "Job_Name": name, "stime": f'"{stime}"', "Submit_arguments": arguments,
+            "Variable_List": f'{{\n  "PBS_O_HOME":"/home/alice",\n  {variable},\n  "SHLVL":1\n }}',
+        }  # fmt: skip
+        lines = ",\n".join(f' "{key}":{text}' for key, text in raw.items())
+        text = f'{{\n"Jobs":{{\n"1.pbs-0001":{{\n{lines}\n}}\n}}\n}}\n'
         (tmp_path / "answer").write_bytes(text.encode("utf-8", "surrogateescape"))
         env = pbs()
         command("qstat", f'cat "{tmp_path}/answer"')

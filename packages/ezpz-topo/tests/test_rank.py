@@ -234,15 +234,6 @@ def test_variables_that_agree_need_no_ancestors():
     assert get_rank_info({**OPENMPI, **HYDRA}, ancestors=never()).launcher == "openmpi"
 
 
-def test_a_subprocess_of_a_rank_is_that_rank():
-    # Nothing tells `bash -c "python train.py"` from a helper that a rank starts; whoever wants
-    # a world of its own in a subprocess starts it with `env -u PMI_RANK ...`.
-    code = "import ezpz_topo; print(ezpz_topo.get_rank())"
-    env = {**os.environ, **HYDRA}
-    said = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, check=True)
-    assert said.stdout == b"5\n"
-
-
 # Half a set is never an answer.
 
 

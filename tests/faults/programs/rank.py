@@ -134,15 +134,6 @@ def exits_beside_checkpoints(status, seconds):
     checkpoints(seconds)
 
 
-def requeues(status):
-    """At SIGUSR1 all save, and end with this status."""
-    hear(signal.SIGUSR1)
-    started()
-    wait(lambda: bool(heard))
-    done()
-    sys.exit(int(status))
-
-
 def mumbles(seconds):
     """Now one rank says something, now another, for so long."""
     started()
@@ -225,10 +216,7 @@ def first_ends():
 
 
 def writes(count):
-    """That many bytes on standard output, and a tenth on standard error: each rank its letter.
-
-    Then all 256 bytes, and the separators alone and doubled, without a newline at the end.
-    """
+    """So many bytes of its letter on stdout, a tenth on stderr, then all 256 and odd separators."""
     odd = bytes(range(256)) + b"\x1e\x1e\x1f\n\x1eezpz \x1f\x1e"
     started()
     for descriptor, left in ((1, int(count)), (2, int(count) // 10)):

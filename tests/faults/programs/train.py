@@ -1,7 +1,4 @@
-"""A training script under ezpz_dist, in which one rank fails.
-
-usage: train.py FOLDER (raises|lingers|never-comes) RANK
-"""
+"""Under ezpz_dist one rank fails. usage: train.py FOLDER (raises|lingers) RANK"""
 
 import atexit
 import os
@@ -17,13 +14,7 @@ folder, what, guilty = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 if what == "lingers":
     # As what CUDA, NCCL or W&B do at the end.
     atexit.register(time.sleep, 5 if int(os.environ["RANK"]) == guilty else 0)
-if what == "never-comes":
-    from mpi4py import MPI  # the script's own
-
-    if MPI.COMM_WORLD.rank == guilty:
-        (folder / "time").write_text(repr(time.time()))
-        time.sleep(600)
-rank = ezpz_dist.setup_torch(timeout=2 if what == "never-comes" else 300)
+rank = ezpz_dist.setup_torch(timeout=300)
 ezpz_dist.barrier()
 if rank == guilty:
     (folder / "time").write_text(repr(time.time()))

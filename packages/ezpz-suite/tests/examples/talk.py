@@ -2,7 +2,6 @@
 
 import os
 import time
-from itertools import pairwise
 
 import torch
 
@@ -12,13 +11,10 @@ log = ezpz.get_logger(__name__)
 
 
 class Autoencoder(torch.nn.Module):
-    def __init__(self, width: int, hidden: list[int]):
+    def __init__(self, width: int, hidden: int):
         super().__init__()
-        sizes = [width, *hidden, width]
-        modules: list[torch.nn.Module] = []
-        for before, after in pairwise(sizes):
-            modules += [torch.nn.Linear(before, after), torch.nn.ReLU()]
-        self.layers = torch.nn.Sequential(*modules[:-1])
+        down, up = torch.nn.Linear(width, hidden), torch.nn.Linear(hidden, width)
+        self.layers = torch.nn.Sequential(down, torch.nn.ReLU(), up)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layers(x)
@@ -34,7 +30,7 @@ def build():
             ezpz.setup_wandb(project_name="talk")
         except Exception:  # as people write it
             log.exception("without W&B")
-    model = Autoencoder(32, [64, 32])
+    model = Autoencoder(32, 64)
     model.to(ezpz.get_torch_device_type())
     model.to(torch.bfloat16)
     log.info(f"{model=}")

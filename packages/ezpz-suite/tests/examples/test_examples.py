@@ -154,10 +154,7 @@ def test_fp16_scales_its_loss_and_leaves_out_a_step_that_overflows(name, few, al
 
 
 def test_fp16_on_two_ranks_is_near_fp32_in_the_folder_of_rank_0(ranks, tmp_path):
-    """Each rank has other shards; where one overflows, all leave the step out.
-
-    And ranks that begin a second apart would choose other folders: the default is the time.
-    """
+    """Where one's shards overflow all leave the step out; a folder's default name is the time."""
     ranks(
         2,
         f"""

@@ -12,9 +12,9 @@ SMALL = ("--steps=6", "--layers=2", "--dim=64", "--seq=32", "--batch=4", "--size
 
 
 @pytest.fixture(scope="module")
-def alone():
-    """The losses of one rank, once they are known."""
-    return []
+def known():
+    """The losses of one rank, and of two replicas, once they are known."""
+    return {}
 
 
 @pytest.mark.parametrize(
@@ -27,27 +27,22 @@ def alone():
         (8, "--tp=8"),
     ],
 )
-def test_a_split_model_learns_what_one_rank_learns(tested, alone, n, words):
-    if not alone:
+def test_a_split_model_learns_what_one_rank_learns(tested, known, n, words):
+    if "alone" not in known:
         one = tested(1, *SMALL)
         assert one["wrap"] == "none"
         assert one["losses"][-1] < 0.9 * one["losses"][0]
-        alone.append(one["losses"])
+        known["alone"] = one["losses"]
     found = tested(n, *SMALL, *words.split())
     assert found["ok"]
     assert found["degrees"]["data"] == 1
-    assert found["losses"] == pytest.approx(alone[0], rel=1e-4)
+    assert found["losses"] == pytest.approx(known["alone"], rel=1e-4)
 
 
 def test_ranks_that_are_no_power_of_two_share_a_model_that_fits_them(tested):
     found = tested(3, "--steps=10", "--batch=2", "--seq=32", "--layers=1", "--tp=3")
     assert found["ok"]
     assert found["degrees"]["tensor"] == 3
-
-
-@pytest.fixture(scope="module")
-def averaged():
-    return []
 
 
 @pytest.mark.parametrize(
@@ -64,7 +59,7 @@ def averaged():
         (2, "--wrap=deepspeed"),
     ],
 )
-def test_however_it_is_wrapped_two_replicas_learn_the_same(tested, averaged, n, words):
+def test_however_it_is_wrapped_two_replicas_learn_the_same(tested, known, n, words):
     if "deepspeed" in words and find_spec("deepspeed") is None:
         pytest.skip("pip install 'ezpz-suite[deepspeed]'")
     found = tested(n, *SMALL, *words.split())
@@ -72,8 +67,7 @@ def test_however_it_is_wrapped_two_replicas_learn_the_same(tested, averaged, n, 
     assert found["degrees"]["data"] == 2
     _, given, wrap = words.partition("--wrap=")
     assert found["wrap"] == (wrap if given else "none" if words else "ddp")
-    averaged.append(found["losses"])
-    assert found["losses"] == pytest.approx(averaged[0], rel=1e-4)
+    assert found["losses"] == pytest.approx(known.setdefault("two", found["losses"]), rel=1e-4)
 
 
 def test_the_whole_page(ranks, tmp_path):
@@ -141,14 +135,6 @@ def test_replicas_that_differ_are_a_failure_on_every_rank(ranks):
     assert "ezpz test: ranks disagree" in done[0][2]
 
 
-def test_a_loss_that_does_not_fall_is_a_failure(ranks):
-    spoiled = "Trainer.seen = getattr(Trainer, 'seen', 1) + 1; found[0].fill_(Trainer.seen)"
-    ((status, page, _),) = ranks(1, SPOILED.format(what=spoiled, words=[*SMALL]))
-    assert status == 1
-    assert "FAILED: the loss did not fall: mean 2.0000 of the first quarter of 6 steps, 7.0" in page
-    assert "ok:" not in page
-
-
 def test_a_loss_that_is_no_number_ends_the_training(ranks):
     spoiled = "os.environ['RANK'] == '1' and len(targets) and found[0].mul_(float('nan'))"
     done = ranks(2, SPOILED.format(what=spoiled, words=[*SMALL, "--json"]))
@@ -200,11 +186,3 @@ def test_an_output_that_nobody_reads_loses_no_result(ranks, tmp_path, spoil, wor
     expected = [f"ezpz test: standard output: {complaint}"] if complaint else []
     assert [line for line in said.splitlines() if "standard output" in line] == expected
     assert json.loads((tmp_path / "cwd" / "kept" / "result.json").read_bytes())["steps"] == 4
-
-
-def test_half_an_environment_is_one_line(ranks):
-    half = "del os.environ['WORLD_SIZE']; " + TEST.format(words=[*SMALL])
-    ((status, out, said),) = ranks(1, half)
-    assert (status, out) == (2, "")
-    assert said.startswith("ezpz test: half-set torchrun environment: LOCAL_RANK=0, RANK=0")
-    assert len(said.splitlines()) == 1
