@@ -445,4 +445,7 @@ def test_without_gradients_autocast_casts_a_weight_once():
         after = column_linear(torch.ones(1, 4), weight, None, group())
         double = column_linear(torch.ones(1, 4).double(), weight.double(), None, group())
     assert (before.dtype, double.dtype) == (torch.bfloat16, torch.float64)
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # with gradients it does the casting itself
+        double = column_linear(torch.ones(1, 4).double(), weight.double(), None, group())
+    assert double.dtype == torch.float64
     assert torch.equal(before, after)

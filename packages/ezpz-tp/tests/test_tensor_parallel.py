@@ -410,6 +410,9 @@ def test_split_sizes_that_do_not_fit_and_all_to_all():
     # All-to-all, whose group comes first.
     group, rank = ezpz_tp.get_tensor_parallel_group(), ezpz_tp.get_tensor_parallel_rank()
     tokens = numbers(4, 6)
+    heads = tensor_parallel.all_to_all_sp2hp(tokens)
+    assert heads.shape == (8, 3)
+    assert torch.equal(tensor_parallel.all_to_all_hp2sp(heads), tokens)
     uneven = tensor_parallel.all_to_all(group, tokens, [1 + 2 * rank] * 2, [1, 3])
     assert torch.equal(uneven, torch.cat([tokens.split([1, 3])[rank]] * 2))
     with pytest.raises(ParallelError, match="group is None"):
