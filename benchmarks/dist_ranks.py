@@ -17,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import ezpz_dist
+from ezpz_dist._setup import _drop_retired
 
 Call = Callable[[], object]
 Pairs = dict[str, list[float]]
@@ -140,7 +141,7 @@ def set_up(job: dict[str, Any]) -> Pairs:
         os.environ["MASTER_PORT"] = str(port)
         ours = turn % 2 == 0
         # Set-up drops the group before, whose threads end then; a first one has none.
-        ezpz_dist._setup._retired.clear()  # noqa: SLF001
+        _drop_retired()
         _meet(store, f"begin{turn}", job["ranks"])
         began = time.perf_counter()
         if ours:
