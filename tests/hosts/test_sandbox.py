@@ -119,7 +119,7 @@ def test_an_interrupted_run_leaves_nothing_and_what_a_killed_one_leaves_can_be_r
     assert started.wait() != 0
     if number == signal.SIGKILL:
         before = interfaces()
-        with sandbox.TwoHosts() as other:  # it is in nobody's way, and nobody in its
+        with sandbox.TwoHosts() as other:  # neither disturbs the other
             theirs = inodes_of(sandbox, other.directory)
             assert other.run(["getent", "hosts", "nodeB"]).stdout.split()[0] == "198.18.0.2"
             other.run(["sh", "-c", "nohup sleep 300 >/dev/null 2>&1 & hostname"], on="nodeB")

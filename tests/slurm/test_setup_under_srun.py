@@ -1,4 +1,4 @@
-"""ezpz_dist under srun: ranks that nobody told where to meet, meet."""
+"""ezpz_dist under srun: ranks without an address given to them find each other."""
 
 
 def test_two_steps_of_one_job_derive_an_address_each(slurm, sandbox, program, said_in, tmp_path):

@@ -346,7 +346,7 @@ def close(actual, expected):
 
 
 def strange_memory(function, sequence_parallel):
-    """Transposed inputs and an expanded gradient: contiguity is nobody's duty but ours."""
+    """Transposed inputs and an expanded gradient: the layer makes them contiguous itself."""
     size = IN if function is column_linear else IN // 2
     inputs = numbers(size, BATCH, SEQUENCE).transpose(0, 2).requires_grad_()
     weight = numbers(size, OUT, seed=1).t().requires_grad_()
