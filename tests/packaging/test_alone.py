@@ -91,12 +91,12 @@ def test_wheel_holds_the_package_and_nothing_else(built, name):
 
 
 @pytest.mark.parametrize("name", IMPORTS)
-def test_sdist_can_be_tested(built, name):
+def test_sdist_holds_what_a_wheel_is_built_from(built, name):
     (sdist,) = built.glob(f"{name.replace('-', '_')}-*.tar.gz")
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {"README.md", "CHANGELOG.md", "LICENSE", "pyproject.toml"} <= names
-    assert any(n.startswith("tests/test_") for n in names)
+    assert f"src/{IMPORTS[name]}/py.typed" in names
 
 
 THERE = ROOT / ".hatch" / "test"  # where pip has installed what all packages ask for, for `unit`
@@ -195,6 +195,7 @@ def test_alone(environments, name, tmp_path):
     python = environments[name].result().python
     # Away from the source tree, so that nothing but the wheel can be imported.
     shutil.copytree(ROOT / "packages" / name / "tests", tmp_path / "tests")
+    shutil.copytree(ROOT / "tests" / "harness", tmp_path / "tests" / "harness")
     shutil.copy(ROOT / "pytest.ini", tmp_path)
     words = [python, "-m", "pytest", "-q", "-o", "testpaths="]
     assert " passed" in run([*words, *(f"tests/{each}" for each in TESTS[name])], cwd=tmp_path)

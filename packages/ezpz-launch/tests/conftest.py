@@ -7,15 +7,11 @@ import shutil
 import signal
 import subprocess
 import sys
-import sysconfig
 import time
 
 import pytest
+from ranks import user_env
 
-NOT_A_USERS = (
-    "EZPZ_", "SLURM_", "PBS_", "PMI", "OMPI_", "TORCHELASTIC", "RANK", "WORLD_SIZE", "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS",
-)  # fmt: skip
 COUNTS = (
     "import os, signal, time\n"
     "signal.signal(signal.SIGUSR1, lambda *_: os.write(1, b'heard\\n'))\n"
@@ -25,13 +21,9 @@ COUNTS = (
 
 
 @pytest.fixture
-def clean_env(tmp_path_factory):
-    """The environment of a user outside of any job, with this environment's commands first."""
-    scripts = sysconfig.get_path("scripts")
-    env = {name: os.environ[name] for name in os.environ if not name.startswith(NOT_A_USERS)}
-    # Records of the tests' launches are none of the user's.
-    state = str(tmp_path_factory.mktemp("state"))
-    return {**env, "PATH": os.pathsep.join([scripts, env["PATH"]]), "EZPZ_STATE_DIR": state}
+def clean_env(user_env, tmp_path_factory):
+    """The environment of a user outside of any job, with records of its own."""
+    return {**user_env, "EZPZ_STATE_DIR": str(tmp_path_factory.mktemp("state"))}
 
 
 @pytest.fixture

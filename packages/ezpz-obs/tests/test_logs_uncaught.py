@@ -1,7 +1,6 @@
 """Exceptions that nobody catches, and what is left of the logs of real ranks."""
 
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -136,42 +135,21 @@ def test_an_exception_that_cannot_say_what_it_is(run):
 
 
 @pytest.fixture
-def run_ranks(tmp_path):
+def run_ranks(forked, tmp_path):
     """Run a program on so many ranks; return their exit statuses, errors and logs."""
-    started = []
+    program = tmp_path / "program.py"
 
     def run(size, code, **env):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        program = tmp_path / "program.py"
         program.write_text(IMPORTS + textwrap.dedent(code))
-        for rank in range(size):
-            place = {
-                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size),
-                "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
-            }  # fmt: skip
-            with open(tmp_path / f"err.{rank}", "w") as err:
-                process = subprocess.Popen(
-                    [sys.executable, str(program)], cwd=tmp_path, stderr=err,
-                    env={**os.environ, **place, **env},
-                )  # fmt: skip
-            started.append(process)
-        statuses = [process.wait() for process in started]
-        errors = [(tmp_path / f"err.{rank}").read_text() for rank in range(size)]
+        ended = forked(size, "", check=False, program=program, cwd=tmp_path, env=env)
         logs = []
         for rank in range(size):
             lines = (tmp_path / "logs" / f"rank-{rank:05}.jsonl").read_bytes()
             assert lines == b"" or lines.endswith(b"\n")
             logs.append([json.loads(line) for line in lines.splitlines()])
-        return statuses, errors, logs
+        return [one.status for one in ended], [one.err for one in ended], logs
 
-    yield run
-    for process in started:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
+    return run
 
 
 def first_error(logs):

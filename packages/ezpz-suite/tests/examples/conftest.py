@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 
 import pytest
@@ -15,10 +14,9 @@ PATIENCE = 240  # seconds until what hangs is given up, however busy the machine
 
 @pytest.fixture
 def clean_env(clean_env, tmp_path_factory):
-    """The environment of that user, with this environment's commands first."""
+    """The environment of that user, whose records are ours."""
     return {
         **clean_env,
-        "PATH": os.pathsep.join([sysconfig.get_path("scripts"), clean_env["PATH"]]),
         "EZPZ_STATE_DIR": str(tmp_path_factory.mktemp("state")),
         # No example may need the network, nor ask for an account.
         "HF_HUB_OFFLINE": "1",
