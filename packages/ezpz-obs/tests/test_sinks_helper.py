@@ -76,7 +76,7 @@ def train(tmp_path):
     def start(sinks, *, steps=200, then=CLOSE, **env):
         process = subprocess.Popen(
             [sys.executable, "-c", TRAIN, sinks, str(steps), then],
-            cwd=tmp_path, env={**kept, "HOME": str(home), "EZPZ_SINK_SECONDS": "120", **env},
+            cwd=tmp_path, env={**kept, "HOME": str(home), "EZPZ_SINK_SECONDS": "500", **env},
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
         started.append(process)
@@ -128,7 +128,7 @@ def test_servers_that_never_answer(train, hanging_server, tmp_path, then):
     )  # fmt: skip
     assert process.stdout.readline() == "trained\n"
     trained = time.monotonic()
-    _, errors = process.communicate(timeout=300)
+    _, errors = process.communicate(timeout=550)
     assert time.monotonic() - trained < PROMISED + BUSY
     assert process.returncode == (3 if "3" in then else 0), errors
     assert len(History.read(tmp_path / "run")) == 200
@@ -155,7 +155,7 @@ def test_a_home_that_cannot_be_written(train, tmp_path):
     (tmp_path / "file").touch()
     home = str(tmp_path / "file" / "home")
     process = train("wandb,mlflow,trackio,tensorboard", then=SENT + CLOSE, HOME=home)
-    _, errors = process.communicate(timeout=300)
+    _, errors = process.communicate(timeout=550)
     assert "WARNING" not in errors
     run = tmp_path / "run"
     for kept in ("wandb/offline-run-*", "mlruns/*", "trackio/*.db", "tensorboard/events*"):
@@ -170,7 +170,7 @@ def test_a_killed_process_is_warned_about_and_training_goes_on(train, tmp_path):
         "[(history.record({'loss': 1}), time.sleep(0.01)) for _ in range(100)]; "
     ) + CLOSE
     process = train("tensorboard,csv", then=then)
-    _, errors = process.communicate(timeout=300)
+    _, errors = process.communicate(timeout=550)
     assert process.returncode == 0
     assert "sink tensorboard failed to write: SinkError: its process ended with status -9" in errors
     assert "ezpz-obs replay" in errors
@@ -198,7 +198,7 @@ def test_signals_to_all_processes_do_not_end_it(train):
     assert [process.stdout.readline() for _ in range(2)] == ["trained\n", "sent\n"]
     for which in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         os.kill(helper_of(process.pid), which)
-    _, errors = process.communicate(timeout=300)
+    _, errors = process.communicate(timeout=550)
     assert "WARNING" not in errors
 
 
@@ -209,6 +209,6 @@ def test_no_process_is_left(train):
     helper = helper_of(process.pid)
     wait_until(lambda: any("wandb-core" in command for command in children_of(helper).values()))
     services = children_of(helper)
-    process.communicate(timeout=300)
+    process.communicate(timeout=550)
     assert process.returncode == 0
     wait_until(lambda: not any(Path("/proc", str(pid)).exists() for pid in (helper, *services)))

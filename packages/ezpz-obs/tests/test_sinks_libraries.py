@@ -18,7 +18,7 @@ def a_home_of_its_own(tmp_path_factory, monkeypatch):
             monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
     # What is sent is tested: importing a library may take longer than an end does.
-    monkeypatch.setenv("EZPZ_SINK_SECONDS", "90")
+    monkeypatch.setenv("EZPZ_SINK_SECONDS", "500")
 
 
 def train(folder, sink, first=0, last=200, factor=1.0):
