@@ -448,7 +448,7 @@ def test_alone_it_is_torchs_own(attend):
     assert torch.equal(attend(q, k, k, is_causal=True, scale=0.5), expected)
 
 
-@on_ranks(2, context=2, in_processes=True, timeout=300)
+@on_ranks(2, context=2, in_processes=True)
 def test_torch_compile_traces_it_whole():
     def twice(q, k, v):
         return tp.ring_attention(2 * q, k, v, is_causal=True)

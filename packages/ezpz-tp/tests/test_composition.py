@@ -195,6 +195,6 @@ BACKEND = "inductor" if shutil.which("g++") and HEADERS.exists() else "aot_eager
 @pytest.mark.parametrize(("backend", "sequence_parallel"), [(BACKEND, False), ("aot_eager", True)])
 def test_compiled_as_one_graph(backend, sequence_parallel):
     config = Config(sequence_parallel=sequence_parallel)
-    for worst, graphs in run_ranks(compiled, 2, config, backend, in_processes=True, timeout=500):
+    for worst, graphs in run_ranks(compiled, 2, config, backend, in_processes=True):
         assert graphs == 1
         assert worst < 1e-12

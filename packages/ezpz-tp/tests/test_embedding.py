@@ -204,7 +204,7 @@ def compiled():
 
 def test_torch_compile_traces_them_whole():
     compiled()
-    run_ranks(compiled, 2, in_processes=True, timeout=300)
+    run_ranks(compiled, 2, in_processes=True)
 
 
 @on_ranks(4, tensor=2)

@@ -89,7 +89,7 @@ def fail_on(rank, kind):
 def test_the_first_failure_is_raised_at_once_with_its_rank(in_processes):
     before = time.monotonic()
     with pytest.raises(LookupError, match="of this rank only") as info:
-        run_ranks(fail_on, 3, 1, "plain", in_processes=in_processes, timeout=300)
+        run_ranks(fail_on, 3, 1, "plain", in_processes=in_processes)
     assert time.monotonic() - before < 120
     assert "raised by rank 1 of 3" in "".join(info.value.__notes__)
     assert run_ranks(sum_of_ranks, 3, 1, in_processes=in_processes) == [3, 3, 3]
