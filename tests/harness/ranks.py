@@ -102,7 +102,7 @@ def ranks(fork_server, prelude, clean_env, tmp_path):
     started, held = [], []
 
     def run(
-        n, script, *, check=True, env=None, each=None, timeout=240, nodes=1, cwd=".", program=None,
+        n, script, *, check=True, env=None, each=None, timeout=550, nodes=1, cwd=".", program=None,
         wait=None,
     ):  # fmt: skip
         # Held, without listening, so that no test beside this one is given the same port.
