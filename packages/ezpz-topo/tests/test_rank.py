@@ -334,28 +334,25 @@ LAUNCHED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("of_job", [{"SLURM_JOB_ID": "8"}, {"PBS_JOBID": "8.pbs"}])
-def test_a_job_submitted_by_a_rank_is_not_that_rank(of_job):
+STEP_OF_8 = {
+    "SLURM_JOB_ID": "8", "SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_LOCALID": "0",
+    "SLURM_STEP_NUM_TASKS": "2", "SLURM_NODEID": "1", "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("of_job", "expected"), [
+    *((ours, (3, 4, "ezpz")) for ours in (
+        {"SLURM_JOB_ID": "7"}, {"SLURM_JOB_ID": "8", "SLURM_HET_JOB_ID": "7"}, {"PBS_JOBID": "7"},
+        {})),
+    # submitted by a rank, which it is not
+    *((other, (0, 1, "none")) for other in ({"SLURM_JOB_ID": "8"}, {"PBS_JOBID": "8.pbs"})),
+    (STEP_OF_8, (1, 2, "slurm")),
+])  # fmt: skip
+def test_launch_variables_of_this_job_are_believed_and_those_of_another_are_not(of_job, expected):
     info = get_rank_info({**LAUNCHED, "EZPZ_JOB_ID": "7", **of_job})
-    assert (info.rank, info.world_size, info.launcher) == (0, 1, "none")
-    assert "the variables of ezpz-launch are of job 7" in info.notes[0]
-
-
-def test_a_step_of_a_job_submitted_by_a_rank():
-    step = {"SLURM_JOB_ID": "8", "SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_LOCALID": "0",
-            "SLURM_STEP_NUM_TASKS": "2", "SLURM_NODEID": "1",
-            "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}  # fmt: skip
-    info = get_rank_info({**LAUNCHED, "EZPZ_JOB_ID": "7", **step})
-    assert (info.rank, info.world_size, info.launcher) == (1, 2, "slurm")
-
-
-@pytest.mark.parametrize(
-    "of_job",
-    [{"SLURM_JOB_ID": "7"}, {"SLURM_JOB_ID": "8", "SLURM_HET_JOB_ID": "7"}, {"PBS_JOBID": "7"}, {}],
-)
-def test_launch_variables_of_this_job_are_believed(of_job):
-    info = get_rank_info({**LAUNCHED, "EZPZ_JOB_ID": "7", **of_job})
-    assert (info.rank, info.launcher, info.notes) == (3, "ezpz", ())
+    assert (info.rank, info.world_size, info.launcher) == expected
+    assert bool(info.notes) is (info.launcher != "ezpz")
+    assert not info.notes or "the variables of ezpz-launch are of job 7" in info.notes[0]
 
 
 def test_local_rank_is_the_index_of_a_device_where_ezpz_launch_says_so():
