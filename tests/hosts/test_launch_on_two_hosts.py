@@ -1,6 +1,5 @@
 """ezpz-launch on nodeA and nodeB by Hydra, which reaches a host with a login's environment."""
 
-import contextlib
 import json
 import os
 import re
@@ -24,12 +23,12 @@ exec env -i PATH=/usr/local/bin:/usr/bin:/bin HOME="$HOME" {launcher} "$@"
 
 
 launches = load("faults.launches")
-rank_program = launches.rank_program
+launch, running, rank_program = launches.launch, launches.running, launches.rank_program
 
 
 @pytest.fixture
-def launch(hosts, tool, tmp_path):
-    """Start ezpz-launch on nodeA with four ranks, two a host; rank 1 is on nodeA, 2 on nodeB."""
+def place(hosts, tool, tmp_path):
+    """Four ranks, two a host, by an ezpz-launch on nodeA; rank 1 is on nodeA, 2 on nodeB."""
     login = tmp_path / "login"
     login.write_text(_LOGIN.format(launcher=hosts.environment["HYDRA_LAUNCHER_EXEC"]))
     login.chmod(0o755)
@@ -50,7 +49,7 @@ def launch(hosts, tool, tmp_path):
         entries = (Path("/proc", pid, "cmdline") for done in told for pid in done.stdout.split())
         return "\n".join(f"{each}: {each.read_bytes()!r}" for each in entries if each.exists())
 
-    place = launches.Place(
+    return launches.Place(
         launcher="hydra",
         environment=environment,
         hosts=["nodeA", "nodeA", "nodeB", "nodeB"],
@@ -58,24 +57,6 @@ def launch(hosts, tool, tmp_path):
         enter=[str(hosts.directory / "enter"), "nodeA"],
         leftovers=processes,
     )
-    with contextlib.ExitStack() as stack:
-
-        def start(options, command, **more):
-            return stack.enter_context(launches.Launch(place, tmp_path, options, command, **more))
-
-        yield start
-
-
-@pytest.fixture
-def running(launch):
-    """As launch, when every rank has started."""
-
-    def start(options, command, **more):
-        started = launch(options, command, **more)
-        started.ranks()
-        return started
-
-    return start
 
 
 def place_of(said):
