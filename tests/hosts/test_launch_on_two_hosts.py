@@ -1,6 +1,5 @@
 """ezpz-launch on nodeA and nodeB by Hydra, which reaches a host with a login's environment."""
 
-import json
 import os
 import re
 import signal
@@ -94,19 +93,12 @@ def test_a_place_to_meet_that_is_no_host_is_told_once_and_early(running):
     assert started.stderr.count(line) == 1
 
 
-def test_an_unmodified_torchrun_script_trains(launch):
-    script = [sys.executable, str(FAULTS / "programs" / "ddp_tutorial.py"), "report.json"]
+def test_ranks_of_an_unmodified_torchrun_script_meet(launch):
+    script = [sys.executable, str(FAULTS / "programs" / "for_torchrun.py")]
     started = launch(["--env", "OMP_NUM_THREADS=1"], script)
     assert started.ends(within=90) == 0, started.stderr
-    said = json.loads((started.folder / "report.json").read_text())
-    assert [(one["rank"], one["host"], one["local_rank"]) for one in said] == [
-        (rank, host, local) for rank, (host, _, local) in enumerate(PLACES)
-    ]
-    for one in said:
-        assert one["world_size"] == 4
-        assert one["weights"] == said[0]["weights"]
-        assert one["losses"][-1] < 0.7 * one["losses"][0]
-    assert len({one["losses"][0] for one in said}) == 4, "each trains on its own data"
+    said = sorted(started.stdout.decode().splitlines())
+    assert said == [f"{rank} of 4 on {host}: 6" for rank, (host, *_) in enumerate(PLACES)]
     # torch's own caches are in TMPDIR.
     started.leaves_nothing(files=True)
 
