@@ -244,13 +244,10 @@ def four(background, tmp_path, until):
     folder.mkdir()
     script = f"echo $$ >{folder}/$$.new && mv {folder}/$$.new {folder}/$$ && exec sleep 600"
 
-    def ready():
-        return len(list(folder.glob("*[0-9]"))) == 4
-
     def start():
         inner = [*SPAWN, "--nested", "-n", "2", "sh", "-c", script]
         outer = background("-n", "2", *inner, stderr=-1)
-        until(ready)
+        until(lambda: len(list(folder.glob("*[0-9]"))) == 4)
         return outer, [int(path.name) for path in folder.iterdir()]
 
     yield start

@@ -361,18 +361,14 @@ def test_a_bad_mask_on_a_host_without_intel_cards_is_only_noted(bare):
 
 
 @pytest.fixture
-def fake(bare):
+def fake(bare, command):
     """Put an executable on a PATH of its own, which prints a text."""
 
     def make(name, text, *, status=0, then=""):
-        path = bare / "bin" / name
-        path.parent.mkdir(exist_ok=True)
         (bare / f"{name}.out").write_text(text)
-        record = f'echo "$@" >> {bare}/{name}.argv'
         answer = f"/bin/cat {bare}/{name}.out"
-        path.write_text("\n".join(["#!/bin/sh", record, answer, then, f"exit {status}\n"]))
-        path.chmod(0o755)
-        return {"PATH": str(path.parent)}
+        command(name, f'echo "$@" >> {bare}/{name}.argv\n{answer}\n{then}\nexit {status}')
+        return {"PATH": str(bare)}
 
     return make
 
@@ -506,8 +502,8 @@ def test_a_failure_is_told_with_its_status_and_words(vendor, tool, fake, bare):
     hanging = ask_vendor_tool(vendor, fake(tool, "", then="/bin/sleep 60"), time_limit=0.3)
     assert hanging.count is None
     assert hanging.notes[0].endswith(" failed: no answer in 0.3 s")
-    (bare / "bin" / tool).write_text("#!/nonexistent/sh\n")
-    told = ask_vendor_tool(vendor, {"PATH": str(bare / "bin")})
+    (bare / tool).write_text("#!/nonexistent/sh\n")
+    told = ask_vendor_tool(vendor, {"PATH": str(bare)})
     assert (told.count, " failed: No such file" in told.notes[0]) == (None, True)
 
 

@@ -32,11 +32,8 @@ QSTAT = "qstat -f -F json"
 BATCH = {
     "ENVIRONMENT": "BATCH", "PBS_ENVIRONMENT": "PBS_BATCH", "PBS_JOBID": "1.pbs-0001",
     "PBS_JOBNAME": "probe", "PBS_QUEUE": "workq", "PBS_NODENUM": "0", "PBS_TASKNUM": "1",
-    "PBS_MOMPORT": "15003", "NCPUS": "2", "OMP_NUM_THREADS": "2", "TMPDIR": "/var/tmp",
-    "PBS_JOBCOOKIE": "0123456789ABCDEF", "PBS_JOBDIR": "/home/alice", "PBS_O_HOME": "/home/alice",
-    "PBS_O_HOST": "login1", "PBS_O_LANG": "C", "PBS_O_LOGNAME": "alice", "PBS_O_PATH": "/usr/bin",
-    "PBS_O_QUEUE": "workq", "PBS_O_SHELL": "/bin/bash", "PBS_O_SYSTEM": "Linux",
-    "PBS_O_WORKDIR": "/home/alice/run",
+    "NCPUS": "2", "OMP_NUM_THREADS": "2", "TMPDIR": "/var/tmp", "PBS_O_HOST": "login1",
+    "PBS_O_QUEUE": "workq", "PBS_O_WORKDIR": "/home/alice/run",
 }  # fmt: skip
 INTERACTIVE = {
     **{name: value for name, value in BATCH.items() if name != "ENVIRONMENT"},
