@@ -27,10 +27,6 @@ def test_a_batch_script(batch):
     assert (said["env"]["SLURM_PROCID"], said["env"]["SLURM_NTASKS"]) == ("0", "3"), "Slurm's trap"
 
 
-def test_a_step_of_a_batch_script(batch):
-    assert_ranks_of_a_step(batch("srun -N 1 -n 2 say", "-N", "2", "-n", "4"))
-
-
 def test_a_batch_script_that_asked_for_nodes_only(batch):
     (said,) = batch("say", "-N", "3")
     # SLURM_TASKS_PER_NODE is 1(x3) all the same.

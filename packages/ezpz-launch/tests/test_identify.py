@@ -238,17 +238,16 @@ def test_what_cannot_be_executed(folder, program, error, text):
     assert caught.value.exit_status == (127 if error is CommandNotFoundError else 126)
 
 
-@pytest.mark.parametrize("program", ["./absent", "folder/train.py"])
-def test_where_a_relative_path_is_looked_for(folder, program):
+def test_where_a_relative_path_is_looked_for(folder):
     (folder / "elsewhere" / "folder").mkdir(parents=True)
     (folder / "elsewhere" / "folder" / "train.py").touch()
-    submitted = {"PBS_O_WORKDIR": str(folder / "elsewhere")}
-    hint = "give its path from there, or a whole one"
-    if program == "folder/train.py":
-        hint = f"try: cd {folder}/elsewhere"
-    with pytest.raises(CommandNotFoundError) as caught:
-        require_command(program, submitted)
-    assert str(caught.value) == f"{program!r}: no such file in {folder}; {hint}"
+    for program, hint in (
+        ("./absent", "give its path from there, or a whole one"),
+        ("folder/train.py", f"try: cd {folder}/elsewhere"),
+    ):
+        with pytest.raises(CommandNotFoundError) as caught:
+            require_command(program, {"PBS_O_WORKDIR": str(folder / "elsewhere")})
+        assert str(caught.value) == f"{program!r}: no such file in {folder}; {hint}"
 
 
 # A launch inside a rank of another.

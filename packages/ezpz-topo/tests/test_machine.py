@@ -25,12 +25,10 @@ def machine(env=None, hostname="box"):
 
 @pytest.mark.parametrize(("name", "hostname"), [
     ("polaris", "polaris-login-02"),
-    ("polaris", "polaris-login-02.hsn.cm.polaris.alcf.anl.gov"),
     ("polaris", "x3005c0s13b0n0.hsn.cm.polaris.alcf.anl.gov"),
     ("sirius", "x3200c0s19b1n0.hsn.cm.sirius.alcf.anl.gov"),
     ("sirius", "sirius-uan-0002"),
     ("aurora", "aurora-uan-0010"),
-    ("aurora", "aurora-uan-0010.hostmgmt1000.cm.aurora.alcf.anl.gov"),
     ("aurora", "x4102c5s2b0n0.hsn.cm.aurora.alcf.anl.gov"),
     ("sunspot", "x1921c1s2b0n0.hsn.cm.sunspot.alcf.anl.gov"),
     ("sophia", "sophia-login-01"),
