@@ -59,9 +59,7 @@ def test_a_peer_has_an_environment_of_its_own_which_is_kept(alone):
 
 
 def test_a_peer_of_torch_sees_the_tests_own_behind_its_own_and_none_of_ours(alone):
-    code = (
-        "import importlib.util as u; print(*(getattr(u.find_spec(each), 'origin', '') for each in"
-    )
-    code += " ('torch', 'ezpz_topo')))"
+    found = "getattr(u.find_spec(each), 'origin', '') for each in ('torch', 'ezpz_topo')"
+    code = f"import importlib.util as u; print(*({found}))"
     expected = importlib.util.find_spec("torch").origin
     assert asked(peer("by torch").python, code).split() == [expected]

@@ -415,25 +415,21 @@ def test_nearest_first_and_shells_between_do_not_count(process):
 
 
 @LINUX
-@pytest.mark.parametrize("how", ["script", "module", "path", "options"])
-def test_torchruns_agent_is_a_python_known_by_what_it_runs(tmp_path, how):
-    inner = "import subprocess, sys; subprocess.run(sys.argv[1:], check=True)"
-    package = tmp_path / "torch" / "distributed"
-    package.mkdir(parents=True)
-    (tmp_path / "torch" / "__init__.py").touch()
-    (package / "__init__.py").touch()
-    (package / "run.py").write_text(inner)
-    (tmp_path / "torchrun").write_text(inner)
-    words = {
-        "script": [sys.executable, str(tmp_path / "torchrun")],
-        "module": [sys.executable, "-m", "torch.distributed.run"],
-        "path": [sys.executable, str(package / "run.py")],
-        "options": [sys.executable, "-u", "-W", "ignore", "-m", "torch.distributed.run"],
-    }[how]
+@pytest.mark.parametrize("words", [
+    "{}/torchrun", "{}/torch/distributed/run.py", "-m torch.distributed.run",
+    "-u -W ignore -m torch.distributed.run",
+])  # fmt: skip
+def test_torchruns_agent_is_a_python_known_by_what_it_runs(tmp_path, words):
+    (tmp_path / "torch" / "distributed").mkdir(parents=True)
+    for name in ("torch/__init__.py", "torch/distributed/__init__.py"):
+        (tmp_path / name).touch()
+    for name in ("torchrun", "torch/distributed/run.py"):
+        inner = "import subprocess, sys; subprocess.run(sys.argv[1:], check=True)"
+        (tmp_path / name).write_text(inner)
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
     # -E: what is below must not see the torch that is none.
-    said = subprocess.run([*words, sys.executable, "-E", "-c", SAY], env=env,
-                          capture_output=True, text=True, check=True)  # fmt: skip
+    command = [sys.executable, *words.format(tmp_path).split(), sys.executable, "-E", "-c", SAY]
+    said = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
     assert said.stdout.split()[0] == "torchrun"
 
 
