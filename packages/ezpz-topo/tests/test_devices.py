@@ -228,16 +228,13 @@ def test_nodes_outside_the_jobs_cgroup_are_passed_over(bare):
 
 @pytest.mark.parametrize(("env", "expected"), [
     ({"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, ("cuda", 4)),
-    ({"CUDA_VISIBLE_DEVICES": "2"}, ("cuda", 1)),
     ({"CUDA_VISIBLE_DEVICES": "0, 1"}, ("cuda", 2)),
     ({"CUDA_VISIBLE_DEVICES": "0,1,"}, ("cuda", 2)),
     ({"CUDA_VISIBLE_DEVICES": "0,-1,2"}, ("cuda", 1)),
     ({"CUDA_VISIBLE_DEVICES": "-1"}, ("cpu", 0)),
     ({"CUDA_VISIBLE_DEVICES": ""}, ("cpu", 0)),
     ({"CUDA_VISIBLE_DEVICES": "void"}, ("cpu", 0)),
-    ({"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, ("cpu", 0)),
     ({"CUDA_VISIBLE_DEVICES": "GPU-8932f937,GPU-1d2b"}, ("cuda", 2)),
-    ({"ROCR_VISIBLE_DEVICES": "0,1"}, ("cuda", 2)),
     ({"ROCR_VISIBLE_DEVICES": "0,GPU-4b2c1a9f"}, ("cuda", 2)),
     ({"ZE_AFFINITY_MASK": "0,1,2"}, ("xpu", 3)),
     ({"CUDA_VISIBLE_DEVICES": "", "ZE_AFFINITY_MASK": "0,1"}, ("xpu", 2)),
