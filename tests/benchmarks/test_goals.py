@@ -8,7 +8,6 @@ import pytest
 import side_by_side
 from goals import Goal, GoalError, judge, load
 from paired import absent, alone, beside
-from table import read
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 ROW = beside("s/w/p", "w", "ms", ([6.0, 6.0], [10.0, 10.0]), "p")
@@ -31,14 +30,6 @@ def test_the_page_says_what_was_recorded(document):
     year, month, day = document["date"].split("-")
     assert f"Of {int(day)} {calendar.month_name[int(month)]} {year}, on " in page
     assert {f"`{name}`" for name in side_by_side.SECTIONS} <= set(re.findall("`[a-z_]+`", page))
-
-
-def test_a_goal_whose_row_is_gone_is_said(recorded):
-    _, rows = read(recorded)
-    without = [row for row in rows if row.key != "nodelists/expand-range/python-hostlist"]
-    (lost,) = side_by_side.lost_goals(without, ["nodelists"])
-    assert lost.key == "nodelists/expand-range/python-hostlist"
-    assert judge(lost, load())[0].holds is None
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import peers
 import pytest
-import table
-from paired import against
 from peers import Recipe, peer, present
 
 
@@ -52,22 +50,16 @@ def test_a_peer_has_an_environment_of_its_own_which_is_kept(alone):
     code = "import importlib.util as u; print(u.find_spec('ezpz_topo'), u.find_spec('fire'))"
     assert asked(toy.python, code) == "None None\n"
 
-    # One that cannot be installed is reported in the table.
+    # One that cannot be installed is told.
     there, missing = present(["toy", "nobody"])
     assert list(there) == ["toy"]
+    assert missing["nobody"].startswith("not installable: ")
     assert "nobody-9" in missing["nobody"]
     assert not (alone / "peers" / "nobody").exists()
-    samples, titles = {"ours": [1.0], "toy": [2.0]}, {"toy": there["toy"].name}
-    rows = against("s/w", "w", "ms", samples, titles, missing=missing)
-    text = "\n".join(table.lines(rows, []))
-    assert "/ nobody: not measured: not installable: " in text
-    assert "/ toy 1.5" in text
 
 
 def test_a_peer_of_torch_sees_the_tests_own_behind_its_own_and_none_of_ours(alone):
-    code = (
-        "import importlib.util as u; print(*(getattr(u.find_spec(each), 'origin', '') for each in"
-    )
-    code += " ('torch', 'ezpz_topo')))"
+    found = "getattr(u.find_spec(each), 'origin', '') for each in ('torch', 'ezpz_topo')"
+    code = f"import importlib.util as u; print(*({found}))"
     expected = importlib.util.find_spec("torch").origin
     assert asked(peer("by torch").python, code).split() == [expected]

@@ -1,6 +1,5 @@
 """bench:all, whole: one section really measured, and sections that fail."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -14,6 +13,8 @@ import side_by_side
 import table
 from paired import absent, beside
 from plots import draw
+
+from ezpz_launch._agent import is_running
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -100,7 +101,7 @@ def leaves(tmp_path, monkeypatch):
 
     yield make
     if pids.exists():  # a busy machine may have ended the section before
-        wait(lambda: not any(alive(int(word)) for word in pids.read_text().split()))
+        wait(lambda: not any(is_running(int(word)) for word in pids.read_text().split()))
     assert not list((tmp_path / "temporary").iterdir())
 
 
@@ -109,15 +110,6 @@ def wait(is_so):
     while not is_so():
         assert time.monotonic() < deadline
         time.sleep(0.05)
-
-
-def alive(pid):
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    status = Path(f"/proc/{pid}/stat")  # one that nobody waits for is no longer alive
-    return not (status.exists() and status.read_text().rpartition(")")[2].split()[0] == "Z")
 
 
 @pytest.mark.parametrize(

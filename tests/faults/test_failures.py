@@ -75,10 +75,3 @@ def test_the_first_ends_well_and_the_others_go_on(running):
     started = running(MEET_HERE, rank_program("first_ends"))
     started.ends_with(0, within=5, done=range(3))
     assert started.stderr == ""
-
-
-def test_a_program_that_the_ranks_do_not_find_is_127(launch):
-    # It is on PATH here, and goes away: as on a host without the environment.
-    started = launch(["--grace", "2"], ["sh", "-c", "exec no-such-program"])
-    started.ends_with(127, within=SETTLE + 4)
-    assert "exited with status 127, first of all ranks" in started.stderr

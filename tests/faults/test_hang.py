@@ -28,10 +28,3 @@ def test_hang(running, place):
     assert f"for {idle} s" in line
     assert re.findall(r"(\d) on ([\w.-]+)", line) == [("1", hosts[1]), ("2", hosts[2])]
     started.leaves_nothing()
-
-
-@pytest.mark.without("openmpi", "srun")
-def test_what_is_said_now_and_then_is_no_hang(launch):
-    # Each is silent for longer; one of them speaks every 1.5 s, once their Python has started.
-    started = launch(["--idle-timeout", "4"], rank_program("mumbles", "6"))
-    started.ends_with(0, within=12, done=range(3))

@@ -75,3 +75,15 @@ def test_sigusr1_and_sigusr2_end_nothing(running):
     assert started.process.poll() is None
     (started.said / "go").touch()
     started.ends_with(0, within=5, done=range(3))
+
+
+@pytest.mark.without("hydra", "openmpi", "spawn")
+def test_slurm_s_own_signal_reaches_each_rank_once(running, slurm):
+    """As with ``salloc --signal=USR1@300``, which signals what the steps run."""
+    started = running([], rank_program("goes_on"))
+    job = started.ranks()[0]["environment"]["SLURM_JOB_ID"]
+    slurm.run(["scancel", "--signal=USR1", job])
+    started.all_hear("SIGUSR1")
+    (started.said / "go").touch()
+    started.ends_with(0, within=5, done=range(3))
+    started.all_hear("SIGUSR1")

@@ -1,7 +1,5 @@
 """ezpz-launch on nodeA and nodeB by Hydra, which reaches a host with a login's environment."""
 
-import contextlib
-import json
 import os
 import re
 import signal
@@ -24,12 +22,12 @@ exec env -i PATH=/usr/local/bin:/usr/bin:/bin HOME="$HOME" {launcher} "$@"
 
 
 launches = load("faults.launches")
-rank_program = launches.rank_program
+launch, running, rank_program = launches.launch, launches.running, launches.rank_program
 
 
 @pytest.fixture
-def launch(hosts, tool, tmp_path):
-    """Start ezpz-launch on nodeA with four ranks, two a host; rank 1 is on nodeA, 2 on nodeB."""
+def place(hosts, tool, tmp_path):
+    """Four ranks, two a host, by an ezpz-launch on nodeA; rank 1 is on nodeA, 2 on nodeB."""
     login = tmp_path / "login"
     login.write_text(_LOGIN.format(launcher=hosts.environment["HYDRA_LAUNCHER_EXEC"]))
     login.chmod(0o755)
@@ -50,7 +48,7 @@ def launch(hosts, tool, tmp_path):
         entries = (Path("/proc", pid, "cmdline") for done in told for pid in done.stdout.split())
         return "\n".join(f"{each}: {each.read_bytes()!r}" for each in entries if each.exists())
 
-    place = launches.Place(
+    return launches.Place(
         launcher="hydra",
         environment=environment,
         hosts=["nodeA", "nodeA", "nodeB", "nodeB"],
@@ -58,24 +56,6 @@ def launch(hosts, tool, tmp_path):
         enter=[str(hosts.directory / "enter"), "nodeA"],
         leftovers=processes,
     )
-    with contextlib.ExitStack() as stack:
-
-        def start(options, command, **more):
-            return stack.enter_context(launches.Launch(place, tmp_path, options, command, **more))
-
-        yield start
-
-
-@pytest.fixture
-def running(launch):
-    """As launch, when every rank has started."""
-
-    def start(options, command, **more):
-        started = launch(options, command, **more)
-        started.ranks()
-        return started
-
-    return start
 
 
 def place_of(said):
@@ -113,19 +93,12 @@ def test_a_place_to_meet_that_is_no_host_is_told_once_and_early(running):
     assert started.stderr.count(line) == 1
 
 
-def test_an_unmodified_torchrun_script_trains(launch):
-    script = [sys.executable, str(FAULTS / "programs" / "ddp_tutorial.py"), "report.json"]
+def test_ranks_of_an_unmodified_torchrun_script_meet(launch):
+    script = [sys.executable, str(FAULTS / "programs" / "for_torchrun.py")]
     started = launch(["--env", "OMP_NUM_THREADS=1"], script)
     assert started.ends(within=90) == 0, started.stderr
-    said = json.loads((started.folder / "report.json").read_text())
-    assert [(one["rank"], one["host"], one["local_rank"]) for one in said] == [
-        (rank, host, local) for rank, (host, _, local) in enumerate(PLACES)
-    ]
-    for one in said:
-        assert one["world_size"] == 4
-        assert one["weights"] == said[0]["weights"]
-        assert one["losses"][-1] < 0.7 * one["losses"][0]
-    assert len({one["losses"][0] for one in said}) == 4, "each trains on its own data"
+    said = sorted(started.stdout.decode().splitlines())
+    assert said == [f"{rank} of 4 on {host}: 6" for rank, (host, *_) in enumerate(PLACES)]
     # torch's own caches are in TMPDIR.
     started.leaves_nothing(files=True)
 

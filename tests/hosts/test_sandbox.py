@@ -12,11 +12,9 @@ import pytest
 
 # Says where it is, and waits with a process on each host.
 WAIT = """
-import importlib.util, sys, threading
-spec = importlib.util.spec_from_file_location("sandbox", sys.argv[1])
-sandbox = importlib.util.module_from_spec(spec)
-sys.modules["sandbox"] = sandbox
-spec.loader.exec_module(sandbox)
+import sys, threading
+sys.path.append(sys.argv[1])
+import sandbox
 with sandbox.TwoHosts() as hosts:
     print(hosts.directory, flush=True)
     wait = ["sh", "-c", "touch ready-$(hostname); sleep 300"]
@@ -51,7 +49,7 @@ def inodes_of(sandbox, directory):
 @pytest.fixture
 def waiting(hosts, sandbox):
     """Another Python's sandbox with a process on each host: it, directory and namespaces."""
-    words = [sys.executable, "-c", WAIT, str(sandbox.__file__)]
+    words = [sys.executable, "-c", WAIT, str(Path(sandbox.__file__).parent)]
     with subprocess.Popen(
         words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     ) as started:

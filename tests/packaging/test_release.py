@@ -157,22 +157,10 @@ def broken_readme(clone):
     replace(clone, "packages/ezpz-topo/pyproject.toml", '"README.md"\nrequires', new)
 
 
-def unknown_fragment(clone):
-    commit(clone, {"packages/ezpz-topo/news/8.feature.md": "What kind is this?\n"})
-
-
 def no_fragment(clone):
     for path in (clone / "packages/ezpz-topo/news").glob("[+0-9]*.md"):
         path.unlink()
     commit(clone)
-
-
-def other_branch(clone):
-    call("git", "switch", "-q", "-c", "topic", cwd=clone)
-
-
-def unclean(clone):
-    (clone / "packages/ezpz-topo/new.txt").write_text("not committed", "utf-8")
 
 
 def hook_refuses(clone):
@@ -181,13 +169,14 @@ def hook_refuses(clone):
     hook.chmod(0o755)
 
 
-def tag_is_there(clone):
-    call("git", "tag", "ezpz-topo-v0.1.0", cwd=clone)
-
-
-def branch_cannot_move(clone):
-    """A lock that another git has left: found when everything else is done."""
-    (clone / ".git/refs/heads/main.lock").write_text("", "utf-8")
+SPOIL = {
+    "kind": lambda clone: commit(clone, {"packages/ezpz-topo/news/8.feature.md": "What kind?\n"}),
+    "branch": lambda clone: call("git", "switch", "-q", "-c", "topic", cwd=clone),
+    "file": lambda clone: (clone / "packages/ezpz-topo/new.txt").write_text("not committed"),
+    "tag": lambda clone: call("git", "tag", "ezpz-topo-v0.1.0", cwd=clone),
+    # A lock that another git has left: found when everything else is done.
+    "lock": lambda clone: (clone / ".git/refs/heads/main.lock").touch(),
+}
 
 
 @pytest.mark.parametrize(
@@ -197,16 +186,16 @@ def branch_cannot_move(clone):
         (("ezpz-topo", "mini"), None, "'mini': expected major, minor, patch, or a version"),
         (("ezpz-topo", "0.2"), None, "'0.2': expected major, minor, patch, or a version"),
         (("ezpz-topo", "0.0.9"), None, "0.0.9 is not above what is there (in the tree 0.1.0"),
-        (("ezpz-topo", "0.1.0"), tag_is_there, "released: 0.1.0)"),
+        (("ezpz-topo", "0.1.0"), SPOIL["tag"], "released: 0.1.0)"),
         (("ezpz-launch", "0.1.0"), None, "ezpz-launch needs ezpz-topo<0.2,>=0.1, and no such"),
-        (("ezpz-topo", "0.1.0"), other_branch, "on branch 'topic': releases are made on main"),
-        (("ezpz-topo", "0.1.0"), unclean, "not clean; commit or remove first:\n?? packages/ezpz"),
+        (("ezpz-topo", "0.1.0"), SPOIL["branch"], "on branch 'topic': releases are made on main"),
+        (("ezpz-topo", "0.1.0"), SPOIL["file"], "not clean; commit or remove first:\n?? packages/"),
         (("ezpz-topo", "0.1.0"), no_fragment, "packages/ezpz-topo/news has no fragment"),
-        (("ezpz-topo", "0.1.0"), unknown_fragment, "Invalid news fragment name: 8.feature.md"),
+        (("ezpz-topo", "0.1.0"), SPOIL["kind"], "Invalid news fragment name: 8.feature.md"),
         (("ezpz-topo", "0.1.0"), broken_import, "has no attribute 'missing'"),
         (("ezpz-topo", "0.1.0"), broken_readme, "long_description"),
         (("ezpz-topo", "0.1.0"), hook_refuses, "the hook says no"),
-        (("ezpz-topo", "0.1.0"), branch_cannot_move, "main.lock"),
+        (("ezpz-topo", "0.1.0"), SPOIL["lock"], "main.lock"),
     ],
 )
 def test_what_fails_leaves_no_trace(clone, words, spoil, said):

@@ -18,6 +18,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from surroundings import clean
+
 NODES = ("nid001", "nid002", "nid003", "nid004")
 CPUS_PER_NODE = 2
 
@@ -30,13 +32,6 @@ STOP_TIMEOUT = 10.0
 # Below the ephemeral ranges, so that no outgoing connection holds one, and below the ports
 # that ezpz_dist derives from a Slurm step.
 PORTS = range(10000, 20000)
-
-# What would tell a rank of the sandbox about the surroundings of the tests.
-_FOREIGN = (
-    "SLURM", "SBATCH_", "SALLOC_", "SRUN_", "SQUEUE_", "SINFO_", "SCANCEL_", "PBS_", "PMI", "PMIX_",
-    "PALS_", "MPI_LOCAL", "OMPI_", "MV2_", "FLUX_", "JSM_", "HYDRA_", "HYDI_", "EZPZ_",
-    "TORCHELASTIC_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "NODE_RANK", "MASTER_",
-)  # fmt: skip
 
 CONFIGURATION = """\
 ClusterName=sandbox
@@ -173,7 +168,7 @@ class SlurmSandbox:
             ),
             encoding="utf-8",
         )
-        self.environment = _clean(os.environ) | {
+        self.environment = clean(os.environ) | {
             "SLURM_CONF": str(configuration),
             "PATH": search_path(),
             # Gloo and libfabric would choose an interface by the host's name.
@@ -270,9 +265,8 @@ class SlurmSandbox:
 
     def _end_leftovers(self):
         """End what a step left: all that runs in the sandbox inherits its ``SLURM_CONF``."""
-        mark = b"SLURM_CONF=" + os.fsencode(self.directory / "slurm.conf")
         deadline = time.monotonic() + STOP_TIMEOUT
-        while left := list(_processes_with(mark)):
+        while left := processes_with(f"SLURM_CONF={self.directory}/slurm.conf"):
             if time.monotonic() > deadline:
                 raise SandboxError(f"processes {left} of the sandbox survive SIGKILL")
             for pid in left:
@@ -327,23 +321,20 @@ def _every_task(facts, *states):
     )
 
 
-def _clean(env):
-    return {name: value for name, value in env.items() if not name.startswith(_FOREIGN)}
-
-
 def _listens(port):
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-def _processes_with(variable):
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit() or int(entry.name) == os.getpid():
-            continue
+def processes_with(variable):
+    """Return the processes that have this in their environment, such as ``NAME=value``."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        # Gone meanwhile; a zombie has no environment, and is its parent's to collect.
         with contextlib.suppress(OSError):
-            # A zombie has no environment; it is its parent's to collect.
-            if variable in (entry / "environ").read_bytes().split(b"\0"):
-                yield int(entry.name)
+            if os.fsencode(variable) in (entry / "environ").read_bytes().split(b"\0"):
+                found.append(int(entry.name))
+    return found
 
 
 def _text(output):

@@ -155,13 +155,7 @@ def test_a_heterogeneous_job_is_whole_from_each_of_its_nodes(say):
 
 def test_ezpz_topo_asks_in_a_batch_script(slurm, tool):
     end = 'SLURM_TIME_FORMAT=%s squeue --noheader --jobs="$SLURM_JOB_ID" --format=%e'
-    options = ("-N", "2", "-n", "3", "-J", "two words")
-    *table, seconds = slurm.batch(f"{tool('ezpz-topo')} --ask\n{end}", *options).splitlines()
+    *table, seconds = slurm.batch(f"{tool('ezpz-topo')} --ask\n{end}").splitlines()
     (line,) = [line for line in table if line.startswith("ends at ")]
     assert line.endswith("  scontrol show job")
     assert datetime.fromisoformat(line.split()[2]).timestamp() == int(seconds)
-    rows = [" ".join(line.split()) for line in table]
-    assert "scheduler slurm SLURM_JOB_ID" in rows
-    assert "job name two words SLURM_JOB_NAME" in rows
-    assert "slots 3 SLURM_TASKS_PER_NODE" in rows
-    assert any(line.startswith("launcher none ") for line in rows)

@@ -13,22 +13,12 @@ from tests.slurm.topology import (
 )
 
 
-@pytest.fixture
-def own_name(renamed):
-    """Words that go on where the host's name is that of the process's own node."""
-    return ("sh", "-c", f'exec {shlex.join(renamed("")[:-1])} "$SLURMD_NODENAME" "$@"', "sh")
-
-
 def test_a_batch_script(batch):
     (said,) = batch("say", "-N", "2", "-n", "3", "-J", "two words", "-p", "all")
     assert_one_process_of_the_job(said, [2, 1], on_node=True)
     assert (said["allocation"]["name"], said["allocation"]["queue"]) == ("two words", "all")
     assert said["allocation"]["ends_at"] is None, "22.05.8 tells it by no variable"
     assert (said["env"]["SLURM_PROCID"], said["env"]["SLURM_NTASKS"]) == ("0", "3"), "Slurm's trap"
-
-
-def test_a_step_of_a_batch_script(batch):
-    assert_ranks_of_a_step(batch("srun -N 1 -n 2 say", "-N", "2", "-n", "4"))
 
 
 def test_a_batch_script_that_asked_for_nodes_only(batch):
@@ -124,7 +114,8 @@ def test_mpiexec_across_nodes_outranks_the_slurm_step_of_its_proxies(say, tool):
     assert {one["env"]["SLURM_STEP_ID"] for one in said} == {"0"}
 
 
-def test_mpiexec_across_nodes_finds_its_node_by_the_hosts_name(say, tool, own_name):
+def test_mpiexec_across_nodes_finds_its_node_by_the_hosts_name(say, tool, renamed):
+    own_name = ("sh", "-c", f'exec {shlex.join(renamed("")[:-1])} "$SLURMD_NODENAME" "$@"', "sh")
     # As it starts over ssh: no slurmd tells the node's name.
     unnamed = ("env", "-u", "SLURMD_NODENAME")
     said = say(*JOB, tool("mpiexec"), "-iface", "lo", "-n", "4", *own_name, *unnamed)

@@ -1,17 +1,11 @@
 """ezpz-launch inside a real job: srun starts its ranks on the job's nodes, as many as are asked."""
 
-import json
-import shlex
 import sys
-import time
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 from tests.slurm.topology import row
 
 FOUR = ["nid001", "nid002", "nid003", "nid004"]
-PROGRAMS = Path(__file__).resolve().parents[1] / "faults" / "programs"
 
 
 @pytest.fixture
@@ -82,30 +76,3 @@ def test_a_step_of_one_task_of_a_job_of_one_node_starts_its_ranks_there(slurm, e
     step = ("srun", "-w", "nid001", "-n", "1", "-c", "2")
     done = slurm.run([*step, ezpz, "-n", "2", "printenv", "SLURMD_NODENAME"])
     assert done.stdout.split() == ["nid001", "nid001"]
-
-
-def test_slurm_s_own_signal_reaches_each_rank_once(slurm, ezpz, tmp_path):
-    """As with ``sbatch --signal=USR1@300``, which signals what the steps run."""
-    said = tmp_path / "said"
-    said.mkdir()
-    ranks = [sys.executable, str(PROGRAMS / "rank.py"), str(said), "goes_on"]
-    command = shlex.join([ezpz, "-n", "4", "--ppn", "1", *ranks])
-
-    def wait_for(suffix):
-        end = time.monotonic() + 120
-        while len(found := sorted(said.glob(f"*.{suffix}"))) < 4:
-            assert time.monotonic() < end, f"{len(found)} of 4 ranks have {suffix}"
-            time.sleep(0.05)
-        return found
-
-    with ThreadPoolExecutor() as pool:
-        job = pool.submit(slurm.batch, command, "-N", "4")
-        try:
-            first = json.loads(wait_for("started")[0].read_text())
-            slurm.run(["scancel", "--signal=USR1", first["environment"]["SLURM_JOB_ID"]])
-            wait_for("signals")
-        finally:
-            (said / "go").touch()
-        job.result()
-    assert [file.read_text().split() for file in wait_for("signals")] == [["SIGUSR1"]] * 4
-    assert len(wait_for("done")) == 4

@@ -3,22 +3,8 @@
 import socket
 import subprocess
 import time
-from pathlib import Path
 
 import pytest
-
-
-def processes_of(directory):
-    """Return the command lines of processes that have the sandbox's configuration."""
-    mark = b"SLURM_CONF=" + bytes(directory / "slurm.conf")
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            if mark in (entry / "environ").read_bytes().split(b"\0"):
-                found.append((entry / "cmdline").read_bytes().decode())
-        except OSError:
-            continue  # it has ended
-    return found
 
 
 def test_two_sandboxes_run_at_once_and_one_with_a_running_job_leaves_nothing(slurm, sandbox):
@@ -26,14 +12,16 @@ def test_two_sandboxes_run_at_once_and_one_with_a_running_job_leaves_nothing(slu
     with sandbox.SlurmSandbox() as other:
         assert other.directory != slurm.directory
         assert slurm.run(job).stdout != other.run(job).stdout
-        other.run(["sbatch", "-N", "2", "--wrap", "srun -n 2 sleep 300"])
+        job = f"srun -n 2 sh -c 'touch {other.directory}/runs; exec sleep 300'"
+        other.run(["sbatch", "-N", "2", "--wrap", job])
         deadline = time.monotonic() + 120
-        while not any("sleep" in words for words in processes_of(other.directory)):
+        while not (other.directory / "runs").exists():
             assert time.monotonic() < deadline, "the job does not start"
             time.sleep(0.05)
-    assert processes_of(other.directory) == []
+    mark = "SLURM_CONF={}/slurm.conf"
+    assert sandbox.processes_with(mark.format(other.directory)) == []
     assert not other.directory.exists()
-    assert processes_of(slurm.directory), "the other sandbox lives on"
+    assert sandbox.processes_with(mark.format(slurm.directory)), "the other sandbox lives on"
 
 
 def test_a_sandbox_that_does_not_start_says_why_and_leaves_nothing(slurm, sandbox, monkeypatch):
@@ -41,7 +29,7 @@ def test_a_sandbox_that_does_not_start_says_why_and_leaves_nothing(slurm, sandbo
     broken = sandbox.SlurmSandbox()
     with pytest.raises(sandbox.SandboxError, match=r"(?s)slurmctld ended with 1.*select/no"):
         broken.__enter__()
-    assert processes_of(broken.directory) == []
+    assert sandbox.processes_with(f"SLURM_CONF={broken.directory}/slurm.conf") == []
     assert not broken.directory.exists()
 
 

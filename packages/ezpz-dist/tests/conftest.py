@@ -6,7 +6,7 @@ import struct
 import threading
 
 import pytest
-from ranks import clean_env, fork_server, programs, ranks, user_env
+from forked_ranks import clean_env, fork_server, programs, ranks, user_env
 
 PRELUDE = """
 import torch.distributed as dist, ezpz_dist

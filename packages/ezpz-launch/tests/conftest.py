@@ -10,7 +10,7 @@ import sys
 import time
 
 import pytest
-from ranks import user_env
+from forked_ranks import user_env
 
 COUNTS = (
     "import os, signal, time\n"

@@ -235,6 +235,14 @@ def test_what_the_program_says_is_read():
     assert (alone.status, alone.message) == ("ok", "one host: nothing to compare")
 
 
+def test_a_rank_of_several_does_not_launch():
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "PATH": "/nonexistent"}
+    rank = {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"}
+    result = _checks.check_versions(5, {**job, **rank})
+    said = "not compared: this is one of several ranks"
+    assert (result.status, result.message) == ("ok", said)
+
+
 OTHERS = {"n3": {"torch": "2.6.0"}, "n4": {"torch": "not installed"}}
 
 

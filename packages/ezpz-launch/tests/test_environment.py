@@ -71,7 +71,6 @@ def planned(machine, kind, *, env=None, **options):
 
 
 @pytest.mark.parametrize(("options", "bound", "why"), [
-    ({}, 12, "pytorch: default_cpu_bind"),
     ({"cpu_bind": "running-jobs"}, 12, "running-jobs: --cpu-bind"),
     ({"cpu_bind": "none"}, 0, "--cpu-bind"),
     ({"cpu_bind": "0-7:8-15", "ppn": 2}, 2, "0-7:8-15: --cpu-bind"),
@@ -94,10 +93,8 @@ def test_a_binding_that_cannot_be(kind, wrong, message):
 
 @pytest.mark.parametrize(("machine", "kind", "options", "threads"), [
     ("aurora", "pals", {"cpu_bind": "running-jobs"}, "8"),  # the fewest of its list
-    ("frontier", "srun", {}, "7"),
     ("frontier", "srun", {"cpu_bind": "none"}, "64 cores / 8 ranks"),
-    ("perlmutter", "srun", {}, "32"),  # -c 32
-    ("perlmutter", "srun", {"ppn": 2}, "64"),
+    ("perlmutter", "srun", {"ppn": 2}, "64"),  # -c
     ("crux", "pals", {"ppn": 4}, "32"),  # --depth
     ("polaris", "pals", {"options": ("depth",)}, "8"),
 ])  # fmt: skip

@@ -11,7 +11,6 @@ from ezpz_launch._cli import EXAMPLES, USAGE, help_page
 from ezpz_launch._options import OPTIONS, request_of, settings
 
 USER = ["python", "train.py", "--lr", "1e-4", "-n", "5", "--help", "--", "--x", "a b", ""]
-BY_ID = {"ids": lambda option: option.name}
 
 
 def requested(*words):
@@ -168,7 +167,7 @@ LINES = help_page().splitlines()
 VALUES = {"N": "2", "TIME": "10m", "K=V": "A=1", "KIND": "spawn", "LIST": "0-3"}
 
 
-@pytest.mark.parametrize("option", OPTIONS, **BY_ID)
+@pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name)
 def test_every_option_is_on_the_page_and_taken_as_it_is_written(option):
     start = f"-{option.short}, --{option.name}" if option.short else f"--{option.name}"
     (row,) = [line for line in LINES if line.strip().startswith(f"{start} ")]

@@ -249,13 +249,3 @@ def test_the_lines_of_the_readme_report_progress(tmp_path):
     subprocess.run(words, env=env, check=True, timeout=60)
     assert read_progress(str(path)) == 1300
     assert os.listdir(tmp_path) == [path.name]
-
-
-def test_the_progress_file_lives_as_long_as_the_launch(spawned, history, clean_env):
-    script = 'echo 3 >"$EZPZ_PROGRESS_FILE"; echo "$EZPZ_PROGRESS_FILE"; exit 75'
-    done = spawned("-n", "1", "--retries", "1", "sh", "-c", script)
-    (record,) = history()
-    path = Path(done.stdout.strip())
-    assert (done.returncode, path.name) == (75, f"{record['id']}.progress")
-    assert path.parent == Path(clean_env["EZPZ_STATE_DIR"], "launches")
-    assert not path.exists()

@@ -8,6 +8,7 @@ import sys
 import time
 from dataclasses import replace
 from datetime import UTC, datetime
+from pathlib import Path
 
 import pytest
 
@@ -123,12 +124,16 @@ def test_a_failed_import_is_not_tried_again(spawned, tmp_path, options):
     assert "no retry: a failed import" in done.stderr
 
 
-def test_progress_is_what_keeps_it_going(spawned):
+def test_progress_is_what_keeps_it_going(spawned, history, clean_env):
     # a step forward, then none: after two more attempts it is given up
-    script = 'echo 7 >"$EZPZ_PROGRESS_FILE"; echo attempt $EZPZ_ATTEMPT; exit 9'
+    script = 'echo 7 >"$EZPZ_PROGRESS_FILE"; echo $EZPZ_PROGRESS_FILE; exit 9'
     done = spawned("-n", "1", "--retries", "9", "sh", "-c", script, timeout=60)
     assert done.returncode == 9
-    assert done.stdout.splitlines() == [f"attempt {number}" for number in range(3)]
+    # one file of the whole launch, which goes with it
+    (record,) = history()
+    path = Path(clean_env["EZPZ_STATE_DIR"], "launches", f"{record['id']}.progress")
+    assert done.stdout.splitlines() == [str(path)] * 3
+    assert not path.exists()
     assert "2 attempts in a row without progress (step 7 is the highest)" in done.stderr
 
 

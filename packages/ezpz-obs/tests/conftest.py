@@ -9,8 +9,9 @@ import sys
 import textwrap
 
 import pytest
-from ranks import NOT_A_USERS, clean_env, fork_server, prelude, user_env
-from ranks import ranks as forked
+from forked_ranks import clean_env, fork_server, prelude, user_env
+from forked_ranks import ranks as forked
+from surroundings import clean
 
 from ezpz_obs._context import NOW
 
@@ -34,9 +35,8 @@ dist.init_process_group("gloo", timeout=timedelta(seconds=30))
 @pytest.fixture(autouse=True)
 def one_process(monkeypatch):
     """Whoever starts the tests from a job: they are one process, and say what they always say."""
-    for name in list(os.environ):
-        if name.startswith(NOT_A_USERS):
-            monkeypatch.delenv(name)
+    for name in os.environ.keys() - clean(os.environ).keys() - {"OMP_NUM_THREADS"}:
+        monkeypatch.delenv(name)
     monkeypatch.setattr(NOW, "step", None)
 
 

@@ -1,7 +1,7 @@
 """Real ranks, forked where what the suite imports is loaded."""
 
 import pytest
-from ranks import clean_env, fork_server, ranks, user_env
+from forked_ranks import clean_env, fork_server, ranks, user_env
 
 
 @pytest.fixture(scope="session")

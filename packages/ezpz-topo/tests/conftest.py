@@ -19,14 +19,10 @@ with contextlib.suppress(ImportError):  # where the package is tested alone
 def unprivileged():
     """Run the test without root's right to everything, as another user where we are root."""
     me = os.geteuid()
-    if me != 0:
-        yield
-        return
-    os.seteuid(65534)
-    try:
-        yield
-    finally:
-        os.seteuid(me)
+    if me == 0:
+        os.seteuid(65534)
+    yield
+    os.seteuid(me)
 
 
 @pytest.fixture

@@ -228,16 +228,13 @@ def test_nodes_outside_the_jobs_cgroup_are_passed_over(bare):
 
 @pytest.mark.parametrize(("env", "expected"), [
     ({"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, ("cuda", 4)),
-    ({"CUDA_VISIBLE_DEVICES": "2"}, ("cuda", 1)),
     ({"CUDA_VISIBLE_DEVICES": "0, 1"}, ("cuda", 2)),
     ({"CUDA_VISIBLE_DEVICES": "0,1,"}, ("cuda", 2)),
     ({"CUDA_VISIBLE_DEVICES": "0,-1,2"}, ("cuda", 1)),
     ({"CUDA_VISIBLE_DEVICES": "-1"}, ("cpu", 0)),
     ({"CUDA_VISIBLE_DEVICES": ""}, ("cpu", 0)),
     ({"CUDA_VISIBLE_DEVICES": "void"}, ("cpu", 0)),
-    ({"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, ("cpu", 0)),
     ({"CUDA_VISIBLE_DEVICES": "GPU-8932f937,GPU-1d2b"}, ("cuda", 2)),
-    ({"ROCR_VISIBLE_DEVICES": "0,1"}, ("cuda", 2)),
     ({"ROCR_VISIBLE_DEVICES": "0,GPU-4b2c1a9f"}, ("cuda", 2)),
     ({"ZE_AFFINITY_MASK": "0,1,2"}, ("xpu", 3)),
     ({"CUDA_VISIBLE_DEVICES": "", "ZE_AFFINITY_MASK": "0,1"}, ("xpu", 2)),
@@ -361,18 +358,14 @@ def test_a_bad_mask_on_a_host_without_intel_cards_is_only_noted(bare):
 
 
 @pytest.fixture
-def fake(bare):
+def fake(bare, command):
     """Put an executable on a PATH of its own, which prints a text."""
 
     def make(name, text, *, status=0, then=""):
-        path = bare / "bin" / name
-        path.parent.mkdir(exist_ok=True)
         (bare / f"{name}.out").write_text(text)
-        record = f'echo "$@" >> {bare}/{name}.argv'
         answer = f"/bin/cat {bare}/{name}.out"
-        path.write_text("\n".join(["#!/bin/sh", record, answer, then, f"exit {status}\n"]))
-        path.chmod(0o755)
-        return {"PATH": str(path.parent)}
+        command(name, f'echo "$@" >> {bare}/{name}.argv\n{answer}\n{then}\nexit {status}')
+        return {"PATH": str(bare)}
 
     return make
 
@@ -506,8 +499,8 @@ def test_a_failure_is_told_with_its_status_and_words(vendor, tool, fake, bare):
     hanging = ask_vendor_tool(vendor, fake(tool, "", then="/bin/sleep 60"), time_limit=0.3)
     assert hanging.count is None
     assert hanging.notes[0].endswith(" failed: no answer in 0.3 s")
-    (bare / "bin" / tool).write_text("#!/nonexistent/sh\n")
-    told = ask_vendor_tool(vendor, {"PATH": str(bare / "bin")})
+    (bare / tool).write_text("#!/nonexistent/sh\n")
+    told = ask_vendor_tool(vendor, {"PATH": str(bare)})
     assert (told.count, " failed: No such file" in told.notes[0]) == (None, True)
 
 

@@ -200,16 +200,3 @@ def test_parsing_answers_or_raises_hostfile_error(text):
 def test_what_is_written_is_read_again(tmp_path, hosts):
     path = write_hostfile_from_list_of_hosts(hosts, tmp_path / "hosts")
     assert read_hostfile(path) == tuple(map(HostSlots, hosts))
-
-
-@given(st.lists(st.tuples(HOSTS, st.integers(1, 9)), min_size=1, max_size=20), st.randoms())
-def test_slots_are_the_sum_whatever_the_form(lines, rng):
-    forms = ("{} {}", "{} slots={}", "{}  slots = {} max_slots=999 # {}", "\t{} cpu={}\r")
-    expected = {}
-    for host, n in lines:
-        expected[host_key(host)] = expected.get(host_key(host), 0) + n
-    text = "\n".join(rng.choice(forms).format(host, n, n) for host, n in lines)
-    node_file = "\n".join(host for host, n in lines for _ in range(n))  # a line for each slot
-    for each in (text, node_file):
-        found = {host_key(entry.host): entry.slots or 1 for entry in parse_hostfile(each)}
-        assert list(found.items()) == list(expected.items())

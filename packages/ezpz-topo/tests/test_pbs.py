@@ -32,11 +32,8 @@ QSTAT = "qstat -f -F json"
 BATCH = {
     "ENVIRONMENT": "BATCH", "PBS_ENVIRONMENT": "PBS_BATCH", "PBS_JOBID": "1.pbs-0001",
     "PBS_JOBNAME": "probe", "PBS_QUEUE": "workq", "PBS_NODENUM": "0", "PBS_TASKNUM": "1",
-    "PBS_MOMPORT": "15003", "NCPUS": "2", "OMP_NUM_THREADS": "2", "TMPDIR": "/var/tmp",
-    "PBS_JOBCOOKIE": "0123456789ABCDEF", "PBS_JOBDIR": "/home/alice", "PBS_O_HOME": "/home/alice",
-    "PBS_O_HOST": "login1", "PBS_O_LANG": "C", "PBS_O_LOGNAME": "alice", "PBS_O_PATH": "/usr/bin",
-    "PBS_O_QUEUE": "workq", "PBS_O_SHELL": "/bin/bash", "PBS_O_SYSTEM": "Linux",
-    "PBS_O_WORKDIR": "/home/alice/run",
+    "NCPUS": "2", "OMP_NUM_THREADS": "2", "TMPDIR": "/var/tmp", "PBS_O_HOST": "login1",
+    "PBS_O_QUEUE": "workq", "PBS_O_WORKDIR": "/home/alice/run",
 }  # fmt: skip
 INTERACTIVE = {
     **{name: value for name, value in BATCH.items() if name != "ENVIRONMENT"},
@@ -82,7 +79,7 @@ def asked(tmp_path):
 
 def node_file(tmp_path, text=NODES, name="1.pbs-0001"):
     path = tmp_path / name
-    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    path.write_text(text)
     return str(path)
 
 
@@ -149,23 +146,13 @@ def test_node_files(tmp_path, text, hosts, slots, on_node):
     assert on_node or any(HERE in note and "40[1].pbs-0001" in note for note in found.notes)
 
 
-@pytest.mark.parametrize(
-    ("text", "what"),
-    [("", "names no host"), ("\n \n", "names no host"), ("a.x\n-b\n", "line 2"),
-     ("a,b\n", "line 1"), (b"a.x\n\x7fELF\x02\x01\x00\xff\xfe", "cannot be read"),
-     (b"\x00" * 100_000, "NUL bytes"), ("x" * 300, "line 1")],
-)  # fmt: skip
-def test_a_node_file_that_is_none_is_an_error_and_asks_nobody(tmp_path, pbs, text, what):
-    path = node_file(tmp_path, text)
+def test_a_node_file_that_is_none_is_an_error_and_asks_nobody(tmp_path, pbs):
+    path = node_file(tmp_path, "a,b\n")
     env = {**BATCH, **pbs(**{"1_pbs-0001": JOB}), "PBS_NODEFILE": path}
-    with pytest.raises(HostfileError, match=what) as caught:
+    with pytest.raises(HostfileError, match="line 1") as caught:
         get_allocation(env)
     assert path in str(caught.value)
     assert "unset PBS_NODEFILE" in str(caught.value)
-    os.mkfifo(tmp_path / "pipe")
-    for path in (tmp_path, tmp_path / "pipe", "/dev/zero"):
-        with pytest.raises(HostfileError, match=r"regular file|Is a directory"):
-            get_allocation({**env, "PBS_NODEFILE": str(path)})
     assert asked(tmp_path) == []
 
 
@@ -192,14 +179,6 @@ def test_ids_of_arrays_and_without_their_servers_name(pbs, key, job_id):
     assert (found.job_id, found.hosts) == (job_id, ("x1n0", "x1n1"))
     # Variables outrank qstat.
     assert (found.queue, found.sources["queue"]) == ("workq", "PBS_QUEUE")
-
-
-@pytest.mark.parametrize(
-    ("name", "told"), [("007", "7"), ("7", "7"), ("1e5", "1e5"), ("1e5x", "1e5x")]
-)
-def test_a_name_that_looks_like_a_number_is_still_text(pbs, name, told):
-    env = {**pbs(**{"1_pbs-0001": job(Job_Name=name)}), "PBS_JOBID": "1.pbs-0001"}
-    assert get_allocation(env).name == told
 
 
 @pytest.mark.parametrize(("exec_host", "select", "mpiprocs", "slots"), [
@@ -236,27 +215,19 @@ WAITS = {key: JOB[key] for key in ("Job_Name", "Job_Owner", "queue", "Resource_L
     (None, "PBS_NODEFILE.*1.pbs-0001 is unknown.*unset"),
     ("exit 153", "unset PBS_JOBID"),
     ("exit 35", "unset PBS_JOBID"),
-    ("echo qstat.bin: not found >&2; exit 127", r"127 \(1 attempt\).*not found"),
-    ("echo qstat: cannot connect to server pbs-0001 >&2; exit 111",
-     r"exit status 111 \(2 attempts\).*cannot connect"),
-    ("exec sleep 600", "PBS_NODEFILE.*no answer in 0.4 s"),
+    ("exit 127", "PBS_NODEFILE.*exit status 127"),
     *((f"printf '%s' '{text}'", "no JSON object")
       for text in ("", "[1]", "{", "Job Id: 1.pbs-0001", '{"Jobs":', '{"a":"b"c"}')),
     ("head -c 100000 /dev/zero | tr '\\0' '['", "no JSON object"),
     *((f"echo '{text}'", "not in the answer")
       for text in ("{}", '{"Jobs":7}', '{"Jobs":{"1.pbs-0001":7}}')),
 ])  # fmt: skip
-def test_what_qstat_may_say_instead(tmp_path, pbs, command, told, message):
-    env = {
-        **pbs(**({"1_pbs-0001": told} if isinstance(told, dict) else {})),
-        "PBS_JOBID": "1.pbs-0001",
-    }
+def test_what_qstat_may_say_instead(pbs, command, told, message):
+    env = pbs(**({"1_pbs-0001": told} if isinstance(told, dict) else {}))
     if isinstance(told, str):
         command("qstat", told)
-    if "sleep" in str(told):
-        env["EZPZ_SCHEDULER_TIMEOUT"] = "0.4"
     with pytest.raises(SchedulerError, match=message):
-        get_allocation(env)
+        get_allocation({**env, "PBS_JOBID": "1.pbs-0001"})
 
 
 @pytest.mark.parametrize("bad", ["-x", "1 2", "all", "1;rm", "1\n2", "--version"])
@@ -315,7 +286,7 @@ def print_json(tmp_path, pbs, command):
         r'"QUOTE":"it\'s"', r'"WINDOWS":"C:\"', '"QUOTE":"say "x""',
         '"CONTROL":"a\x01\x1b[0mb\tc"', '"LATIN1":"caf\udce9"',
         '"BASH_FUNC_module()":"() {  eval `x`\\n}"')),
-    *(("name", text) for text in ("007", "nan", "Infinity", "1.50", r'"a\.b"')),
+    *(("name", text) for text in ("007", "7", "nan", "Infinity", "1.50", r'"a\.b"')),
     ("arguments", '"-v X=\x01\n2 run.sh"'),
 ])  # fmt: skip
 def test_what_openpbs_does_not_escape(print_json, part, text):
@@ -392,19 +363,15 @@ def test_jobs_of_a_host(tmp_path, pbs, jobs, host, found):
     assert asked(tmp_path)[0] == "qselect -T -u alice -s R"
 
 
-@pytest.mark.parametrize("qselect", ["echo 1.pbs-0001; echo 8.pbs-0001", "exit 111", None])
-def test_a_qselect_of_old_news_that_fails_or_is_not_there(tmp_path, pbs, command, qselect):
+def test_a_qselect_of_old_news_that_fails_or_is_not_there(tmp_path, pbs, command):
     env = pbs(**{"1_pbs-0001": JOB})
-    if qselect is None:
-        (tmp_path / "qselect").unlink()
-        assert _pbs.job_of_this_host(env, "x1n0") is None
-        return
-    command("qselect", qselect)
-    if "exit" in qselect:
-        with pytest.raises(SchedulerError, match="exit status 111"):
-            _pbs.job_of_this_host(env, "x1n0")
-    else:
-        assert _pbs.job_of_this_host(env, "x1n0").job_id == "1.pbs-0001"
+    command("qselect", "echo 1.pbs-0001; echo 8.pbs-0001")
+    assert _pbs.job_of_this_host(env, "x1n0").job_id == "1.pbs-0001"
+    command("qselect", "exit 111")
+    with pytest.raises(SchedulerError, match="exit status 111"):
+        _pbs.job_of_this_host(env, "x1n0")
+    (tmp_path / "qselect").unlink()
+    assert _pbs.job_of_this_host(env, "x1n0") is None
 
 
 def test_two_jobs_on_this_host_are_named(pbs):

@@ -334,28 +334,25 @@ LAUNCHED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("of_job", [{"SLURM_JOB_ID": "8"}, {"PBS_JOBID": "8.pbs"}])
-def test_a_job_submitted_by_a_rank_is_not_that_rank(of_job):
+STEP_OF_8 = {
+    "SLURM_JOB_ID": "8", "SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_LOCALID": "0",
+    "SLURM_STEP_NUM_TASKS": "2", "SLURM_NODEID": "1", "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("of_job", "expected"), [
+    *((ours, (3, 4, "ezpz")) for ours in (
+        {"SLURM_JOB_ID": "7"}, {"SLURM_JOB_ID": "8", "SLURM_HET_JOB_ID": "7"}, {"PBS_JOBID": "7"},
+        {})),
+    # submitted by a rank, which it is not
+    *((other, (0, 1, "none")) for other in ({"SLURM_JOB_ID": "8"}, {"PBS_JOBID": "8.pbs"})),
+    (STEP_OF_8, (1, 2, "slurm")),
+])  # fmt: skip
+def test_launch_variables_of_this_job_are_believed_and_those_of_another_are_not(of_job, expected):
     info = get_rank_info({**LAUNCHED, "EZPZ_JOB_ID": "7", **of_job})
-    assert (info.rank, info.world_size, info.launcher) == (0, 1, "none")
-    assert "the variables of ezpz-launch are of job 7" in info.notes[0]
-
-
-def test_a_step_of_a_job_submitted_by_a_rank():
-    step = {"SLURM_JOB_ID": "8", "SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_LOCALID": "0",
-            "SLURM_STEP_NUM_TASKS": "2", "SLURM_NODEID": "1",
-            "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}  # fmt: skip
-    info = get_rank_info({**LAUNCHED, "EZPZ_JOB_ID": "7", **step})
-    assert (info.rank, info.world_size, info.launcher) == (1, 2, "slurm")
-
-
-@pytest.mark.parametrize(
-    "of_job",
-    [{"SLURM_JOB_ID": "7"}, {"SLURM_JOB_ID": "8", "SLURM_HET_JOB_ID": "7"}, {"PBS_JOBID": "7"}, {}],
-)
-def test_launch_variables_of_this_job_are_believed(of_job):
-    info = get_rank_info({**LAUNCHED, "EZPZ_JOB_ID": "7", **of_job})
-    assert (info.rank, info.launcher, info.notes) == (3, "ezpz", ())
+    assert (info.rank, info.world_size, info.launcher) == expected
+    assert bool(info.notes) is (info.launcher != "ezpz")
+    assert not info.notes or "the variables of ezpz-launch are of job 7" in info.notes[0]
 
 
 def test_local_rank_is_the_index_of_a_device_where_ezpz_launch_says_so():
@@ -418,25 +415,21 @@ def test_nearest_first_and_shells_between_do_not_count(process):
 
 
 @LINUX
-@pytest.mark.parametrize("how", ["script", "module", "path", "options"])
-def test_torchruns_agent_is_a_python_known_by_what_it_runs(tmp_path, how):
-    inner = "import subprocess, sys; subprocess.run(sys.argv[1:], check=True)"
-    package = tmp_path / "torch" / "distributed"
-    package.mkdir(parents=True)
-    (tmp_path / "torch" / "__init__.py").touch()
-    (package / "__init__.py").touch()
-    (package / "run.py").write_text(inner)
-    (tmp_path / "torchrun").write_text(inner)
-    words = {
-        "script": [sys.executable, str(tmp_path / "torchrun")],
-        "module": [sys.executable, "-m", "torch.distributed.run"],
-        "path": [sys.executable, str(package / "run.py")],
-        "options": [sys.executable, "-u", "-W", "ignore", "-m", "torch.distributed.run"],
-    }[how]
+@pytest.mark.parametrize("words", [
+    "{}/torchrun", "{}/torch/distributed/run.py", "-m torch.distributed.run",
+    "-u -W ignore -m torch.distributed.run",
+])  # fmt: skip
+def test_torchruns_agent_is_a_python_known_by_what_it_runs(tmp_path, words):
+    (tmp_path / "torch" / "distributed").mkdir(parents=True)
+    for name in ("torch/__init__.py", "torch/distributed/__init__.py"):
+        (tmp_path / name).touch()
+    for name in ("torchrun", "torch/distributed/run.py"):
+        inner = "import subprocess, sys; subprocess.run(sys.argv[1:], check=True)"
+        (tmp_path / name).write_text(inner)
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
     # -E: what is below must not see the torch that is none.
-    said = subprocess.run([*words, sys.executable, "-E", "-c", SAY], env=env,
-                          capture_output=True, text=True, check=True)  # fmt: skip
+    command = [sys.executable, *words.format(tmp_path).split(), sys.executable, "-E", "-c", SAY]
+    said = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
     assert said.stdout.split()[0] == "torchrun"
 
 

@@ -24,6 +24,8 @@ def test_a_jobs_facts_have_rows_of_their_own():
     assert rows["job id"] == ("7", "SLURM_JOB_ID")
     assert rows["job name"] == ("probe", "SLURM_JOB_NAME")
     assert rows["hosts"] == ("nid[001-002]", "SLURM_JOB_NODELIST")
+    assert rows["slots"] == (3, "SLURM_TASKS_PER_NODE")
+    assert (rows["scheduler"], rows["launcher"][0]) == (("slurm", "SLURM_JOB_ID"), "none")
     assert rows["ends at"] == (None, "not told by slurm's variables")
     assert rows["machine"][0] == "generic-slurm"
     assert all(source for _, source in rows.values())

@@ -134,19 +134,6 @@ def exits_beside_checkpoints(status, seconds):
     checkpoints(seconds)
 
 
-def mumbles(seconds):
-    """Now one rank says something, now another, for so long."""
-    started()
-    end = time.monotonic() + float(seconds)
-    turn = 0
-    while time.monotonic() < end:
-        wait(seconds=1.5)
-        turn += 1
-        if turn % WORLD_SIZE == RANK:
-            print("still here", flush=True)
-    done()
-
-
 def shouts():
     """Rank 1 exits 3 while the others fill standard error."""
     started()

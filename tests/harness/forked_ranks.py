@@ -12,13 +12,8 @@ import textwrap
 from typing import NamedTuple
 
 import pytest
+from surroundings import clean
 
-NOT_A_USERS = (
-    "EZPZ_", "SLURM", "PBS_", "PMI", "PMIX_", "PALS_", "MPI_LOCAL", "OMPI_", "PRTE_", "HYDRA_",
-    "HYDI_", "TORCHELASTIC_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "NODE_RANK",
-    "MASTER_", "OMP_NUM_THREADS", "HOSTFILE", "LOG_FROM",
-)  # fmt: skip
-"""What would tell a program about the surroundings of the tests."""
 BEGIN = """
 import os, sys
 for fd, path in ((1, {out!r}), (2, {err!r})):
@@ -61,7 +56,7 @@ class Ended(NamedTuple):
 @pytest.fixture(scope="session")
 def user_env():
     """The environment of a user outside of any job, with this environment's commands first."""
-    env = {name: os.environ[name] for name in os.environ if not name.startswith(NOT_A_USERS)}
+    env = clean(os.environ)
     return {**env, "PATH": os.pathsep.join([sysconfig.get_path("scripts"), env["PATH"]])}
 
 
