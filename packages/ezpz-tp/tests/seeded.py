@@ -13,6 +13,11 @@ from torch.nn.functional import cross_entropy, dropout, gelu, linear
 import ezpz_tp as tp
 
 
+def products(**more):
+    up = tp.ColumnParallelLinear(8, 16, gather_output=False, seed=1, **more)
+    return up, tp.RowParallelLinear(16, 8, input_is_parallel=True, seed=2, **more)
+
+
 class Mlp(nn.Module):
     """Megatron's two products by hand, around this package's sharded weights."""
 
@@ -20,8 +25,7 @@ class Mlp(nn.Module):
         super().__init__()
         self.bug = bug
         self.norm = nn.LayerNorm(8)
-        self.up = tp.ColumnParallelLinear(8, 16, gather_output=False, seed=1)
-        self.down = tp.RowParallelLinear(16, 8, input_is_parallel=True, seed=2)
+        self.up, self.down = products()
 
     def forward(self, hidden):
         inner = self.norm(hidden)
@@ -68,8 +72,7 @@ def sequence(bug=None):
     if bug != "untagged norm":
         for parameter in norm.parameters():
             tp.mark_sequence_parallel(parameter)
-    up = tp.ColumnParallelLinear(8, 16, gather_output=False, sequence_parallel=True, seed=1)
-    down = tp.RowParallelLinear(16, 8, input_is_parallel=True, sequence_parallel=True, seed=2)
+    up, down = products(sequence_parallel=True)
     if bug == "untagged bias":
         down.bias.sequence_parallel = False
     embedding = tp.VocabParallelEmbedding(12, 8, seed=3)
@@ -96,22 +99,18 @@ def tagged(bug=None):
 
 
 def layers(bug=None):
-    up = tp.ColumnParallelLinear(8, 16, gather_output=False, seed=1)
-    down = tp.RowParallelLinear(16, 8, input_is_parallel=True, seed=2)
+    up, down = products()
     hidden = data(4, 8)
     with tp.check():
         if bug == "copy before the layer":
             inner = up(tp.copy_to_tensor_parallel_region(hidden))  # here: copy before the layer
-        elif bug == "two columns":
-            inner = up(hidden)
-            inner = up(inner.narrow(-1, 0, 8))  # here: two columns
         else:
             inner = up(hidden)
+        if bug == "two columns":
+            inner = up(inner.narrow(-1, 0, 8))  # here: two columns
         if bug == "gathered before the row":
             inner = tp.gather_from_tensor_parallel_region(inner).narrow(-1, 0, 8)
-            inner = down(inner)  # here: gathered before the row
-        else:
-            inner = down(inner)
+        inner = down(inner)  # here: gathered before the row
         inner.sum().backward()
 
 
@@ -163,8 +162,7 @@ def differentiable_sum(bug=None):
 def dropped(bug=None):
     tp.seed_model_parallel(1)
     tracker = tp.get_rng_tracker()
-    up = tp.ColumnParallelLinear(8, 16, gather_output=False, seed=1)
-    down = tp.RowParallelLinear(16, 8, input_is_parallel=True, seed=2)
+    up, down = products()
     with tp.check(up):
         hidden = data(4, 8)
         if bug == "dropped whole inside":

@@ -31,9 +31,9 @@ def inner(hidden, up):
     return torch.relu(tp.copy_to_tensor_parallel_region(hidden) @ up.T)
 
 
-def layers():
-    up = tp.ColumnParallelLinear(16, 32, gather_output=False, seed=1)
-    return up, tp.RowParallelLinear(32, 16, input_is_parallel=True, seed=2)
+def layers(**more):
+    up = tp.ColumnParallelLinear(16, 32, gather_output=False, seed=1, **more)
+    return up, tp.RowParallelLinear(32, 16, input_is_parallel=True, seed=2, **more)
 
 
 def shard_written_through_a_view():
@@ -174,8 +174,7 @@ def nested():
 def groups_of_ones_own():
     """Layers and regions that are given another group of the same ranks."""
     group = dist.new_group([0, 1])
-    up = tp.ColumnParallelLinear(16, 32, gather_output=False, tp_group=group, seed=1)
-    down = tp.RowParallelLinear(32, 16, input_is_parallel=True, tp_group=group, seed=2)
+    up, down = layers(tp_group=group)
     with tp.check():
         hidden = data(4, 16)
         copied = tp.copy_to_tensor_parallel_region(hidden, group)
