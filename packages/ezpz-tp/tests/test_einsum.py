@@ -21,16 +21,6 @@ SEQUENCE, HIDDEN, HEADS = "sbh,hf->sbf", "bsh,hf->bsf", "b@data h@tensor"
 # first one unless it is named), regions. None: not looked at. Column and row layers, data
 # parallelism and FSDP are examples of `einsum_sharding`, which are run too.
 ANSWERS = {
-    "row layer, summed": (
-        "bsf,fh->bsh", ["f@tensor", "f@tensor"], "replicated",
-        "replicated", ["f@tensor", "f@tensor"],
-        ["all-reduce y over tensor"], [], [SUM.format("y")],
-    ),
-    "sequence parallel, up": (
-        SEQUENCE, ["s@tensor", "f@tensor"], "f@tensor", "f@tensor", None,
-        ["all-gather x on s over tensor"], ["reduce-scatter dx on s over tensor"],
-        [OUT_OF.format("x")],
-    ),
     "two-dimensional tensor parallelism": (
         "bh,hf->bf", ["h@row", "h@row f@column"], "b@row f@column", "b@row f@column",
         ["h@row partial@column", "h@row f@column"],

@@ -8,7 +8,7 @@ from on_ranks import all_raise, on_ranks
 
 import ezpz_tp as tp
 from ezpz_tp import _mappings as regions
-from ezpz_tp.testing import counting
+from ezpz_tp.testing import counting, run_ranks
 
 RANKS = 4
 
@@ -56,9 +56,11 @@ REGIONS = [
 class Shared:
     """A tensor as the ranks hold it, and what it counts as: the whole, or the sum."""
 
-    def __init__(self, kind, dim, seed):
+    def __init__(self, kind, dim, seed, expanded=False):
         self.kind, self.dim = kind, dim
         own = [numbers(8, 4, 8, seed=seed + rank) for rank in range(RANKS)]
+        if expanded:  # as the gradient of a sum: one element of memory, whatever its shape
+            own = [each[:1, :1, :1].expand_as(each) for each in own]
         self.each = own if kind == "each" else own[:1] * RANKS
         self.total = sum(own) if kind == "each" else own[0]
 
@@ -69,15 +71,16 @@ class Shared:
         return whole.chunk(RANKS, self.dim)[here()] if kind == "part" else whole
 
 
+@pytest.mark.parametrize("expanded", [False, True])  # trap 1: such a gradient is owned first
 @pytest.mark.parametrize(
     ("name", "options", "dim", "input_", "output", "grad", "forward", "backward"),
     REGIONS,
     ids=[f"{row[0]} {row[1] or ''}" for row in REGIONS],
 )
 @on_ranks(RANKS)
-def test_region(name, options, dim, input_, output, grad, forward, backward):
+def test_region(name, options, dim, input_, output, grad, forward, backward, expanded):
     region, given = getattr(regions, name), Shared(input_, dim, 0)
-    incoming = Shared(grad, dim, 10)
+    incoming = Shared(grad, dim, 10, expanded)
     held = given.held().clone().requires_grad_()
     with counting() as before:
         found = region(held, **options)
@@ -128,35 +131,20 @@ def test_what_autograd_shares_or_saves_is_not_changed():
     assert second.tolist() == [36.0, 54.0]
 
 
-SUMMED = {"copy_to_tensor_parallel_region", "gather_from_sequence_parallel_region"}
-SUMMED |= {"all_gather_last_dim_from_tensor_parallel_region"}
-
-
-@pytest.mark.parametrize("name", dict.fromkeys(row[0] for row in REGIONS))
-@on_ranks(2)
-def test_an_expanded_gradient_is_owned_first(name):
-    """Trap 1: the gradient of a sum has one element of memory, whatever its shape."""
-    x = torch.ones(4, 6, dtype=torch.float64, requires_grad=True)
-    getattr(regions, name)(x).sum().backward()
-    assert x.grad.eq(2.0 if name in SUMMED else 1.0).all()
-
-
 NAMES = [name for name in dir(regions) if name.endswith("_region")]
 
 
-def test_before_initialization_every_region_is_the_identity():
-    x = torch.ones(3, 3)
-    assert all(getattr(regions, name)(x) is x for name in NAMES)
-    assert tp.sequence_to_head(x, 0, 1) is tp.head_to_sequence(x, 0, 1) is x
-
-
-@on_ranks(2, tensor=1)
-def test_at_degree_one_every_region_is_the_identity():
-    """Trap 13."""
+def identities():
     x = torch.ones(3, 3)
     with counting() as counter:
         assert all(getattr(regions, name)(x) is x for name in NAMES)
+        assert tp.sequence_to_head(x, 0, 1) is tp.head_to_sequence(x, 0, 1) is x
     assert not counter
+
+
+def test_trap_13_alone_and_at_degree_one_every_region_is_the_identity():
+    identities()  # before anything is initialized
+    run_ranks(identities, 2, tensor=1)
 
 
 CUT = [tp.scatter_to_tensor_parallel_region, tp.scatter_to_sequence_parallel_region]
@@ -255,18 +243,6 @@ def test_sequence_to_head_and_back(sequence_dim, head_dim):
     assert torch.equal(back, own)
     assert torch.equal(own.grad, own.detach() * 3)
     assert counter == {"all_to_all": 4}
-
-
-@on_ranks(RANKS)
-def test_megatrons_sp2hp_and_hp2sp():
-    full = numbered(8, 4)  # tokens, hidden
-    tokens = full.chunk(RANKS, 0)[here()].clone().requires_grad_()
-    hidden = tp.all_to_all_sp2hp(tokens.unsqueeze(1))
-    back = tp.all_to_all_hp2sp(hidden)
-    back.sum().backward()
-    assert torch.equal(hidden, full.chunk(RANKS, 1)[here()])
-    assert torch.equal(back, tokens)
-    assert tokens.grad.eq(1).all()
 
 
 @on_ranks(2)

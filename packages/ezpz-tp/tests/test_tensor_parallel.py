@@ -337,41 +337,30 @@ def test_experts_and_groups():
     assert run_ranks(lambda: column(is_expert=True).tp_size, 2) == [2, 2]
 
 
-def multiply(frozen, allreduce, sequence):
+FROZEN = tensor_parallel.linear_with_frozen_weight
+TRAINED = tensor_parallel.linear_with_grad_accumulation_and_async_allreduce
+
+
+@pytest.mark.parametrize("function", [FROZEN, TRAINED])
+@pytest.mark.parametrize(("allreduce", "sequence"), [(True, False), (False, True), (False, False)])
+@on_ranks(2)
+def test_the_linear_functions(function, allreduce, sequence):
     rank = ezpz_tp.get_tensor_parallel_rank()
-    weight = numbers(12, 8, seed=2).chunk(2)[rank].clone().requires_grad_(not frozen)
-    input_ = numbers(4, 3, 8)
+    full, input_ = numbers(12, 8, seed=2), numbers(4, 3, 8)
+    weight = full.chunk(2)[rank].clone().requires_grad_()
     part = (input_.chunk(2)[rank] if sequence else input_).clone().requires_grad_()
-    arguments = (part, weight, None, False, allreduce, sequence)
-    if frozen:
-        output = tensor_parallel.linear_with_frozen_weight(*arguments, None)
-    else:
-        output = tensor_parallel.linear_with_grad_accumulation_and_async_allreduce(*arguments)
+    output = function(part, weight, None, False, allreduce, sequence, None)
     output.backward(torch.ones_like(output))
     torch.testing.assert_close(output, input_ @ weight.t())
-    return part.grad, weight.grad
-
-
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize(("allreduce", "sequence"), [(True, False), (False, True), (False, False)])
-def test_the_linear_functions(frozen, allreduce, sequence):
-    ranks = run_ranks(multiply, 2, frozen, allreduce, sequence)
-    whole = torch.ones(4, 3, 12, dtype=torch.float64) @ numbers(12, 8, seed=2)
-    for rank, (grad, weight_grad) in enumerate(ranks):
-        if sequence:
-            torch.testing.assert_close(grad, whole.chunk(2)[rank])
-        elif allreduce:
-            torch.testing.assert_close(grad, whole)
-        assert (weight_grad is None) is frozen
-    if not (sequence or allreduce):
-        torch.testing.assert_close(ranks[0][0] + ranks[1][0], whole)
+    # Where nothing sums them, the input's gradient is that of this rank's columns.
+    grad = (full if allreduce or sequence else weight).sum(0).expand_as(part)
+    torch.testing.assert_close(part.grad, grad)
+    assert (weight.grad is None) is (function is FROZEN)
 
 
 def test_a_linear_function_with_two_reductions_is_an_error():
     with pytest.raises(ParallelError, match="allreduce_dgrad and sequence_parallel are both set"):
-        tensor_parallel.linear_with_grad_accumulation_and_async_allreduce(
-            numbers(2, 8), numbers(4, 8), None, False, True, True
-        )
+        TRAINED(numbers(2, 8), numbers(4, 8), None, False, True, True)
 
 
 @pytest.mark.parametrize("sizes", [[3, 1, 2], [0, 4, 1]])
@@ -409,12 +398,16 @@ def test_split_sizes_that_do_not_fit_and_all_to_all():
         gather(numbers(4, 2), use_global_buffer=True)
     # All-to-all, whose group comes first.
     group, rank = ezpz_tp.get_tensor_parallel_group(), ezpz_tp.get_tensor_parallel_rank()
-    tokens = numbers(4, 6)
-    heads = tensor_parallel.all_to_all_sp2hp(tokens)
-    assert heads.shape == (8, 3)
-    assert torch.equal(tensor_parallel.all_to_all_hp2sp(heads), tokens)
+    full = numbers(8, 6)  # tokens, hidden
+    tokens = full.chunk(2)[rank].clone().requires_grad_()
+    hidden = tensor_parallel.all_to_all_sp2hp(tokens.unsqueeze(1))
+    back = tensor_parallel.all_to_all_hp2sp(hidden)
+    back.sum().backward()
+    assert torch.equal(hidden, full.chunk(2, 1)[rank])
+    assert torch.equal(back, tokens)
+    assert tokens.grad.eq(1).all()
     uneven = tensor_parallel.all_to_all(group, tokens, [1 + 2 * rank] * 2, [1, 3])
-    assert torch.equal(uneven, torch.cat([tokens.split([1, 3])[rank]] * 2))
+    assert torch.equal(uneven, torch.cat([full.split([1, 3, 1, 3])[at + rank] for at in (0, 2)]))
     with pytest.raises(ParallelError, match="group is None"):
         tensor_parallel.all_to_all(None, tokens)
 

@@ -27,15 +27,6 @@ def sum_of_ranks(scale):
     return value * scale
 
 
-@BOTH
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_results_come_by_rank_and_ranks_communicate(in_processes, world_size):
-    ranks = list(range(world_size))
-    assert run_ranks(tensor_rank, world_size, in_processes=in_processes) == ranks
-    results = run_ranks(sum_of_ranks, world_size, 2, in_processes=in_processes)
-    assert results == [2 * sum(ranks)] * world_size
-
-
 def positions():
     state, value = tp.get_state(), torch.ones(())
     dist.all_reduce(value, group=state.group("tensor", "pipeline"))
