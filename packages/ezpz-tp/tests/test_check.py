@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import seeded
-import styles
 import torch
 from on_ranks import on_ranks
 from torch import nn
@@ -22,12 +21,12 @@ from ezpz_tp.testing import counting, run_ranks
 
 TENSOR, DATA, CONTEXT = {"tensor": 2}, {"tensor": 2, "data": 2}, {"tensor": 2, "context": 2}
 FORKED = (  # on processes: random streams, torch's groups
-    *(seeded.dropped, seeded.differentiable_sum, styles.groups_of_ones_own),
-    *(styles.loss_summed_over_a_group_of_ones_own, styles.fully_sharded),
+    *(seeded.dropped, seeded.differentiable_sum, seeded.groups_of_ones_own),
+    *(seeded.loss_summed_over_a_group_of_ones_own, seeded.fully_sharded),
 )
 SUM = "sum the partial one first, by reduce_from_tensor_parallel_region"
 
-# program, degrees, bug, what the mend says; programs of styles.py have one bug each
+# program, degrees, bug, what the mend says; programs without one are a bug
 CAUGHT = [
     (seeded.by_hand, TENSOR, "missing copy", "copy_to_tensor_model_parallel_region"),
     (seeded.by_hand, TENSOR, "double copy", "summed twice"),
@@ -56,11 +55,11 @@ CAUGHT = [
     (seeded.dropped, TENSOR, "dropped part outside", "fork()"),
     (seeded.dropped, TENSOR, "dropped sum inside", "fork()"),
     (seeded.differentiable_sum, {"data": 2}, "summed gradient over data", ""),
-    (styles.shard_written_through_a_view, TENSOR, None, "gather or reduce it first"),
-    (styles.scaled_loss_of_a_part, TENSOR, None, "reduce what the loss is made of"),
-    (styles.inside_reentrant_checkpoint, TENSOR, None, "copy_to_tensor_parallel_region"),
-    (styles.mistake_in_compiled, TENSOR, None, SUM),
-    (styles.loss_summed_over_a_group_of_ones_own, DATA, None, "reduce a detached copy"),
+    (seeded.shard_written_through_a_view, TENSOR, None, "gather or reduce it first"),
+    (seeded.scaled_loss_of_a_part, TENSOR, None, "reduce what the loss is made of"),
+    (seeded.inside_reentrant_checkpoint, TENSOR, None, "copy_to_tensor_parallel_region"),
+    (seeded.mistake_in_compiled, TENSOR, None, SUM),
+    (seeded.loss_summed_over_a_group_of_ones_own, DATA, None, "reduce a detached copy"),
 ]
 
 
@@ -69,7 +68,7 @@ def line_of(program, bug):
     mark = re.compile(rf"# here:.*{bug}" if bug else "# here$")
     marked = [i for i, line in enumerate(source, first or 1) if mark.search(line)]
     assert len(marked) == 1, bug
-    return f"seeded.py:{marked[0]}, in " if bug else f"styles.py:{marked[0]}, in {program.__name__}"
+    return f"seeded.py:{marked[0]}, in {'' if bug else program.__name__}"
 
 
 def error_of(program, *given):
@@ -105,10 +104,10 @@ def test_a_seeded_bug_is_caught_at_its_line(program, degrees, bug, mend):
         *((seeded.by_hand, TENSOR), (seeded.sequence, TENSOR), (seeded.tagged, TENSOR)),
         *((seeded.layers, TENSOR), (seeded.loss, DATA), (seeded.trained, DATA)),
         *((seeded.loss, CONTEXT), (seeded.dropped, TENSOR)),
-        *((seeded.differentiable_sum, {"data": 2}), (styles.experts, TENSOR)),
-        *((styles.hooks, TENSOR), (styles.reentrant_checkpoints, TENSOR), (styles.nested, TENSOR)),
-        *((styles.tensors_like_others, TENSOR), (styles.default_devices, TENSOR)),
-        *((styles.groups_of_ones_own, TENSOR), (styles.fully_sharded, DATA)),
+        *((seeded.differentiable_sum, {"data": 2}), (seeded.experts, TENSOR)),
+        *((seeded.hooks, TENSOR), (seeded.reentrant_checkpoints, TENSOR), (seeded.nested, TENSOR)),
+        *((seeded.tensors_like_others, TENSOR), (seeded.default_devices, TENSOR)),
+        *((seeded.groups_of_ones_own, TENSOR), (seeded.fully_sharded, DATA)),
     ],
 )
 def test_code_without_a_bug_is_clean(program, degrees):
@@ -119,7 +118,7 @@ def test_code_is_compiled_again_afterwards():
     def is_compiled():
         return torch.compiler.is_compiling()
 
-    assert errors_of(styles.compiled, TENSOR) == [None] * 2
+    assert errors_of(seeded.compiled, TENSOR) == [None] * 2
     assert torch.compile(is_compiled, backend="eager")()
 
 
@@ -155,7 +154,7 @@ def test_what_cannot_be_known_is_declared():
     up = tp.ColumnParallelLinear(8, 16, gather_output=False, seed=1)
     hidden = torch.ones(4, 8, requires_grad=True)
     with tp.check(nn.ModuleDict({"layer": up})):
-        copied = styles._Seen.apply(hidden)
+        copied = seeded._Seen.apply(hidden)
         with pytest.raises(tp.ParallelTypeError, match=r"parameter layer\.weight \(8, 8\) is var"):
             nn.functional.linear(copied, up.weight)
         nn.functional.linear(tp.declare_type(copied, tensor="replicated"), up.weight)
@@ -175,12 +174,12 @@ def test_declarations_are_looked_at_and_outside_nothing_has_a_type():
 
 @on_ranks(2, tensor=2)
 def test_views_and_linear_operations_keep_the_type_and_others_are_refused():
-    up, down, bias = styles.weights()
+    up, down, bias = seeded.weights()
     with tp.check():
-        hidden = styles.data(4, 16)
-        split = styles.inner(hidden, up)
+        hidden = seeded.data(4, 16)
+        split = seeded.inner(hidden, up)
         heads, rows = (
-            tp.declare_type(styles.data(*shape), tensor="varying")
+            tp.declare_type(seeded.data(*shape), tensor="varying")
             for shape in ((3, 5, 2, 4), (2, 4, 5))
         )
         out = split @ down.T
@@ -188,8 +187,8 @@ def test_views_and_linear_operations_keep_the_type_and_others_are_refused():
         partial = (
             *(out, out * 2 + out, out.sum(), out.to(torch.float64), torch.cat([out, out])),
             *(down @ split.T, torch.einsum("bf,hf->bh", split, down)),
-            *(torch.einsum("bf,hf", split, down), F.conv1d(rows, styles.sharded(8, 4, 1, dim=1))),
-            torch.tensordot(heads, styles.sharded(2, 4, 16, dim=0), dims=2),
+            *(torch.einsum("bf,hf", split, down), F.conv1d(rows, seeded.sharded(8, 4, 1, dim=1))),
+            torch.tensordot(heads, seeded.sharded(2, 4, 16, dim=0), dims=2),
         )
         whole = [torch.zeros(3)]
         for kind, found in (("varying", varying), ("partial", partial), ("invariant", whole)):

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from on_ranks import on_ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ezpz_tp as tp
@@ -270,9 +269,6 @@ def test_from_before_initialization_to_after():
     tp.destroy_tensor_parallel()
 
 
-MODEL_AXES = ("tensor", "context", "data", "pipeline")
-
-
 def summed(state, *axes):
     """The sum of the ranks in a group, as the group itself computes it."""
     total = torch.tensor([float(state.rank)])
@@ -285,7 +281,7 @@ def test_made_and_freed_again_and_again():
     names, world = set(), dist.distributed_c10d._world
     for degrees in [(2, 1, 1), (2, 1, 1), (2, 1, 2), (1, 2, 2), (1, 1, 4), (4, 1, 1), (2, 2, 1)]:
         state = tp.ParallelState.create(*degrees, also=[("tensor", "pipeline")], embedding=True)
-        for axes in (*((axis,) for axis in MODEL_AXES), ("tensor", "pipeline")):
+        for axes in (*((axis,) for axis in tp.AXES), ("tensor", "pipeline")):
             assert summed(state, *axes) == sum(state.ranks(*axes)), (degrees, axes)
             assert state.group(*axes).rank() == state.index(*axes)
         if state.has("embedding"):
@@ -435,16 +431,12 @@ def test_the_largest_machine_makes_one_group_an_axis_in_little_memory(the_larges
     assert state.made == 4
     assert peak < 2**20
     assert state.layout == the_largest_machine
-    for axis in MODEL_AXES:
+    for axis in tp.AXES:
         assert state.group(axis).size() == state.size(axis) == state.layout.degree(axis)
-    state.destroy()
     # A product that was not made says how to make it.
-    state = tp.ParallelState.create(12, 2, 8)
-    with pytest.raises(
-        tp.ParallelError, match=r"spans pipeline x tensor \(degrees 8 x 12\)"
-    ) as error:
+    told = r"spans pipeline x tensor \(degrees 8 x 12\).*also=\[\('tensor', 'pipeline'\)\]"
+    with pytest.raises(tp.ParallelError, match=told):
         state.group("pipeline", "tensor")
-    assert "also=[('tensor', 'pipeline')]" in str(error.value)
     assert not state.has_group("pipeline", "tensor")
     ranks = the_largest_machine.group_of(("tensor", "pipeline"), 77_777)
     assert state.ranks("pipeline", "tensor") == ranks
@@ -466,12 +458,8 @@ def test_meshes():
         assert mesh.get_group("dp") is state.group("data")
         assert tuple(mesh.get_coordinate()) == (state.index("data"), state.index("tensor"))
         assert tuple(mesh["tp"].mesh.tolist()) == state.ranks("tensor")
-        whole = torch.arange(8.0).reshape(4, 2)
-        shards = distribute_tensor(whole, mesh["tp"], [Shard(0)], src_data_rank=None)
-        assert torch.equal(shards.to_local(), whole[2 * state.index("tensor") :][:2])
-        assert torch.equal(shards.full_tensor(), whole)
         back = tp.ParallelState.from_mesh(mesh)
-        for axis in ("tensor", "data", "context", "pipeline"):
+        for axis in tp.AXES:
             assert back.ranks(axis) == state.ranks(axis)
             assert back.index(axis) == state.index(axis)
         assert back.group("tensor") is state.group("tensor")
@@ -506,10 +494,10 @@ def test_meshes():
         assert state.to_mesh() is mesh
         assert state.layout is not None
         assert state.layout.degree("tensor") == state.size("tensor")
-        for axis in ("tensor", "context", "data", "pipeline"):
+        for axis in tp.AXES:
             assert state.ranks(axis) == tuple(dist.get_process_group_ranks(state.group(axis)))
             assert state.index(axis) == state.group(axis).rank()
-        axes = [axis for axis in ("tensor", "context", "data", "pipeline") if state.size(axis) > 1]
+        axes = [axis for axis in tp.AXES if state.size(axis) > 1]
         assert state.group(*axes) is dist.group.WORLD
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     assert str(tp.ParallelState.from_mesh(mesh).layout) == str(tp.RankLayout(4, tensor=2))
