@@ -133,8 +133,6 @@ def loss(bug=None):
             value = value.mean()
         else:
             value = tp.vocab_parallel_cross_entropy(logits, labels).mean()
-        if bug == "sum over tensor ranks":
-            value = tp.reduce_from_tensor_parallel_region(value)  # here: sum over tensor ranks
         if bug == "in place over data":
             dist.all_reduce(value, group=state.group("data"))  # here: in place over data
         if bug == "twice over context":

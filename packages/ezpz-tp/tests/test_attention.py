@@ -102,23 +102,21 @@ def worst_of(kind, case, heads=1, ring=1, *layout):
 
 
 CAUSAL, GROUPED = Case(is_causal=True), Case(kv_heads=2, is_causal=True)
-RING = {
+BOTH = {
     "all see all": Case(),
     "causal": CAUSAL,
     "causal, not balanced": Case(is_causal=True, balanced=False),
-    "grouped": GROUPED,
     "one key head, scale": Case(kv_heads=1, balanced=False, scale=0.7),
+}
+RING = BOTH | {
+    "grouped": GROUPED,
     "other value_dim": Case(kv_heads=2, value_dim=6, is_causal=True),
     "odd head_dim": Case(head_dim=7, value_dim=7, is_causal=True),
     "more keys than queries": Case(keys=96),
 }
-ULYSSES = {
-    "all see all": Case(),
-    "causal": CAUSAL,
-    "causal, not balanced": Case(is_causal=True, balanced=False),
+ULYSSES = BOTH | {
     "a key head for two query heads": Case(heads=8, is_causal=True),
     "fewer key heads than ranks": Case(heads=8, kv_heads=2, is_causal=True),
-    "one key head, scale": Case(kv_heads=1, balanced=False, scale=0.7),
     "key heads that do not divide": Case(heads=12, kv_heads=3, value_dim=6),
     "more keys than queries": Case(keys=80),
     # Of 6 ranks with 2 of 12 heads each, 3 of which share a key head, the second needs two.

@@ -46,7 +46,6 @@ CAUGHT = [
     (seeded.layers, TENSOR, "gathered before the row", "input_is_parallel=False"),
     (seeded.loss, TENSOR, "own part of the logits", "vocab_parallel_cross_entropy"),
     (seeded.loss, TENSOR, "gathered logits", "torch.nn.functional.cross_entropy"),
-    (seeded.loss, TENSOR, "sum over tensor ranks", "leave this reduction out"),
     (seeded.loss, DATA, "in place over data", "reduce a detached copy"),
     (seeded.loss, DATA, "copied over data", "reduce a detached copy for the log"),
     (seeded.loss, CONTEXT, "twice over context", "leave this reduction"),

@@ -67,15 +67,11 @@ def test_what_is_sent_and_what_is_not():
     assert torch.equal(data["text"], kept["text"])
 
 
-def per_group():
+@on_ranks(4, tensor=2, data=2, in_processes=True)
+def test_each_tensor_group_has_its_own_data():
     state = tp.get_state()
     data = {"x": torch.tensor([state.index("data")])} if state.index("tensor") == 0 else {}
-    return int(tp.broadcast_data(["x"], data, torch.int64)["x"])
-
-
-def test_each_tensor_group_has_its_own_data():
-    assert run_ranks(per_group, 4, tensor=2, data=2) == [0, 0, 1, 1]
-    assert run_ranks(per_group, 4, tensor=2, data=2, in_processes=True) == [0, 0, 1, 1]
+    assert tp.broadcast_data(["x"], data, torch.int64)["x"].item() == state.index("data")
 
 
 def test_alone_the_tensors_themselves():
@@ -168,7 +164,6 @@ def there_and_back(kind, dim, balanced, dtype):
     assert torch.equal(part, view.index_select(dim, own))
     assert part.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr()
     assert torch.equal(back, view)
-    grad = None
     if dtype.is_floating_point:
         weights = torch.arange(1.0, 1.0 + view.numel(), dtype=dtype).reshape(view.shape)
         back.backward(weights)  # the same on every rank: each keeps its part, zero elsewhere

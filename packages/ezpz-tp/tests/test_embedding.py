@@ -100,7 +100,6 @@ def test_trap_13_alone_it_is_nn_embedding():
         output = layer(ids)
         assert output.grad_fn.name() == "EmbeddingBackward0"
         assert torch.equal(output, expected(ids))
-        assert not layer.weight[3].any()
         assert layer.tp_group is None
 
 

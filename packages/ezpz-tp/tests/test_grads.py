@@ -58,7 +58,6 @@ def test_each_dtype_is_a_collective_and_main_grad_goes_first():
     assert main.grad is None
     assert main.main_grad.tolist() == [1 + 2 / 1024] * 2
     # A gradient that some ranks lack.
-    rank = tp.get_state().index("tensor")
     some = parameter(2, grad=5 if rank == 1 else None, sequence_parallel=True)
     nowhere = parameter(3, sequence_parallel=True)
     everywhere = parameter(1, grad=1, sequence_parallel=True)

@@ -163,30 +163,18 @@ def test_an_init_method_with_a_generator_advances_it_as_much_on_every_rank():
     assert all(torch.equal(state, states[0]) for state in states)
 
 
-def from_data(weight):
-    weight.copy_(torch.arange(weight.numel()).view(weight.shape))
-
-
-def one_row(weight):
-    weight.normal_()[3].zero_()
-
-
 def normalized(weight):
     weight.normal_().div_(weight.norm())
-
-
-def own_generator(weight):
-    weight.normal_(generator=torch.Generator().manual_seed(5))
 
 
 WHOLE = {
     "orthogonal": init.orthogonal_,
     "eye": init.eye_,
     "sparse": functools.partial(init.sparse_, sparsity=0.5),
-    "from data": from_data,
-    "one row": one_row,
+    "from data": lambda weight: weight.copy_(torch.arange(weight.numel()).view(weight.shape)),
+    "one row": lambda weight: weight.normal_()[3].zero_(),
     "normalized": normalized,
-    "own generator": own_generator,
+    "own generator": lambda weight: weight.normal_(generator=torch.Generator().manual_seed(5)),
     "random slopes": lambda weight: torch.rrelu_(weight.normal_(), training=True),
     "a list": lambda weight: torch._foreach_zero_([weight]),
     "a transpose": lambda weight: weight.T.normal_(),

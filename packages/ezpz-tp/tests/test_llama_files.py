@@ -70,15 +70,6 @@ def save(folder, whole, degree=2, generation=3):
     return folder
 
 
-@pytest.mark.parametrize(("degree", "generation"), [(1, 3), (2, 2), (2, 3)])
-def test_full_tensors_are_put_together(tmp_path, degree, generation):
-    whole = llama()
-    source = open_source(save(tmp_path / "in", whole, degree, generation))
-    assert_same(full(source), whole)
-    for name, entry in source.entries.items():
-        assert entry.shard.dim == dim_of(name, generation)
-
-
 @pytest.mark.parametrize("generation", [2, 3])
 def test_written_at_other_numbers_of_ranks_and_back(tmp_path, generation, monkeypatch):
     monkeypatch.setattr(ezpz_tp._formats, "CHUNK", 3000)  # so that tensors are read in parts
@@ -95,6 +86,7 @@ def test_written_at_other_numbers_of_ranks_and_back(tmp_path, generation, monkey
         assert json.loads((path / "params.json").read_text()) == PARAMS
     save_llama(path, tmp_path / "1", tp=1)
     assert_same(torch.load(tmp_path / "1" / "consolidated.00.pth"), whole)
+    assert_same(full(open_source(tmp_path / "1")), whole)
 
 
 def test_one_file_of_the_second_generation_is_written_for_two(tmp_path):

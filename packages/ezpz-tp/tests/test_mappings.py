@@ -147,15 +147,14 @@ def test_trap_13_alone_and_at_degree_one_every_region_is_the_identity():
     run_ranks(identities, 2, tensor=1)
 
 
-CUT = [tp.scatter_to_tensor_parallel_region, tp.scatter_to_sequence_parallel_region]
-CUT += [tp.reduce_scatter_to_sequence_parallel_region]
-CUT += [tp.reduce_scatter_last_dim_to_tensor_parallel_region]
-
-
 @pytest.mark.parametrize(
     ("function", "arguments", "message"),
     [
-        *((one, [torch.zeros(7, 7)], r".*\(7, 7\) is 7, which 2 ranks") for one in CUT),
+        *(
+            (getattr(regions, name), [torch.zeros(7, 7)], r".*\(7, 7\) is 7, which 2 ranks")
+            for name in NAMES
+            if "scatter_" in name
+        ),
         *(
             (getattr(regions, name), [torch.tensor(1.0)], "the input is 0-dim")
             for name in NAMES

@@ -384,7 +384,6 @@ def test_what_deepspeed_calls():
         ("model_parallel", 4, rank),
         ("data_parallel", 1, 0),
         ("slice_parallel", 2, t),
-        ("tensor_model_parallel", 2, t),
         ("pipe_parallel", 2, p),
         ("sequence_parallel", 1, 0),
         ("sequence_data_parallel", 1, 0),

@@ -451,10 +451,7 @@ def test_layers_that_thawed_are_a_change():
         chunk(batch()[0])
 
 
-def pipeline_with(**options):
-    return tp.Pipeline(Part, **{"layers": LAYERS, "microbatches": 4, "loss": mean_square} | options)
-
-
+pipeline_with = partial(pipeline_of, (2, "1f1b", 1, 4))
 INTERLEAVED = {"schedule": "interleaved", "virtual": 2}
 
 

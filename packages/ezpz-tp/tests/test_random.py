@@ -191,9 +191,9 @@ def test_recomputation_repeats_the_streams_and_leaves_them(tracker, device):
             inside = torch.rand(1, device=device)
         return x.grad.clone(), loss.detach(), mark, torch.rand(1, device=device), inside
 
-    again = partial(checkpointed, run, tracker)
-    for plain, recomputed in zip(train(run), train(again), strict=True):
-        assert torch.equal(plain, recomputed)
+    plain, ours = train(run), partial(tp.checkpoint_activations, run, tracker=tracker)
+    for again in (partial(checkpointed, run, tracker), ours):
+        assert all(map(torch.equal, train(again), plain))
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
@@ -343,24 +343,6 @@ def test_alone_it_is_torchs():
 
     with torch.no_grad():
         assert tp.checkpoint_activations(torch.sin, torch.zeros(2)).tolist() == [0, 0]
-
-
-def test_a_tracker_of_ones_own():
-    tracker = tp.RngTracker("cpu")
-    tracker.add(MODEL, 1)
-
-    def function(x):
-        with tracker.fork():
-            return nn.functional.dropout(x, 0.5).exp()
-
-    x = torch.zeros(64, dtype=torch.float64, requires_grad=True)
-    y = tp.checkpoint_activations(function, x, tracker=tracker)
-    (grad,) = torch.autograd.grad(y.sum(), x)
-    tracker.reset()
-    tracker.add(MODEL, 1)
-    with tracker.fork():
-        mask = nn.functional.dropout(torch.ones(64, dtype=torch.float64), 0.5)
-    assert torch.equal(grad, mask)
 
 
 @on_ranks(3)

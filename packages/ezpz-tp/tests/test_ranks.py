@@ -8,8 +8,6 @@ import ezpz_tp as tp
 def test_order_is_tensor_context_data_pipeline():
     layout = tp.RankLayout(16, tensor=2, context=2, pipeline=2)
     assert [layout.stride(axis) for axis in tp.AXES] == [1, 2, 4, 8]
-    assert layout.group_of("pipeline", 3) == (3, 11)
-    assert layout.group_of("context", 3) == (1, 3)
 
 
 def test_what_does_not_exist():

@@ -1,13 +1,12 @@
 import copy
 from contextlib import nullcontext
 from functools import partial
-from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
 import torch
 from on_ranks import load_code, on_ranks
-from torch.distributed import checkpoint
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.nn.init import normal_, ones_
 
@@ -16,7 +15,6 @@ import ezpz_tp.tensor_parallel.gtp_api
 from ezpz_tp import parallel_state, tensor_parallel
 from ezpz_tp._errors import DegreeError, ParallelError
 from ezpz_tp._mappings import all_gather
-from ezpz_tp._state_dict import gather_state_dict
 from ezpz_tp.model_parallel_config import ModelParallelConfig
 from ezpz_tp.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from ezpz_tp.testing import counting, run_ranks
@@ -138,30 +136,12 @@ def test_an_output_layer_can_borrow_its_weight():
         output(numbers(3, 8))
     with pytest.raises(DegreeError, match=r"\(5, 8\); expected \(6, 8\) at degree 2"):
         output(numbers(3, 8), numbers(5, 8))
-    assert embedding(torch.arange(12).view(3, 4)).shape == (3, 4, 8)
-
-
-def both_embeddings(**more):
-    """Of a part of the sequence and of all of it, with the same weights."""
-    options = {"init_method": normal_, "config": settings(**more)}
-    cut = VocabParallelEmbedding(12, 8, reduce_scatter_embeddings=True, **options)
-    whole = VocabParallelEmbedding(12, 8, **options)
-    whole.load_state_dict(cut.state_dict())
-    return cut, whole
-
-
-@on_ranks(2)
-def test_embeddings_of_a_part_of_the_sequence():
-    cut, whole = both_embeddings(tensor_model_parallel_size=2, sequence_parallel=True)
-    ids, rank = torch.arange(12).view(3, 4), ezpz_tp.get_tensor_parallel_rank()
-    assert torch.equal(cut(ids), whole(ids).transpose(0, 1).chunk(2)[rank])
-    assert cut(ids).shape == (2, 3, 8)
 
 
 def test_alone_the_sequence_comes_first_too():
-    cut, whole = both_embeddings()
-    ids = torch.arange(12).view(3, 4)
-    assert torch.equal(cut(ids), whole(ids.t()))
+    options = {"init_method": normal_, "config": settings(), "reduce_scatter_embeddings": True}
+    embedding, ids = VocabParallelEmbedding(12, 8, **options), torch.arange(12).view(3, 4)
+    assert torch.equal(embedding(ids), functional.embedding(ids.t(), embedding.weight))
 
 
 def test_what_a_configuration_says():
@@ -238,10 +218,9 @@ def test_check_points_of_plain_layers_and_of_megatrons():
     model.load_state_dict({**model.state_dict(), "0._extra_state": b"Transformer Engine's"})
 
 
-def megatrons_model(degree, seed):
-    config = settings(tensor_model_parallel_size=degree)
-    torch.manual_seed(seed)
-    return torch.nn.ModuleDict(
+def sharded_as_by_us():
+    config = settings(tensor_model_parallel_size=ezpz_tp.get_tensor_parallel_world_size())
+    model = torch.nn.ModuleDict(
         {
             "table": VocabParallelEmbedding(13, 8, config=config, init_method=normal_),
             "up": column(config=config, stride=2),
@@ -249,38 +228,24 @@ def megatrons_model(degree, seed):
             "head": column(8, 14, config=config, bias=False),
         }
     )
-
-
-def sharded(model):
-    held = {}
+    found = {}
     for name, layer in model.items():
-        held |= layer.sharded_state_dict(f"{name}.", (), {"dp_cp_group": None})
-    return held
+        found |= layer.sharded_state_dict(f"{name}.", (), {"dp_cp_group": None})
+    ours = ezpz_tp.dtensor_state_dict(model)
+    assert found.keys() == {name for name in ours if "_extra_state" not in name}
+    for name, value in found.items():
+        held = [value, ours[name]]
+        assert value.shape == ours[name].shape
+        if isinstance(value, DTensor):
+            assert value.placements == ours[name].placements
+            held = [each.to_local() for each in held]
+        assert held[0].data_ptr() == held[1].data_ptr()  # views, which are filled
 
 
-def save_sharded(path):
-    model = megatrons_model(2, seed=1)
-    held = sharded(model)
-    for name, shape in {
-        "table.weight": (13, 8),
-        "head.weight": (14, 8),
-        "up.weight.block1": (6, 8),
-        "down.bias": (8,),
-    }.items():
-        assert held[name].shape == shape
-    checkpoint.save(held, checkpoint_id=path)
-    return gather_state_dict(model)
-
-
-@pytest.mark.skipif(find_spec("numpy") is None, reason="torch sends objects by numpy")
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-def test_sharded_state_dict_loads_at_another_degree(tmp_path):
-    path = str(tmp_path / "a")
-    expected = run_ranks(save_sharded, 2, path, in_processes=True)[0]
-    model = megatrons_model(1, seed=2)
-    checkpoint.load(sharded(model), checkpoint_id=path)
-    for name, value in model.state_dict().items():
-        assert value is None or torch.equal(value, expected[name]), name
+def test_sharded_state_dict_is_what_is_saved_and_loaded_as_ours():
+    """At any degree: test_dcp."""
+    sharded_as_by_us()
+    run_ranks(sharded_as_by_us, 2, in_processes=True)
 
 
 def test_what_sharded_state_dict_does_not_support():

@@ -55,32 +55,17 @@ class OddError(Exception):
         super().__init__(f"{one}{two}")
 
 
-def end():
-    os._exit(7)
-
-
-def raise_(error, *args):
-    raise error(*args)
-
-
-FAILURES = {
-    "plain": partial(raise_, LookupError, "of this rank only"),
-    "odd": partial(raise_, OddError, "a", "b"),
-    "exit": end,
-}
-
-
-def fail_on(rank, kind):
+def fail_on(rank, error, *args):
     if tensor_rank() == rank:
-        FAILURES[kind]()
+        raise error(*args)  # or end, by os._exit
     sum_of_ranks(1)
 
 
 @BOTH
 def test_the_first_failure_is_raised_at_once_with_its_rank(in_processes):
-    before = time.monotonic()
+    before, failing = time.monotonic(), partial(fail_on, 1, LookupError, "of this rank only")
     with pytest.raises(LookupError, match="of this rank only") as info:
-        run_ranks(fail_on, 3, 1, "plain", in_processes=in_processes, timeout=300)
+        run_ranks(failing, 3, in_processes=in_processes, timeout=300)
     assert time.monotonic() - before < 120
     assert "raised by rank 1 of 3" in "".join(info.value.__notes__)
     assert run_ranks(sum_of_ranks, 3, 1, in_processes=in_processes) == [3, 3, 3]
@@ -89,11 +74,11 @@ def test_the_first_failure_is_raised_at_once_with_its_rank(in_processes):
 def test_a_process_that_ends_and_what_does_not_pickle():
     # A process that ends is replaced.
     with pytest.raises(RankError, match="rank 1 ended with status 7"):
-        run_ranks(fail_on, 2, 1, "exit", in_processes=True)
+        run_ranks(fail_on, 2, 1, os._exit, 7, in_processes=True)
     assert run_ranks(sum_of_ranks, 2, 1, in_processes=True) == [1, 1]
     # An error that does not pickle is told in words.
     with pytest.raises(RankError, match="OddError: ab") as info:
-        run_ranks(fail_on, 2, 0, "odd", in_processes=True)
+        run_ranks(fail_on, 2, 0, OddError, "a", "b", in_processes=True)
     assert "fail_on" in "".join(info.value.__notes__)
 
     with pytest.raises(TypeError, match=r"lambda.*top level of a module"):
