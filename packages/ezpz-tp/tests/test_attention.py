@@ -191,13 +191,12 @@ def from_sequence_first(tensor):
     return tensor.detach().permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3)
 
 
-def last_dim_apart(tensor):
-    return tensor.detach().mT.contiguous().mT
-
-
 @pytest.mark.parametrize(
     ("kind", "layout"),
-    [("ring", from_sequence_first), ("ring", last_dim_apart), ("ulysses", from_sequence_first)],
+    [
+        *(("ring", from_sequence_first), ("ulysses", from_sequence_first)),
+        ("ring", lambda tensor: tensor.detach().mT.contiguous().mT),  # the last dim is apart
+    ],
 )
 def test_other_layouts_in_memory(kind, layout):
     assert worst_of(kind, GROUPED, 2, 1, layout) < 1e-12
@@ -364,12 +363,9 @@ def test_twice_the_sequence_on_twice_the_ranks_in_the_same_memory(attend):
     assert max(largest for _, largest in (*four, *eight)) < 256 * 256 * 4
 
 
-def turned(q, k, v, **_):
-    return q.transpose(1, 2)
-
-
 # Shapes of q, of k and v, and of v where it differs; dtypes of q, and of k and v.
-Q, WITH_CAUSE, OWN = (1, 2, 4, 8), {"is_causal": True}, {"attention": turned}
+Q, WITH_CAUSE = (1, 2, 4, 8), {"is_causal": True}
+TURNED = {"attention": lambda q, *_, **__: q.transpose(1, 2)}
 FLOATS, INTEGERS = (torch.float32,) * 2, (torch.int64,) * 2
 SHAPE, DEGREE = tp.ParallelError, tp.DegreeError
 REFUSED_BY_RING = [
@@ -395,7 +391,7 @@ REFUSED_BY_ULYSSES = [
     ([Q, (1, 2, 3, 8)], {}, FLOATS, DEGREE, "has 4 queries and 3 keys"),
     ([Q, (1, 2, 6, 8)], WITH_CAUSE, FLOATS, DEGREE, "is_causal with 4 queries and 6 keys"),
     ([(4, 8)] * 2, {}, FLOATS, SHAPE, r"ulysses_attention: q \(4, 8\), .*; expected \[batch"),
-    ([Q, Q], OWN, FLOATS, SHAPE,
+    ([Q, Q], TURNED, FLOATS, SHAPE,
      r"returned \(1, 8, 1, 8\) for queries of shape \(1, 1, 8, 8\); expected"),
 ]  # fmt: skip
 

@@ -31,10 +31,6 @@ def own_part(layer, full):
     return torch.cat([full, padding])[index * rows : (index + 1) * rows]
 
 
-def dense(tensor):
-    return tensor.to_dense() if tensor.is_sparse else tensor
-
-
 def as_nn(kind, vocabulary, options, sequence_parallel):
     state = tp.get_state()
     more = {"sequence_parallel": True} if sequence_parallel else {}
@@ -56,7 +52,7 @@ def as_nn(kind, vocabulary, options, sequence_parallel):
     assert layer.weight.grad.is_sparse == expected.weight.grad.is_sparse
     pairs = [
         (output, own[0]),
-        (dense(layer.weight.grad), own_part(layer, dense(expected.weight.grad))),
+        (layer.weight.grad.to_dense(), own_part(layer, expected.weight.grad.to_dense())),
         (layer.weight, own_part(layer, expected.weight)),
     ]
     # Columns are summed in another order.

@@ -17,9 +17,7 @@ import ezpz_tp as tp
 from ezpz_tp._fused import column_linear, row_linear
 from ezpz_tp.testing import counting, run_ranks
 
-
-def group():
-    return tp.get_state().group("tensor")
+group = tp.get_tensor_parallel_group
 
 
 @pytest.mark.parametrize("init", ["blocks", "whole"])
@@ -343,8 +341,7 @@ def own(full, dim):
     return full.chunk(group().size(), dim)[group().rank()].clone()
 
 
-def close(actual, expected):
-    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
+close = partial(torch.testing.assert_close, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(

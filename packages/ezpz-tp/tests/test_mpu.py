@@ -21,9 +21,7 @@ from ezpz_tp.model_parallel import initialize as fairscale
 from ezpz_tp.model_parallel_config import ModelParallelConfig
 from ezpz_tp.testing import run_ranks
 
-
-def the_ranks(group):
-    return dist.get_process_group_ranks(group)
+the_ranks = dist.get_process_group_ranks
 
 
 def place(name):

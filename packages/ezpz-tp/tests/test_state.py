@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from on_ranks import on_ranks
+from test_tensor_parallel import column
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -19,8 +20,6 @@ import ezpz_tp as tp
 from ezpz_tp import parallel_state
 from ezpz_tp._current import tensor_group
 from ezpz_tp._groups import Alone
-from ezpz_tp.model_parallel_config import ModelParallelConfig
-from ezpz_tp.tensor_parallel import ColumnParallelLinear
 from ezpz_tp.testing import run_ranks
 
 
@@ -547,13 +546,7 @@ def of_experts(kind):
         tp.seed_model_parallel(1)
         with tp.get_rng_tracker().fork("expert-parallel-rng"):
             drawn = torch.rand(1).item()
-        layer = ColumnParallelLinear(
-            4,
-            8,
-            config=ModelParallelConfig(use_cpu_initialization=True),
-            init_method=torch.nn.init.zeros_,
-            is_expert=True,
-        )
+        layer = column(4, 8, is_expert=True)
         names = [f"get_expert_{name}_parallel" for name in ("tensor", "model", "data")]
         return (
             [getattr(parallel_state, f"{name}_world_size")() for name in names],

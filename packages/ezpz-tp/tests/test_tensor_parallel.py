@@ -43,6 +43,8 @@ def numbers(*shape, seed=1):
 
 # Code written for Megatron-LM, with another import.
 
+group = parallel_state.get_tensor_model_parallel_group
+
 
 def train_megatron_code(sequence_parallel, checked):
     code = load_code("megatron")
@@ -65,10 +67,6 @@ def train_megatron_code(sequence_parallel, checked):
     }
     parallel_state.destroy_model_parallel()
     return whole, grads, loss.detach(), draw
-
-
-def group():
-    return parallel_state.get_tensor_model_parallel_group()
 
 
 def unsharded(weights):

@@ -17,8 +17,7 @@ from ezpz_tp.testing._lattice import Part, same_on_all
 BOTH = pytest.mark.parametrize("in_processes", [False, True], ids=["threads", "processes"])
 
 
-def tensor_rank():
-    return tp.get_tensor_parallel_rank()
+tensor_rank = tp.get_tensor_parallel_rank
 
 
 def sum_of_ranks(scale):
