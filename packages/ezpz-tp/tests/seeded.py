@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from llama import Config, Llama, parallel_loss_of, text_batch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.nn.functional import all_reduce
 from torch.nn.functional import cross_entropy, dropout, gelu, linear, pad
 from torch.utils.checkpoint import checkpoint
 
@@ -148,8 +150,6 @@ def loss(bug=None):
 
 def differentiable_sum(bug=None):
     """torch's own differentiable all-reduce of a loss: its backward sums once more."""
-    from torch.distributed.nn.functional import all_reduce
-
     model = nn.Linear(4, 1)
     group = tp.get_data_parallel_group()
     with tp.check(model):
@@ -388,8 +388,6 @@ def groups_of_ones_own():
 
 def fully_sharded():
     """FSDP2 computes with parameters of its own."""
-    from torch.distributed.fsdp import fully_shard
-
     model = nn.Sequential(*products(16), nn.LayerNorm(16))
     with tp.keep_attributes(model):
         for one in model:

@@ -13,6 +13,8 @@ import seeded
 import torch
 from on_ranks import on_ranks
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import parallel
 from torch.nn import functional as F
 
 import ezpz_tp as tp
@@ -320,9 +322,6 @@ def test_shards_of_one_value_need_not_differ():
 
 @on_ranks(4, **DATA, in_processes=True)
 def test_distributed_tensors_differ_where_they_are_sharded():
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import parallel
-
     state, mesh = tp.get_state(), tp.get_state().to_mesh("cpu")
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4), nn.LayerNorm(4))
     how = {"0": parallel.ColwiseParallel(), "1": parallel.RowwiseParallel()}

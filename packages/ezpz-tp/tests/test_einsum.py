@@ -3,6 +3,8 @@ from itertools import product
 
 import pytest
 import torch
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 import ezpz_tp as tp
 from ezpz_tp import einsum_sharding
@@ -148,8 +150,6 @@ def test_placements_may_be_mappings():
 
 
 def test_placements_may_be_torchs():
-    from torch.distributed.tensor import Partial, Replicate, Shard
-
     answer = einsum_sharding(
         "bsh,hf->bsf", (Shard(0), Shard(-1)), [Replicate(), Shard(0)], mesh_axes=("data", "tensor")
     )
@@ -328,9 +328,6 @@ def test_malformed_arguments_are_told(operands, settings, message):
 
 
 def test_torchs_placements_that_mean_something_else_are_told():
-    from torch.distributed.tensor import Partial, Replicate, Shard
-    from torch.distributed.tensor.placement_types import _StridedShard
-
     for item in (Shard(2), Shard(-3), Partial("avg"), _StridedShard(0, split_factor=2)):
         with pytest.raises(ValueError, match=r"w: .* on axis t; expected Replicate\(\), Partial"):
             einsum_sharding("ab,bc->ac", (Replicate(),), (item,), mesh_axes=("t",))

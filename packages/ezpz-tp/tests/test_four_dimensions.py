@@ -22,6 +22,9 @@ from llama import (
     unsharded,
 )
 from on_ranks import on_ranks
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
@@ -163,8 +166,6 @@ def ddp(config):
 
 
 def fsdp2(config):
-    from torch.distributed.fsdp import fully_shard
-
     model = Llama(config).double()
     mesh = tp.get_state().to_mesh("cpu")["dp"]
     with tp.keep_attributes(model):
@@ -176,8 +177,6 @@ def fsdp2(config):
 
 
 def torchs_pipeline(config):
-    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
-
     state, rows, width = tp.get_state(), 4, config.sequence
     index, first = state.index("pipeline"), state.index("pipeline") == 0
     model = Llama(config, first=first, last=not first, layers=[index]).double()
@@ -259,8 +258,6 @@ def test_activation_checkpoints_with_dropout(sequence_parallel):
 
 def compiled(config, backend):
     """The largest difference that compiling makes, and how often it was compiled."""
-    from torch._dynamo.testing import CompileCounterWithBackend
-
     torch._dynamo.reset()
     counter = CompileCounterWithBackend(backend)
 

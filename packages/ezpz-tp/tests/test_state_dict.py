@@ -8,6 +8,7 @@ import torch
 from files import assert_same
 from on_ranks import on_ranks
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import ezpz_tp
@@ -213,8 +214,6 @@ def test_extra_state_is_passed_on():
 @on_ranks(2)
 def test_parameters_that_have_other_names_in_the_state_dict():
     """A wrapper whose hooks take its own name out of those in the state dict."""
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-
     layer = ColumnParallelLinear(4, 8, seed=1)
     module, twin = nn.Sequential(checkpoint_wrapper(layer)), nn.Sequential(copy.deepcopy(layer))
     full = gather_state_dict(module, optimizer=adam_of(module))
