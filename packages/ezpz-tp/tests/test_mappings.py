@@ -79,11 +79,14 @@ class Shared:
 def test_region(name, options, dim, input_, output, grad, forward, backward, expanded):
     region, given = getattr(regions, name), Shared(input_, dim, 0)
     incoming = Shared(grad, dim, 10, expanded)
+    gradient = incoming.held()
+    kept = gradient.clone()
     held = given.held().clone().requires_grad_()
     with counting() as before:
         found = region(held, **options)
     with counting() as after:
-        found.backward(incoming.held())
+        found.backward(gradient)
+    assert torch.equal(gradient, kept)
     close = {"rtol": 0, "atol": 1e-12}
     torch.testing.assert_close(found.detach(), given.cut(given.total, output), **close)
     torch.testing.assert_close(held.grad, incoming.cut(incoming.total, input_), **close)
