@@ -1,16 +1,25 @@
 """Parallel programs with one bug each, as people write them, and the same programs without.
 
 Every function builds its model, runs a step within `check`, and returns nothing; with its bug
-it ends in an error. ``# here`` marks the line that the error should name.
+it ends in an error. ``# here`` marks the line that the error should name. After them come bugs and
+clean code in other styles: operators, einsum, in place, experts, hooks, own groups.
 """
 
 import torch
 import torch.distributed as dist
 from llama import Config, Llama, parallel_loss_of, text_batch
 from torch import nn
-from torch.nn.functional import cross_entropy, dropout, gelu, linear
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.nn.functional import all_reduce
+from torch.nn.functional import cross_entropy, dropout, gelu, linear, pad
+from torch.utils.checkpoint import checkpoint
 
 import ezpz_tp as tp
+
+
+def products(size=8, **more):
+    up = tp.ColumnParallelLinear(size, 2 * size, gather_output=False, seed=1, **more)
+    return up, tp.RowParallelLinear(2 * size, size, input_is_parallel=True, seed=2, **more)
 
 
 class Mlp(nn.Module):
@@ -20,8 +29,7 @@ class Mlp(nn.Module):
         super().__init__()
         self.bug = bug
         self.norm = nn.LayerNorm(8)
-        self.up = tp.ColumnParallelLinear(8, 16, gather_output=False, seed=1)
-        self.down = tp.RowParallelLinear(16, 8, input_is_parallel=True, seed=2)
+        self.up, self.down = products()
 
     def forward(self, hidden):
         inner = self.norm(hidden)
@@ -68,8 +76,7 @@ def sequence(bug=None):
     if bug != "untagged norm":
         for parameter in norm.parameters():
             tp.mark_sequence_parallel(parameter)
-    up = tp.ColumnParallelLinear(8, 16, gather_output=False, sequence_parallel=True, seed=1)
-    down = tp.RowParallelLinear(16, 8, input_is_parallel=True, sequence_parallel=True, seed=2)
+    up, down = products(sequence_parallel=True)
     if bug == "untagged bias":
         down.bias.sequence_parallel = False
     embedding = tp.VocabParallelEmbedding(12, 8, seed=3)
@@ -96,22 +103,18 @@ def tagged(bug=None):
 
 
 def layers(bug=None):
-    up = tp.ColumnParallelLinear(8, 16, gather_output=False, seed=1)
-    down = tp.RowParallelLinear(16, 8, input_is_parallel=True, seed=2)
+    up, down = products()
     hidden = data(4, 8)
     with tp.check():
         if bug == "copy before the layer":
             inner = up(tp.copy_to_tensor_parallel_region(hidden))  # here: copy before the layer
-        elif bug == "two columns":
-            inner = up(hidden)
-            inner = up(inner.narrow(-1, 0, 8))  # here: two columns
         else:
             inner = up(hidden)
+        if bug == "two columns":
+            inner = up(inner.narrow(-1, 0, 8))  # here: two columns
         if bug == "gathered before the row":
             inner = tp.gather_from_tensor_parallel_region(inner).narrow(-1, 0, 8)
-            inner = down(inner)  # here: gathered before the row
-        else:
-            inner = down(inner)
+        inner = down(inner)  # here: gathered before the row
         inner.sum().backward()
 
 
@@ -132,8 +135,6 @@ def loss(bug=None):
             value = value.mean()
         else:
             value = tp.vocab_parallel_cross_entropy(logits, labels).mean()
-        if bug == "sum over tensor ranks":
-            value = tp.reduce_from_tensor_parallel_region(value)  # here: sum over tensor ranks
         if bug == "in place over data":
             dist.all_reduce(value, group=state.group("data"))  # here: in place over data
         if bug == "twice over context":
@@ -149,8 +150,6 @@ def loss(bug=None):
 
 def differentiable_sum(bug=None):
     """torch's own differentiable all-reduce of a loss: its backward sums once more."""
-    from torch.distributed.nn.functional import all_reduce
-
     model = nn.Linear(4, 1)
     group = tp.get_data_parallel_group()
     with tp.check(model):
@@ -163,8 +162,7 @@ def differentiable_sum(bug=None):
 def dropped(bug=None):
     tp.seed_model_parallel(1)
     tracker = tp.get_rng_tracker()
-    up = tp.ColumnParallelLinear(8, 16, gather_output=False, seed=1)
-    down = tp.RowParallelLinear(16, 8, input_is_parallel=True, seed=2)
+    up, down = products()
     with tp.check(up):
         hidden = data(4, 8)
         if bug == "dropped whole inside":
@@ -223,3 +221,194 @@ def tied(bug=None):
     with torch.no_grad():
         weight.sub_(weight.grad)
     tp.verify_replicated(model)
+
+
+# Other styles: a bug has a program of its own, and what has no line ``# here`` is clean.
+
+
+def sharded(*shape, dim):
+    parameter = nn.Parameter(torch.ones(shape))
+    tp.set_tensor_model_parallel_attributes(parameter, True, dim, 1)
+    return parameter
+
+
+def weights():
+    return sharded(8, 16, dim=0), sharded(16, 8, dim=1), nn.Parameter(torch.zeros(16))
+
+
+def inner(hidden, up):
+    return torch.relu(tp.copy_to_tensor_parallel_region(hidden) @ up.T)
+
+
+def shard_written_through_a_view():
+    up, norm = products(16)[0], nn.LayerNorm(32)
+    with tp.check():
+        buffer = torch.zeros(4, 32)
+        buffer[:, :16].copy_(up(data(4, 16)))
+        norm(buffer)  # here
+
+
+def scaled_loss_of_a_part():
+    up = products(16)[0]
+    with tp.check():
+        loss = up(data(4, 16)).sum()
+        loss.backward(torch.tensor(2.0))  # here
+
+
+def inside_reentrant_checkpoint():
+    up, down, _ = weights()
+
+    def block(hidden):
+        hidden = linear(hidden, up)  # here
+        return tp.reduce_from_tensor_parallel_region(hidden @ down.T)
+
+    with tp.check():
+        checkpoint(block, data(4, 16), use_reentrant=True).sum().backward()
+
+
+def loss_summed_over_a_group_of_ones_own():
+    groups = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
+    model = nn.Linear(4, 1)
+    with tp.check(model):
+        loss = model(data(2, 4)).mean()
+        dist.all_reduce(loss, group=groups[dist.get_rank() % 2])  # here
+
+
+def experts():
+    """Their partial outputs are put together first, and summed once."""
+    up, down, _ = weights()
+    gate = nn.Parameter(torch.ones(4, 16))
+    with tp.check():
+        hidden = data(6, 16)
+        score, chosen = (hidden @ gate.T).softmax(-1).topk(1)
+        score = tp.copy_to_tensor_parallel_region(score)
+        out = {name: torch.zeros_like(hidden) for name in ("add", "set", "scatter", "copy")}
+        for expert in range(4):
+            token, slot = torch.where(chosen == expert)
+            part = inner(hidden[token], up) @ down.T * score[token, slot, None]
+            out["add"].index_add_(0, token, part)
+            out["set"][token] = out["set"][token] + part
+            out["scatter"] = out["scatter"].scatter_add(0, token[:, None].expand(-1, 16), part)
+            out["copy"].index_copy_(0, token, part)
+        for one in out.values():
+            order = chosen[:, 0].argsort()
+            mixed = one[order].index_select(0, order.argsort())
+            mixed = pad(torch.where(order[:, None] < 9, mixed, 0.0), (0, 0, 0, 1))
+            assert not mixed.isnan().any()
+            assert tp.type_of(mixed)["tensor"] == "partial"
+            tp.reduce_from_tensor_parallel_region(mixed).sum().backward(retain_graph=True)
+
+
+class _TwoTypes(nn.Module):
+    def __init__(self, down):
+        super().__init__()
+        self.down = down
+
+    def forward(self, part, whole):
+        return part * 2, whole + self.down(part)
+
+
+def hooks():
+    """torch hands inputs and outputs of two types through one autograd function."""
+    up, down = products(16)
+    block = _TwoTypes(down)
+    block.register_full_backward_hook(lambda *_: None)
+    with tp.check():
+        hidden = data(4, 16)
+        part, whole = block(up(hidden), hidden)
+        assert (tp.type_of(part)["tensor"], tp.type_of(whole)["tensor"]) == ("varying", "invariant")
+        (whole.sum() + tp.reduce_from_tensor_parallel_region(part.sum())).backward()
+
+
+def reentrant_checkpoints():
+    """A block that makes another type."""
+    norm = nn.LayerNorm(16)
+    for parameter in norm.parameters():
+        tp.mark_sequence_parallel(parameter)
+    with tp.check():
+        part = checkpoint(tp.scatter_to_sequence_parallel_region, data(4, 16), use_reentrant=True)
+        part = checkpoint(norm, part, use_reentrant=True)
+        tp.gather_from_sequence_parallel_region(part, False).sum().backward()
+
+
+def tensors_like_others():
+    up = products(16)[0]
+    norm = nn.LayerNorm(16)
+    with tp.check():
+        hidden = norm(data(4, 16))
+        part = up(data(4, 16))
+        hidden.type_as(part), hidden.view_as(part), part.to(norm.weight)
+        for like in (torch.zeros_like, torch.ones_like, torch.empty_like):
+            assert tp.type_of(like(part) + hidden) == {"tensor": "invariant"}
+        total = part.new_zeros(4, 16)
+        total += part
+        assert tp.type_of(total) == {"tensor": "varying"}
+
+
+class _Seen(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, input_):
+        _Seen.device = torch.zeros(1).device.type
+        return input_ * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+def default_devices():
+    """Another function mode works on inside an autograd function."""
+    with torch.device("meta"), tp.check():
+        _Seen.apply(torch.ones(1))
+        assert _Seen.device == "meta"
+    with tp.check(), torch.device("meta"):
+        _Seen.apply(torch.ones(1))
+        assert _Seen.device == "meta"
+
+
+def nested():
+    up, down = products(16)
+    with tp.check() as outer:
+        with tp.check() as inside:
+            part = _Seen.apply(up(data(4, 16)))
+        down(part).sum().backward()
+    assert (outer.operations, inside.operations) == (4, 2)
+
+
+def groups_of_ones_own():
+    """Layers and regions that are given another group of the same ranks."""
+    group = dist.new_group([0, 1])
+    up, down = products(16, tp_group=group)
+    with tp.check():
+        hidden = data(4, 16)
+        copied = tp.copy_to_tensor_parallel_region(hidden, group)
+        total = tp.reduce_from_tensor_parallel_region(linear(copied, up.weight).sum(), group)
+        (total + (hidden + down(up(hidden))).sum()).backward()
+
+
+def fully_sharded():
+    """FSDP2 computes with parameters of its own."""
+    model = nn.Sequential(*products(16), nn.LayerNorm(16))
+    with tp.keep_attributes(model):
+        for one in model:
+            fully_shard(one, mesh=tp.get_state().to_mesh("cpu")["dp"])
+    with tp.check(model):
+        for _ in range(2):
+            model(data(4, 16)).square().mean().backward()
+    tp.verify_replicated(model, gradients=True)
+
+
+def compiled():
+    """It runs as it is written, and is checked."""
+    up, down = products(16)
+    model = torch.compile(nn.Sequential(up, down), backend="eager", fullgraph=True)
+    with tp.check() as checker:
+        assert tp.type_of(model(data(4, 16))) == {"tensor": "invariant"}
+    assert checker.operations == 2
+
+
+def mistake_in_compiled():
+    up, down, _ = weights()
+    model = torch.compile(lambda x: x + inner(x, up) @ down.T, backend="eager")  # here
+    with tp.check():
+        model(data(4, 16))

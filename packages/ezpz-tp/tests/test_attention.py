@@ -102,23 +102,21 @@ def worst_of(kind, case, heads=1, ring=1, *layout):
 
 
 CAUSAL, GROUPED = Case(is_causal=True), Case(kv_heads=2, is_causal=True)
-RING = {
+BOTH = {
     "all see all": Case(),
     "causal": CAUSAL,
     "causal, not balanced": Case(is_causal=True, balanced=False),
-    "grouped": GROUPED,
     "one key head, scale": Case(kv_heads=1, balanced=False, scale=0.7),
+}
+RING = BOTH | {
+    "grouped": GROUPED,
     "other value_dim": Case(kv_heads=2, value_dim=6, is_causal=True),
     "odd head_dim": Case(head_dim=7, value_dim=7, is_causal=True),
     "more keys than queries": Case(keys=96),
 }
-ULYSSES = {
-    "all see all": Case(),
-    "causal": CAUSAL,
-    "causal, not balanced": Case(is_causal=True, balanced=False),
+ULYSSES = BOTH | {
     "a key head for two query heads": Case(heads=8, is_causal=True),
     "fewer key heads than ranks": Case(heads=8, kv_heads=2, is_causal=True),
-    "one key head, scale": Case(kv_heads=1, balanced=False, scale=0.7),
     "key heads that do not divide": Case(heads=12, kv_heads=3, value_dim=6),
     "more keys than queries": Case(keys=80),
     # Of 6 ranks with 2 of 12 heads each, 3 of which share a key head, the second needs two.
@@ -193,13 +191,12 @@ def from_sequence_first(tensor):
     return tensor.detach().permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3)
 
 
-def last_dim_apart(tensor):
-    return tensor.detach().mT.contiguous().mT
-
-
 @pytest.mark.parametrize(
     ("kind", "layout"),
-    [("ring", from_sequence_first), ("ring", last_dim_apart), ("ulysses", from_sequence_first)],
+    [
+        *(("ring", from_sequence_first), ("ulysses", from_sequence_first)),
+        ("ring", lambda tensor: tensor.detach().mT.contiguous().mT),  # the last dim is apart
+    ],
 )
 def test_other_layouts_in_memory(kind, layout):
     assert worst_of(kind, GROUPED, 2, 1, layout) < 1e-12
@@ -291,13 +288,12 @@ def computed(case):
     return forward.calls, forward.pairs
 
 
+@on_ranks(4, context=4)
 def test_what_a_causal_mask_hides_is_not_computed():
-    half = 48 * 48 // 2
-    assert run_ranks(computed, 4, CAUSAL, context=4) == [(4, half // 4)] * 4  # the same for all
-    one_after_another = run_ranks(computed, 4, RING["causal, not balanced"], context=4)
-    assert [calls for calls, _ in one_after_another] == [1, 2, 3, 4]
-    assert sum(pairs for _, pairs in one_after_another) == half
-    assert run_ranks(computed, 4, Case(), context=4) == [(4, 48 * 12)] * 4
+    rank, block = tp.get_state().rank, 12 * 12  # of a rank's queries and another's keys
+    assert computed(Case()) == (4, 4 * block)
+    assert computed(CAUSAL) == (4, 2 * block)  # the same for all
+    assert computed(RING["causal, not balanced"]) == (rank + 1, rank * block + block // 2)
 
 
 def sent(kind, case):
@@ -367,12 +363,9 @@ def test_twice_the_sequence_on_twice_the_ranks_in_the_same_memory(attend):
     assert max(largest for _, largest in (*four, *eight)) < 256 * 256 * 4
 
 
-def turned(q, k, v, **_):
-    return q.transpose(1, 2)
-
-
 # Shapes of q, of k and v, and of v where it differs; dtypes of q, and of k and v.
-Q, WITH_CAUSE, OWN = (1, 2, 4, 8), {"is_causal": True}, {"attention": turned}
+Q, WITH_CAUSE = (1, 2, 4, 8), {"is_causal": True}
+TURNED = {"attention": lambda q, *_, **__: q.transpose(1, 2)}
 FLOATS, INTEGERS = (torch.float32,) * 2, (torch.int64,) * 2
 SHAPE, DEGREE = tp.ParallelError, tp.DegreeError
 REFUSED_BY_RING = [
@@ -398,7 +391,7 @@ REFUSED_BY_ULYSSES = [
     ([Q, (1, 2, 3, 8)], {}, FLOATS, DEGREE, "has 4 queries and 3 keys"),
     ([Q, (1, 2, 6, 8)], WITH_CAUSE, FLOATS, DEGREE, "is_causal with 4 queries and 6 keys"),
     ([(4, 8)] * 2, {}, FLOATS, SHAPE, r"ulysses_attention: q \(4, 8\), .*; expected \[batch"),
-    ([Q, Q], OWN, FLOATS, SHAPE,
+    ([Q, Q], TURNED, FLOATS, SHAPE,
      r"returned \(1, 8, 1, 8\) for queries of shape \(1, 1, 8, 8\); expected"),
 ]  # fmt: skip
 
@@ -498,13 +491,15 @@ def test_second_derivatives_of_an_attention_of_ones_own():
         assert (one - part(case, other)).abs().max() < 1e-10
 
 
-def split(ulysses):
+@on_ranks(8, tensor=2, context=4, in_processes=True)
+def test_splitting_the_context_axis():
     state = tp.get_state()
-    heads, ring = tp.split_context(ulysses)
-    again = tp.split_context(ulysses=ulysses, state=state)
+    heads, ring = tp.split_context(2)
+    again = tp.split_context(ulysses=2, state=state)
     assert again[0] is heads
     assert again[1] is ring
-    members = [dist.get_process_group_ranks(group) for group in (heads, ring)]
+    for group, apart in ((heads, 2), (ring, 4)):  # tensor is the fastest axis: ranks 1 apart
+        assert dist.get_process_group_ranks(group) == [state.rank & ~apart, state.rank | apart]
     # Gathered over both groups, the parts are the sequence.
     groups = {"group": ring, "ulysses_group": heads}
     own = tp.sequence_positions(24, **groups)
@@ -512,23 +507,8 @@ def split(ulysses):
     attend = attention("unified", GROUPED, {"ulysses_group": heads, "ring_group": ring})
     assert largest(attend, GROUPED, groups) < 1e-12
     tp.destroy_tensor_parallel()
-    with pytest.raises(KeyError):  # freed with the state, unless it is the context axis itself
-        dist.get_process_group_ranks(heads if heads.size() > 1 else ring)
-    return members
-
-
-def test_splitting_the_context_axis():
-    # tensor is the fastest axis, so context ranks are 2 apart.
-    assert run_ranks(split, 8, 2, tensor=2, context=4, in_processes=True) == [
-        [[0, 2], [0, 4]],
-        [[1, 3], [1, 5]],
-        [[0, 2], [2, 6]],
-        [[1, 3], [3, 7]],
-        [[4, 6], [0, 4]],
-        [[5, 7], [1, 5]],
-        [[4, 6], [2, 6]],
-        [[5, 7], [3, 7]],
-    ]
+    with pytest.raises(KeyError):  # freed with the state
+        dist.get_process_group_ranks(heads)
 
 
 @on_ranks(2, context=2, in_processes=True)

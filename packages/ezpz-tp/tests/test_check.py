@@ -1,6 +1,7 @@
 """`check` catches every seeded bug at its line, `verify_replicated` what differs; both no more."""
 
 import gc
+import re
 import weakref
 from functools import partial
 from inspect import getsourcelines
@@ -9,10 +10,11 @@ from pathlib import Path
 
 import pytest
 import seeded
-import styles
 import torch
 from on_ranks import on_ranks
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import parallel
 from torch.nn import functional as F
 
 import ezpz_tp as tp
@@ -20,9 +22,13 @@ from ezpz_tp._check.rules import is_foreign
 from ezpz_tp.testing import counting, run_ranks
 
 TENSOR, DATA, CONTEXT = {"tensor": 2}, {"tensor": 2, "data": 2}, {"tensor": 2, "context": 2}
-FORKED = seeded.dropped, seeded.differentiable_sum  # on processes: random streams, torch's groups
+FORKED = (  # on processes: random streams, torch's groups
+    *(seeded.dropped, seeded.differentiable_sum, seeded.groups_of_ones_own),
+    *(seeded.loss_summed_over_a_group_of_ones_own, seeded.fully_sharded),
+)
+SUM = "sum the partial one first, by reduce_from_tensor_parallel_region"
 
-# program, degrees, bug, what the mend says
+# program, degrees, bug, what the mend says; programs without one are a bug
 CAUGHT = [
     (seeded.by_hand, TENSOR, "missing copy", "copy_to_tensor_model_parallel_region"),
     (seeded.by_hand, TENSOR, "double copy", "summed twice"),
@@ -42,7 +48,6 @@ CAUGHT = [
     (seeded.layers, TENSOR, "gathered before the row", "input_is_parallel=False"),
     (seeded.loss, TENSOR, "own part of the logits", "vocab_parallel_cross_entropy"),
     (seeded.loss, TENSOR, "gathered logits", "torch.nn.functional.cross_entropy"),
-    (seeded.loss, TENSOR, "sum over tensor ranks", "leave this reduction out"),
     (seeded.loss, DATA, "in place over data", "reduce a detached copy"),
     (seeded.loss, DATA, "copied over data", "reduce a detached copy for the log"),
     (seeded.loss, CONTEXT, "twice over context", "leave this reduction"),
@@ -51,21 +56,20 @@ CAUGHT = [
     (seeded.dropped, TENSOR, "dropped part outside", "fork()"),
     (seeded.dropped, TENSOR, "dropped sum inside", "fork()"),
     (seeded.differentiable_sum, {"data": 2}, "summed gradient over data", ""),
+    (seeded.shard_written_through_a_view, TENSOR, None, "gather or reduce it first"),
+    (seeded.scaled_loss_of_a_part, TENSOR, None, "reduce what the loss is made of"),
+    (seeded.inside_reentrant_checkpoint, TENSOR, None, "copy_to_tensor_parallel_region"),
+    (seeded.mistake_in_compiled, TENSOR, None, SUM),
+    (seeded.loss_summed_over_a_group_of_ones_own, DATA, None, "reduce a detached copy"),
 ]
 
 
-def line_of(bug):
-    lines = Path(seeded.__file__).read_text().splitlines()
-    marked = [i for i, line in enumerate(lines, 1) if "# here:" in line and bug in line]
+def line_of(program, bug):
+    source, first = getsourcelines(seeded if bug else program)
+    mark = re.compile(rf"# here:.*{bug}" if bug else "# here$")
+    marked = [i for i, line in enumerate(source, first or 1) if mark.search(line)]
     assert len(marked) == 1, bug
-    return f"seeded.py:{marked[0]}, in "
-
-
-def line_in(program):
-    """Of styles.py, whose programs have one bug each."""
-    source, first = getsourcelines(program)
-    line = first + next(i for i, text in enumerate(source) if text.rstrip().endswith("# here"))
-    return f"styles.py:{line}, in {program.__name__}"
+    return f"seeded.py:{marked[0]}, in {'' if bug else program.__name__}"
 
 
 def error_of(program, *given):
@@ -76,83 +80,46 @@ def error_of(program, *given):
     return None
 
 
-def errors_of(program, degrees, *bug, **how):
-    how = {"in_processes": program in FORKED, **degrees, **how}
-    return run_ranks(error_of, prod(degrees.values()), program, *bug, **how)
+def errors_of(program, degrees, bug=None):
+    how = {"in_processes": program in FORKED, **degrees}
+    return run_ranks(error_of, prod(degrees.values()), program, *([bug] if bug else ()), **how)
 
 
-def assert_caught(errors, line, mend):
-    for error in errors:
+@pytest.mark.parametrize(
+    ("program", "degrees", "bug", "mend"), CAUGHT, ids=[c[2] or c[0].__name__ for c in CAUGHT]
+)
+def test_a_seeded_bug_is_caught_at_its_line(program, degrees, bug, mend):
+    line = line_of(program, bug)
+    for error in errors_of(program, degrees, bug):
         assert error is not None, "not caught"
         assert line in error
         assert mend in error.split("Mend:")[1]
+        if program is seeded.differentiable_sum:
+            assert "on the data axis: tensor () is replicated" in error
 
 
-@pytest.mark.parametrize(("program", "degrees", "bug", "mend"), CAUGHT, ids=[c[2] for c in CAUGHT])
-def test_a_seeded_bug_is_caught_at_its_line(program, degrees, bug, mend):
-    errors = errors_of(program, degrees, bug)
-    assert_caught(errors, line_of(bug), mend)
-    if program is seeded.differentiable_sum:
-        assert "on the data axis: tensor () is replicated" in errors[0]
-
-
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 @pytest.mark.parametrize(
     ("program", "degrees"),
     [
         *((seeded.by_hand, TENSOR), (seeded.sequence, TENSOR), (seeded.tagged, TENSOR)),
         *((seeded.layers, TENSOR), (seeded.loss, DATA), (seeded.trained, DATA)),
         *((seeded.loss, CONTEXT), (seeded.dropped, TENSOR)),
-        (seeded.differentiable_sum, {"data": 2}),
+        *((seeded.differentiable_sum, {"data": 2}), (seeded.experts, TENSOR)),
+        *((seeded.hooks, TENSOR), (seeded.reentrant_checkpoints, TENSOR), (seeded.nested, TENSOR)),
+        *((seeded.tensors_like_others, TENSOR), (seeded.default_devices, TENSOR)),
+        *((seeded.groups_of_ones_own, TENSOR), (seeded.fully_sharded, DATA)),
     ],
 )
-def test_the_same_program_without_a_bug_is_clean(program, degrees):
-    assert set(errors_of(program, degrees, None)) == {None}
-
-
-SUM = "sum the partial one first, by reduce_from_tensor_parallel_region"
-
-
-@pytest.mark.parametrize(
-    ("program", "mend"),
-    [
-        (styles.shard_written_through_a_view, "gather or reduce it first"),
-        (styles.scaled_loss_of_a_part, "reduce what the loss is made of"),
-        (styles.inside_reentrant_checkpoint, "copy_to_tensor_parallel_region"),
-        (styles.mistake_in_compiled, SUM),
-    ],
-)
-def test_bugs_in_other_styles(program, mend):
-    assert_caught(errors_of(program, TENSOR), line_in(program), mend)
-
-
-@pytest.mark.parametrize(
-    "program",
-    [
-        *(styles.experts, styles.hooks, styles.reentrant_checkpoints, styles.nested),
-        *(styles.tensors_like_others, styles.default_devices, styles.compiled),
-    ],
-)
-def test_clean_code_in_other_styles(program):
-    assert errors_of(program, TENSOR) == [None] * 2
-
-
-def test_groups_of_ones_own():
-    assert errors_of(styles.groups_of_ones_own, TENSOR, in_processes=True) == [None] * 2
-    program = styles.loss_summed_over_a_group_of_ones_own
-    errors = errors_of(program, DATA, in_processes=True)
-    assert_caught(errors, line_in(program), "reduce a detached copy")
-
-
-@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
-def test_parameters_that_fsdp2_has_replaced():
-    assert errors_of(styles.fully_sharded, DATA, in_processes=True) == [None] * 4
+def test_code_without_a_bug_is_clean(program, degrees):
+    assert set(errors_of(program, degrees)) == {None}
 
 
 def test_code_is_compiled_again_afterwards():
     def is_compiled():
         return torch.compiler.is_compiling()
 
-    assert errors_of(styles.compiled, TENSOR) == [None] * 2
+    assert errors_of(seeded.compiled, TENSOR) == [None] * 2
     assert torch.compile(is_compiled, backend="eager")()
 
 
@@ -188,7 +155,7 @@ def test_what_cannot_be_known_is_declared():
     up = tp.ColumnParallelLinear(8, 16, gather_output=False, seed=1)
     hidden = torch.ones(4, 8, requires_grad=True)
     with tp.check(nn.ModuleDict({"layer": up})):
-        copied = styles._Seen.apply(hidden)
+        copied = seeded._Seen.apply(hidden)
         with pytest.raises(tp.ParallelTypeError, match=r"parameter layer\.weight \(8, 8\) is var"):
             nn.functional.linear(copied, up.weight)
         nn.functional.linear(tp.declare_type(copied, tensor="replicated"), up.weight)
@@ -208,12 +175,12 @@ def test_declarations_are_looked_at_and_outside_nothing_has_a_type():
 
 @on_ranks(2, tensor=2)
 def test_views_and_linear_operations_keep_the_type_and_others_are_refused():
-    up, down, bias = styles.weights()
+    up, down, bias = seeded.weights()
     with tp.check():
-        hidden = styles.data(4, 16)
-        split = styles.inner(hidden, up)
+        hidden = seeded.data(4, 16)
+        split = seeded.inner(hidden, up)
         heads, rows = (
-            tp.declare_type(styles.data(*shape), tensor="varying")
+            tp.declare_type(seeded.data(*shape), tensor="varying")
             for shape in ((3, 5, 2, 4), (2, 4, 5))
         )
         out = split @ down.T
@@ -221,8 +188,8 @@ def test_views_and_linear_operations_keep_the_type_and_others_are_refused():
         partial = (
             *(out, out * 2 + out, out.sum(), out.to(torch.float64), torch.cat([out, out])),
             *(down @ split.T, torch.einsum("bf,hf->bh", split, down)),
-            *(torch.einsum("bf,hf", split, down), F.conv1d(rows, styles.sharded(8, 4, 1, dim=1))),
-            torch.tensordot(heads, styles.sharded(2, 4, 16, dim=0), dims=2),
+            *(torch.einsum("bf,hf", split, down), F.conv1d(rows, seeded.sharded(8, 4, 1, dim=1))),
+            torch.tensordot(heads, seeded.sharded(2, 4, 16, dim=0), dims=2),
         )
         whole = [torch.zeros(3)]
         for kind, found in (("varying", varying), ("partial", partial), ("invariant", whole)):
@@ -253,14 +220,10 @@ def test_at_degree_one_there_is_nothing_to_check():
         ("forgotten finalize_grads", "tensor", "norm.weight", "call finalize_grads once a step"),
         ("not averaged over data", "data", "norm.weight", "sum gradients over the data"),
         ("equal seeds", "tensor", "layers.0.feed_forward.up.weight", "the ranks were seeded alike"),
-        (None, None, None, None),
     ],
 )
 def test_what_differs_is_named_with_axis_and_ranks(bug, axis, parameter, mend):
     for rank, error in enumerate(errors_of(seeded.trained, DATA, bug)):
-        if bug is None:
-            assert error is None
-            continue
         ranks = {"tensor": (rank // 2 * 2, rank // 2 * 2 + 1), "data": (rank % 2, rank % 2 + 2)}
         assert f"{axis} axis, ranks {ranks[axis][0]}, {ranks[axis][1]}:" in error
         assert parameter in error
@@ -321,54 +284,44 @@ def test_any_shape_and_dtype():
     )
     for one in model[-3:]:
         one.requires_grad_(False)
-    before = error_of(tp.verify_replicated, model)
+    assert error_of(tp.verify_replicated, model) is None
     model[1050].data += tp.get_state().rank
-    after = error_of(tp.verify_replicated, model)
-    assert before is None
-    assert "1050 should be the same" in after
+    assert "1050 should be the same" in error_of(tp.verify_replicated, model)
 
 
-def test_a_parameter_without_values():
-    def program(*ranks):
-        meta = tp.get_state().rank in ranks
-        model = nn.Linear(2, 2, device="meta" if meta else "cpu")
-        error = r"weight .* is on the meta device" if meta else r"weight .* differs on 1"
-        with pytest.raises(tp.ParallelError, match=error):
-            tp.verify_replicated(model)
-
-    run_ranks(program, 2, 0, 1, data=2)
-    run_ranks(program, 2, 1, data=2)  # the other rank does not wait for it
+@pytest.mark.parametrize("ranks", [(0, 1), (1,)])  # the other rank does not wait for it
+@on_ranks(2, data=2)
+def test_a_parameter_without_values(ranks):
+    meta = tp.get_state().rank in ranks
+    model = nn.Linear(2, 2, device="meta" if meta else "cpu")
+    error = r"weight .* is on the meta device" if meta else r"weight .* differs on 1"
+    with pytest.raises(tp.ParallelError, match=error):
+        tp.verify_replicated(model)
 
 
 @pytest.mark.parametrize("few", [2, 1020])
+@on_ranks(2, data=2)
 def test_more_parameters_on_a_rank_also_than_are_sent_at_once(few):
-    def program(rank):
-        count = few + 8 * (tp.get_state().rank == rank)
-        model = nn.ParameterList(torch.full((), float(i)) for i in range(count))
-        return error_of(tp.verify_replicated, model)
-
-    assert run_ranks(program, 2, None, data=2) == [None] * 2
-    for error in run_ranks(program, 2, 1, data=2):
-        assert f"have other parameters ({few} on rank 0, {few + 8} on rank 1 compared)" in error
+    model = nn.ParameterList(torch.full((), float(i)) for i in range(few))
+    assert error_of(tp.verify_replicated, model) is None
+    if tp.get_state().rank == 1:
+        model.extend(torch.zeros(8).unbind())
+    error = error_of(tp.verify_replicated, model)
+    assert f"have other parameters ({few} on rank 0, {few + 8} on rank 1 compared)" in error
 
 
+@on_ranks(2)
 def test_shards_of_one_value_need_not_differ():
-    def program(corner):
-        up = tp.ColumnParallelLinear(4, 4, gather_output=False, seed=1)
-        with torch.no_grad():
-            up.weight.fill_(float("nan"))[0, 0] = corner
-        return error_of(tp.verify_replicated, up)
-
-    assert run_ranks(program, 2, float("nan"), tensor=2) == [None] * 2
-    for error in run_ranks(program, 2, 1.0, tensor=2):
-        assert "weight should be another one on each of them, and is the same on 0, 1" in error
+    up = tp.ColumnParallelLinear(4, 4, gather_output=False, seed=1)
+    nn.init.constant_(up.weight, float("nan"))
+    assert error_of(tp.verify_replicated, up) is None
+    up.weight.data[0, 0] = 1.0
+    told = "weight should be another one on each of them, and is the same on 0, 1"
+    assert told in error_of(tp.verify_replicated, up)
 
 
 @on_ranks(4, **DATA, in_processes=True)
 def test_distributed_tensors_differ_where_they_are_sharded():
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import parallel
-
     state, mesh = tp.get_state(), tp.get_state().to_mesh("cpu")
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4), nn.LayerNorm(4))
     how = {"0": parallel.ColwiseParallel(), "1": parallel.RowwiseParallel()}
@@ -383,17 +336,15 @@ def test_distributed_tensors_differ_where_they_are_sharded():
     assert f"tensor axis, ranks {first}, {second}:\n    2.weight should be the same" in error
 
 
-def streams(tensor_rank):
-    tp.seed_model_parallel(7, tensor_rank=tensor_rank)
-    return error_of(tp.verify_replicated, nn.Linear(2, 2))
-
-
+@on_ranks(2, in_processes=True)
 def test_streams_that_should_differ():
-    for error in run_ranks(streams, 2, None, tensor=2, in_processes=True):
-        assert error is None
-    for error in run_ranks(streams, 2, 0, tensor=2, in_processes=True):
-        assert "the random stream 'model-parallel-rng' should be another one on each" in error
-        assert "call seed_model_parallel(seed)" in error
+    model = nn.LayerNorm(2)
+    tp.seed_model_parallel(7)
+    assert error_of(tp.verify_replicated, model) is None
+    tp.seed_model_parallel(7, tensor_rank=0)
+    error = error_of(tp.verify_replicated, model)
+    assert "the random stream 'model-parallel-rng' should be another one on each" in error
+    assert "call seed_model_parallel(seed)" in error
 
 
 def test_ranks_that_are_threads_share_their_streams():

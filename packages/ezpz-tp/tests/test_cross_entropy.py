@@ -139,26 +139,21 @@ def test_alone_it_is_torchs_bit_for_bit(dtype, smoothing):
     assert torch.equal(own_grad, full.grad)
 
 
+@on_ranks(2)
 def test_shapes():
     generator = torch.Generator().manual_seed(0)
     for shape in ((), (0,), (3,), (2, 1, 3, 2)):
         logits = torch.randn(*shape, 6, generator=generator)
         target = torch.randint(0, 6, shape, generator=generator)
-        ranks = run_ranks(sharded, 2, logits, target, torch.ones(shape), {})
-        assert ranks[0][0].shape == target.shape
-        assert ranks[0][1].shape == (*shape, 3)
+        loss, grad, *_ = sharded(logits, target, torch.ones(shape), {})
+        assert loss.shape == target.shape
+        assert grad.shape == (*shape, 3)
     logits = torch.randn(6, 4, 3, generator=generator)
     target = torch.randint(0, 6, (3, 4), generator=generator)
-    ranks = run_ranks(transposed, 2, logits, target)
-    wanted = functional.cross_entropy(logits.permute(2, 1, 0).reshape(-1, 6), target.view(-1))
-    torch.testing.assert_close(ranks[0].mean(), wanted)
-
-
-def transposed(logits, target):
     loss = tp.vocab_parallel_cross_entropy(own_part(logits, 0).permute(2, 1, 0), target)
-    # one number for all: an expanded gradient
-    loss.sum().backward()
-    return loss.detach()
+    loss.sum().backward()  # one number for all: an expanded gradient
+    wanted = functional.cross_entropy(logits.permute(2, 1, 0).reshape(-1, 6), target.view(-1))
+    torch.testing.assert_close(loss.mean(), wanted)
 
 
 def test_another_ignore_index_that_is_in_the_vocabulary():

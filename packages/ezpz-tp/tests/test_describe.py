@@ -53,9 +53,6 @@ Warning: 1 of 4 tensor groups cross nodes, with ranks on up to 2: the
   collectives of every layer leave the node; choose a tensor degree that divides
   the number of ranks of every node: 1 or 2."""
     )  # fmt: skip
-    assert description.crossing("tensor") == [(4, 5, 6, 7)]
-    assert description.groups("tensor")[1] == (4, 5, 6, 7)
-    assert description.crossing("context") == []
     with pytest.warns(UserWarning, match="of every node: 1, 2, 3 or 6$"):
         tp.describe(tp.RankLayout(12, tensor=4), ranks_per_node=6)
     layout = tp.RankLayout(8, tensor=2, order="dp-tp")
@@ -73,7 +70,6 @@ def test_ranks_placed_node_after_node_in_turn():
     assert "│  0 │  1 │" in text
     assert "Nodes: 0 red, 1 blue" in text
     assert ranks_drawn(text) == list(range(8))
-    assert description.crossing("data") == []
 
 
 def test_experts_have_a_picture_of_their_own():

@@ -122,7 +122,6 @@ def test_stacked_matrices_by_rule_and_by_plan(tmp_path):
     for way, message in [
         ((0, 3), r"dim 0 of a tensor of shape \(64, 16\) is not 3 matrices"),
         ((0, (1, 2)), r"blocks \(1, 2\) add up to 3; expected 64"),
-        (2, r"dim 2 of a tensor of shape \(64, 16\)"),
     ]:
         with pytest.raises((ParallelError, DegreeError), match=message):
             open_source(path, Options({**plan, "*.qkv_proj.*": way}))
@@ -135,10 +134,6 @@ def test_the_plan_comes_before_the_rules_and_keeps_a_vocabulary_padded(tmp_path)
     assert entries["model.embed_tokens.weight"].shard == Shard((VOCABULARY, WIDTH), 1)
     assert entries["lm_head.weight"].shard == Shard((VOCABULARY, WIDTH), 0, padded=True)
     assert entries["model.layers.0.self_attn.o_proj.weight"].shard.dim is None
-    with pytest.raises(DegreeError, match=r"q_proj\.weight.* 32 over degree 5"):
-        reshard(path, tmp_path / "out", tp=5)
-    trimmed = open_source(path, Options(vocab_size=40)).entries
-    assert trimmed["lm_head.weight"].shard.full_shape == (40, WIDTH)
 
 
 FIRST, INDEX = "model-00001-of-00003.safetensors", "model.safetensors.index.json"
@@ -156,7 +151,6 @@ def add(path):
 
 
 WRONG = {
-    rf"{FIRST}: there is no such file": lambda path: (path / FIRST).unlink(),
     rf"{FIRST}: has no tensor model\.embed_tokens\.weight, which": lose,
     rf"{FIRST}: has a tensor more\.norm\.weight of shape \(3,\), which {INDEX} says is in no": add,
     rf"{INDEX}: has no weight_map": lambda path: (path / INDEX).write_text('{"metadata": {}}'),

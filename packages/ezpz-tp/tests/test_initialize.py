@@ -3,6 +3,7 @@ import warnings
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import init
@@ -162,30 +163,18 @@ def test_an_init_method_with_a_generator_advances_it_as_much_on_every_rank():
     assert all(torch.equal(state, states[0]) for state in states)
 
 
-def from_data(weight):
-    weight.copy_(torch.arange(weight.numel()).view(weight.shape))
-
-
-def one_row(weight):
-    weight.normal_()[3].zero_()
-
-
 def normalized(weight):
     weight.normal_().div_(weight.norm())
-
-
-def own_generator(weight):
-    weight.normal_(generator=torch.Generator().manual_seed(5))
 
 
 WHOLE = {
     "orthogonal": init.orthogonal_,
     "eye": init.eye_,
     "sparse": functools.partial(init.sparse_, sparsity=0.5),
-    "from data": from_data,
-    "one row": one_row,
+    "from data": lambda weight: weight.copy_(torch.arange(weight.numel()).view(weight.shape)),
+    "one row": lambda weight: weight.normal_()[3].zero_(),
     "normalized": normalized,
-    "own generator": own_generator,
+    "own generator": lambda weight: weight.normal_(generator=torch.Generator().manual_seed(5)),
     "random slopes": lambda weight: torch.rrelu_(weight.normal_(), training=True),
     "a list": lambda weight: torch._foreach_zero_([weight]),
     "a transpose": lambda weight: weight.T.normal_(),
@@ -305,26 +294,19 @@ def test_trap_3_layers_have_the_same_weights_at_every_degree_and_by_way_of_meta(
         assert all(map(torch.equal, found, expected))
 
 
-def sharded_further():
-    state = tp.get_state()
-    mesh = state.to_mesh("cpu")["dp"]
-    made = layers(seed=3, device="meta")
+@on_ranks(4, tensor=2, in_processes=True)
+def test_parameters_of_fsdp_are_initialized_where_they_are():
+    state, expected = tp.get_state(), full_weights(seed=3)
+    made, index = layers(seed=3, device="meta"), state.index("tensor")
     for layer in made:
-        fully_shard(layer, mesh=mesh)
+        fully_shard(layer, mesh=state.to_mesh("cpu")["dp"])
     made.to_empty(device="cpu")
     for layer in made:
         layer.reset_parameters()
-    return [layer.weight.full_tensor() for layer in made]
-
-
-def test_parameters_of_fsdp_are_initialized_where_they_are():
-    expected = full_weights(seed=3)
-    for rank, held in enumerate(run_ranks(sharded_further, 4, tensor=2, in_processes=True)):
-        rows, up, down, columns = held
-        index = rank % 2
-        assert torch.equal(rows[: 11 - index], expected[0][11 * index :][:11])
-        assert not rows[11 - index :].any()
-        for dim, (found, full) in enumerate(zip((up, down), expected[1:3], strict=True)):
-            pieces = full.chunk(4, dim)
-            assert torch.equal(found, torch.cat([pieces[index], pieces[2 + index]], dim))
-        assert torch.equal(columns, expected[3].chunk(2, 1)[index])
+    rows, up, down, columns = (layer.weight.full_tensor() for layer in made)
+    assert torch.equal(rows[: 11 - index], expected[0][11 * index :][:11])
+    assert not rows[11 - index :].any()
+    for dim, (found, full) in enumerate(zip((up, down), expected[1:3], strict=True)):
+        pieces = full.chunk(4, dim)
+        assert torch.equal(found, torch.cat([pieces[index], pieces[2 + index]], dim))
+    assert torch.equal(columns, expected[3].chunk(2, 1)[index])

@@ -61,33 +61,40 @@ def test_layers_that_gather_and_scatter(dtype, bias):
     assert counts == {"all_gather": 2, "all_reduce": 2}
 
 
-class ParallelModel(nn.Module):
-    """Tokens to the logits of this rank's part of the vocabulary."""
-
-    def __init__(self, vocabulary, dtype, bias, sequence_parallel):
-        super().__init__()
-        both = {"sequence_parallel": sequence_parallel, "dtype": dtype}
-        self.embedding = tp.VocabParallelEmbedding(vocabulary, HIDDEN, **both)
-        self.mlp = parallel_mlp(dtype, bias, sequence_parallel)
-        self.head = tp.ColumnParallelLinear(
-            HIDDEN, vocabulary, bias, gather_output=False, pad_output=True, **both
-        )
-
-    def forward(self, tokens):
-        hidden = self.embedding(tokens)
-        return self.head(hidden + self.mlp(hidden))
-
-
 class Model(nn.Module):
-    def __init__(self, vocabulary, dtype, bias):
-        super().__init__()
-        self.embedding = nn.Embedding(vocabulary, HIDDEN, dtype=dtype)
-        self.mlp = mlp(dtype, bias)
-        self.head = nn.Linear(HIDDEN, vocabulary, bias, dtype=dtype)
+    """Tokens to logits, where its layers are parallel to those of a part of the vocabulary."""
 
-    def forward(self, tokens):
+    def __init__(self, embedding, mlp, head, loss):
+        super().__init__()
+        self.embedding, self.mlp, self.head, self.loss = embedding, mlp, head, loss
+
+    def forward(self, tokens, labels=None):
         hidden = self.embedding(tokens)
-        return self.head(hidden + self.mlp(hidden))
+        logits = self.head(hidden + self.mlp(hidden))
+        return logits if labels is None else self.loss(logits, labels)
+
+
+def parallel_model(vocabulary, dtype, bias, sequence_parallel):
+    both = {"sequence_parallel": sequence_parallel, "dtype": dtype}
+    return Model(
+        tp.VocabParallelEmbedding(vocabulary, HIDDEN, **both),
+        parallel_mlp(dtype, bias, sequence_parallel),
+        tp.ColumnParallelLinear(
+            HIDDEN, vocabulary, bias, gather_output=False, pad_output=True, **both
+        ),
+        tp.vocab_parallel_cross_entropy,
+    )
+
+
+def loss_of_each(logits, labels):
+    losses = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+    return losses.view_as(labels)
+
+
+def model(vocabulary, dtype, bias):
+    embedding = nn.Embedding(vocabulary, HIDDEN, dtype=dtype)
+    head = nn.Linear(HIDDEN, vocabulary, bias, dtype=dtype)
+    return Model(embedding, mlp(dtype, bias), head, loss_of_each)
 
 
 def tokens(vocabulary):
@@ -100,8 +107,8 @@ def tokens(vocabulary):
 @vocabularies
 def test_embedding_to_logits(dtype, sequence_parallel, bias, vocabulary):
     assert_matches_unsharded(
-        partial(ParallelModel, vocabulary, dtype, bias, sequence_parallel),
-        partial(Model, vocabulary, dtype, bias),
+        partial(parallel_model, vocabulary, dtype, bias, sequence_parallel),
+        partial(model, vocabulary, dtype, bias),
         tokens(vocabulary),
         tensor=DEGREES[dtype],
         split_outputs=-1,
@@ -123,18 +130,6 @@ def test_parallel_embedding(dtype, gather_output):
     assert counts == ({"all_gather": 1} if gather_output else {})
 
 
-class ParallelLoss(ParallelModel):
-    def forward(self, tokens, labels):
-        logits = super().forward(tokens)
-        return tp.vocab_parallel_cross_entropy(logits, labels)
-
-
-class Loss(Model):
-    def forward(self, tokens, labels):
-        logits = super().forward(tokens).flatten(0, 1)
-        return cross_entropy(logits, labels.flatten(), reduction="none").view_as(labels)
-
-
 @sequence
 @pytest.mark.parametrize("degree", [1, 2])
 def test_exactly_these_collectives_are_started(sequence_parallel, degree):
@@ -148,8 +143,8 @@ def test_exactly_these_collectives_are_started(sequence_parallel, degree):
         split_outputs=split,
     )
     of_model = assert_matches_unsharded(
-        partial(ParallelLoss, UNEVEN, torch.float64, True, sequence_parallel),
-        partial(Loss, UNEVEN, torch.float64, True),
+        partial(parallel_model, UNEVEN, torch.float64, True, sequence_parallel),
+        partial(model, UNEVEN, torch.float64, True),
         *[tokens(UNEVEN)] * 2,
         tensor=degree,
         tolerance=1e-12,

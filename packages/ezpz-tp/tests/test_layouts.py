@@ -35,14 +35,10 @@ EXAMPLES = {
 }
 
 
-def example(name):
-    world = sum(len(group) for group in next(iter(EXAMPLES[name][1].values())))
-    return layouts.named(name, world, **EXAMPLES[name][0])
-
-
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_groups_of_an_example_and_what_it_shards_and_sends(name):
-    layout, (_, mesh) = example(name), EXAMPLES[name]
+    degrees, mesh = EXAMPLES[name]
+    layout = layouts.named(name, sum(map(len, next(iter(mesh.values())))), **degrees)
     per_node = layout.world_size if layout.degree("tp") > 4 else 4
     description = layout.describe(ranks_per_node=per_node)
     assert [axis for axis, _ in layout.mesh_axes()] == list(mesh)

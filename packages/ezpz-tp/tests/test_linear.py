@@ -17,9 +17,7 @@ import ezpz_tp as tp
 from ezpz_tp._fused import column_linear, row_linear
 from ezpz_tp.testing import counting, run_ranks
 
-
-def group():
-    return tp.get_state().group("tensor")
+group = tp.get_tensor_parallel_group
 
 
 @pytest.mark.parametrize("init", ["blocks", "whole"])
@@ -66,27 +64,23 @@ def test_skipped_biases_and_copies():
     assert torch.equal(before, tp.ColumnParallelLinear(4, 8, seed=1)(torch.ones(1, 4)))
 
 
-def padded(gather_output):
-    layer = tp.ColumnParallelLinear(4, 5, pad_output=True, gather_output=gather_output, seed=3)
-    nn.init.constant_(layer.bias, 7.0)
-    output = layer(torch.ones(2, 4))
-    output[output.isfinite()].sum().backward()
-    return output.detach(), layer.weight.shape[0], layer.weight.grad, layer.get_master_weight()
-
-
+@on_ranks(3)
 def test_an_uneven_output_is_padded_and_masked():
-    whole = tp.ColumnParallelLinear(4, 5, seed=3)
-    for rank, (output, rows, grad, full) in enumerate(run_ranks(padded, 3, False)):
-        assert rows == 2
-        real = 1 if rank == 2 else 2
-        assert output[:, :real].isfinite().all()
-        assert output[:, real:].eq(float("-inf")).all()
-        assert grad[:real].eq(2).all()
-        assert grad[real:].eq(0).all()
-        assert torch.equal(full, whole.weight)
-    nn.init.constant_(whole.bias, 7.0)
-    for output, *_ in run_ranks(padded, 3, True):
-        torch.testing.assert_close(output, whole(torch.ones(2, 4)))
+    options, inputs = {"pad_output": True, "seed": 3}, torch.ones(2, 4)
+    layer = tp.ColumnParallelLinear(4, 5, gather_output=False, **options)
+    joined = tp.ColumnParallelLinear(4, 5, **options)
+    whole = tp.ColumnParallelLinear(4, 5, seed=3, tp_group=tp.get_state().group("data"))
+    for each in (joined, whole):
+        nn.init.constant_(each.bias, 7.0)
+    torch.testing.assert_close(joined(inputs), whole(inputs))
+    assert torch.equal(layer.get_master_weight(), whole.weight)
+    output, real = layer(inputs), 1 if group().rank() == 2 else 2
+    output[output.isfinite()].sum().backward()
+    assert output.shape == (2, 2)
+    assert output[:, :real].isfinite().all()
+    assert output[:, real:].eq(float("-inf")).all()
+    assert layer.weight.grad[:real].eq(2).all()
+    assert layer.weight.grad[real:].eq(0).all()
 
 
 @pytest.mark.parametrize("layer_class", [tp.ColumnParallelLinear, tp.RowParallelLinear])
@@ -120,10 +114,16 @@ def test_a_layer_from_before_initialization_is_refused():
         (tp.RowParallelLinear, {}, "RowParallelLinear: in_features=6 is not divisible.* degree 4"),
         (tp.ColumnParallelLinear, {"stride": 4}, "stride=4 does not divide out_features=6"),
         (tp.ColumnParallelLinear, {"pad_output": True, "stride": 2}, "padding for degree 4"),
+        (tp.ColumnParallelLinear, {"stride": (4, 1)}, r"\(4, 1\) adds up to 5; .* out_features=6"),
+        (
+            *(tp.ColumnParallelLinear, {"out_features": 20, "stride": (8, 6, 6)}),
+            r"out_features, stride\[1\]=6 is not divisible .* 4",
+        ),
     ],
 )
 def test_sizes_that_do_not_divide(layer_class, options, message):
-    all_raise(4, partial(layer_class, 6, 6, **options), tp.DegreeError, message)
+    sizes = {"in_features": 6, "out_features": 6, **options}
+    all_raise(4, partial(layer_class, **sizes), tp.DegreeError, message)
 
 
 COLUMN, ROW = tp.ColumnParallelLinear, partial(tp.RowParallelLinear, input_is_parallel=True)
@@ -341,17 +341,7 @@ def own(full, dim):
     return full.chunk(group().size(), dim)[group().rank()].clone()
 
 
-def close(actual, expected):
-    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
-
-
-def strange_memory(function, sequence_parallel):
-    """Transposed inputs and an expanded gradient: the layer makes them contiguous itself."""
-    size = IN if function is column_linear else IN // 2
-    inputs = numbers(size, BATCH, SEQUENCE).transpose(0, 2).requires_grad_()
-    weight = numbers(size, OUT, seed=1).t().requires_grad_()
-    function(inputs, weight, None, group(), sequence_parallel).sum().backward()
-    return inputs.grad, weight.grad
+close = partial(torch.testing.assert_close, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -363,12 +353,15 @@ def strange_memory(function, sequence_parallel):
     ],
     ids=["column", "column, sequence", "row"],
 )
+@on_ranks(2)
 def test_transposed_inputs_and_expanded_gradients(function, sequence_parallel, summed, copies):
+    """The layer makes them contiguous itself."""
     size = IN if function is column_linear else IN // 2
-    full, weight = numbers(size, BATCH, SEQUENCE).transpose(0, 2), numbers(size, OUT, seed=1).t()
-    for grad_input, grad_weight in run_ranks(strange_memory, 2, function, sequence_parallel):
-        close(grad_input, summed * weight.sum(0).expand_as(full))
-        close(grad_weight, copies * full.sum((0, 1)).expand_as(weight))
+    inputs = numbers(size, BATCH, SEQUENCE).transpose(0, 2).requires_grad_()
+    weight = numbers(size, OUT, seed=1).t().requires_grad_()
+    function(inputs, weight, None, group(), sequence_parallel).sum().backward()
+    close(inputs.grad, summed * weight.sum(0).expand_as(inputs))
+    close(weight.grad, copies * inputs.sum((0, 1)).expand_as(weight))
 
 
 @on_ranks(2)

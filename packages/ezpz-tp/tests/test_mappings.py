@@ -8,7 +8,7 @@ from on_ranks import all_raise, on_ranks
 
 import ezpz_tp as tp
 from ezpz_tp import _mappings as regions
-from ezpz_tp.testing import counting
+from ezpz_tp.testing import counting, run_ranks
 
 RANKS = 4
 
@@ -17,9 +17,7 @@ def numbers(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def here():
-    return tp.get_state().index("tensor")
-
+here = tp.get_tensor_parallel_rank
 
 # Region, options; dim that is shared; input, output and incoming gradient: whole (the same on all
 # ranks), part (of the whole, along that dim) or each (of a rank's own numbers, whose sum counts);
@@ -56,9 +54,11 @@ REGIONS = [
 class Shared:
     """A tensor as the ranks hold it, and what it counts as: the whole, or the sum."""
 
-    def __init__(self, kind, dim, seed):
+    def __init__(self, kind, dim, seed, expanded=False):
         self.kind, self.dim = kind, dim
         own = [numbers(8, 4, 8, seed=seed + rank) for rank in range(RANKS)]
+        if expanded:  # as the gradient of a sum: one element of memory, whatever its shape
+            own = [each[:1, :1, :1].expand_as(each) for each in own]
         self.each = own if kind == "each" else own[:1] * RANKS
         self.total = sum(own) if kind == "each" else own[0]
 
@@ -69,20 +69,24 @@ class Shared:
         return whole.chunk(RANKS, self.dim)[here()] if kind == "part" else whole
 
 
+@pytest.mark.parametrize("expanded", [False, True])  # trap 1: such a gradient is owned first
 @pytest.mark.parametrize(
     ("name", "options", "dim", "input_", "output", "grad", "forward", "backward"),
     REGIONS,
     ids=[f"{row[0]} {row[1] or ''}" for row in REGIONS],
 )
 @on_ranks(RANKS)
-def test_region(name, options, dim, input_, output, grad, forward, backward):
+def test_region(name, options, dim, input_, output, grad, forward, backward, expanded):
     region, given = getattr(regions, name), Shared(input_, dim, 0)
-    incoming = Shared(grad, dim, 10)
+    incoming = Shared(grad, dim, 10, expanded)
+    gradient = incoming.held()
+    kept = gradient.clone()
     held = given.held().clone().requires_grad_()
     with counting() as before:
         found = region(held, **options)
     with counting() as after:
-        found.backward(incoming.held())
+        found.backward(gradient)
+    assert torch.equal(gradient, kept)
     close = {"rtol": 0, "atol": 1e-12}
     torch.testing.assert_close(found.detach(), given.cut(given.total, output), **close)
     torch.testing.assert_close(held.grad, incoming.cut(incoming.total, input_), **close)
@@ -128,46 +132,30 @@ def test_what_autograd_shares_or_saves_is_not_changed():
     assert second.tolist() == [36.0, 54.0]
 
 
-SUMMED = {"copy_to_tensor_parallel_region", "gather_from_sequence_parallel_region"}
-SUMMED |= {"all_gather_last_dim_from_tensor_parallel_region"}
-
-
-@pytest.mark.parametrize("name", dict.fromkeys(row[0] for row in REGIONS))
-@on_ranks(2)
-def test_an_expanded_gradient_is_owned_first(name):
-    """Trap 1: the gradient of a sum has one element of memory, whatever its shape."""
-    x = torch.ones(4, 6, dtype=torch.float64, requires_grad=True)
-    getattr(regions, name)(x).sum().backward()
-    assert x.grad.eq(2.0 if name in SUMMED else 1.0).all()
-
-
 NAMES = [name for name in dir(regions) if name.endswith("_region")]
 
 
-def test_before_initialization_every_region_is_the_identity():
-    x = torch.ones(3, 3)
-    assert all(getattr(regions, name)(x) is x for name in NAMES)
-    assert tp.sequence_to_head(x, 0, 1) is tp.head_to_sequence(x, 0, 1) is x
-
-
-@on_ranks(2, tensor=1)
-def test_at_degree_one_every_region_is_the_identity():
-    """Trap 13."""
+def identities():
     x = torch.ones(3, 3)
     with counting() as counter:
         assert all(getattr(regions, name)(x) is x for name in NAMES)
+        assert tp.sequence_to_head(x, 0, 1) is tp.head_to_sequence(x, 0, 1) is x
     assert not counter
 
 
-CUT = [tp.scatter_to_tensor_parallel_region, tp.scatter_to_sequence_parallel_region]
-CUT += [tp.reduce_scatter_to_sequence_parallel_region]
-CUT += [tp.reduce_scatter_last_dim_to_tensor_parallel_region]
+def test_trap_13_alone_and_at_degree_one_every_region_is_the_identity():
+    identities()  # before anything is initialized
+    run_ranks(identities, 2, tensor=1)
 
 
 @pytest.mark.parametrize(
     ("function", "arguments", "message"),
     [
-        *((one, [torch.zeros(7, 7)], r".*\(7, 7\) is 7, which 2 ranks") for one in CUT),
+        *(
+            (getattr(regions, name), [torch.zeros(7, 7)], r".*\(7, 7\) is 7, which 2 ranks")
+            for name in NAMES
+            if "scatter_" in name
+        ),
         *(
             (getattr(regions, name), [torch.tensor(1.0)], "the input is 0-dim")
             for name in NAMES
@@ -214,28 +202,24 @@ def test_division_without_remainder_and_vocabularies():
     assert tp.VocabUtility.vocab_range_from_per_partition_vocab_size(4, 2, 3) == (8, 12)
 
 
-@pytest.mark.parametrize("new_buffer", [False, True])
-@pytest.mark.parametrize("transposed", [False, True])
-@on_ranks(3)
-def test_chunks_of_all_ranks_join_to_the_whole(new_buffer, transposed):
-    whole, start = torch.arange(24.0).view(4, 6), 8 * tp.get_tensor_parallel_rank()
+def chunks(new_buffer, transposed):
+    degree = tp.get_tensor_parallel_world_size()
+    whole = torch.arange(24.0).view(4, 6)
     whole = whole.t() if transposed else whole
     part = tp.split_tensor_into_1d_equal_chunks(whole, new_buffer)
     shares = part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
     assert shares is not (new_buffer or transposed)
-    assert torch.equal(part, whole.reshape(-1)[start : start + 8])
+    assert torch.equal(part, whole.reshape(-1).chunk(degree)[here()])
     with counting() as counter:
         assert torch.equal(tp.gather_split_1d_tensor(part), whole.reshape(-1))
-    assert counter == {"all_gather": 1}
+    assert counter == ({"all_gather": 1} if degree > 1 else {})
 
 
-def test_alone_a_chunk_is_the_whole():
-    whole = torch.arange(6.0).view(2, 3)
-    part = tp.split_tensor_into_1d_equal_chunks(whole)
-    assert torch.equal(tp.gather_split_1d_tensor(part), whole.view(-1))
-    assert (
-        tp.split_tensor_into_1d_equal_chunks(whole, new_buffer=True).data_ptr() != whole.data_ptr()
-    )
+@pytest.mark.parametrize("new_buffer", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_chunks_of_all_ranks_join_to_the_whole(new_buffer, transposed):
+    chunks(new_buffer, transposed)
+    run_ranks(chunks, 3, new_buffer, transposed)
 
 
 def numbered(*shape):
@@ -255,18 +239,6 @@ def test_sequence_to_head_and_back(sequence_dim, head_dim):
     assert torch.equal(back, own)
     assert torch.equal(own.grad, own.detach() * 3)
     assert counter == {"all_to_all": 4}
-
-
-@on_ranks(RANKS)
-def test_megatrons_sp2hp_and_hp2sp():
-    full = numbered(8, 4)  # tokens, hidden
-    tokens = full.chunk(RANKS, 0)[here()].clone().requires_grad_()
-    hidden = tp.all_to_all_sp2hp(tokens.unsqueeze(1))
-    back = tp.all_to_all_hp2sp(hidden)
-    back.sum().backward()
-    assert torch.equal(hidden, full.chunk(RANKS, 1)[here()])
-    assert torch.equal(back, tokens)
-    assert tokens.grad.eq(1).all()
 
 
 @on_ranks(2)

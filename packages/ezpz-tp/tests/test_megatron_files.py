@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 import torch
-from files import assert_refused, assert_same, full, pieces_in, transformer
+from files import assert_refused, assert_same, full, transformer
 
 from ezpz_tp import ParallelError
 from ezpz_tp._formats import Options
@@ -175,9 +175,6 @@ def test_a_gated_projection_at_other_degrees(tmp_path):
     for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
         expected[name] = expected[name][:VOCABULARY]
     assert_same(full(open_source(tmp_path / "1")), expected)
-    pieces = pieces_in(tmp_path / "4")
-    for index, rows in enumerate((16, 16, 16, 13)):  # 61 in all
-        assert pieces["embedding.word_embeddings.weight", index] == ((16 * index, 0), (rows, WIDTH))
 
 
 @pytest.mark.parametrize(("tied", "pipeline"), [(False, 1), (True, 1), (True, 2)])
@@ -230,10 +227,6 @@ def changed(names, edit):
     return change
 
 
-def with_tensor(names, name, value):
-    return changed(names, lambda held: held["model"].update({name: value}))
-
-
 def with_arguments(**said):
     return changed(ALL, lambda held: vars(held["args"]).update(said))
 
@@ -257,8 +250,6 @@ WRONG = {
     r"iter_0000010: 5 mp_rank folders; expected 4, .*tensor 2 x pipeline 2": add_folder,
     r"01_001/.*'model': has no tensor decoder\.layers\.1\.mlp\.linear_fc2\.weight; expected one of "
     r"shape \(24, 16\), as .*mp_rank_00_001": changed(LAST, lambda held: held["model"].pop(FC2)),
-    r"01_001/.*: tensor decoder\.layers\.3\.mlp\.linear_fc2\.weight has shape \(24, 15\) and dtype "
-    r"torch\.bfloat16; expected \(24, 16\)": with_tensor(LAST, FC2, torch.zeros(24, 15).bfloat16()),
     r"mp_rank_01_001/.*: has no 'model', only 'args', 'checkpoint_version'": changed(
         LAST, lambda held: held.pop("model")
     ),
@@ -280,8 +271,8 @@ WRONG = {
     r"mp_rank_00_001/.*: 2 chunks of the model; expected 1": changed(
         STAGE, lambda held: held.update(model0=held.pop("model"), model1={})
     ),
-    r"embedding\.word_embeddings\.weight is in an earlier stage too": with_tensor(
-        STAGE, TABLE, torch.ones(32, 24).bfloat16()
+    r"embedding\.word_embeddings\.weight is in an earlier stage too": changed(
+        STAGE, lambda held: held["model"].update({TABLE: torch.ones(32, 24).bfloat16()})
     ),
     r"tensor output_layer\.weight of shape \(32, 24\) is not that of .*00_000": with_arguments(
         untie_embeddings_and_output_weights=False
@@ -316,8 +307,6 @@ def test_options_that_do_not_fit(tmp_path):
     path = save(tmp_path / "in", hugging_face(), arguments())
     message = r"vocab_size=65; expected 1 to 64: .*word_embeddings"
     assert_refused(tmp_path, message, partial(reshard, tp=1, vocab_size=65))
-    message = r"layers\.0.* does not divide: .*over degree 5"
-    assert_refused(tmp_path, message, partial(reshard, tp=5))
     with_arguments(num_query_groups=4)(path)
     message = r"linear_qkv\.weight has 64 rows; .* 2 x 4 groups of 8"
     assert_refused(tmp_path, message, save_huggingface)

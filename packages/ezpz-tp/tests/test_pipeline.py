@@ -5,6 +5,7 @@ import pytest
 import torch
 from on_ranks import all_raise, on_ranks
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import ezpz_tp as tp
@@ -306,8 +307,6 @@ def test_ranges_of_ones_own_and_activations_of_sixteen_bits():
 
 @on_ranks(4, pipeline=2, data=2, in_processes=True)
 def test_chunks_that_fsdp2_shards():
-    from torch.distributed.fsdp import fully_shard
-
     _, wanted = whole_model(seeds=(0,))
     state = tp.get_state()
     mesh = state.to_mesh("cpu")["dp"]
@@ -354,13 +353,10 @@ def test_a_ranks_chunks_are_one_module_with_the_whole_models_names():
         module.load_state_dict({key: kept[key] for key in kept if key != name} | extra)
 
 
-class Odd(Part):
-    def __init__(self, layers, first, last, answer=None):
-        super().__init__(layers, first, last)
-        self.answer = answer
-
-    def forward(self, hidden):
-        return self.answer(super().forward(hidden))
+def odd(answer, **of):
+    part = Part(**of)
+    part.register_forward_hook(lambda _part, _given, output: answer(output))
+    return part
 
 
 def stepped(inputs=None, targets=None, plan=PLANS[2], **options):
@@ -370,7 +366,7 @@ def stepped(inputs=None, targets=None, plan=PLANS[2], **options):
 
 
 def answered(answer):
-    stepped(build=partial(Odd, answer=answer))
+    stepped(build=partial(odd, answer))
 
 
 def changed():
@@ -381,7 +377,7 @@ def changed():
 
 def other_precision():
     """The first chunk's weights change, and its inputs do not."""
-    pipeline = pipeline_of(TWO, build=partial(Odd, answer=lambda hidden: hidden.to(wanted[0])))
+    pipeline = pipeline_of(TWO, build=partial(odd, lambda hidden: hidden.to(wanted[0])))
     wanted = [torch.float64]
     pipeline.step(*batch())
     wanted[0] = torch.float32
@@ -451,10 +447,7 @@ def test_layers_that_thawed_are_a_change():
         chunk(batch()[0])
 
 
-def pipeline_with(**options):
-    return tp.Pipeline(Part, **{"layers": LAYERS, "microbatches": 4, "loss": mean_square} | options)
-
-
+pipeline_with = partial(pipeline_of, (2, "1f1b", 1, 4))
 INTERLEAVED = {"schedule": "interleaved", "virtual": 2}
 
 

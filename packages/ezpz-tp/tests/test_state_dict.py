@@ -1,12 +1,14 @@
 """Full tensors from the parts that ranks hold, and back, in memory."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
 from files import assert_same
 from on_ranks import on_ranks
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import ezpz_tp
@@ -28,6 +30,8 @@ class Model(nn.Module):
         self.down = ezpz_tp.RowParallelLinear(
             24, 16, stride=(16, 8), input_is_parallel=True, seed=4
         )
+        self.column = ColumnParallelLinear(16, 16, seed=6)
+        self.columns = ezpz_tp.ParallelEmbedding(13, 16, seed=7)
         self.norm = nn.LayerNorm(16, dtype=torch.bfloat16)
         self.head = ColumnParallelLinear(16, 45, pad_output=True, seed=5).to(torch.bfloat16)
         self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
@@ -101,15 +105,6 @@ def test_the_whole_is_what_one_rank_has_and_its_parts_what_each_rank_had(degree,
         assert_same(found, expected)
 
 
-def test_one_rank_may_get_all(whole):
-    def gathered_to_one():
-        state = ezpz_tp.get_state()
-        return gather_state_dict(Model(), to_rank=2, device=None), state.rank
-
-    for found, rank in run_ranks(gathered_to_one, 4, tensor=2):
-        assert_same(found, whole["model"] if rank == 2 else {})
-
-
 class Stage(nn.Module):
     """A pipeline's stage with a tied embedding, named as in the whole model."""
 
@@ -136,9 +131,9 @@ def own_stage():
     return Stage(state.index("pipeline"), state.size("pipeline"))
 
 
-def staged(to_rank=None):
+def staged(**options):
     module = own_stage()
-    return gather_state_dict(module, optimizer=adam_of(module), to_rank=to_rank)
+    return gather_state_dict(module, optimizer=adam_of(module), **options)
 
 
 def sorted_groups(full):
@@ -152,8 +147,10 @@ def test_stages_are_joined_and_a_tied_embedding_is_there_once(pipeline):
     expected = sorted_groups(run_ranks(staged, 1)[0])
     for found in run_ranks(staged, 2 * pipeline, pipeline=pipeline):
         assert_same(sorted_groups(found), expected)
-    only = run_ranks(staged, 2 * pipeline, 1, pipeline=pipeline)
-    assert_same(sorted_groups(only.pop(1)), expected)
+    # Or one rank gets all, here of the second replica.
+    to_one = partial(staged, to_rank=2, device=None)
+    only = run_ranks(to_one, 4 * pipeline, pipeline=pipeline, tensor=2)
+    assert_same(sorted_groups(only.pop(2)), expected)
     assert only == [{}] * len(only)
 
 
@@ -217,8 +214,6 @@ def test_extra_state_is_passed_on():
 @on_ranks(2)
 def test_parameters_that_have_other_names_in_the_state_dict():
     """A wrapper whose hooks take its own name out of those in the state dict."""
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-
     layer = ColumnParallelLinear(4, 8, seed=1)
     module, twin = nn.Sequential(checkpoint_wrapper(layer)), nn.Sequential(copy.deepcopy(layer))
     full = gather_state_dict(module, optimizer=adam_of(module))
@@ -442,51 +437,33 @@ def test_what_does_not_fit_is_said(make, message):
         make()
 
 
-def layers():
-    return nn.ModuleDict(
-        {
-            "column": ColumnParallelLinear(4, 8, seed=1),
-            "glu": ColumnParallelLinear(4, 16, stride=2, seed=2),
-            "qkv": ColumnParallelLinear(4, 16, stride=(8, 4, 4), seed=3),
-            "row": ezpz_tp.RowParallelLinear(8, 4, stride=(4, 2, 2), seed=4),
-            "head": ColumnParallelLinear(4, 13, pad_output=True, seed=5),
-            "rows": ezpz_tp.VocabParallelEmbedding(13, 4, seed=6),
-            "columns": ezpz_tp.ParallelEmbedding(13, 4, seed=7),
-            "norm": nn.LayerNorm(4),
-        }
-    )
-
-
 EXPECTED = {
-    "column.weight": Shard((8, 4), 0),
-    "column.bias": Shard((8,), 0),
-    "glu.weight": Shard((16, 4), 0, blocks=(8, 8)),
-    "glu.bias": Shard((16,), 0, blocks=(8, 8)),
-    "qkv.weight": Shard((16, 4), 0, blocks=(8, 4, 4)),
-    "qkv.bias": Shard((16,), 0, blocks=(8, 4, 4)),
-    "row.weight": Shard((4, 8), 1, blocks=(4, 2, 2)),
-    "row.bias": Shard((4,)),
-    "head.weight": Shard((13, 4), 0, padded=True),
-    "head.bias": Shard((13,), 0, padded=True),
-    "rows.weight": Shard((13, 4), 0, padded=True),
-    "columns.weight": Shard((13, 4), 1),
-    "norm.weight": Shard((4,)),
-    "norm.bias": Shard((4,)),
+    "embedding.weight": Shard((45, 16), 0, padded=True),
+    "qkv.weight": Shard((64, 16), 0, blocks=(32, 16, 16)),
+    "qkv.bias": Shard((64,), 0, blocks=(32, 16, 16)),
+    "glu.weight": Shard((48, 16), 0, blocks=(24, 24)),
+    "glu.bias": Shard((48,), 0, blocks=(24, 24)),
+    "down.weight": Shard((16, 24), 1, blocks=(16, 8)),
+    "down.bias": Shard((16,)),
+    "column.weight": Shard((16, 16), 0),
+    "column.bias": Shard((16,), 0),
+    "columns.weight": Shard((13, 16), 1),
+    "norm.weight": Shard((16,)),
+    "norm.bias": Shard((16,)),
+    "head.weight": Shard((45, 16), 0, padded=True),
+    "head.bias": Shard((45,), 0, padded=True),
+    "frozen": Shard((3,)),
 }
 
 
-def said(module):
-    return {name: shard_of(parameter) for name, parameter in module.named_parameters()}
-
-
 def every_layer():
-    module = layers()
-    assert said(module) == EXPECTED
+    module = Model()
+    found = {name: shard_of(parameter) for name, parameter in module.named_parameters()}
+    assert found == EXPECTED
     for name, parameter in module.named_parameters():
-        degree = module["column"].tp_size
-        assert parameter.shape == shard_of(parameter).local_shape(0, degree), name
-    master = nn.Parameter(module["qkv"].weight.float())
-    ezpz_tp.copy_tensor_model_parallel_attributes(master, module["qkv"].weight)
+        assert parameter.shape == found[name].local_shape(0, module.qkv.tp_size), name
+    master = nn.Parameter(module.qkv.weight.float())
+    ezpz_tp.copy_tensor_model_parallel_attributes(master, module.qkv.weight)
     assert shard_of(master) == EXPECTED["qkv.weight"]
 
 
@@ -549,14 +526,3 @@ def test_a_fused_projection_computes_what_the_unsharded_one_does():
         return Grouped(nn.Linear(4, 32), nn.Linear(16, 4))
 
     assert_matches_unsharded(parallel, ordinary, torch.ones(3, 4), tensor=[1, 2, 4])
-
-
-def test_sizes_of_matrices_that_do_not_fit_are_said():
-    with pytest.raises(DegreeError, match=r"stride=\(8, 4\) adds up to 12; .* out_features=16"):
-        ColumnParallelLinear(4, 16, stride=(8, 4))
-
-    def uneven():
-        with pytest.raises(DegreeError, match=r"out_features, stride\[1\]=6 is not divisible .* 4"):
-            ColumnParallelLinear(4, 20, stride=(8, 6, 6))
-
-    run_ranks(uneven, 4)

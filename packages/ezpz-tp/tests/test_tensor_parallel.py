@@ -1,12 +1,12 @@
 import copy
+from contextlib import nullcontext
 from functools import partial
-from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
 import torch
 from on_ranks import load_code, on_ranks
-from torch.distributed import checkpoint
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.nn.init import normal_, ones_
 
@@ -15,7 +15,6 @@ import ezpz_tp.tensor_parallel.gtp_api
 from ezpz_tp import parallel_state, tensor_parallel
 from ezpz_tp._errors import DegreeError, ParallelError
 from ezpz_tp._mappings import all_gather
-from ezpz_tp._state_dict import gather_state_dict
 from ezpz_tp.model_parallel_config import ModelParallelConfig
 from ezpz_tp.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from ezpz_tp.testing import counting, run_ranks
@@ -44,18 +43,17 @@ def numbers(*shape, seed=1):
 
 # Code written for Megatron-LM, with another import.
 
+group = parallel_state.get_tensor_model_parallel_group
+
 
 def train_megatron_code(sequence_parallel, checked):
     code = load_code("megatron")
-    if not checked:
+    if checked:
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    with ezpz_tp.check() if checked else nullcontext() as checker:
         model, loss, draw = code.train(sequence_parallel)
         ezpz_tp.finalize_grads(model)
-    else:
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
-        with ezpz_tp.check() as checker:
-            model, loss, draw = code.train(sequence_parallel)
-            ezpz_tp.finalize_grads(model)
-        assert checker.operations > 10
+    assert not checked or checker.operations > 10
     whole = {
         "embedding": all_gather(model.embedding.weight.detach(), 0, group()),
         "up": model.up.get_master_weight(),
@@ -69,10 +67,6 @@ def train_megatron_code(sequence_parallel, checked):
     }
     parallel_state.destroy_model_parallel()
     return whole, grads, loss.detach(), draw
-
-
-def group():
-    return parallel_state.get_tensor_model_parallel_group()
 
 
 def unsharded(weights):
@@ -140,30 +134,12 @@ def test_an_output_layer_can_borrow_its_weight():
         output(numbers(3, 8))
     with pytest.raises(DegreeError, match=r"\(5, 8\); expected \(6, 8\) at degree 2"):
         output(numbers(3, 8), numbers(5, 8))
-    assert embedding(torch.arange(12).view(3, 4)).shape == (3, 4, 8)
-
-
-def both_embeddings(**more):
-    """Of a part of the sequence and of all of it, with the same weights."""
-    options = {"init_method": normal_, "config": settings(**more)}
-    cut = VocabParallelEmbedding(12, 8, reduce_scatter_embeddings=True, **options)
-    whole = VocabParallelEmbedding(12, 8, **options)
-    whole.load_state_dict(cut.state_dict())
-    return cut, whole
-
-
-@on_ranks(2)
-def test_embeddings_of_a_part_of_the_sequence():
-    cut, whole = both_embeddings(tensor_model_parallel_size=2, sequence_parallel=True)
-    ids, rank = torch.arange(12).view(3, 4), ezpz_tp.get_tensor_parallel_rank()
-    assert torch.equal(cut(ids), whole(ids).transpose(0, 1).chunk(2)[rank])
-    assert cut(ids).shape == (2, 3, 8)
 
 
 def test_alone_the_sequence_comes_first_too():
-    cut, whole = both_embeddings()
-    ids = torch.arange(12).view(3, 4)
-    assert torch.equal(cut(ids), whole(ids.t()))
+    options = {"init_method": normal_, "config": settings(), "reduce_scatter_embeddings": True}
+    embedding, ids = VocabParallelEmbedding(12, 8, **options), torch.arange(12).view(3, 4)
+    assert torch.equal(embedding(ids), functional.embedding(ids.t(), embedding.weight))
 
 
 def test_what_a_configuration_says():
@@ -240,10 +216,9 @@ def test_check_points_of_plain_layers_and_of_megatrons():
     model.load_state_dict({**model.state_dict(), "0._extra_state": b"Transformer Engine's"})
 
 
-def megatrons_model(degree, seed):
-    config = settings(tensor_model_parallel_size=degree)
-    torch.manual_seed(seed)
-    return torch.nn.ModuleDict(
+def sharded_as_by_us():
+    config = settings(tensor_model_parallel_size=ezpz_tp.get_tensor_parallel_world_size())
+    model = torch.nn.ModuleDict(
         {
             "table": VocabParallelEmbedding(13, 8, config=config, init_method=normal_),
             "up": column(config=config, stride=2),
@@ -251,38 +226,24 @@ def megatrons_model(degree, seed):
             "head": column(8, 14, config=config, bias=False),
         }
     )
-
-
-def sharded(model):
-    held = {}
+    found = {}
     for name, layer in model.items():
-        held |= layer.sharded_state_dict(f"{name}.", (), {"dp_cp_group": None})
-    return held
+        found |= layer.sharded_state_dict(f"{name}.", (), {"dp_cp_group": None})
+    ours = ezpz_tp.dtensor_state_dict(model)
+    assert found.keys() == {name for name in ours if "_extra_state" not in name}
+    for name, value in found.items():
+        held = [value, ours[name]]
+        assert value.shape == ours[name].shape
+        if isinstance(value, DTensor):
+            assert value.placements == ours[name].placements
+            held = [each.to_local() for each in held]
+        assert held[0].data_ptr() == held[1].data_ptr()  # views, which are filled
 
 
-def save_sharded(path):
-    model = megatrons_model(2, seed=1)
-    held = sharded(model)
-    for name, shape in {
-        "table.weight": (13, 8),
-        "head.weight": (14, 8),
-        "up.weight.block1": (6, 8),
-        "down.bias": (8,),
-    }.items():
-        assert held[name].shape == shape
-    checkpoint.save(held, checkpoint_id=path)
-    return gather_state_dict(model)
-
-
-@pytest.mark.skipif(find_spec("numpy") is None, reason="torch sends objects by numpy")
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-def test_sharded_state_dict_loads_at_another_degree(tmp_path):
-    path = str(tmp_path / "a")
-    expected = run_ranks(save_sharded, 2, path, in_processes=True)[0]
-    model = megatrons_model(1, seed=2)
-    checkpoint.load(sharded(model), checkpoint_id=path)
-    for name, value in model.state_dict().items():
-        assert value is None or torch.equal(value, expected[name]), name
+def test_sharded_state_dict_is_what_is_saved_and_loaded_as_ours():
+    """At any degree: test_dcp."""
+    sharded_as_by_us()
+    run_ranks(sharded_as_by_us, 2, in_processes=True)
 
 
 def test_what_sharded_state_dict_does_not_support():
@@ -337,41 +298,30 @@ def test_experts_and_groups():
     assert run_ranks(lambda: column(is_expert=True).tp_size, 2) == [2, 2]
 
 
-def multiply(frozen, allreduce, sequence):
+FROZEN = tensor_parallel.linear_with_frozen_weight
+TRAINED = tensor_parallel.linear_with_grad_accumulation_and_async_allreduce
+
+
+@pytest.mark.parametrize("function", [FROZEN, TRAINED])
+@pytest.mark.parametrize(("allreduce", "sequence"), [(True, False), (False, True), (False, False)])
+@on_ranks(2)
+def test_the_linear_functions(function, allreduce, sequence):
     rank = ezpz_tp.get_tensor_parallel_rank()
-    weight = numbers(12, 8, seed=2).chunk(2)[rank].clone().requires_grad_(not frozen)
-    input_ = numbers(4, 3, 8)
+    full, input_ = numbers(12, 8, seed=2), numbers(4, 3, 8)
+    weight = full.chunk(2)[rank].clone().requires_grad_()
     part = (input_.chunk(2)[rank] if sequence else input_).clone().requires_grad_()
-    arguments = (part, weight, None, False, allreduce, sequence)
-    if frozen:
-        output = tensor_parallel.linear_with_frozen_weight(*arguments, None)
-    else:
-        output = tensor_parallel.linear_with_grad_accumulation_and_async_allreduce(*arguments)
+    output = function(part, weight, None, False, allreduce, sequence, None)
     output.backward(torch.ones_like(output))
     torch.testing.assert_close(output, input_ @ weight.t())
-    return part.grad, weight.grad
-
-
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize(("allreduce", "sequence"), [(True, False), (False, True), (False, False)])
-def test_the_linear_functions(frozen, allreduce, sequence):
-    ranks = run_ranks(multiply, 2, frozen, allreduce, sequence)
-    whole = torch.ones(4, 3, 12, dtype=torch.float64) @ numbers(12, 8, seed=2)
-    for rank, (grad, weight_grad) in enumerate(ranks):
-        if sequence:
-            torch.testing.assert_close(grad, whole.chunk(2)[rank])
-        elif allreduce:
-            torch.testing.assert_close(grad, whole)
-        assert (weight_grad is None) is frozen
-    if not (sequence or allreduce):
-        torch.testing.assert_close(ranks[0][0] + ranks[1][0], whole)
+    # Where nothing sums them, the input's gradient is that of this rank's columns.
+    grad = (full if allreduce or sequence else weight).sum(0).expand_as(part)
+    torch.testing.assert_close(part.grad, grad)
+    assert (weight.grad is None) is (function is FROZEN)
 
 
 def test_a_linear_function_with_two_reductions_is_an_error():
     with pytest.raises(ParallelError, match="allreduce_dgrad and sequence_parallel are both set"):
-        tensor_parallel.linear_with_grad_accumulation_and_async_allreduce(
-            numbers(2, 8), numbers(4, 8), None, False, True, True
-        )
+        TRAINED(numbers(2, 8), numbers(4, 8), None, False, True, True)
 
 
 @pytest.mark.parametrize("sizes", [[3, 1, 2], [0, 4, 1]])
@@ -409,12 +359,16 @@ def test_split_sizes_that_do_not_fit_and_all_to_all():
         gather(numbers(4, 2), use_global_buffer=True)
     # All-to-all, whose group comes first.
     group, rank = ezpz_tp.get_tensor_parallel_group(), ezpz_tp.get_tensor_parallel_rank()
-    tokens = numbers(4, 6)
-    heads = tensor_parallel.all_to_all_sp2hp(tokens)
-    assert heads.shape == (8, 3)
-    assert torch.equal(tensor_parallel.all_to_all_hp2sp(heads), tokens)
+    full = numbers(8, 6)  # tokens, hidden
+    tokens = full.chunk(2)[rank].clone().requires_grad_()
+    hidden = tensor_parallel.all_to_all_sp2hp(tokens.unsqueeze(1))
+    back = tensor_parallel.all_to_all_hp2sp(hidden)
+    back.sum().backward()
+    assert torch.equal(hidden, full.chunk(2, 1)[rank])
+    assert torch.equal(back, tokens)
+    assert tokens.grad.eq(1).all()
     uneven = tensor_parallel.all_to_all(group, tokens, [1 + 2 * rank] * 2, [1, 3])
-    assert torch.equal(uneven, torch.cat([tokens.split([1, 3])[rank]] * 2))
+    assert torch.equal(uneven, torch.cat([full.split([1, 3, 1, 3])[at + rank] for at in (0, 2)]))
     with pytest.raises(ParallelError, match="group is None"):
         tensor_parallel.all_to_all(None, tokens)
 
@@ -423,19 +377,6 @@ def test_split_sizes_that_do_not_fit_and_all_to_all():
 def streams():
     yield partial(tensor_parallel.model_parallel_cuda_manual_seed, 5)
     tensor_parallel.get_cuda_rng_tracker().reset()
-
-
-def test_the_tracker_by_megatrons_names(streams):
-    tracker = tensor_parallel.get_cuda_rng_tracker()
-    streams(tp_rank=1, ep_rank=0, etp_rank=0, force_reset_rng=True)
-    assert {
-        tensor_parallel.get_expert_parallel_rng_tracker_name(),
-        tensor_parallel.get_data_parallel_rng_tracker_name(),
-        "model-parallel-rng",
-    } <= set(tracker.get_states())
-    with tracker.fork():
-        drawn = torch.rand(3)
-    assert torch.equal(drawn, torch.rand(3, generator=torch.Generator().manual_seed(2724)))
 
 
 def test_streams_that_are_not_supported_and_how_they_are_read():
@@ -475,8 +416,13 @@ def test_megatrons_way_to_fill_a_shard_on_the_cpu(rank):
     assert (weight.partition_dim, weight.partition_stride) == (0, 2)
 
 
-def test_megatrons_way_to_fill_a_shard_elsewhere(streams):
-    streams(tp_rank=1, ep_rank=0, etp_rank=0)
+def test_megatrons_way_to_fill_a_shard_elsewhere_is_by_its_streams(streams):
+    streams(tp_rank=1, ep_rank=0, etp_rank=0, force_reset_rng=True)
+    assert set(tensor_parallel.get_cuda_rng_tracker().get_states()) == {
+        tensor_parallel.get_expert_parallel_rng_tracker_name(),
+        tensor_parallel.get_data_parallel_rng_tracker_name(),
+        "model-parallel-rng",
+    }
     shard = torch.empty(4)
     tensor_parallel.layers._initialize_affine_weight_gpu(shard, normal_, 0)
     drawn = torch.empty(4).normal_(generator=torch.Generator().manual_seed(5 + 2718 + 1))
