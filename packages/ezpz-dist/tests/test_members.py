@@ -85,19 +85,6 @@ ezpz_dist.setup_torch(timeout=6)
         assert re.search(told, ends[rank][2])
 
 
-def test_rank_0_never_comes(programs):
-    script = """
-import os, sys, ezpz_dist
-if os.environ["RANK"] == "0":
-    sys.exit(0)
-ezpz_dist.setup_torch(timeout=2)
-"""
-    ends = programs(2, script)
-    assert [status for status, _, _ in ends] == [0, 1]
-    assert "SetupError: rank 1 of 2" in ends[1][2]
-    assert "rank 0" in ends[1][2]
-
-
 @pytest.mark.parametrize(
     ("told", "each", "said"),
     [
