@@ -17,7 +17,9 @@ def run(tmp_path):
     with History(tmp_path / "run") as history:
         history.record({"loss": 0.1 + 0.2, "n": 1 << 60, "ok": True, 'a,"b"\n': 1.5, "big": BIG})
         history.record({"loss": math.nan, "n": 2, "ok": False})
-        history.record({"loss": -math.inf, "late": 3, "big": 7})
+        history.record({"loss": 7.0, "once": 1})
+    with History(tmp_path / "run") as history:  # a later attempt, which wins
+        history.record({"loss": -math.inf, "late": 3, "big": 7}, step=2)
     return tmp_path / "run"
 
 
@@ -43,20 +45,6 @@ def test_parquet(run, tmp_path):
     assert found["big"] == [str(BIG), None, "7"]
     assert math.isnan(found["loss"][1])
     assert found["loss"][2] == -math.inf
-
-
-def test_later_attempts_win(write_run, records, header, tmp_path):
-    again = [{**line, "replay": True} for line in records(range(2, 4), loss=2.0)]
-    folder = write_run(
-        header(), *records(range(4), loss=1.0), header(attempt=1, continues=3), *again
-    )
-    export(folder, csv=tmp_path / "x.csv")
-    with open(tmp_path / "x.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [(row["step"], row["loss"]) for row in rows] == [
-        ("0", "1.0"), ("1", "1.0"), ("2", "2.0"), ("3", "2.0"),
-    ]  # fmt: skip
-    assert "replay" not in rows[0]
 
 
 def test_a_run_longer_than_a_batch(write_run, records, tmp_path):
