@@ -132,14 +132,18 @@ def test_nothing_but_nan_and_nothing_at_all(write_run, records):
 
 
 @pytest.mark.parametrize("folder", [None, "run"])
-def test_what_finalize_returns_and_writes(tmp_path, folder):
-    history = History(folder and tmp_path / folder)
+def test_what_finalize_returns_and_writes(tmp_path, monkeypatch, folder):
+    monkeypatch.chdir(tmp_path)
+    history = History(folder)
     for step in range(5):
-        history.update({"loss": step, "flag": True})
+        history.update({"loss": step, "flag": True, **({"n": 2} if step == 1 else {})})
     found = history.finalize()
+    np.testing.assert_array_equal(found["step"], range(5))
     np.testing.assert_array_equal(found["loss"], range(5))
+    np.testing.assert_array_equal(found["n"], [np.nan, 2, np.nan, np.nan, np.nan])
     assert found["loss"].attrs["mean"] == 2.0
     assert (tmp_path / "run" / "report" / "index.html").is_file() == bool(folder)
+    assert folder or list(tmp_path.iterdir()) == []
 
 
 def test_arrays_without_xarray(write_run, records, python):
