@@ -305,19 +305,8 @@ def test_a_queue_that_brings_records_back(tmp_path, listen):
     assert events(logs) == ["hello"]
 
 
-@pytest.fixture
-def mine():
-    """A standard logger with what a test gives it; taken back after it."""
-    logger = logging.getLogger("mine")
-    yield logger
-    for handler in logger.handlers[:]:
-        logger.removeHandler(handler)
-        handler.close()
-    logger.setLevel(logging.NOTSET)
-    logger.propagate = True
-
-
-def test_records_of_the_standard_library(tmp_path, capsys, mine):
+def test_records_of_the_standard_library(tmp_path, capsys):
+    mine = logging.getLogger("mine")
     logging.addLevelName(25, "NOTICE")
     with configure_logs(directory=tmp_path, level="INFO") as logs:
         mine.warning("%d of %d", 1, 2, extra={"loss": 0.25})
@@ -379,19 +368,20 @@ def test_warnings_that_somebody_captures_stay_captured():
         logging.captureWarnings(capture=False)
 
 
-def test_handlers_of_loggers_that_keep_their_records_or_share_the_stream(tmp_path, mine, capsys):
-    mine.propagate = False
-    mine.addHandler(logging.FileHandler(tmp_path / "mine.log"))
-    with configure_logs(directory=tmp_path) as logs:
+def test_handlers_of_loggers_that_keep_their_records_or_share_the_stream(
+    tmp_path, capsys, monkeypatch, listen
+):
+    mine = logging.getLogger("mine")
+    monkeypatch.setattr(mine, "propagate", False)
+    handler = listen(logging.FileHandler(tmp_path / "mine.log"), "mine")
+    with configure_logs(directory=tmp_path):
         mine.warning("kept")
-    (handler,) = mine.handlers
     assert (tmp_path / "mine.log").read_text() == "kept\n"
     mine.removeHandler(handler)
-    handler.close()
-    mine.addHandler(logging.StreamHandler())
+    handler = listen(logging.StreamHandler(), "mine")
     with configure_logs(directory=tmp_path) as logs:
         mine.warning("hello")
-        mine.handlers[0].setLevel(logging.ERROR)
+        handler.setLevel(logging.ERROR)
         mine.warning("not theirs")
     assert events(logs) == ["kept", "hello", "not theirs"]
     assert [line.split()[-2:] for line in capsys.readouterr().err.splitlines()][1:] == [
