@@ -540,14 +540,10 @@ def test_rank_0_may_hold_connections_of_all_ranks(ranks):
 
 # Both of torch's servers: they answer by their own code.
 @pytest.mark.parametrize("use_libuv", [True, False])
-def test_a_store_of_torch_answers(use_libuv):
+def test_this_jobs_store_and_any(use_libuv):
     store = TCPStore(
         "127.0.0.1", 0, None, is_master=True, wait_for_workers=False, use_libuv=use_libuv
     )
-    probe("127.0.0.1", store.port, 5.0)
-
-
-def test_this_jobs_store_and_any(store):
     client, found = connect("127.0.0.1", store.port, 5.0, SECOND, None)
     assert found is None
     store.set(JOB_KEY, OURS.written().decode())
