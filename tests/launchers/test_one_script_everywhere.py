@@ -41,28 +41,16 @@ def run(words, cwd=None, **variables):
     return process.stderr
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """Run the script once under each launcher; the last record and what was said."""
-    done = {}
-    for name, (_, words) in LAUNCHERS.items():
-        said = run([*words, "--outdir", str(out := tmp_path_factory.mktemp(name))])
-        done[name] = ezpz_obs.History.read(out)[-1], said
-    return done
-
-
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_the_right_world(runs, launcher):
-    size, _ = LAUNCHERS[launcher]
-    _, said = runs[launcher]
-    assert f"ranks={size}" in said
-    assert said.count("ready") == 1, "rank 0 alone speaks"
-
-
-def test_the_same_loss_on_two_ranks(runs):
-    losses = {name: record["loss"] for name, (record, _) in runs.items() if name != "python"}
+def test_the_right_world_and_the_same_loss_under_every_launcher(tmp_path):
+    last = {}
+    for name, (size, words) in LAUNCHERS.items():
+        said = run([*words, "--outdir", str(tmp_path / name)])
+        assert f"ranks={size}" in said
+        assert said.count("ready") == 1, "rank 0 alone speaks"
+        last[name] = ezpz_obs.History.read(tmp_path / name)[-1]
+    losses = {name: record["loss"] for name, record in last.items() if name != "python"}
     assert len(set(losses.values())) == 1, losses
-    one, two = runs["python"][0], runs["ezpz-launch"][0]
+    one, two = last["python"], last["ezpz-launch"]
     assert one["accuracy"] == pytest.approx(two["accuracy"], abs=0.1), "one rank learns as well"
 
 
