@@ -39,7 +39,7 @@ ezpz_dist.setup_torch(seed=rank // 2, tensor_parallel_size=1 + rank // 2, timeou
             assert re.search(difference, errors), errors
 
 
-def test_another_script_is_refused_and_can_be_allowed(programs, tmp_path):
+def test_another_script_is_refused_and_can_be_allowed(programs):
     script = """
 import os, sys, ezpz_dist
 if os.environ["RANK"] == "1":

@@ -14,11 +14,10 @@ SPAWN = ("--launcher", "spawn")
 
 @pytest.fixture
 def ezpz(clean_env, tmp_path):
-    def run(*words, module="ezpz", **kwargs):
+    def run(*words):
         return subprocess.run(
-            [sys.executable, "-m", module, *words],
-            env=clean_env, capture_output=True, text=True, timeout=300, check=False,
-            cwd=tmp_path, **kwargs,
+            [sys.executable, "-m", "ezpz", *words], env=clean_env, cwd=tmp_path,
+            capture_output=True, text=True, timeout=300, check=False,
         )  # fmt: skip
 
     return run
