@@ -1,5 +1,9 @@
-"""One unchanged script under every launcher: the right world, the same loss; the README's."""
+"""One unchanged script under every launcher: the right world, the same loss; the README's.
 
+And every function of ezpz_dist in ranks that know nothing of MPI: one process, torchrun's, plain.
+"""
+
+import json
 import os
 import re
 import shutil
@@ -12,6 +16,7 @@ import pytest
 
 import ezpz_obs
 
+ROOT = Path(__file__).resolve().parents[2]
 MODULE = ("-m", "ezpz.examples.minimal", "--epochs", "3")
 LAUNCHERS = {
     "python": (1, [sys.executable, *MODULE]),
@@ -21,52 +26,59 @@ LAUNCHERS = {
 }
 
 
-def run(words, **options):
+def run(words, cwd=None, **variables):
     scripts = sysconfig.get_path("scripts")
     env = {
         **os.environ, "PATH": os.pathsep.join([scripts, os.environ["PATH"]]),
-        "OMP_NUM_THREADS": "1", "NO_COLOR": "1",
+        "OMP_NUM_THREADS": "1", "NO_COLOR": "1", **variables,
     }  # fmt: skip
     assert shutil.which(words[0], path=env["PATH"]), f"{words[0]} is not in this environment"
     process = subprocess.run(
-        words, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=180,
-        check=False, **options,
+        words, env=env, cwd=cwd, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+        timeout=180, check=False,
     )  # fmt: skip
     assert process.returncode == 0, process.stderr
     return process.stderr
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """Run the script once under each launcher; the last record and what was said."""
-    done = {}
-    for name, (_, words) in LAUNCHERS.items():
-        said = run([*words, "--outdir", str(out := tmp_path_factory.mktemp(name))])
-        done[name] = ezpz_obs.History.read(out)[-1], said
-    return done
-
-
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_the_right_world(runs, launcher):
-    size, _ = LAUNCHERS[launcher]
-    _, said = runs[launcher]
-    assert f"ranks={size}" in said
-    assert said.count("ready") == 1, "rank 0 alone speaks"
-
-
-def test_the_same_loss_on_two_ranks(runs):
-    losses = {name: record["loss"] for name, (record, _) in runs.items() if name != "python"}
+def test_the_right_world_and_the_same_loss_under_every_launcher(tmp_path):
+    last = {}
+    for name, (size, words) in LAUNCHERS.items():
+        said = run([*words, "--outdir", str(tmp_path / name)])
+        assert f"ranks={size}" in said
+        assert said.count("ready") == 1, "rank 0 alone speaks"
+        last[name] = ezpz_obs.History.read(tmp_path / name)[-1]
+    losses = {name: record["loss"] for name, record in last.items() if name != "python"}
     assert len(set(losses.values())) == 1, losses
-    one, two = runs["python"][0], runs["ezpz-launch"][0]
+    one, two = last["python"], last["ezpz-launch"]
     assert one["accuracy"] == pytest.approx(two["accuracy"], abs=0.1), "one rank learns as well"
 
 
 def test_the_twelve_lines_of_the_readme_train(tmp_path):
-    readme = Path(__file__).resolve().parents[2] / "README.md"
-    (script,) = re.findall(r"```python\n(.*?)```", readme.read_text(), re.DOTALL)
+    readme = (ROOT / "README.md").read_text()
+    (script,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
     assert len([line for line in script.splitlines() if line.strip()]) == 12
     (tmp_path / "train.py").write_text(script)
     run(["ezpz-launch", "-n", "2", sys.executable, "train.py"], cwd=tmp_path)
     losses = [record["loss"] for record in ezpz_obs.History.read(tmp_path / "outputs" / "readme")]
     assert len(losses) == 200
     assert losses[-1] < losses[0] / 10
+
+
+@pytest.mark.parametrize(
+    ("size", "words"),
+    [
+        (1, []),
+        (2, ["torchrun", "--nproc-per-node", "2", "--no-python"]),
+        (4, ["ezpz-launch", "-n", "4", "--launcher", "spawn"]),
+    ],
+)
+def test_every_function(size, words, tmp_path):
+    program = ROOT / "tests" / "worlds" / "every_function.py"
+    cpu = {"TORCH_DEVICE": "cpu", "RES_OPTIONS": "timeout:1 attempts:1"}
+    run([*words, sys.executable, str(program), str(tmp_path)], **cpu)
+    said = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(size)]
+    assert [one["size"] for one in said] == [size] * size
+    for one in said[:-1]:
+        stands = rf"rank {size - 1} on \S+ stands at every_function\.py:\d+ in load_batch"
+        assert re.search(stands, one["missing"]), one

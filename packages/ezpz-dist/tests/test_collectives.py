@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from ezpz_dist import all_gather_object, all_reduce, barrier, broadcast
+from ezpz_dist import all_gather_object, all_reduce, barrier, broadcast, wrap_model
 from ezpz_dist._collectives import Flat, combine, combine_packed, pack
 
 pytest_n = pytest.mark.parametrize("n", [1, 3])
@@ -185,37 +185,30 @@ def test_objects(ranks, n):
     ranks(n, script)
 
 
-@pytest_n
-def test_before_set_up_no_local_answer_in_a_world_of_several(ranks, n):
+def test_before_set_up_no_local_answer_in_a_world_of_several(ranks):
     script = """
-        n = int(os.environ.get("WORLD_SIZE", 1))
         calls = (barrier, lambda: all_reduce(1), lambda: broadcast(1), lambda: all_gather_object(1),
                  lambda: all_reduce(1, implementation="mpi"),
                  lambda: wrap_model(torch.nn.Linear(1, 1)))
-        for call in (data_share, lambda: share_of([1, 2]), lambda: DataParallelSampler(3),
+        for call in (*calls, data_share, lambda: share_of([1, 2]), lambda: DataParallelSampler(3),
                      lambda: DataLoader([1, 2]), node_group,
                      lambda: scatter_from_one_reader(list), lambda: share_on_node(list),
                      lambda: read_share("x", torch.int8, [1]), lambda: load_on_one_rank("x"),
                      lambda: SnapshotOnSignal(print)):
-            if n > 1:
-                raises(NotSetUpError, "before setup_torch()", call)
-        def all_refuse(text):
-            for call in calls:
-                raises(NotSetUpError, text, call) if n > 1 else call()
-        all_refuse("before setup_torch()")
-        if n > 1:
-            rank = int(os.environ["RANK"])
-            dist.init_process_group("gloo")
-            dist.barrier()  # rank 0 has the store: were it to end now, others could still wait
-            # nor where nothing but the group itself says that there are several
-            for name in [name for name in os.environ if name in ("RANK", "WORLD_SIZE", "LOCAL_RANK",
-                         "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")]:
-                del os.environ[name]
-            calls = calls[:-1]
-            all_refuse(f"on rank {rank} of {n}, in a process group that setup_torch() did not make")
-            dist.destroy_process_group()
+            raises(NotSetUpError, "before setup_torch()", call)
+        rank = int(os.environ["RANK"])
+        dist.init_process_group("gloo")
+        dist.barrier()  # rank 0 has the store: were it to end now, others could still wait
+        # nor where nothing but the group itself says that there are several
+        for name in [name for name in os.environ if name in ("RANK", "WORLD_SIZE", "LOCAL_RANK",
+                     "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")]:
+            del os.environ[name]
+        said = f"on rank {rank} of 3, in a process group that setup_torch() did not make"
+        for call in calls[:-1]:
+            raises(NotSetUpError, said, call)
+        dist.destroy_process_group()
         """
-    ranks(n, script)
+    ranks(3, script)
 
 
 @pytest.mark.parametrize("bad", ["1", None, True, [1], 1j, {"a": {"b": "x"}}])
@@ -269,8 +262,9 @@ def test_in_one_process_without_set_up(clean_env, monkeypatch):
     monkeypatch.setattr("os.environ", clean_env)
     barrier(implementation="mpi", timeout=1)
     assert (all_reduce(2), all_reduce(2, implementation="mpi"), broadcast("x")) == (2, 2, "x")
-    anything = object()
+    anything = torch.nn.Linear(1, 1)
     assert all_gather_object(anything) == [anything]
+    assert wrap_model(anything) is anything
 
 
 # The arithmetic that every rank does alike, without ranks.

@@ -20,7 +20,6 @@ from ezpz_dist._rendezvous import (
     JOB_KEY,
     PORTS,
     Job,
-    NotOurStoreError,
     Place,
     RefusedError,
     candidates,
@@ -277,6 +276,18 @@ def store():
     return TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
 
 
+# Which of the first two is seen is chance.
+GONE = "a listener that (breaks off|closes the connection)"
+HOLDERS = {
+    "resets": GONE,
+    "closes": GONE,
+    "http": r"a listener that is no store of torch \(it answers b'HTTP'\)",
+    "silent": r"a listener that says nothing for 0.5 s",
+    "torch": "a store of torch that no ezpz_dist opened",
+    "another job": rf"the store of another job, by process {os.getpid()} on \S+ \(Slurm job 8, not",
+}
+
+
 def test_whoever_holds_the_port_the_ranks_meet_elsewhere(ranks, listener, store):
     others = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
     # As the same user's, on a port that he gave to two jobs.
@@ -306,10 +317,9 @@ def test_whoever_holds_the_port_the_ranks_meet_elsewhere(ranks, listener, store)
         assert int(port) == candidates(ports[kind])[1]
         assert float(took) < 20  # torch's own client: 22 s, or for ever
         logged = f"rank 0 listens on port {port}, for 127.0.0.1:{ports[kind]} (MASTER_ADDR and MAS"
-        assert logged in said[0]
+        (line,) = [line for line in said[0].splitlines() if logged in line]
+        assert re.search(f"held by {HOLDERS[kind]}", line), line
         assert logged not in said[1]
-    what = rf"held by the store of another job, by process {os.getpid()} on \S+ \(Slurm job 8, not"
-    assert re.search(what, said[0])
 
 
 def test_addresses_of_ipv6_and_names(ranks):
@@ -525,19 +535,15 @@ def test_rank_0_may_hold_connections_of_all_ranks(ranks):
     assert "Error" not in errors
 
 
-# What is behind a port: rank 0's store, another's, or no store at all.
+# What is behind a port: a store of torch, or rank 0's own.
 
 
 # Both of torch's servers: they answer by their own code.
 @pytest.mark.parametrize("use_libuv", [True, False])
-def test_a_store_of_torch_answers(use_libuv):
+def test_this_jobs_store_and_any(use_libuv):
     store = TCPStore(
         "127.0.0.1", 0, None, is_master=True, wait_for_workers=False, use_libuv=use_libuv
     )
-    probe("127.0.0.1", store.port, 5.0)
-
-
-def test_this_jobs_store_and_any(store):
     client, found = connect("127.0.0.1", store.port, 5.0, SECOND, None)
     assert found is None
     store.set(JOB_KEY, OURS.written().decode())
@@ -546,32 +552,6 @@ def test_this_jobs_store_and_any(store):
     assert client.timeout == SECOND
     client.set("k", "v")
     assert store.get("k") == b"v"
-
-
-def test_another_jobs_store_and_one_without_a_job(store):
-    for patience in (0.0, 0.1):
-        with pytest.raises(NotOurStoreError, match="a store of torch that no ezpz_dist opened"):
-            connect("127.0.0.1", store.port, 5.0, SECOND, OURS, patience=patience)
-    store.set(JOB_KEY, Job({"user": "5", "port": "2"}, "there", 77).written().decode())
-    what = r"the store of another job, by process 77 on there \(user 5, not 1\)"
-    with pytest.raises(NotOurStoreError, match=what):
-        connect("127.0.0.1", store.port, 5.0, SECOND, OURS)
-
-
-@pytest.mark.parametrize(
-    ("kind", "limit", "what"),
-    [
-        ("closes", 30, "a listener that closes the connection|a listener that breaks off"),
-        ("resets", 30, "a listener that breaks off|a listener that closes the connection"),
-        ("http", 30, r"a listener that is no store of torch \(it answers b'HTTP'\)"),
-        ("silent", 0.2, r"a listener that says nothing for 0.2 s"),
-    ],
-)
-def test_a_listener_that_is_no_store(listener, kind, limit, what):
-    start = time.monotonic()
-    with pytest.raises(NotOurStoreError, match=what):
-        connect("127.0.0.1", listener(kind), limit, SECOND, OURS)
-    assert time.monotonic() - start < 60  # torch's own client: for ever
 
 
 # What a name stands for, and which address of this host others can reach.

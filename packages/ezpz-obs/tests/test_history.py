@@ -114,18 +114,6 @@ def test_what_json_has_no_numbers_for_comes_back_as_it_was(tmp_path):
     assert second["a"] == 1.0
 
 
-def test_no_folder_no_file(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    history = History()
-    for step in range(3):
-        history.update({"loss": step / 4, **({"n": 2} if step == 1 else {})})
-    assert list(tmp_path.iterdir()) == []
-    kept = list(history._kept)
-    assert [(one["step"], one["loss"], one.get("n")) for one in kept] == [
-        (0, 0.0, None), (1, 0.25, 2.0), (2, 0.5, None),
-    ]  # fmt: skip
-
-
 @pytest.mark.usefixtures("rank_1")
 def test_other_ranks_write_nothing(tmp_path):
     history = History(tmp_path / "run")
@@ -212,15 +200,15 @@ def test_one_writer_and_nothing_after_its_end(tmp_path):
 def test_events_and_alarms(tmp_path, caplog):
     class TooHigh:
         def check(self, record):
-            return f"loss is {record['loss']}" if record["loss"] > 5 else None
+            return "loss is {loss} at {step}".format(**record) if record["loss"] > 5 else None
 
     with History(tmp_path, alarms=[TooHigh()]) as history:
         history.update({"loss": 1.0})
         history.update({"loss": 9.0})
         history.event("checkpoint", "saved", path=tmp_path / "x", value=math.nan)
-    assert [record.message for record in caplog.records] == ["loss is 9.0"]
+    assert [record.message for record in caplog.records] == ["loss is 9.0 at 1"]
     alarm, checkpoint, end = ezpz_obs.read_run(tmp_path).events
-    assert (alarm["event"], alarm["step"], alarm["message"]) == ("alarm", 1, "loss is 9.0")
+    assert (alarm["event"], alarm["step"], alarm["message"]) == ("alarm", 1, "loss is 9.0 at 1")
     assert (checkpoint["path"], checkpoint["value"]) == (str(tmp_path / "x"), "NaN")
     assert end["message"] == "closed"
 

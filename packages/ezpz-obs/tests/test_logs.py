@@ -305,19 +305,8 @@ def test_a_queue_that_brings_records_back(tmp_path, listen):
     assert events(logs) == ["hello"]
 
 
-@pytest.fixture
-def mine():
-    """A standard logger with what a test gives it; taken back after it."""
-    logger = logging.getLogger("mine")
-    yield logger
-    for handler in logger.handlers[:]:
-        logger.removeHandler(handler)
-        handler.close()
-    logger.setLevel(logging.NOTSET)
-    logger.propagate = True
-
-
-def test_records_of_the_standard_library(tmp_path, capsys, mine):
+def test_records_of_the_standard_library(tmp_path, capsys):
+    mine = logging.getLogger("mine")
     logging.addLevelName(25, "NOTICE")
     with configure_logs(directory=tmp_path, level="INFO") as logs:
         mine.warning("%d of %d", 1, 2, extra={"loss": 0.25})
@@ -379,19 +368,20 @@ def test_warnings_that_somebody_captures_stay_captured():
         logging.captureWarnings(capture=False)
 
 
-def test_handlers_of_loggers_that_keep_their_records_or_share_the_stream(tmp_path, mine, capsys):
-    mine.propagate = False
-    mine.addHandler(logging.FileHandler(tmp_path / "mine.log"))
-    with configure_logs(directory=tmp_path) as logs:
+def test_handlers_of_loggers_that_keep_their_records_or_share_the_stream(
+    tmp_path, capsys, monkeypatch, listen
+):
+    mine = logging.getLogger("mine")
+    monkeypatch.setattr(mine, "propagate", False)
+    handler = listen(logging.FileHandler(tmp_path / "mine.log"), "mine")
+    with configure_logs(directory=tmp_path):
         mine.warning("kept")
-    (handler,) = mine.handlers
     assert (tmp_path / "mine.log").read_text() == "kept\n"
     mine.removeHandler(handler)
-    handler.close()
-    mine.addHandler(logging.StreamHandler())
+    handler = listen(logging.StreamHandler(), "mine")
     with configure_logs(directory=tmp_path) as logs:
         mine.warning("hello")
-        mine.handlers[0].setLevel(logging.ERROR)
+        handler.setLevel(logging.ERROR)
         mine.warning("not theirs")
     assert events(logs) == ["kept", "hello", "not theirs"]
     assert [line.split()[-2:] for line in capsys.readouterr().err.splitlines()][1:] == [
@@ -510,20 +500,13 @@ def test_json_on_the_terminal(capsys):
     assert (first["event"], second["event"]) == ("hello", "hello 3")
 
 
-def test_what_is_no_level_and_a_folder_that_cannot_be_made(tmp_path, capsys):
+def test_what_is_no_level():
     before = state()
     with pytest.raises(ValueError, match="level='LOUD'; expected one of DEBUG"):
         configure_logs(level="loud")
     with pytest.raises(ValueError, match="file_level='LOUD'"):
         configure_logs(file_level="loud")
     assert state() == before
-    (tmp_path / "logs").write_text("")
-    with configure_logs(directory=tmp_path / "logs"):
-        get_logger("x").info("hello")
-        get_logger("x").info("again")
-    err = capsys.readouterr().err
-    assert err.count("cannot be written") == 1
-    assert "hello" in err
 
 
 def test_an_exception_that_leaves_the_block(tmp_path, capsys):

@@ -1,8 +1,6 @@
 """The file: what is torn, damaged, old, of somebody else, or growing while it is read."""
 
 import json
-import threading
-import time
 
 import numpy as np
 import pytest
@@ -127,24 +125,6 @@ def test_what_is_odd_among_many_records(tmp_path):
     history.path.write_bytes(b"".join(lines))
     with pytest.raises(HistoryError, match="line 2001"):
         History.read(tmp_path)
-
-
-def test_following_a_live_run(tmp_path):
-    history = History(tmp_path)
-    seen, stopped = [], threading.Event()
-
-    def read():
-        seen.extend(follow(tmp_path, stop=stopped.is_set, every=0.01))
-
-    thread = threading.Thread(target=read)
-    thread.start()
-    for _ in range(50):
-        history.update({"loss": 1.0})
-        time.sleep(0.001)
-    history.close()
-    stopped.set()  # asked only where there is nothing new
-    thread.join(120)
-    assert [next(iter(line)) for line in seen] == ["ezpz_obs", *["step"] * 50, "event"]
 
 
 def test_a_configuration_of_any_kind(tmp_path):

@@ -27,7 +27,7 @@ def train(folder, sink, first=0, last=200, factor=1.0):
             history.record(
                 {
                     "loss": factor / (step + 1), "nan": math.nan, "inf": -math.inf,
-                    "flag": step % 2 == 0, "big": 1 << 70, "huge": 10**400, HOSTILE: 2,
+                    "train/flag": step % 2 == 0, "big": 1 << 70, "huge": 10**400, HOSTILE: 2,
                 },
                 step=step,
             )  # fmt: skip
@@ -57,7 +57,7 @@ class TestTensorboard:
         assert found["loss"][9][1] == pytest.approx(0.1)
         assert math.isnan(found["nan"][0][1])
         assert found["inf"][0][1] == -math.inf
-        assert [value for _, value in found["flag"][:2]] == [1.0, 0.0]
+        assert [value for _, value in found["train/flag"][:2]] == [1.0, 0.0]
         assert found["big"][0][1] == 2.0**70
         assert found["huge"][0][1] == math.inf
         assert found[HOSTILE][5] == (5, 2.0)

@@ -15,6 +15,8 @@ import pytest
 
 from ezpz_obs import History, SinkError, replay, setup_wandb, verify_wandb
 
+from .test_sinks_libraries import HOSTILE, train
+
 pytest.importorskip("wandb")
 
 KEY = "a" * 40
@@ -299,47 +301,35 @@ def messages(data):
             whole = b""
 
 
-def train(folder, first=0, last=200, factor=1.0):
-    with History(folder, sinks=["wandb"], summary=False, config={"lr": 0.1}) as history:
-        for step in range(first, last):
-            history.record(
-                {
-                    "train/loss": factor / (step + 1), "nan": math.nan, "inf": -math.inf,
-                    "flag": step % 2 == 0, "big": 1 << 70, "<b>\"'": 2,
-                },
-                step=step,
-            )  # fmt: skip
-
-
 @pytest.mark.usefixtures("clean")
 def test_all_is_there_and_a_restarted_run_is_the_same_whose_steps_may_go_back(tmp_path, warned):
-    train(tmp_path)
+    train(tmp_path, "wandb")
     records = History.read(tmp_path)
-    train(tmp_path, first=195, last=205, factor=-1.0)
+    train(tmp_path, "wandb", first=195, last=205, factor=-1.0)
     assert not warned()
     found = logged(tmp_path)
     assert len({run for run, _ in found}) == 1
     lines = [line for _, line in found]
     assert [line["step"] for line in lines] == [*range(200), *range(195, 205)]
-    assert [line["train/loss"] for line in lines[:200]] == [1 / (step + 1) for step in range(200)]
+    assert [line["loss"] for line in lines[:200]] == [1 / (step + 1) for step in range(200)]
     assert [line["_timestamp"] for line in lines[:200]] == [record["time"] for record in records]
     assert math.isnan(lines[0]["nan"])
     assert lines[0]["inf"] == -math.inf
-    assert [line["flag"] for line in lines[:2]] == [1, 0]
+    assert [line["train/flag"] for line in lines[:2]] == [1, 0]
     assert lines[0]["big"] == 2.0**70
-    assert lines[0]["<b>\"'"] == 2
+    assert lines[0][HOSTILE] == 2
 
 
 @pytest.mark.usefixtures("clean")
 def test_a_replay_is_a_run_of_its_own_and_disabled_there_is_none(tmp_path, monkeypatch, warned):
-    train(tmp_path, last=20)
+    train(tmp_path, "wandb", last=20)
     assert replay(tmp_path, "wandb") == 20
     found = logged(tmp_path)
     first, second = dict.fromkeys(run for run, _ in found)
     assert [line["step"] for run, line in found if run == second] == list(range(20))
     assert first != second
     monkeypatch.setenv("WANDB_MODE", "disabled")
-    train(tmp_path / "none", last=5)
+    train(tmp_path / "none", "wandb", last=5)
     assert not (tmp_path / "none" / "wandb").exists()
     assert not warned()
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ezpz_obs import Alarms, History, read_run
+from ezpz_obs import Alarms
 
 
 def watch(values, **options):
@@ -164,15 +164,3 @@ def test_any_numbers_at_all(bits):
     assert all(0 <= step < len(values) for step in alarms)
     bad = [step for step, value in enumerate(values) if not math.isfinite(value)]
     assert bad[:1] == [] or alarms[0] <= bad[0]
-
-
-def test_a_history_logs_and_writes_what_alarms_say(tmp_path, caplog):
-    with History(tmp_path, alarms=[Alarms("loss")]) as history:
-        for step in range(100):
-            history.record({"loss": 2.0 + step % 3 / 100})
-        history.record({"loss": 31.0})
-        history.record({"loss": math.nan})
-    (event,) = (event for event in read_run(tmp_path).events if event["event"] == "alarm")
-    assert event["step"] == 100
-    assert "jumped to 31 at step 100" in event["message"]
-    assert caplog.messages == [event["message"]]

@@ -177,18 +177,3 @@ def test_ezpz_tps_shards_are_counted_by_ezpz_tp(ranks):
         whole = math.hypot(*[each.said[1] for each in found])
         assert ours == pytest.approx(whole, rel=1e-5)
     assert found[0].said[0] == found[1].said[0]
-
-
-def test_ddp_is_the_averaged_gradients(ranks):
-    code = """
-    module = torch.nn.parallel.DistributedDataParallel(model())
-    with_gradients(module, torch.arange(28.0).reshape(2, 2, 7)[RANK])
-    say(gradient_norm(module).item())
-    """
-    found = ranks(MODEL + textwrap.dedent(code), 2)
-    assert [rank.status for rank in found] == [0, 0], found[0].err
-    assert found[0].said == found[1].said
-    module = model()
-    x = torch.arange(28.0).reshape(2, 2, 7)
-    sum(module(one).square().sum() / 2 for one in x).backward()
-    assert found[0].said[0] == pytest.approx(gradient_norm(module).item(), rel=1e-5)

@@ -86,9 +86,10 @@ def test_tail_export_and_replay(command, run, tmp_path):
     assert done.stdout == "30 records sent to csv\n"
 
 
-def test_a_missing_extra(run, python):
-    code = "import sys; sys.modules['plotext'] = None; from ezpz_obs._cli import main; "
-    done = python(code + "sys.exit(main())", "plot", run, status=1)
+@pytest.mark.parametrize(("word", "package"), [("plot", "plotext"), ("report", "matplotlib")])
+def test_a_missing_extra(run, python, word, package):
+    code = f"import sys; sys.modules[{package!r}] = None; from ezpz_obs._cli import main; "
+    done = python(code + "sys.exit(main())", word, run, status=1)
     assert 'pip install "ezpz-obs[report]"' in done.stderr
     assert len(done.stderr.splitlines()) == 1
 

@@ -91,19 +91,6 @@ def test_many_metrics_are_for_the_table(write_run, records):
     assert "more metrics are not drawn" in said
 
 
-def test_without_the_extra_it_says_what_to_install(run, python):
-    done = python(
-        """
-        import sys; sys.modules['matplotlib'] = None
-        from ezpz_obs import ReportError, write_report
-        try: write_report(sys.argv[1])
-        except ReportError as error: print(error)
-        """,
-        run,
-    )
-    assert 'pip install "ezpz-obs[report]"' in done.stdout
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
 def test_a_long_run_takes_little_room_and_time(tmp_path, python):
     names = [f"metric{n}" for n in range(10)]

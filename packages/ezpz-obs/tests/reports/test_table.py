@@ -17,7 +17,9 @@ def run(tmp_path):
     with History(tmp_path / "run") as history:
         history.record({"loss": 0.1 + 0.2, "n": 1 << 60, "ok": True, 'a,"b"\n': 1.5, "big": BIG})
         history.record({"loss": math.nan, "n": 2, "ok": False})
-        history.record({"loss": -math.inf, "late": 3, "big": 7})
+        history.record({"loss": 7.0, "once": 1})
+    with History(tmp_path / "run") as history:  # a later attempt, which wins
+        history.record({"loss": -math.inf, "late": 3, "big": 7}, step=2)
     return tmp_path / "run"
 
 
@@ -43,20 +45,6 @@ def test_parquet(run, tmp_path):
     assert found["big"] == [str(BIG), None, "7"]
     assert math.isnan(found["loss"][1])
     assert found["loss"][2] == -math.inf
-
-
-def test_later_attempts_win(write_run, records, header, tmp_path):
-    again = [{**line, "replay": True} for line in records(range(2, 4), loss=2.0)]
-    folder = write_run(
-        header(), *records(range(4), loss=1.0), header(attempt=1, continues=3), *again
-    )
-    export(folder, csv=tmp_path / "x.csv")
-    with open(tmp_path / "x.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [(row["step"], row["loss"]) for row in rows] == [
-        ("0", "1.0"), ("1", "1.0"), ("2", "2.0"), ("3", "2.0"),
-    ]  # fmt: skip
-    assert "replay" not in rows[0]
 
 
 def test_a_run_longer_than_a_batch(write_run, records, tmp_path):
@@ -144,14 +132,18 @@ def test_nothing_but_nan_and_nothing_at_all(write_run, records):
 
 
 @pytest.mark.parametrize("folder", [None, "run"])
-def test_what_finalize_returns_and_writes(tmp_path, folder):
-    history = History(folder and tmp_path / folder)
+def test_what_finalize_returns_and_writes(tmp_path, monkeypatch, folder):
+    monkeypatch.chdir(tmp_path)
+    history = History(folder)
     for step in range(5):
-        history.update({"loss": step, "flag": True})
+        history.update({"loss": step, "flag": True, **({"n": 2} if step == 1 else {})})
     found = history.finalize()
+    np.testing.assert_array_equal(found["step"], range(5))
     np.testing.assert_array_equal(found["loss"], range(5))
+    np.testing.assert_array_equal(found["n"], [np.nan, 2, np.nan, np.nan, np.nan])
     assert found["loss"].attrs["mean"] == 2.0
     assert (tmp_path / "run" / "report" / "index.html").is_file() == bool(folder)
+    assert folder or list(tmp_path.iterdir()) == []
 
 
 def test_arrays_without_xarray(write_run, records, python):

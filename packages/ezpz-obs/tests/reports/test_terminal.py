@@ -94,23 +94,22 @@ def test_a_live_run_is_followed_to_its_end(tmp_path):
     out = io.StringIO()
     thread = threading.Thread(target=tail, args=(tmp_path / "run",), kwargs={"file": out})
     thread.start()
-    until = time.monotonic() + 30
-
-    def wait_for(text):
-        while text not in out.getvalue():
+    until = time.monotonic() + 120
+    try:
+        while "step=0" not in out.getvalue():
             assert time.monotonic() < until
             time.sleep(0.05)
-
-    try:
-        wait_for("step=0")
-        history.record({"loss": 2.0})
-        wait_for("step=1")
+        for _ in range(50):
+            history.record({"loss": 2.0})
+            time.sleep(0.001)
         assert thread.is_alive()
     finally:
         history.close()
         thread.join(120)
     assert not thread.is_alive()
-    assert out.getvalue().splitlines()[-1].endswith("end: closed")
+    said = [line.split(" ", 1)[1] for line in out.getvalue().splitlines()[1:]]
+    expected = ["step=0 loss=1", *(f"step={step} loss=2" for step in range(1, 51))]
+    assert said == [*expected, "step=50 end: closed"]
 
 
 def test_a_restarted_run_goes_on(tmp_path):

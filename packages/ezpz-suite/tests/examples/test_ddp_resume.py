@@ -20,19 +20,15 @@ def wait_for(folder, process, is_there):
     """Wait until a line of the metrics is as wanted."""
     end = time.monotonic() + PATIENCE
     while True:
-        lines = (Path(folder) / "metrics.jsonl").exists() and records_so_far(folder)
+        try:
+            lines = records(folder)
+        except (FileNotFoundError, ValueError):  # nor is the last line whole at every moment
+            lines = []
         if lines and is_there(lines):
             return
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < end, "it does not get on"
         time.sleep(0.005)
-
-
-def records_so_far(folder):
-    try:
-        return records(folder)
-    except ValueError:  # the last line is not whole yet
-        return []
 
 
 def rank_1(folder):

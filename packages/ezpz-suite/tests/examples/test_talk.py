@@ -17,13 +17,8 @@ SCRIPT = Path(__file__).with_name("talk.py")
     ids=["as it stands", "without device_ids", "wrap_model"],
 )
 def test_the_script_runs_and_learns(ranks, tmp_path, n, more, wrapper):
-    script = f"""
-    import atexit, runpy
-    os.environ.update({more!r})
-    runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
-    atexit._run_exitfuncs()
-    """
-    said = "".join(out + err for _, out, err in ranks(n, script, check=False, cwd=tmp_path))
+    done = ranks(n, "", check=False, cwd=tmp_path, program=SCRIPT, env=more)
+    said = "".join(out + err for _, out, err in done)
     (line,) = [one for one in said.splitlines() if one.startswith("FINAL")]
     _, found, first, last = line.split()
     assert found == wrapper

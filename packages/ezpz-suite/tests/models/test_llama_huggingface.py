@@ -89,17 +89,6 @@ def test_each_rank_loads_its_part(folder):
         assert value == pytest.approx(loss.loss(tokens(), tokens()).item(), abs=1e-5)
 
 
-def test_a_stage_loads_its_layers(folder):
-    config = LlamaConfig.from_huggingface(folder)
-    last = Llama(config, layers=range(1, 2), first=False)
-    load_huggingface(last, folder)
-    wanted = theirs().state_dict()
-    for name, one in huggingface_state_dict(last).items():
-        assert torch.equal(one, wanted[name])
-    with pytest.raises(ModelError, match="Sequential; expected a Llama that is not wrapped"):
-        load_huggingface(torch.nn.Sequential(last), folder)  # as DDP is around it
-
-
 def test_a_tied_head_is_the_table_whatever_is_stored():
     model = theirs(tied=True)
     weights = {**model.state_dict(), "lm_head.weight": torch.zeros(131, 64)}
@@ -129,6 +118,8 @@ def test_what_does_not_fit_is_refused(folder, tmp_path):
     assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
     with pytest.raises(ModelError, match="has no data: call to_empty"):
         load_huggingface(Llama(config, device="meta"), weights)
+    with pytest.raises(ModelError, match="Sequential; expected a Llama that is not wrapped"):
+        load_huggingface(torch.nn.Sequential(model), weights)  # as DDP is around it
     (tmp_path / "model.safetensors").write_bytes(b"nothing of the kind")
     with pytest.raises(ModelError, match="expected a whole safetensors file"):
         load_huggingface(model, tmp_path)

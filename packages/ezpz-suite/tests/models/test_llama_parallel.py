@@ -13,15 +13,18 @@ ODD = LlamaConfig(vocab_size=251, layers=2, **SIZES)  # its vocabulary does not 
 DEEP = LlamaConfig(layers=4, **SIZES)
 
 
-def batch(size=2, length=32):
+def batch(size=2, length=32, *, uneven=False):
     tokens = torch.randint(251, (size, length + 1), generator=torch.Generator().manual_seed(0))
-    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    targets = tokens[:, 1:].contiguous()
+    if uneven:  # left out, most of them in what one rank has
+        targets[:, 3:8] = targets[:, 28:] = -100
+    return tokens[:, :-1].contiguous(), targets
 
 
-def plain(config):
+def plain(config, **given):
     """The loss and the gradients, by name, of the model on one rank."""
     model = Llama(config)
-    loss = model.loss(*batch())
+    loss = model.loss(*batch(**given))
     loss.backward()
     return loss.item(), {name: one.grad for name, one in model.named_parameters()}
 
@@ -40,10 +43,10 @@ def differences(model, wanted):
     return max(found)
 
 
-def step(config, wanted, options):
+def step(config, wanted, options, given):
     """Loss and differences on one rank."""
     model = Llama(config, parallel=True, **options)
-    tokens, targets = (model.shard_sequence(each) for each in batch())
+    tokens, targets = (model.shard_sequence(each) for each in batch(**given))
     logits = model(tokens)
     degree = ezpz_tp.get_tensor_parallel_world_size()
     assert logits.shape == (*tokens.shape, -(-config.vocab_size // degree))
@@ -72,29 +75,16 @@ def test_parallel_is_plain(config, ranks, context, options):
     loss, wanted = plain(config)
     # In processes where groups are made of torch's.
     how = {"in_processes": True, "timeout": 180} if "ulysses" in options else {}
-    done = run_ranks(step, ranks, config, wanted, options, context=context, **how)
+    done = run_ranks(step, ranks, config, wanted, options, {}, context=context, **how)
     assert sum(each for each, _ in done) / ranks == pytest.approx(loss, abs=1e-5)
     assert max(difference for _, difference in done) < 1e-6
 
 
 def test_targets_that_are_left_out_unevenly():
-    """All in what one rank has: the ranks' average is the mean over all tokens that count."""
-    tokens, targets = batch()
-    targets[:, 3:8] = targets[:, 28:] = -100
-    model = Llama(CONFIG)
-    expected = model.loss(tokens, targets)
-    expected.backward()
-    wanted = {name: one.grad for name, one in model.named_parameters()}
-
-    def shared():
-        parallel = Llama(CONFIG, parallel=True)
-        loss = parallel.loss(*(parallel.shard_sequence(each) for each in (tokens, targets)))
-        loss.backward()
-        ezpz_tp.finalize_grads(parallel, average_over="context")
-        return loss.item(), differences(parallel, wanted)
-
-    done = run_ranks(shared, 2, context=2)
-    assert sum(loss for loss, _ in done) / 2 == pytest.approx(expected.item(), abs=1e-5)
+    """The ranks' average is the mean over all tokens that count."""
+    loss, wanted = plain(CONFIG, uneven=True)
+    done = run_ranks(step, 2, CONFIG, wanted, {}, {"uneven": True}, context=2)
+    assert sum(each for each, _ in done) / 2 == pytest.approx(loss, abs=1e-5)
     assert max(difference for _, difference in done) < 1e-6
 
 
