@@ -51,7 +51,6 @@ def in_a_job(words: list[str]) -> None:
 
 
 def _load() -> ModuleType:
-    sys.path.append(str(_SANDBOX.parents[1] / "harness"))  # what it stands on
     spec = importlib.util.spec_from_file_location("slurm_sandbox", _SANDBOX)
     assert spec is not None
     assert spec.loader is not None

@@ -14,11 +14,13 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
 
-from surroundings import clean
+sys.path.append(str(Path(__file__).resolve().parents[1] / "harness"))  # where no pytest did
+from surroundings import clean  # noqa: E402
 
 NODES = ("nid001", "nid002", "nid003", "nid004")
 CPUS_PER_NODE = 2
