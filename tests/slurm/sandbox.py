@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "harness"))  # where no pytest did
-from surroundings import clean  # noqa: E402
+from surroundings import clean
 
 NODES = ("nid001", "nid002", "nid003", "nid004")
 CPUS_PER_NODE = 2
