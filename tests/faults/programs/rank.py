@@ -65,6 +65,27 @@ def wait(until=lambda: False, seconds=600):
         time.sleep(0.02)
 
 
+def command_of(pid):
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def children_of(pid):
+    try:
+        return Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()
+    except OSError:
+        return []
+
+
+def shim_of(pid):
+    """Return the process of a rank's shim, which is above its command."""
+    while b"rank_shim.sh" not in command_of(pid):
+        pid = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").split("PPid:")[1].split()[0]
+    return pid
+
+
 def others_wait():
     """Go on as the rank that fails, when all are there; the others stay."""
     started()
@@ -151,12 +172,13 @@ def shouts():
 
 
 def all_exit(status):
-    """Every rank fails by itself, the others as soon as rank 1 has gone."""
-    started()
+    """Every rank fails by itself, the others as soon as rank 1 is known to have failed."""
+    started(shim=shim_of(os.getpid()))
     wait(all_started)
     if RANK != FAILING:
-        first = json.loads((FOLDER / f"{FAILING}.started").read_text(encoding="utf-8"))["pid"]
-        wait(lambda: not os.path.exists(f"/proc/{first}"))
+        shim = json.loads((FOLDER / f"{FAILING}.started").read_text(encoding="utf-8"))["shim"]
+        # Its shim has reported the end once it waits to be released, by a sleep.
+        wait(lambda: b"sleep" in b"".join(map(command_of, children_of(shim))))
     done()
     sys.exit(int(status) if RANK == FAILING else 9)
 
