@@ -1,4 +1,4 @@
-"""What `describe` says of bare and wrapped models."""
+"""What `describe_model` says of bare and wrapped models."""
 
 import textwrap
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from ezpz_dist import describe
+from ezpz_dist import describe_model
 
 
 class Net(nn.Module):
@@ -25,7 +25,7 @@ def table(text):
 
 
 def test_a_bare_model():
-    found = describe(Net())
+    found = describe_model(Net())
     assert (found.wrapper, found.parameters, found.trainable) == (None, 76480, 12480)
     assert (found.held, found.bytes, found.buffer_bytes) == (76480, 305920, 40)
     assert str(found) == table(
@@ -35,9 +35,9 @@ def test_a_bare_model():
         (all)  Net    -       76,480  76,480   298.8 KiB  float32  -
         """
     )
-    assert str(describe(nn.ReLU())).startswith("ReLU: 0 parameters (0 trainable): 0 B")
-    assert describe(nn.Linear(1, 1, dtype=torch.bfloat16)).bytes == 4
-    assert "1.5 GiB" in str(describe(nn.Linear(3 << 9, 1 << 18, bias=False, device="meta")))
+    assert str(describe_model(nn.ReLU())).startswith("ReLU: 0 parameters (0 trainable): 0 B")
+    assert describe_model(nn.Linear(1, 1, dtype=torch.bfloat16)).bytes == 4
+    assert "1.5 GiB" in str(describe_model(nn.Linear(3 << 9, 1 << 18, bias=False, device="meta")))
 
 
 def test_wrapped_models(ranks):
@@ -56,17 +56,17 @@ class Net(nn.Module):
             x = block(x)
         return self.norm(x)
 setup_torch(timeout=60)
-print(describe(wrap_model_for_ddp(Net())))
+print(describe_model(wrap_model_for_ddp(Net())))
 sharded = wrap_model_for_fsdp2(Net(), dtype="bf16")
-print(describe(sharded))
-older = describe(wrap_model_for_fsdp(Net(), dtype="bf16"))
+print(describe_model(sharded))
+older = describe_model(wrap_model_for_fsdp(Net(), dtype="bf16"))
 print(older)
 assert all_reduce(float(older.held), "sum") == older.parameters == older.trainable == 280
-kept = describe(wrap_model_for_fsdp2(Net(), reshard_after_forward=False))
+kept = describe_model(wrap_model_for_fsdp2(Net(), reshard_after_forward=False))
 assert [unit.reshards for unit in kept.units] == [False] * 5
 sharded(torch.zeros(2, dtype=torch.long)).sum().backward()
-assert describe(sharded).held == 140 and not describe(sharded).units[0].reshards
-assert describe(sharded).units[1].name == "embed"
+assert describe_model(sharded).held == 140 and not describe_model(sharded).units[0].reshards
+assert describe_model(sharded).units[1].name == "embed"
 # Sizes that FSDP1 pads, a part that it trains, and one that it leaves alone.
 class Odd(nn.Module):
     def __init__(self):
@@ -88,7 +88,7 @@ for wrap, on_both in (
     (lambda m: wrap_model_for_fsdp2(m, units=[nn.Sequential, nn.MultiheadAttention]), 0),
     (lambda m: wrap_model_for_fsdp(m, ignored_modules=[m.free]), 12),
 ):
-    found = describe(wrap(frozen()))
+    found = describe_model(wrap(frozen()))
     assert (found.parameters, found.trainable) == (whole, trains), found
     assert all_reduce(float(found.held), "sum") - on_both == whole, found
     if len(found.units) == 9:  # units within units: each kind in one row
@@ -137,7 +137,7 @@ def test_an_engine_of_deepspeed(stage):
     if stage == 3:
         model.weight = nn.Parameter(torch.empty(0))
         model.weight.ds_numel, model.weight.ds_tensor = 16, torch.empty(8)
-    found = describe(DeepSpeedEngine(model, stage))
+    found = describe_model(DeepSpeedEngine(model, stage))
     assert found.kind == "Linear"
     assert found.wrapper == f"DeepSpeed ZeRO-{stage}"
     assert (found.parameters, found.held) == (16, 16 if stage == 1 else 8)

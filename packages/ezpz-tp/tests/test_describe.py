@@ -28,7 +28,7 @@ def test_borders_follow_nodes_of_different_sizes_and_the_warning_has_the_remedy(
         r"that divides the number of ranks of every node: 1 or 2$"
     )
     with pytest.warns(UserWarning, match=said) as caught:
-        description = tp.describe(tp.RankLayout(16, tensor=4), ranks_per_node=[6, 6, 4])
+        description = tp.describe_mesh(tp.RankLayout(16, tensor=4), ranks_per_node=[6, 6, 4])
     assert len(caught) == 1
     assert caught[0].filename == __file__
     assert repr(description) == str(description) == (
@@ -54,17 +54,17 @@ Warning: 1 of 4 tensor groups cross nodes, with ranks on up to 2: the
   the number of ranks of every node: 1 or 2."""
     )  # fmt: skip
     with pytest.warns(UserWarning, match="of every node: 1, 2, 3 or 6$"):
-        tp.describe(tp.RankLayout(12, tensor=4), ranks_per_node=6)
+        tp.describe_mesh(tp.RankLayout(12, tensor=4), ranks_per_node=6)
     layout = tp.RankLayout(8, tensor=2, order="dp-tp")
     with pytest.warns(UserWarning, match=r"let tensor vary fastest \(order='tp-cp-ep-dp-pp'\)$"):
-        tp.describe(layout, ranks_per_node=4)
+        tp.describe_mesh(layout, ranks_per_node=4)
     with pytest.warns(UserWarning, match=r"vary fastest .*; choose .* every node: 1$"):
-        tp.describe(layout, ranks_per_node=1)
+        tp.describe_mesh(layout, ranks_per_node=1)
 
 
 def test_ranks_placed_node_after_node_in_turn():
     with pytest.warns(UserWarning, match=r"4 of 4 tensor groups .*srun --distribution=block"):
-        description = tp.describe(tp.RankLayout(8, tensor=2), hosts=["red", "blue"] * 4)
+        description = tp.describe_mesh(tp.RankLayout(8, tensor=2), hosts=["red", "blue"] * 4)
     text = str(description)
     assert "on 2 nodes of 4, not numbered node by node" in text
     assert "│  0 │  1 │" in text
@@ -74,7 +74,7 @@ def test_ranks_placed_node_after_node_in_turn():
 
 def test_experts_have_a_picture_of_their_own():
     layout = tp.RankLayout(16, tensor=2, expert=4)
-    description = tp.describe(layout, ranks_per_node=8)
+    description = tp.describe_mesh(layout, ranks_per_node=8)
     text = str(description)
     title = "experts: expert_tensor 2 x expert 4 x expert_data 2"
     model, experts = text.split(f"{title}\n")
@@ -86,9 +86,9 @@ def test_experts_have_a_picture_of_their_own():
     assert "       expert 0 │  0    1 │  │  8    9 │" in experts
     assert re.search(r"expert +4 +4  0 2 4 6 +none +1", experts)
     with pytest.warns(UserWarning, match="4 of 4 expert_tensor groups cross nodes"):
-        tp.describe(tp.RankLayout(16, expert_tensor=4, expert=2), ranks_per_node=2)
+        tp.describe_mesh(tp.RankLayout(16, expert_tensor=4, expert=2), ranks_per_node=2)
     layout = tp.RankLayout(16, tensor=2, pipeline=2, expert=2)  # whose pipelines are one row
-    text = str(tp.describe(layout, ranks_per_node=8))
+    text = str(tp.describe_mesh(layout, ranks_per_node=8))
     table = text[text.index("\naxis") :].splitlines()
     axes = ["tensor", "data", "pipeline", "expert_tensor", "expert", "expert_data"]
     assert [line.split()[0] for line in table[2:]] == axes
@@ -108,7 +108,7 @@ def test_every_rank_is_drawn_once_within_80_columns():
             tried += 1
             nodes = {"ranks_per_node": divisors[tried % len(divisors)]} if tried % 3 else {}
             layout = tp.RankLayout(world, t, c, p, order=("tp-cp-dp-pp", "pp-dp-tp-cp")[tried % 2])
-            text = str(tp.describe(layout, environ=NOWHERE, **nodes))
+            text = str(tp.describe_mesh(layout, environ=NOWHERE, **nodes))
             lines = text.splitlines()
             assert max(map(len, lines)) <= 80, text
             assert len(lines) <= (100 if nodes else 55), text
@@ -119,7 +119,7 @@ def test_every_rank_is_drawn_once_within_80_columns():
 
 def test_the_ranks_of_a_picture_are_where_its_labels_say():
     layout = tp.RankLayout(48, tensor=4, context=2, pipeline=2)
-    description = tp.describe(layout, environ=NOWHERE)
+    description = tp.describe_mesh(layout, environ=NOWHERE)
     (grid,) = description.grids
     picture = Terminal(grid, None, 80).picture
     data = next(labels for labels in picture.block_columns if labels.axis == "data")
@@ -146,7 +146,7 @@ def test_groups_and_crossings_agree_with_counting():
         hosts = [f"h{generator.randrange(3)}" for _ in range(layout.world_size)]
         even = [f"h{rank // d}" for rank in range(layout.world_size)]
         for names, how in ((hosts, {"hosts": hosts}), (even, {"ranks_per_node": d})):
-            description = tp.describe(layout, **how)
+            description = tp.describe_mesh(layout, **how)
             table = str(description)
             for axis in ("tensor", "context", "data", "pipeline"):
                 groups = layout.groups(axis)
@@ -162,7 +162,7 @@ def test_groups_and_crossings_agree_with_counting():
 
 def test_the_largest_machine_fits_a_screen():
     layout = tp.RankLayout(120_960, tensor=12, context=2, pipeline=8)
-    description = tp.describe(layout, ranks_per_node=12)
+    description = tp.describe_mesh(layout, ranks_per_node=12)
     text, svg = str(description), description.svg()
     root = ET.fromstring(svg)
     assert len(texts(root, "r")) <= 256
@@ -178,34 +178,34 @@ def test_the_largest_machine_fits_a_screen():
     # What is said of the ranks that are not drawn is so.
     assert 24 * 5 in layout.group_of("data", 0)
     assert 15_120 * 3 in layout.group_of("pipeline", 0)
-    text = str(tp.describe(tp.RankLayout(4096), ranks_per_node=32))
+    text = str(tp.describe_mesh(tp.RankLayout(4096), ranks_per_node=32))
     assert "Drawn: 48 of 4,096 ranks. data 48 to 4,095: 1 more at each step." in text
     assert "nodes like these" not in text  # one and a half are drawn
 
 
 def test_only_ascii():
-    description = tp.describe(tp.RankLayout(8, tensor=2), ranks_per_node=4)
+    description = tp.describe_mesh(tp.RankLayout(8, tensor=2), ranks_per_node=4)
     plain = description.text(ascii_only=True)
     assert plain.isascii()
     assert "| 0    1 |" in plain.replace("  0 ", " 0 ")
     assert len(plain) == len(str(description))
-    wide = tp.describe(tp.RankLayout(128, tensor=16), environ=NOWHERE).text(width=120)
+    wide = tp.describe_mesh(tp.RankLayout(128, tensor=16), environ=NOWHERE).text(width=120)
     assert max(map(len, wide.splitlines())) > 80
 
 
 def test_the_environment_tells_the_ranks_of_a_node(monkeypatch):
     layout = tp.RankLayout(8, tensor=2)
-    text = str(tp.describe(layout, environ={"LOCAL_WORLD_SIZE": "4"}))
+    text = str(tp.describe_mesh(layout, environ={"LOCAL_WORLD_SIZE": "4"}))
     assert "on 2 nodes of 4 (LOCAL_WORLD_SIZE)" in text
-    assert "on 1 node of 8" in str(tp.describe(layout, ranks_per_node=8))
+    assert "on 1 node of 8" in str(tp.describe_mesh(layout, ranks_per_node=8))
     torchrun = {"LOCAL_WORLD_SIZE": "4", "RANK": "5", "WORLD_SIZE": "8"}
     torchrun |= {"GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2"}
-    assert "on 2 nodes of 4" in str(tp.describe(layout, environ=torchrun))
-    assert "on 4 nodes of 4" in str(tp.describe(tp.RankLayout(16), environ=torchrun))  # a plan
-    named = tp.describe(layout, hosts=["a", "b"], environ={"LOCAL_WORLD_SIZE": "4"})
+    assert "on 2 nodes of 4" in str(tp.describe_mesh(layout, environ=torchrun))
+    assert "on 4 nodes of 4" in str(tp.describe_mesh(tp.RankLayout(16), environ=torchrun))  # a plan
+    named = tp.describe_mesh(layout, hosts=["a", "b"], environ={"LOCAL_WORLD_SIZE": "4"})
     assert "Nodes: 0 a, 1 b" in str(named)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert "on 4 nodes of 2 (LOCAL_WORLD_SIZE)" in str(tp.describe(layout))
+    assert "on 4 nodes of 2 (LOCAL_WORLD_SIZE)" in str(tp.describe_mesh(layout))
 
 
 @pytest.mark.parametrize(
@@ -226,7 +226,7 @@ def test_the_environment_tells_the_ranks_of_a_node(monkeypatch):
     ],
 )
 def test_nodes_that_are_not_known(environ, why):
-    description = tp.describe(tp.RankLayout(8, tensor=2), environ=environ)
+    description = tp.describe_mesh(tp.RankLayout(8, tensor=2), environ=environ)
     text = str(description)
     assert why in text.replace("\n  ", " ")
     assert "give ranks_per_node=" in text.replace("\n  ", " ")
@@ -254,30 +254,30 @@ def test_nodes_that_are_not_known(environ, why):
 )
 def test_nodes_that_do_not_add_up(how, said):
     with pytest.raises(tp.DegreeError, match=said):
-        tp.describe(tp.RankLayout(16), environ=NOWHERE, **how)
+        tp.describe_mesh(tp.RankLayout(16), environ=NOWHERE, **how)
 
 
 def test_many_nodes_are_named_in_part():
-    text = str(tp.describe(tp.RankLayout(40), hosts=[f"nid{i:03}" for i in range(40)]))
+    text = str(tp.describe_mesh(tp.RankLayout(40), hosts=[f"nid{i:03}" for i in range(40)]))
     assert "15 nid015, ... 24 more" in text.replace("\n  ", " ")
     assert "on 6 nodes of 1 to 4" in str(
-        tp.describe(tp.RankLayout(16), ranks_per_node=[4, 4, 4, 2, 1, 1])
+        tp.describe_mesh(tp.RankLayout(16), ranks_per_node=[4, 4, 4, 2, 1, 1])
     )
 
 
 def test_one_rank():
     with pytest.raises(ValueError, match="axis 'tp'; expected one of tensor, context, data"):
-        tp.describe(tp.RankLayout(1), environ=NOWHERE).groups("tp")
-    assert str(tp.describe(tp.RankLayout(1), environ=NOWHERE)).split() == ["1", "rank", "0"]
-    assert ranks_drawn(str(tp.describe(tp.RankLayout(1), ranks_per_node=1))) == [0]
+        tp.describe_mesh(tp.RankLayout(1), environ=NOWHERE).groups("tp")
+    assert str(tp.describe_mesh(tp.RankLayout(1), environ=NOWHERE)).split() == ["1", "rank", "0"]
+    assert ranks_drawn(str(tp.describe_mesh(tp.RankLayout(1), ranks_per_node=1))) == [0]
 
 
 @on_ranks(4, tensor=2)
 def test_a_state_is_described_without_a_collective():
     state = tp.get_state()
     with counting() as sent:
-        mine = tp.describe(ranks_per_node=2)
-        assert str(mine) == str(tp.describe(state, ranks_per_node=2))
+        mine = tp.describe_mesh(ranks_per_node=2)
+        assert str(mine) == str(tp.describe_mesh(state, ranks_per_node=2))
     assert not sent
     assert f"of rank {state.rank}" in str(mine)
     assert state.ranks("tensor") in mine.groups("tensor")
@@ -285,17 +285,17 @@ def test_a_state_is_described_without_a_collective():
     assert line.split()[3:5] == [str(rank) for rank in state.ranks("tensor")]
     bare = tp.ParallelState.from_groups(tensor=state.group("tensor"), rank=state.rank)
     with pytest.raises(tp.ParallelError, match=r"without a layout.*layout=RankLayout\(...\)"):
-        tp.describe(bare)
+        tp.describe_mesh(bare)
 
 
 def test_what_cannot_be_described():
     with pytest.raises(tp.NotInitializedError, match="initialize_tensor_parallel"):
-        tp.describe()
-    with pytest.raises(TypeError, match=r"describe\(int\); expected a ParallelState or a Rank"):
-        tp.describe(8)
+        tp.describe_mesh()
+    with pytest.raises(TypeError, match=r"describe_mesh\(int\); expected a ParallelState or a Rank"):
+        tp.describe_mesh(8)
     for given in ("8", 8.0, b"88"):
         with pytest.raises(TypeError, match=f"ranks_per_node={given!r}; expected a number, or"):
-            tp.describe(tp.RankLayout(16), ranks_per_node=given)
+            tp.describe_mesh(tp.RankLayout(16), ranks_per_node=given)
 
 
 S = "{http://www.w3.org/2000/svg}"
@@ -307,7 +307,7 @@ def texts(root, kind):
 
 def test_every_rank_is_drawn_with_its_tensor_group():
     layout = tp.RankLayout(16, tensor=2, context=2, pipeline=2)
-    root = ET.fromstring(tp.describe(layout, ranks_per_node=4).svg())
+    root = ET.fromstring(tp.describe_mesh(layout, ranks_per_node=4).svg())
     ranks, groups = texts(root, "r"), texts(root, "s")
     assert sorted(map(int, ranks)) == list(range(16))
     colors = [rect.get("fill") for rect in root.iter(f"{S}rect")]
@@ -321,7 +321,7 @@ def test_every_rank_is_drawn_with_its_tensor_group():
 
 def test_it_stands_alone_and_says_what_it_is():
     with pytest.warns(UserWarning, match="cross nodes"):
-        description = tp.describe(tp.RankLayout(8, tensor=4), hosts=["<a>", "b&c"] * 4)
+        description = tp.describe_mesh(tp.RankLayout(8, tensor=4), hosts=["<a>", "b&c"] * 4)
     svg = description.svg()
     root = ET.fromstring(svg)
     assert root.find(f"{S}title").text.startswith("8 ranks: tensor 4 x data 2, on 2 nodes of 4")
@@ -344,7 +344,7 @@ def test_it_stands_alone_and_says_what_it_is():
 def test_nothing_is_drawn_outside():
     for degrees in ((2,), (97,), (128, 2, 2, 2), (256, 16)):
         layout = tp.RankLayout(*degrees)
-        root = ET.fromstring(tp.describe(layout, environ=NOWHERE).svg())
+        root = ET.fromstring(tp.describe_mesh(layout, environ=NOWHERE).svg())
         width, height = (float(root.get(name)) for name in ("width", "height"))
         assert width <= 1000
         for rect in root.iter(f"{S}rect"):
@@ -355,7 +355,7 @@ def test_nothing_is_drawn_outside():
 
 
 def test_borders_are_closed():
-    svg = tp.describe(tp.RankLayout(8), ranks_per_node=4).svg()
+    svg = tp.describe_mesh(tp.RankLayout(8), ranks_per_node=4).svg()
     (path,) = ET.fromstring(svg).iter(f"{S}path")
     lines = re.findall(r"M([\d.]+) ([\d.]+)([HV])([\d.]+)", path.get("d"))
     assert "".join(f"M{x} {y}{way}{to}" for x, y, way, to in lines) == path.get("d")
@@ -369,7 +369,7 @@ def test_borders_are_closed():
 
 
 def test_notebooks_and_files(tmp_path):
-    description = tp.describe(tp.RankLayout(4, tensor=2), ranks_per_node=2)
+    description = tp.describe_mesh(tp.RankLayout(4, tensor=2), ranks_per_node=2)
     assert description._repr_svg_() == description.svg()
     description.save(tmp_path / "mesh.svg")
     assert (tmp_path / "mesh.svg").read_text(encoding="utf-8") == description.svg()

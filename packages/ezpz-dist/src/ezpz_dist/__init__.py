@@ -50,7 +50,8 @@ if TYPE_CHECKING:
     from ._fsdp2 import wrap_model_for_fsdp as wrap_model_for_fsdp
     from ._fsdp2 import wrap_model_for_fsdp2 as wrap_model_for_fsdp2
     from ._info import ModelDescription as ModelDescription
-    from ._info import describe as describe
+    from ._info import describe as describe  # of old: `describe_model`
+    from ._info import describe_model as describe_model
     from ._info import get_dist_info as get_dist_info
     from ._info import print_dist_setup as print_dist_setup
     from ._info import query_environment as query_environment

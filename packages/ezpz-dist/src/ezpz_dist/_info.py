@@ -258,7 +258,7 @@ class WrappedUnit:
 
 @dataclass(frozen=True, slots=True)
 class ModelDescription:
-    """What `describe` found. ``str()`` is a table of the units.
+    """What `describe_model` found. ``str()`` is a table of the units.
 
     Attributes:
         kind: The model's class.
@@ -337,7 +337,7 @@ def _bytes(number: float) -> str:
     return f"{number:.1f} GiB"
 
 
-def describe(model: nn.Module) -> ModelDescription:
+def describe_model(model: nn.Module) -> ModelDescription:
     """Say what a model is wrapped by, unit by unit, and what this rank holds of it.
 
     Nothing is sent. The optimizer's state is not counted, nor are gradients.
@@ -345,7 +345,7 @@ def describe(model: nn.Module) -> ModelDescription:
     Args:
         model: Bare, or wrapped by DDP, FSDP1, FSDP2 or DeepSpeed; compiled or not.
 
-    >>> print(describe(nn.Linear(2, 3)))
+    >>> print(describe_model(nn.Linear(2, 3)))
     Linear: 9 parameters (9 trainable), 100.0% of it here: 36 B, and 0 B of buffers
     unit   class   by  parameters  here  bytes here  type     after forward
     (all)  Linear  -            9     9        36 B  float32  -
@@ -365,6 +365,9 @@ def describe(model: nn.Module) -> ModelDescription:
     found = [_unit(name, held, around) for name, held in units.items()]
     kept = tuple(unit for unit in found if unit.parameters or unit.buffer_bytes or len(found) == 1)
     return ModelDescription(_class_of(_inside(model)), kept)
+
+
+describe = describe_model  # its name of old
 
 
 @dataclass(slots=True)

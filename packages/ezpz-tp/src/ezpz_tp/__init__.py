@@ -123,7 +123,7 @@ from ._ulysses import split_context, ulysses_attention, unified_attention
 if TYPE_CHECKING:
     from ._check import check, declare_type, type_of
     from ._check.replicated import verify_replicated
-    from ._describe import Description, describe
+    from ._describe import Description, describe, describe_mesh
     from ._formats.dcp import dtensor_state_dict, load_dtensor_state_dict
     from ._reshard import reshard, save_huggingface, save_llama
     from ._sharding import EinsumSharding, einsum_sharding
@@ -134,7 +134,7 @@ __version__ = "0.1.0"
 _LATER = {
     **dict.fromkeys(("check", "declare_type", "type_of"), "_check"),
     "verify_replicated": "_check.replicated",
-    **dict.fromkeys(("Description", "describe"), "_describe"),
+    **dict.fromkeys(("Description", "describe", "describe_mesh"), "_describe"),
     **dict.fromkeys(("EinsumSharding", "einsum_sharding"), "_sharding"),
     **dict.fromkeys(("dtensor_state_dict", "load_dtensor_state_dict"), "_formats.dcp"),
     **dict.fromkeys(("reshard", "save_huggingface", "save_llama"), "_reshard"),
@@ -168,7 +168,7 @@ __all__ = [
     "all_gather_last_dim_from_tensor_parallel_region", "all_to_all", "all_to_all_hp2sp",
     "all_to_all_sp2hp", "broadcast_data", "check", "checkpoint", "checkpoint_activations",
     "clip_grad_norm_", "copy_attributes", "copy_tensor_model_parallel_attributes",
-    "copy_to_tensor_parallel_region", "current_state", "declare_type", "describe",
+    "copy_to_tensor_parallel_region", "current_state", "declare_type", "describe", "describe_mesh",
     "destroy_model_parallel", "destroy_tensor_parallel", "divide_and_check_no_remainder",
     "dtensor_state_dict", "einsum_sharding", "ensure_divisibility", "finalize_grads",
     "gather_from_sequence_parallel_region", "gather_from_tensor_parallel_region",

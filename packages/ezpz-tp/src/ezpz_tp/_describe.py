@@ -1,4 +1,4 @@
-"""`describe`: which rank is where, and which groups cross the borders of nodes."""
+"""`describe_mesh`: which rank is where, and which groups cross the borders of nodes."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ def _remedy(axis: Axis, nodes: Nodes) -> str:
 class Description:
     """Which rank is where. Its text is the picture; a notebook shows the SVG.
 
-    Made by `describe`. Its picture is a matrix of matrices: the fastest axis runs to the right,
-    the next one down, the third repeats that matrix to the right, the fourth downwards. Lines
-    are the borders of nodes.
+    Made by `describe_mesh`. Its picture is a matrix of matrices: the fastest axis runs to the
+    right, the next one down, the third repeats that matrix to the right, the fourth downwards.
+    Lines are the borders of nodes.
 
     Args:
         grids: The model's, and its experts' where they have their own.
@@ -99,7 +99,7 @@ class Description:
         if self.nodes is None:
             raise ParallelError(
                 f"which {axis} groups cross nodes is not known: {self.unknown}; give "
-                "describe(..., ranks_per_node=)"
+                "describe_mesh(..., ranks_per_node=)"
             )
         spans = grid.nodes_spanned(found, self.nodes)
         groups = zip(grid.groups(found), spans, strict=True)
@@ -225,7 +225,7 @@ class Description:
         return found
 
 
-def describe(
+def describe_mesh(
     state: ParallelState | RankLayout | None = None,
     *,
     ranks_per_node: int | Sequence[int] | None = None,
@@ -250,7 +250,7 @@ def describe(
         ParallelError: The state has no layout, being made of groups without one.
         DegreeError: The ranks of the nodes do not add up to the world.
 
-    >>> print(describe(RankLayout(16, tensor=2, context=2), ranks_per_node=8))
+    >>> print(describe_mesh(RankLayout(16, tensor=2, context=2), ranks_per_node=8))
     16 ranks: tensor 2 x context 2 x data 4, on 2 nodes of 8
     <BLANKLINE>
          data      0            1            2            3
@@ -278,16 +278,19 @@ def describe(
         layout, rank = state.layout, state.rank
     else:
         raise TypeError(
-            f"describe({type(state).__name__}); expected a ParallelState or a RankLayout (of a "
-            "DeviceMesh: ParallelState.from_mesh(mesh))"
+            f"describe_mesh({type(state).__name__}); expected a ParallelState or a RankLayout (of "
+            "a DeviceMesh: ParallelState.from_mesh(mesh))"
         )
     return describe_grids(pictures.grids_of_layout(layout), rank, ranks_per_node, hosts, environ)
+
+
+describe = describe_mesh  # its name of old
 
 
 def describe_grids(
     grids: Sequence[Grid], rank: int, ranks_per_node: PerNode, hosts: Hosts, environ: Any
 ) -> Description:
-    """Describe grids, and warn as `describe` does, in the name of the caller's caller."""
+    """Describe grids, and warn as `describe_mesh` does, in the name of the caller's caller."""
     grids, environ = tuple(grids), os.environ if environ is None else environ
     nodes, unknown = pictures.find_nodes(grids[0].world_size, ranks_per_node, hosts, environ)
     description = Description(grids, nodes, rank, unknown)

@@ -59,7 +59,7 @@ def find_nodes(
     world_size: int, ranks_per_node: PerNode, hosts: Hosts, environ: Mapping[str, str]
 ) -> tuple[Nodes | None, str]:
     """Return the nodes of all ranks; or None, and why they are not known."""
-    # `describe` says what the arguments mean.
+    # `describe_mesh` says what the arguments mean.
     if isinstance(hosts, str):
         raise DegreeError(f"hosts={hosts!r}; expected several names, as in [{hosts!r}]")
     if ranks_per_node is None and hosts is not None and len(hosts) == world_size:

@@ -200,7 +200,7 @@ class Layout:
         hosts: Sequence[str] | None = None,
         environ: Mapping[str, str] | None = None,
     ) -> Description:
-        """Picture which rank is where on this mesh. `ezpz_tp.describe` tells the arguments."""
+        """Picture which rank is where on this mesh. `ezpz_tp.describe_mesh` tells the arguments."""
         grid = grid_of_mesh("", self.mesh_axes())
         return describe_grids((grid,), 0, ranks_per_node, hosts, environ)
 
