@@ -7,6 +7,7 @@ nothing that fails leaves a trace.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -67,6 +68,10 @@ class Release:
         self.check_ranges(wide=wide)
         package.write_version(self.version)
         today = datetime.now(UTC).date().isoformat()
+        if package.name == "ezpz-suite":  # all of it, which people cite
+            cite = self.tree / "CITATION.cff"
+            text = re.sub(r"(?m)^version: .*$", f"version: {self.version}", cite.read_text("utf-8"))
+            cite.write_text(re.sub(r"(?m)^(date-released:) .*$", rf"\1 {today}", text), "utf-8")
         run(
             sys.executable, "-m", "towncrier", "build", "--yes", "--date", today,
             "--config", "scripts/releases/towncrier.toml", "--version", str(self.version),
@@ -92,7 +97,7 @@ class Release:
 
     def changes(self) -> str:
         """Return what the edits changed, as a patch."""
-        run("git", "add", "--all", "packages", cwd=self.tree)
+        run("git", "add", "--all", "packages", "CITATION.cff", cwd=self.tree)
         return run("git", "diff", "--cached", "--no-color", "--no-ext-diff", "-U1", cwd=self.tree)
 
     def build(self, out: Path) -> list[Path]:
@@ -155,7 +160,7 @@ class Release:
         title = f"{self.package.name} {self.version}"
         changelog = (self.package.folder / "CHANGELOG.md").read_text("utf-8")
         news = changelog.split("\n## ")[1].partition("\n")[2].strip()
-        run("git", "add", "--all", "packages", cwd=self.tree)
+        run("git", "add", "--all", "packages", "CITATION.cff", cwd=self.tree)
         run("git", "commit", "--quiet", "-m", f"Release {title}", cwd=self.tree)
         made = run("git", "rev-parse", "HEAD", cwd=self.tree)
         run("git", "tag", "-a", self.tag, "--cleanup=whitespace", "-m", title, "-m", news,
