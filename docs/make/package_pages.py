@@ -13,7 +13,8 @@ def package_pages(root: Path, names: list[str]) -> dict[str, str]:
 
 def _page(name: str, readme: Path) -> str:
     text = readme.read_text(encoding="utf-8")
+    text = text.replace("](../../docs/", "](../")
     # What is relative to the package's folder is not on the site.
-    text = re.sub(r"\[([^\]]+)\]\((?!https?://|#)[^)]+\)", r"\1", text)
+    text = re.sub(r"\[([^\]]+)\]\((?!https?://|#|\.\./[a-z])[^)]+\)", r"\1", text)
     title, _, rest = text.partition("\n")
     return f"{title}\n\nAll its public names: [API](../api/{name}.md).\n{rest}"
