@@ -13,9 +13,9 @@ from tests.docs.blocks import ROOT
 
 # Programs of others: the shell's grammar is all that is checked of them.
 FOREIGN = {
-    "accelerate", "cd", "cp", "deepspeed", "echo", "export", "fi", "git", "if", "mkdir", "module",
-    "mpiexec", "mpirun", "nohup", "pgrep", "py-spy", "qsub", "sacct", "salloc", "sbatch", "sbcast",
-    "scancel", "scontrol", "srun", "tar", "then", "torchrun", "towncrier", "unset",
+    "accelerate", "cd", "conda", "cp", "deepspeed", "echo", "export", "fi", "git", "if", "mkdir",
+    "module", "mpiexec", "mpirun", "nohup", "pgrep", "py-spy", "qsub", "sacct", "salloc", "sbatch",
+    "sbcast", "scancel", "scontrol", "srun", "tar", "then", "torchrun", "towncrier", "unset", "uv",
 }  # fmt: skip
 
 _PROJECTS = {
@@ -131,9 +131,12 @@ def _run(name, *words, folder=ROOT):
 
 def _problem_of_install(words):
     for word in words:
-        match = re.fullmatch(r"(ezpz[\w-]*)(?:\[([\w,-]+)\])?", word)
+        name, address, folder = word.partition(" @ git+URL#subdirectory=packages/")
+        match = re.fullmatch(r"(ezpz[\w-]*)(?:\[([\w,-]+)\])?", name)
         if not match:
             continue
+        if address and folder != match[1]:
+            return f"{match[1]} is not in packages/{folder}"
         project = _PROJECTS.get(match[1])
         if project is None:
             return f"{match[1]} is no distribution of ours"
