@@ -1,9 +1,14 @@
 """The pages on machines and layouts: examples work, keys, tables and pictures are what is there."""
 
+import importlib
 import re
+import subprocess
+import sys
 import warnings
 from dataclasses import fields
 from pathlib import Path
+
+import pytest
 
 from ezpz_topo import Machine, get_machine_info, known_machines
 
@@ -48,3 +53,20 @@ def test_the_table_of_layouts_is_the_zoo_and_the_pictures_are_drawn_so():
     for name, svg in drawn.items():
         assert (DOCS / name).read_text(encoding="utf-8") == svg
         assert len(svg) < 8 * 1024
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.glob("from-*.md")), ids=lambda page: page.stem)
+def test_the_names_that_a_page_sends_its_readers_to_are_there(page):
+    rows = re.findall(r"^\| `.*? \| (.*?) \|$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    for name in re.findall(r"\b(?<![/.-])ezpz(?:_[a-z]+)?(?:\.\w+)+", "\n".join(rows)):
+        first, *rest = name.split(".")
+        found = importlib.import_module(first)
+        for part in rest:
+            found = getattr(found, part, None) or importlib.import_module(f"{first}.{part}")
+            first = f"{first}.{part}"
+
+
+def test_the_picture_of_the_terminal_is_what_the_commands_print():
+    words = [sys.executable, DOCS.parent / "scripts" / "lib" / "picture.py", "--check"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
