@@ -104,7 +104,7 @@ def test_a_rank_that_is_there_twice(programs):
     began = time.monotonic()
     ends = programs(3, SET_UP, each={2: {"RANK": "1"}})
     assert time.monotonic() - began < 120, "told at once, though rank 2 is missing"
-    twice = rf"rank 1 of 3 is there twice: process \d+ on {HOST}, and process \d+ on {HOST};"
+    twice = rf"rank 1 of 3 is duplicate: process \d+ on {HOST}, and process \d+ on {HOST};"
     assert all(status == 1 and re.search(twice, errors) for status, _, errors in ends), ends
 
 

@@ -472,7 +472,7 @@ def test_a_second_rank_0_is_an_error_that_names_the_first():
     with pytest.raises(SetupError) as caught:
         open_store(place(port, 0), ZERO, SECOND)
     said = str(caught.value)
-    assert said.startswith(f"rank 0 of 2 is there twice: process 3 on h holds port {port}, and")
+    assert said.startswith(f"rank 0 of 2 is duplicate: process 3 on h holds port {port}, and")
     assert f"process {os.getpid()} on {get_hostname()}; expected one" in said
     del first
 

@@ -294,21 +294,22 @@ def all_reduce(
 ) -> Any:
     """Combine numbers, tensors and arrays over all ranks; every rank gets the result.
 
-    Collective: every rank calls this, with the same operation, keys, shapes and dtypes;
-    ranks that differ are named on every rank, by rank, key and source line, and the group
+    Collective: every rank calls this, with the same operation, keys, shapes and dtypes.
+    Ranks that differ are named on every rank, by rank, key and source line, and the group
     can be used further. The argument is not changed. NaN on any rank gives NaN. No gradient
     flows through it: a tensor with ``requires_grad`` is warned about, once.
 
-    Numbers and small tensors, also a dict of up to 27 numbers, need a single collective; what
-    is larger a second one; tensors beyond 64 KiB over all ranks one for each type in which they
-    travel: float32 (with 16-bit floats and complex64), float64 (with complex128) and int64 (all
-    integers). The host waits for the device.
+    Numbers and small tensors, also a dict of up to 27 numbers, need a single collective, and
+    larger ones a second. Tensors beyond 64 KiB over all ranks need one for each type in which
+    they travel. These are float32 (with 16-bit floats and complex64), float64 (with complex128)
+    and int64 (all integers). The host waits for the device.
 
     Args:
-        obj: An int of at most 64 bits, a float, a numpy scalar; a dense tensor of any shape
-            on the host or this rank's device, or a numpy array, of floats or complex numbers
-            from 16 to 128 bits, or of ints to 64 bits (no bools, no unsigned ones beyond
-            uint8); or a dict of these, also of dicts, with strings or ints for keys.
+        obj: An int of at most 64 bits, a float, a numpy scalar, a dense tensor or a numpy
+            array. A tensor has any shape, and is on the host or this rank's device. It has
+            floats or complex numbers from 16 to 128 bits, or ints to 64 bits (no bools, no
+            unsigned ones beyond uint8). Or a dict of these, also of dicts, with strings or
+            ints for keys.
         op: ``"sum"``, ``"mean"`` (or ``"avg"``), ``"min"``, ``"max"`` or ``"product"``. The
             mean of ints is a float; the mean of an integer tensor is refused.
         implementation: ``"torch"``; or ``"mpi"``, over MPI and host memory, on all ranks only.

@@ -104,8 +104,8 @@ class DataParallelSampler(Sampler[int]):
     In each epoch there is one order of all samples, the same on every rank. Round by round
     each data-parallel rank takes the next of them, so that steps of all ranks together go
     through it in order, whatever the number of ranks. The position is counted in samples of
-    that order: a run that goes on with another number of ranks goes on where the other
-    stopped, and every sample still comes once an epoch.
+    that order. So a run resumes on another number of ranks where it stopped, and every
+    sample still comes once an epoch.
 
     Tensor-, context- and pipeline-parallel ranks of one data-parallel rank get the same.
 
@@ -279,17 +279,17 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     fetched ahead. Each complete pass ends its epoch; after `load_state_dict` the first pass
     has the rest of one.
 
-    When all processes get SIGTERM or SIGUSR1, as before the end of a job, the workers go on
-    until their rank ends: torch's own would die, and the training with them before it has
+    When all processes get SIGTERM or SIGUSR1, as before the end of a job, the workers continue
+    until their rank ends. torch's own would die, and the training with them before it has
     saved. Random numbers drawn in workers, unlike the order, are not those of an
     uninterrupted run.
 
     Tensor-, context- and pipeline-parallel ranks of one data-parallel rank need the same batch.
     Without ``one_reader`` each of them reads it. With it the first of them reads, and broadcasts
-    along the pipeline, the context and the tensor axis; the others never touch the data set, but
-    for its length. So what is read grows with the data-parallel degree only, and random numbers
-    in a data set cannot differ within a model; and going through the loader is a collective of
-    these ranks. Where sequences are shared, each rank takes its part of the whole batch:
+    along the pipeline, the context and the tensor axis. The others never touch the data set, but
+    for its length. So reads grow with the data-parallel degree only, and random numbers in a
+    data set cannot differ within a model. Iterating is then a collective of these ranks. Where
+    sequences are shared, each rank takes its part of the whole batch, by
     ``ezpz_tp.shard_sequence(tokens, 1)``. Without such ranks nothing is sent.
 
     >>> loader = DataLoader(range(10), batch_size=4, shuffle=True, seed=1)

@@ -260,7 +260,7 @@ def _describe_twice(store: Store, info: RankInfo, process: Process) -> str:
     except LOST:
         first = "another process"
     return (
-        f"rank {info.rank} of {info.world_size} is there twice: {first}, and process {pid} on "
+        f"rank {info.rank} of {info.world_size} is duplicate: {first}, and process {pid} on "
         f"{host}; expected every rank once; two jobs share a MASTER_ADDR and MASTER_PORT, or the "
         "ranks were numbered by hand: start them by one launcher"
     )

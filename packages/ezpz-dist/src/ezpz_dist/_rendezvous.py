@@ -365,7 +365,7 @@ def _held_by(info: RankInfo, addresses: Sequence[str], port: int, job: Job) -> s
             continue
         assert found is not None
         raise SetupError(
-            f"rank 0 of {info.world_size} is there twice: process {found.pid} on {found.host} "
+            f"rank 0 of {info.world_size} is duplicate: process {found.pid} on {found.host} "
             f"holds port {port}, and this is process {os.getpid()} on {get_hostname()}; expected "
             "one; give each rank its own RANK, end what is left of an earlier run, or give another "
             "job another MASTER_PORT"

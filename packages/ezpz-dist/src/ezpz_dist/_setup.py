@@ -113,16 +113,16 @@ def setup_torch(
     """Set up torch.distributed for this process and return its rank.
 
     Works under ezpz-launch, mpiexec, torchrun and srun, and in plain ``python`` (a world
-    of one, in which collectives work too). Collective: every rank calls this, once;
-    calling it again with the same arguments returns the same rank.
+    of one, in which collectives work too). Collective: every rank calls this, once.
+    Calling it again with the same arguments returns the same rank.
 
-    Afterwards the device is bound, the default process group exists, and in a world of
+    Afterwards the device is bound, and the default process group exists. In a world of
     several ranks torchrun's variables (``RANK``, ``MASTER_ADDR``, ...) are exported, so
-    that other libraries see the same world. All ranks have been found to be there once, with
+    that other libraries see the same world. No rank is missing or duplicate, and all have
     the same versions, script and arguments. From then on an uncaught exception on one rank
-    ends all of them, and a collective of ours that fails names who is missing. SIGTERM
-    unwinds the script, unless it handles it itself; a main thread that is stuck in native code
-    does not hear it. A forked child, such as a data loader's worker, has no part in all this.
+    ends all of them, and a collective of ours that fails names the missing ranks. SIGTERM
+    unwinds the script, unless the script handles it. A main thread that is stuck in native
+    code does not see it. None of this holds in a forked child, such as a data loader's worker.
 
     Args:
         framework: ``"DDP"`` for everything of torch's own, ``"deepspeed"`` or ``"horovod"``
@@ -396,8 +396,8 @@ def seed_everything(seed: int, *, rank: int | None = None) -> int:
     """Seed Python's, numpy's and torch's generators; return the seed of this rank.
 
     Ranks of one tensor-parallel group share a seed, since they compute the same outside of
-    sharded layers (dropout there must drop the same); each still has a stream of its own for
-    what is sharded (``ezpz_tp.get_rng_tracker``). All others differ from each other.
+    sharded layers (dropout there must drop the same). Each still has its own stream for
+    what is sharded (``ezpz_tp.get_rng_tracker``). All other ranks have different seeds.
 
     Args:
         seed: The run's seed; every rank gets a different one from it.

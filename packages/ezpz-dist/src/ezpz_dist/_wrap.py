@@ -153,15 +153,15 @@ def wrap_model(
     *,
     initialize: Initialize | None = None,
 ) -> nn.Module:
-    """Make a model train on all ranks: as it is on one rank, else by DDP or FSDP2.
+    """Make a model train on all ranks: unchanged on one rank, else by DDP or FSDP2.
 
-    The model is moved to this rank's device. For more say in it there are `wrap_model_for_ddp`
-    and `wrap_model_for_fsdp2`, which wrap on one rank too. Collective: every rank calls this.
+    The model is moved to this rank's device. `wrap_model_for_ddp` and `wrap_model_for_fsdp2`
+    have more options, and wrap on one rank too. Collective: every rank calls this.
 
     Args:
-        model: The model, with the same parameters in the same order on every rank; all
-            ranks start from rank 0's values (with ezpz_tp's groups, from those of the first
-            data-parallel rank), buffers too. It may be on the meta device.
+        model: The model, with the same parameters in the same order on every rank. All
+            ranks start from rank 0's values and buffers (with ezpz_tp's groups, from those of
+            the first data-parallel rank). It may be on the meta device.
         use_fsdp: Shard parameters, gradients and optimizer state over the ranks (FSDP2)
             instead of keeping a copy on each (DDP).
         dtype: With FSDP, the type to compute in (``"bf16"``); gradients are reduced in

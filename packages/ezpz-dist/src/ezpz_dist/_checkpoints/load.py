@@ -404,16 +404,16 @@ def load_checkpoint(
     rng: bool = True,
     strict: bool = True,
 ) -> Loaded | None:
-    """Load the newest checkpoint that is whole into the model and what else is given.
+    """Resume from the newest undamaged checkpoint: load it into the model and what else is given.
 
         loaded = load_checkpoint("run/checkpoints", model=model, optimizer=optimizer)
         start = loaded.step + 1 if loaded else 0
 
-    Sizes and checksums of all files that are read are compared first; each file is read for that
-    by one rank of a node. A checkpoint that is damaged is passed over for the one before it, by
-    all ranks, with a warning that names what is wrong. Nothing in a file is run: tensors are read
-    with ``weights_only``, the rest is JSON. Any number of ranks, any wrapper, and any
-    tensor-parallel degree of ezpz_tp's layers may load what others saved.
+    Sizes and checksums of all files that are read are compared first. One rank of a node reads
+    each file for that. All ranks skip a damaged checkpoint for the one before it, with a warning
+    that names what is wrong. No code in a file is run. Tensors are read with ``weights_only``,
+    and the rest is JSON. Any number of ranks, any wrapper, and any tensor-parallel degree of
+    ezpz_tp's layers may load what others saved.
     Collective: every rank calls this.
 
     Args:
@@ -427,8 +427,8 @@ def load_checkpoint(
             and saved a lower step, is loaded last.
         rng: Set the random streams of Python, numpy, torch, the device and ezpz_tp. In another
             layout of ranks, those that were not there get streams derived from rank 0's.
-        strict: Names and dtypes must be the same; else what is missing is left as it is, what is
-            too much is left out, and dtypes are cast, which ``Loaded.notes`` say.
+        strict: Names and dtypes must be the same. False: missing names keep their values, names
+            that are too many are left out, and dtypes are cast, as ``Loaded.notes`` say.
 
     Returns:
         None where there is no checkpoint yet.

@@ -477,15 +477,15 @@ def save_checkpoint(
 ) -> Saving:
     """Save a training state under a path: the model, and what else is given.
 
-    Written aside with checksums, synced, and then renamed to ``step-00000042``: a crash at any
-    moment leaves the checkpoint before it. Tensors go by the model's own names, so that any
-    number of ranks, and DDP, FSDP1, FSDP2, ZeRO-1, ezpz_tp's layers or the bare model can load
-    it. The random streams of every rank are saved too. What fails on one rank fails on all.
-    Collective: every rank calls this.
+    It is written aside with checksums, synced, and then renamed to ``step-00000042``. A crash
+    at any moment leaves the checkpoint before it. Tensors have the model's own names, so that
+    any number of ranks, and DDP, FSDP1, FSDP2, ZeRO-1, ezpz_tp's layers or the bare model can
+    load it. The random streams of every rank are saved too. A failure on one rank is raised on
+    all. Collective: every rank calls this.
 
-    A step that is there already is saved beside it and then takes its place. What dead attempts
-    left is removed: those of this host whose process has ended, of others after an hour without
-    a write.
+    A step that exists already is saved beside it and then replaced. Leftovers of dead attempts
+    are removed, those of this host once their process has ended, those of others after an hour
+    without a write.
 
     Args:
         path: A folder that all hosts share, or a URL of fsspec's. Object stores rename nothing in
@@ -497,9 +497,9 @@ def save_checkpoint(
             that the run has gone back.
         data: Has ``state_dict()``, as a sampler; or several; or a dict. Each rank's own is saved.
         extra: Whatever else, of numbers, strings, tensors, lists and dicts. Rank 0's is saved.
-            A numpy scalar comes back as a Python number, a path and a date, time or datetime as
-            text (ISO 8601), a timedelta as seconds, an Enum's member as its value, a namedtuple as
-            a tuple.
+            A numpy scalar comes back as a Python number, and a timedelta as seconds. A path, date,
+            time or datetime comes back as text (ISO 8601), an Enum's member as its value, and a
+            namedtuple as a tuple.
         keep: How many steps to keep, the newest, and those of an abandoned branch last; None: all.
             The older ones go once the new one is there; where it would not fit beside them, before,
             but never the last whole one.
@@ -512,10 +512,10 @@ def save_checkpoint(
         A handle: ``.wait()`` returns the folder once it is complete.
 
     Raises:
-        CheckpointError: On all ranks, with the rank, host and file: the disk is full, the folder
-            cannot be written, something cannot be saved, or ranks differ; another job, which may
-            still run, saves there, and this one has not loaded from there; or the asynchronous
-            save before failed. Nothing half-done is left.
+        CheckpointError: On all ranks, with the rank, host and file. The disk is full, the folder
+            cannot be written, something cannot be saved, or ranks differ. Or another job, which
+            may still run, saves there, and this one has not loaded from there. Or the
+            asynchronous save before failed. No partial checkpoint is left.
         HangError: A rank does not come, or writes for longer than the timeout of `setup_torch`.
         LostRankError: A rank has ended.
         NotSetUpError: There are several ranks and `setup_torch` was not called.

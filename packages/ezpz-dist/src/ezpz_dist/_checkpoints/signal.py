@@ -114,12 +114,12 @@ class SnapshotOnSignal(AbstractContextManager["SnapshotOnSignal"]):
     `step` then returns until the step that all agree upon; there it saves, and raises
     ``SystemExit(75)`` on every rank: to ezpz-launch and schedulers it says "start me again".
 
-    Why it cannot deadlock: a thread of its own, which waits for no rank's main thread, gives
-    the number of the step that its rank is in, so every rank's number is known soon, whatever
-    the main threads wait for. A rank that has given its number n does not begin step n + 1
-    before it knows the largest of all, so no rank goes beyond that one. Every rank comes to
-    the end of it, because some rank is in it already, and up to there all of them do what they
-    would have done undisturbed.
+    It cannot deadlock. A thread of its own, which waits for no rank's main thread, gives the
+    number of the step that its rank is in. So every rank's number is known soon, whatever the
+    main threads wait for. A rank that has given its number n does not begin step n + 1 before
+    it knows the largest of all, so no rank goes beyond that one. Every rank comes to the end of
+    it, because some rank is in it already. Up to there all of them do what they would have done
+    without the signal.
 
     While no signal comes nothing is sent, and `step` takes well below a microsecond. The
     signals' earlier handlers do not run meanwhile (most would end the process); `close` puts
@@ -138,8 +138,8 @@ class SnapshotOnSignal(AbstractContextManager["SnapshotOnSignal"]):
             belong together are its concern: `ezpz_dist.save_checkpoint` does that.
         signals: Names of signals.
         within: Seconds from the signal (or from another rank's word of it) after which the job
-            gives up with exit status 124 and says where this rank stands. Default: it goes on
-            until the scheduler ends it; what atomic checkpoints survive.
+            gives up with exit status 124 and says where this rank stands. Default: it continues
+            until the scheduler ends it, which atomic checkpoints survive.
 
     Raises:
         NotSetUpError: There are several ranks and `setup_torch` was not called.

@@ -378,19 +378,19 @@ def breakpoint(rank: int = 0) -> None:  # noqa: A001  # the name that was promis
     Collective: every rank calls this, at the same line. Works in an ``except`` block; the
     command ``pm`` then shows the frames of the exception. The commands are pdb's, and
 
-    - ``c`` lets all ranks go on; ``q`` raises `bdb.BdbQuit`, which ends the job;
-    - ``n``, ``s``, ``r`` run this rank alone, and the others go on waiting: type ``release``
+    - ``c`` lets all ranks continue; ``q`` raises `bdb.BdbQuit`, which ends the job;
+    - ``n``, ``s``, ``r`` run this rank alone, and the others still wait: type ``release``
       before you step over a collective;
     - ``pm`` looks at the exception that is being handled.
 
     The terminal is this process's own, or, under ezpz-launch and torchrun on this host, the
-    launcher's: Ctrl-C ends the launch as ever. Where there is none (another host, a batch
-    job), a command is printed that connects to the debugger from any shell on the rank's host;
-    leaving that with Ctrl-D keeps the rank waiting, Ctrl-C interrupts what it computes.
+    launcher's. Ctrl-C ends the launch as always. Without a terminal (another host, a batch
+    job), a command is printed that connects to the debugger from any shell on the rank's host.
+    Leaving that with Ctrl-D keeps the rank waiting, Ctrl-C interrupts what it computes.
 
-    Where one rank alone calls this (an exception that the others do not have), they run on
-    into their next collective and wait there for ``setup_torch(timeout=...)``: give enough to
-    look around in. ``PYTHONBREAKPOINT=0`` switches it off, as it does Python's own.
+    If one rank alone calls this, because of an exception that the others do not have, they
+    continue to their next collective. There they wait for ``setup_torch(timeout=...)``, so give
+    enough time to look around. ``PYTHONBREAKPOINT=0`` switches it off, as it does Python's own.
 
     Args:
         rank: The rank to stop.
