@@ -18,12 +18,12 @@ class Alarms:
 
     A jump (a loss spike) is a value above ``median + deviations * spread`` of the last ``window``
     values, and above the median by ``rise`` of it too. The spread is the interquartile range over
-    1.349 (the standard deviation of what is normally distributed, and not moved by outliers).
-    So a slow drift, a constant, noise and the steep descent of the first steps are no alarm; while
-    the descent is in the window, only a larger jump is one. The values of a jump do not enter the
-    window, until there are ``window`` of them: then they are how things are now.
+    1.349 (the standard deviation of a normal distribution, and not moved by outliers). So a slow
+    drift, a constant, noise and the steep descent of the first steps are no alarm. While the
+    descent is in the window, only a larger jump is one. The values of a jump do not enter the
+    window, until there are ``window`` of them. Then they are the new normal.
 
-    What goes on is one alarm: there is another only after ``cooldown`` records without a reason.
+    A jump that lasts is one alarm. The next needs ``cooldown`` records without a reason before.
 
     Give it to a `History`, which logs what it says and writes it down: ``alarms=[Alarms("loss")]``.
 

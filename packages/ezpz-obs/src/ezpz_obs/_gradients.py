@@ -30,9 +30,8 @@ def gradient_norm(parameters: Any, norm_type: float = 2.0) -> Any:
         A 0-dim tensor on the gradients' device, fp32 (fp64 if a gradient is).
 
     Raises:
-        ObsError: The parameters are sharded by what keeps the parts to itself (FSDP1, DeepSpeed,
-            Megatron's layers without ezpz_tp), so that only a local norm could be had; or none of
-            them has a gradient.
+        ObsError: The parameters are sharded by FSDP1, DeepSpeed or Megatron's layers without
+            ezpz_tp, which give only a local norm. Or none of them has a gradient.
         ValueError: ``norm_type`` is not above 0.
     """
     order = float(norm_type)

@@ -148,9 +148,9 @@ class History:
     """Metrics by step, each record one JSON object a line, written when it is made.
 
     A process that is killed at any moment loses at most the line it was writing. A History in a
-    folder that has one already goes on with it: a torn line is cut off, steps count on, and those
-    that are replayed after a restart are marked; of the earlier attempt they are superseded.
-    What cannot be written (a full disk) is warned about once, and never ends the training.
+    folder that has one already continues it. A torn line is cut off, and steps count on. Steps
+    that are replayed after a restart are marked, and replace those of the earlier attempt. What
+    cannot be written (a full disk) is warned about once, and never ends the training.
 
     Collective with ``cross_rank``: every rank makes one, and calls `update` at every step.
 
@@ -338,8 +338,7 @@ class History:
 
         Returns:
             An ``xarray.Dataset`` over ``step``, with each metric's mean, std, min and max in its
-            attributes; a dict of arrays where xarray is not installed; None on ranks that
-            write nothing.
+            attributes. Without xarray a dict of arrays. None on ranks that write nothing.
         """
         from ._errors import ReportError
         from ._report import write_report  # above this room: reads runs

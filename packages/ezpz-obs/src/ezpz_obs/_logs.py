@@ -500,20 +500,20 @@ def configure_logs(
     hooks: bool = True,
     env: Mapping[str, str] | None = None,
 ) -> LogSetup:
-    """Bring all that this process logs to one output, and if wanted into a file.
+    """Bring all that this process logs to one output, and optionally into a file.
 
-    The loggers of `get_logger`, those that were made before included, the standard library's
+    The loggers of `get_logger`, also those made before, the standard library's
     (``logging.getLogger``) and Python's warnings go to standard error, and to ``directory``. An
-    uncaught exception, of a thread too, is logged with rank and host before the process ends;
-    the hook that was there before then prints the traceback and does what else it does.
+    uncaught exception, of a thread too, is logged with rank and host before the process ends.
+    The earlier hook then prints the traceback.
 
-    Handlers and levels that somebody has set stay as they are. Handlers of others get the
-    loggers' events too; one of theirs that writes to standard error shows the standard library's
-    records alone. Chatty libraries without a level of their own speak from WARNING. Call it
-    after the imports: libraries that keep their records from the root logger, as torch does, are
-    found then. While it is in force ``logging.basicConfig()`` does nothing.
+    Handlers and levels that were set before stay as they are. Other handlers get the loggers'
+    events too. One of them that writes to standard error shows the standard library's records
+    alone. Chatty libraries without a level of their own log from WARNING. Call it after the
+    imports. It then finds libraries that keep their records from the root logger, as torch
+    does. While it is in force ``logging.basicConfig()`` does nothing.
 
-    The same call again changes nothing; another one takes its place.
+    The same call again changes nothing. Another one takes its place.
 
     Args:
         directory: Where rank 0 writes ``rank-00000.jsonl``, one JSON object a line, one write

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from ezpz_device import Clock
 
 _GIB = float(1 << 30)
+# The first works from a clone today, the second needs the packages on an index.
+_INSTALL = "ezpz_install ezpz-device in a clone, once released pip install 'ezpz-obs[device]'"
 
 
 def memory_metrics(device: Any = None) -> dict[str, float]:
@@ -42,8 +44,7 @@ def memory_metrics(device: Any = None) -> dict[str, float]:
         from ezpz_device import get_memory  # an extra, and imports torch
     except ModuleNotFoundError as error:
         raise ObsError(
-            "memory_metrics() needs ezpz_device, which is not installed; "
-            "pip install 'ezpz-obs[device]'"
+            f"memory_metrics() needs ezpz_device, which is not installed; {_INSTALL}"
         ) from error
     memory = get_memory(device)
     found = {}
@@ -123,9 +124,9 @@ class Throughput:
             samples: Of this step likewise.
 
         Returns:
-            ``tokens_per_s`` and ``samples_per_s`` of the whole job; ``tflops``, 10^12 operations a
-            second of one device; ``mfu``, the model FLOPs utilization (of the PaLM paper): what
-            part that is of the device's peak. What cannot be known is not there.
+            ``tokens_per_s`` and ``samples_per_s`` of the whole job. ``tflops`` is 10^12 operations
+            a second of one device. ``mfu`` is the model FLOPs utilization (of the PaLM paper), the
+            part of the device's peak. Unknown rates are left out.
 
         Raises:
             ValueError: ``seconds`` is no number above 0, or there are operations a token and no
@@ -169,7 +170,7 @@ class Throughput:
                 from ezpz_device import get_device_properties, get_peak_flops
             except ModuleNotFoundError:
                 missing = "ezpz_device is not installed"
-                remedy = "pip install 'ezpz-obs[device]', or give peak_flops"
+                remedy = f"{_INSTALL}, or give peak_flops"
             else:
                 if (peak := get_peak_flops(self._dtype)) is not None:
                     return peak
@@ -353,7 +354,7 @@ def _device_clock(device: Any, synchronize: bool) -> Clock | None:
     except ModuleNotFoundError as error:
         raise ObsError(
             f"StepTimer on {device or 'an accelerator'} needs ezpz_device, which is not "
-            "installed; pip install 'ezpz-obs[device]'"
+            f"installed; {_INSTALL}"
         ) from error
     return find_clock(device, synchronize=synchronize)
 

@@ -26,9 +26,9 @@ def progress(
 ) -> Progress[T]:
     """Return the iterable, which shows on rank 0 how far it has got.
 
-    A bar on a terminal, which log lines leave whole; else lines of the log, with the rate and the
-    time that is left: at most one in ``every`` seconds, and one at the end. Other ranks iterate
-    only. Any iterable will do, generators and those without an end too.
+    It is a bar on a terminal, which log lines leave intact. Without a terminal it is lines of the
+    log, with the rate and the remaining time. There is at most one in ``every`` seconds, and one
+    at the end. Other ranks iterate only. Any iterable will do, also generators and endless ones.
 
     Args:
         iterable: What to iterate over.

@@ -143,18 +143,18 @@ def _write_parquet(run: Run, path: Path, columns: dict[str, str]) -> int:
 def dataset_of(run: Run | Iterable[Mapping[str, Any]]) -> Any:
     """Return all records of a run; a metric that a step does not have is NaN there.
 
-    Records of one step that follow each other and have no metric in common are one row; else
-    each record is a row of its own, so that nothing is lost.
+    Records of one step that follow each other and have no metric in common are one row.
+    Otherwise each record is a row of its own, so that nothing is lost.
 
     Args:
         run: As of `read_run`; or records: ``{"step", "time", **metrics}``.
 
     Returns:
-        An ``xarray.Dataset`` over ``step``: a variable a metric, with ``mean``, ``std``, ``min``,
-        ``max`` and ``count`` of its finite values as attributes; ``time`` (UTC) beside the steps;
-        what is known of the run as attributes of the whole. A dict of arrays, ``step``, ``time``
-        (seconds since 1970) and the metrics, where xarray cannot be imported. It takes 8 bytes a
-        number, and integers beyond 2^53 are rounded.
+        An ``xarray.Dataset`` over ``step``, with a variable for each metric. Its attributes are
+        ``mean``, ``std``, ``min``, ``max`` and ``count`` of its finite values. ``time`` (UTC) lies
+        beside the steps. Facts of the run are attributes of the whole. Where xarray cannot be
+        imported, a dict of arrays, ``step``, ``time`` (seconds since 1970) and the metrics. It
+        takes 8 bytes a number, and integers beyond 2^53 are rounded.
 
     Raises:
         HistoryError: A line is damaged.

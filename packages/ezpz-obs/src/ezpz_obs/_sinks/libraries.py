@@ -22,9 +22,9 @@ from ezpz_obs._run import FILE_NAME
 class Sink(Protocol):
     """A place that a run's records go to. All three are called by one thread, never training's.
 
-    A sink may have two members more: ``open_seconds``, how long its `open` may take (10), and
-    ``abandon()``, which is called from another thread when it has hung: it should make the call
-    that hangs return.
+    A sink may have two more members. ``open_seconds`` is how long its `open` may take (10).
+    ``abandon()`` is called from another thread when the sink hangs, and should make that call
+    return.
     """
 
     name: str

@@ -109,8 +109,8 @@ def setup_wandb(
 ) -> Run | None:
     """Start a W&B run on rank 0, within 10 s (``EZPZ_SINK_SECONDS``); other ranks get None.
 
-    Without credentials (``WANDB_API_KEY``, ``~/.netrc``) it is offline, and nobody is asked for
-    any. A server that does not answer makes it offline too, with one warning. The
+    Without credentials (``WANDB_API_KEY``, ``~/.netrc``) it is offline, and asks for
+    none. A server that does not answer makes it offline too, with one warning. The
     interpreter's end waits at most 10 s for the server. ``History(sinks=["wandb"])`` logs to
     this run.
 
