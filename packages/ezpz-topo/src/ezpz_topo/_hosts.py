@@ -35,9 +35,9 @@ def get_allocation(env: Mapping[str, str] | None = None, *, ask: bool | None = N
         env: The environment to read; default ``os.environ``.
         ask: Whether the scheduler's own commands may be started. None: where the variables do
             not tell the hosts (PBS's node file is missing on some nodes of some sites). True:
-            also for what is good to know, the end of the walltime and, without job variables,
-            the job that this host is a node of (a shell opened with ssh). False: never, for
-            what every rank calls: ten thousand qstats at once take a server down.
+            also for the end of the walltime and, without job variables, for the job that this
+            host is a node of (a shell opened with ssh). False: never, for functions that every
+            rank calls, because ten thousand qstats at once take a server down.
 
     Raises:
         InvalidVariableError: The job's variables contradict each other.

@@ -114,11 +114,11 @@ def get_machine_info(
 ) -> Machine:
     """Return the machine that this host belongs to, or the generic one of its scheduler.
 
-    ``EZPZ_MACHINE`` decides if set. Else the files' match rules are held against the job's
-    server or cluster and the kernel's host name with domain; then against variables that a
-    shell may have inherited (``NERSC_HOST``, ``PBS_O_HOST``, ...); then against the short
-    host name. What the job's scheduler or a variable of that standing contradicts is set
-    aside, and two machines of the same standing are none. No name is looked up.
+    ``EZPZ_MACHINE`` decides if set. Else the files' match rules are compared with the job's
+    server or cluster and the kernel's host name with domain. Next come variables that a shell
+    may have inherited (``NERSC_HOST``, ``PBS_O_HOST``, ...), then the short host name. A
+    machine is set aside if the job's scheduler or a variable of that standing contradicts it,
+    and two machines of the same standing are none. No name is looked up.
 
     Args:
         env: The environment to read; default ``os.environ``.

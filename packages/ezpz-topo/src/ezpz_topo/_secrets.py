@@ -89,12 +89,12 @@ _FORM = re.compile(r"pat(?![a-z])|gh[a-z]_").search
 def redact(value: Value) -> Value:
     """Return a value with every secret in it replaced by ``***``; what holds none stays itself.
 
-    A mapping (an environment, a configuration) loses the values of secret names, at any depth;
-    None, True, False and what is empty stay. A list or tuple of strings is a command line: known
-    are ``--api-key X``, ``--api-key=X``, ``NAME=VALUE``, the same and ``"name": "value"`` or
-    ``name = value`` inside a word (a shell's line, code, JSON), ``user:password@`` of URLs,
-    headers, and the forms of well-known services' keys. A string is one such word. A password
-    that has no name beside it cannot be known. Other values stay as they are.
+    A mapping (an environment, a configuration) loses the values of secret names, at any depth.
+    None, True, False and empty values stay. A list or tuple of strings is a command line. Known
+    are ``--api-key X``, ``--api-key=X`` and ``NAME=VALUE``, also inside a word (a shell's line,
+    code, JSON), and there ``"name": "value"`` and ``name = value``. So are ``user:password@`` of
+    URLs, headers, and the forms of well-known services' keys. A string is one such word. A
+    password without a name beside it cannot be known. Other values stay as they are.
 
     >>> redact(["train.py", "--wandb-key", "abc", "--lr=1"])
     ['train.py', '--wandb-key', '***', '--lr=1']

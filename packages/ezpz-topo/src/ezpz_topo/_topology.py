@@ -84,9 +84,9 @@ class Topology:
 def detect(env: Mapping[str, str] | None = None, *, ask: bool | None = None) -> Topology:
     """Look at this process, its job and its host. Pure: nothing is set or written.
 
-    A command is started only by a process on its own, and where nothing else tells: the
-    scheduler's where the job's variables name no readable hosts or not its CPUs, a vendor's tool
-    where its driver is loaded. One of several ranks starts none, and may know no hosts then.
+    Only a process on its own starts a command, and only where nothing else tells. It starts the
+    scheduler's where the job's variables name no readable hosts or not its CPUs, and a vendor's
+    tool where its driver is loaded. One of several ranks starts none, and may know no hosts then.
 
     Args:
         env: The environment to read; default ``os.environ``.
