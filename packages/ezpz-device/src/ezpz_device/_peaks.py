@@ -53,8 +53,8 @@ def get_peak_flops(
 ) -> float | None:
     """Return the floating-point operations a second that a device does at best.
 
-    Of matrix products, dense, as the vendor states it; of a part of a device (a tile of Intel's,
-    a MIG slice of NVIDIA's, a partition of AMD's) its share of the compute units.
+    It is for matrix products, dense, as the vendor states it. A part of a device (a tile of
+    Intel's, a MIG slice of NVIDIA's, a partition of AMD's) has its share of the compute units.
 
     >>> get_peak_flops("bf16", "cpu") is None
     True
@@ -71,8 +71,8 @@ def get_peak_flops(
             ``peak_flops`` and before the table, whatever the dtype.
 
     Returns:
-        FLOP/s of this one device; None where the table does not have it (any CPU, and devices or
-        dtypes that no datasheet was found for): there is no guess.
+        FLOP/s of this one device. None where the table does not have it (any CPU, and devices or
+        dtypes that no datasheet was found for). There is no guess.
 
     Raises:
         DeviceError: The device cannot be used, or ``EZPZ_PEAK_FLOPS`` is no number above 0.

@@ -173,11 +173,11 @@ def get_device_properties(
         env: The environment to read; default ``os.environ``.
 
     Returns:
-        ``type`` ("cuda", "xpu", "mps", "cpu"), ``index`` (None of mps and cpu), ``name`` as the
-        vendor has it, ``architecture`` ("sm_90", "gfx90a", the CPU's; None if it is not
-        reported), ``total_memory`` in bytes (of the CPU: what this process may use), and
-        ``compute_units``: multiprocessors of CUDA, compute units of ROCm, vector engines of XPU,
-        the cores that this process may use of a CPU; None of MPS.
+        ``type`` ("cuda", "xpu", "mps", "cpu"), ``index`` (None of mps and cpu) and ``name`` as the
+        vendor has it. ``architecture`` is "sm_90", "gfx90a", the CPU's, or None if it is not
+        reported. ``total_memory`` is in bytes (of the CPU: what this process may use).
+        ``compute_units`` are multiprocessors of CUDA, compute units of ROCm, vector engines of
+        XPU, the cores that this process may use of a CPU, and None of MPS.
 
     Raises:
         DeviceError: The device cannot be used.
