@@ -1,4 +1,4 @@
-"""Write a PyTorch training script once; run it, unchanged, from a laptop to a supercomputer.
+"""Run one PyTorch training script, unchanged, from a laptop to a supercomputer.
 
 Importing ``ezpz`` loads nothing: each name is fetched from its package when it is first
 used, and kept.

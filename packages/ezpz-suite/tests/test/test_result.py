@@ -82,7 +82,7 @@ def test_the_pairs_are_listed_slowest_first(tmp_path):
 def test_one_rank_and_one_node_are_no_failure(tmp_path):
     of = result(place=replace(PLACE, ranks=1, nodes=1))
     text = page(of, tmp_path, pairs_asked=True)
-    assert "one rank: there is nobody to send to" in text
+    assert "one rank: there is no peer to send to" in text
     assert "one node: there is no pair" in text
     assert text.endswith("ok: the loss fell, all ranks agree, all values are finite\n")
 

@@ -73,8 +73,8 @@ def find_checks(only: Sequence[str] = ()) -> list[Check]:
     if not checks:
         raise DoctorError(
             f"no installed package has an entry point of the group {GROUP}; expected those of "
-            "ezpz-topo and its siblings; install them again: pip install --force-reinstall "
-            "ezpz-suite"
+            "ezpz-topo and its siblings; install them again: ezpz_setup_env in a clone, else "
+            "pip install --force-reinstall ezpz-suite"
         )
     names = {check.name for check in checks}
     for name in only:

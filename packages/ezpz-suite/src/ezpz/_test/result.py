@@ -120,7 +120,7 @@ def write_page(result: Result, run: Path, out: TextIO, *, pairs_asked: bool) -> 
             f"throughput  {_throughput(result)}",
         ]
     if place.ranks == 1:
-        lines.append("all-reduce  one rank: there is nobody to send to")
+        lines.append("all-reduce  one rank: there is no peer to send to")
     elif result.bandwidths:
         lines += ["", *_bandwidth_lines(result.bandwidths, place.ranks)]
     if result.pairs is not None:

@@ -1,4 +1,4 @@
-"""A small GPT in Megatron-LM's words, with torch and ezpz_tp alone: ``pip install ezpz-tp fire``.
+"""A small GPT in Megatron-LM's words, with torch and ezpz_tp (and fire) alone.
 
 usage: ezpz-launch python -m ezpz.examples.megatron_style [--tp=2] [--steps=N] [--outdir=DIR]
 
