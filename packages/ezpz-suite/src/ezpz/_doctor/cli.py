@@ -120,9 +120,9 @@ HELP: Final = f"""\
 usage: ezpz doctor [--only=NAME,...] [--json] [--timeout=SECONDS]
        ezpz doctor --list
 
-Look at what training needs here (devices, two ranks that reduce, MPI, scheduler, hosts, room on
-disk, ...), and say for each whether it is well, and if not what to do. Every installed package can
-contribute checks; each runs in a process of its own, all at once.
+Check what training needs here: devices, two ranks that reduce, MPI, scheduler, hosts, room on
+disk, ... Each result is ok, a warning or an error, with a remedy. Every installed package can
+contribute checks. They run at once, each in its own process.
 
 options:
   --only=NAME,...    these checks alone
