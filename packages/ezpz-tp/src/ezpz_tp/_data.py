@@ -178,13 +178,13 @@ def shard_sequence(
     where the part's tokens lie. `ring_attention`, `ulysses_attention` and `unified_attention`,
     told the same ``balanced``, take the parts.
 
-    **The loss and gradients.** Each rank has the loss of its own tokens only, so sum it and divide
-    by the number of tokens in all parts, of all data-parallel ranks:
+    **The loss and gradients.** Each rank has the loss of its own tokens only. Sum it and divide by
+    the number of tokens in all parts, of all data-parallel ranks:
     ``loss = losses.sum() / tokens_in_all``. Then the ranks' losses add up to the batch's mean, and
-    the gradients of every parameter add up to its gradient: sum them over data x context, whose
-    group is made by ``initialize_tensor_parallel(..., also=[("data", "context")])``. DDP over that
-    group takes the mean: give it ``loss * group.size()``. That holds of parameters before this
-    function too: its own gradient is zero at the tokens of other ranks.
+    the gradients of every parameter to its gradient. Sum them over data x context, whose group is
+    made by ``initialize_tensor_parallel(..., also=[("data", "context")])``. DDP over that group
+    takes the mean, so give it ``loss * group.size()``. The same holds for parameters before this
+    function, because its own gradient is zero at the tokens of other ranks.
 
     Args:
         tensor: The whole, the same on every rank.

@@ -78,10 +78,9 @@ def finalize_grads(
         embedding_group: Instead of the state's, of first and last stage.
 
     Raises:
-        ParallelError: A tied embedding on a pipeline's stage without an embedding group; or
-            FSDP2 has dropped the attributes by which parameters are known; or an expert's
-            parameter among those to reduce over axes that are not its own; or a gradient to
-            reduce is sparse.
+        ParallelError: A tied embedding is on a pipeline's stage without an embedding group. Or
+            FSDP2 has dropped the parameters' attributes. Or an expert's parameter would be
+            reduced over axes that are not its own. Or a gradient to reduce is sparse.
         NotInitializedError: Parameters are sharded, or axes are named, and there is neither
             ``state`` nor default.
         ValueError: An axis is neither ``data`` nor ``context``, or is named twice.

@@ -330,12 +330,13 @@ def initialize_shard(
 ) -> None:
     """Fill this rank's part of a weight so that the full weight is the same at every degree.
 
-    ``init_method`` is called once a tile of the weight that this rank holds some of, with a
-    stand-in that has the full weight's shape (fans are those of the full weight) and this tile's
-    values. Whatever acts on each element alone can be done so: all of ``torch.nn.init`` but
-    ``orthogonal_``, ``eye_``, ``dirac_`` and ``sparse_``. For those, for an ``init_method`` that
-    copies data, reads values or brings its own generator, the full weight is made on every rank,
-    by one call, and cut: right, but slow and large, and a large one is warned of.
+    ``init_method`` is called once for each tile of the weight that this rank holds some of. It
+    gets a stand-in with the full weight's shape (fans are those of the full weight) and this
+    tile's values. That works for all that acts on each element alone, which is all of
+    ``torch.nn.init`` but ``orthogonal_``, ``eye_``, ``dirac_`` and ``sparse_``. For those, and for
+    an ``init_method`` that copies data, reads values or brings its own generator, every rank makes
+    the full weight by one call, and cuts it. That is right, but slow and large, and gives a
+    warning for a large weight.
 
     Half-precision weights are drawn in fp32 and rounded. CPU and accelerators have other random
     streams: the same seed gives the same weight at every degree on one kind of device only.
@@ -354,8 +355,8 @@ def initialize_shard(
             ``partition_stride``, for several matrices stored as one. Or the sizes of these
             matrices, where they are not equal: the degree has to divide each.
 
-    A shard may be larger than its part, where the degree does not divide the dim: each rank then
-    holds as many rows as the first, and what lies past the end of the full weight is zero.
+    A shard may be larger than its part, where the degree does not divide the dim. Each rank then
+    holds as many rows as the first, and rows past the end of the full weight are zero.
 
     Raises:
         DegreeError: The shard and the full shape do not fit.

@@ -488,15 +488,15 @@ class ColumnParallelLinear(ShardedLinear):
             which is what a `RowParallelLinear` wants.
         init_method: Fills a tensor of the full weight's shape, in place.
         stride: Number of equal matrices that are stacked in the weight and split each by itself,
-            such as 2 for a gate and an up projection; or their sizes, such as those of query,
+            such as 2 for a gate and an up projection. Or their sizes, such as those of query,
             key and value.
         keep_master_weight_for_test: Keep the full weight as ``master_weight``.
         sequence_parallel: The input is this rank's part of dim 0: it is gathered.
         skip_bias_add: Return ``(output, bias)`` and leave the addition to the caller.
-        pad_output: Allow a degree that does not divide ``out_features``, as for a vocabulary:
-            every rank has ``ceil(out_features / tp)`` outputs, and those beyond are -inf, so
-            that no softmax sees them (label smoothing does: give the cross entropy its
-            ``vocab_size``); the gathered output has none of them.
+        pad_output: Allow a degree that does not divide ``out_features``, as for a vocabulary.
+            Every rank has ``ceil(out_features / tp)`` outputs. Those beyond are -inf, so that no
+            softmax sees them. Label smoothing does, so give the cross entropy its
+            ``vocab_size``. The gathered output has none of them.
         tp_group: Default: the tensor-parallel group.
         seed: Of the weight; default: drawn from torch's generator.
         init: ``"whole"`` makes the full weight on every rank, from torch's default generator, as

@@ -188,9 +188,9 @@ class RngTracker:
         """Return the state of every stream, to save with a checkpoint.
 
         Returns:
-            CPU tensors of bytes, which ``torch.load(weights_only=True)`` reads: the accelerator's
-            state by the stream's name where there is one, with the CPU's beside it as
-            ``name@cpu``; else the CPU's by name.
+            CPU tensors of bytes, which ``torch.load(weights_only=True)`` reads. With an
+            accelerator, its state has the stream's name, and the CPU's is ``name@cpu``. Without
+            one the CPU's has the name.
         """
         found = {}
         for name, states in self._streams.items():

@@ -86,9 +86,9 @@ def save_huggingface(
     one process, without process groups, and a piece of a tensor at a time. An optimizer's tensors
     are left out. ``config.json`` and the tokenizer are not made.
 
-    From Megatron-LM's files queries, keys and values are taken apart by their groups, and gate
-    and up projections; from Meta's, the rows of queries and keys are put in the order that Hugging
-    Face's rotary embedding has.
+    Queries, keys and values of Megatron-LM's files are separated by their groups, and so are gate
+    and up projections. The rows of queries and keys of Meta's files are put in the order of
+    Hugging Face's rotary embedding.
 
     Args:
         path_in: As of `reshard`, or a step's folder of ezpz_dist's checkpoints.
@@ -130,9 +130,9 @@ def save_llama(
         path_in: A folder of such files.
         path_out: A folder; there is none yet, or an empty one.
         tp: The number of tensor-parallel ranks, and of files.
-        plan: As of `reshard`. A single file does not tell how Meta's code splits the embedding:
-            along its rows, as of Llama 3, unless ``{"tok_embeddings.weight": 1}`` says that it
-            is along its columns, as of Llama 1 and 2.
+        plan: As of `reshard`. A single file does not tell how Meta's code splits the embedding.
+            It is along its rows, as of Llama 3. ``{"tok_embeddings.weight": 1}`` says that it is
+            along its columns, as of Llama 1 and 2.
 
     Raises:
         DegreeError: ``tp`` does not divide a dim that is split.

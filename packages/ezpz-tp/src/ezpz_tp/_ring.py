@@ -357,8 +357,8 @@ def ring_attention(
 ) -> Tensor:
     """Return this rank's rows of the attention over a sequence that the ranks share.
 
-    What `scaled_dot_product_attention` gives for the whole sequence, of which no rank ever holds
-    more than its own part and two others' keys and values, and no scores: memory is O(s/n).
+    It is what `scaled_dot_product_attention` gives for the whole sequence. No rank ever holds more
+    than its own part and two others' keys and values, and no scores, so memory is O(s/n).
     While a block is computed, the next keys and values are on their way (n - 1 exchanges
     forward, twice as many backward). Blocks that a causal mask hides are not computed. Parts are
     summed in float32, float64 in float64.

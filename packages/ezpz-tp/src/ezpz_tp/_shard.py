@@ -74,8 +74,8 @@ class Shard:
         blocks: Sizes, along ``dim``, of the matrices that are stacked in it and split each by
             itself: ``(q, k, v)`` of a fused projection, two equal ones for a gate above an up
             projection (Megatron-LM's ``partition_stride`` 2). Empty for one.
-        padded: A degree that does not divide the dim is allowed, as for a vocabulary: each rank
-            holds as many rows as the first, and what lies past the end is padding.
+        padded: A degree that does not divide the dim is allowed, as for a vocabulary. Each rank
+            holds as many rows as the first, and rows past the end are padding.
 
     In its methods ``index`` is a rank's place among those that share the tensor, and ``degree`` the
     number of those.

@@ -614,9 +614,10 @@ def einsum_sharding(
 
     Args:
         equation: In einsum's notation, with ``->``; no ellipsis, and no letter twice in a tensor.
-        *operands: Where each operand is. ``"b@data f@tensor"``: dim b is sharded over the axis
-            data and f over tensor; ``"partial@tensor"``: the ranks of tensor hold terms of a
-            sum; ``"replicated"``, also ``""`` and None: the same everywhere. Or a mapping,
+        *operands: Where each operand is. ``"b@data f@tensor"`` means that dim b is sharded over
+            the axis data and f over tensor. ``"partial@tensor"`` means that the ranks of tensor
+            hold terms of a sum. ``"replicated"``, also ``""`` and None, is the same everywhere. Or
+            a mapping,
             ``{"data": "b", "tensor": "f"}``. Or torch's placements, one for each of
             ``mesh_axes``: ``(Shard(0), Partial())``. Axes that are not named are replicated.
         output: Where the output shall be, in the same way. Axes that it does not name stay as
@@ -630,10 +631,10 @@ def einsum_sharding(
         itemsize: Bytes of an element, 2 for bf16.
         names: What the operands are called; default x and w, or x1, x2 and so on.
 
-    Bytes are what a rank sends in a ring: (n - 1)/n of the whole for an all-gather or a
-    reduce-scatter, twice that for an all-reduce, (n - 1)/n of its part for an all-to-all.
-    Backward is taken to keep what forward gathered; FSDP and Megatron's sequence parallelism free
-    it and gather once more.
+    Bytes are what a rank sends in a ring. That is (n - 1)/n of the whole for an all-gather or a
+    reduce-scatter, and twice that for an all-reduce. For an all-to-all it is (n - 1)/n of its part.
+    Backward is assumed to keep what forward gathered. FSDP and Megatron's sequence parallelism
+    free it and gather again.
 
     Raises:
         ValueError: The equation, a placement or another argument is not well-formed.

@@ -291,8 +291,8 @@ class ParallelState:
             order: The axes from the fastest varying to the slowest (`RankLayout`).
             also: Groups that span several axes, for example ``[("tensor", "pipeline")]``.
             embedding: Make the groups ``embedding`` (first and last stage of a pipeline) and
-                ``position_embedding`` (first stage); or a mapping from these names to
-                functions from a pipeline's ranks to the ranks that take part.
+                ``position_embedding`` (first stage). Or a mapping from these names to
+                functions, which return the members among a pipeline's ranks.
             backend: Of every group, or by axis; None is the world's.
             timeout: Of every group; None is the backend's own.
 

@@ -442,8 +442,8 @@ def shard_state_dict(
 
     Args:
         full: Full tensors by name, as `gather_state_dict` returns them, with or without an
-            optimizer's; a name that the module has not is left out in a pipeline (it is another
-            stage's), and passed on else, for ``load_state_dict`` to judge.
+            optimizer's. In a pipeline, a name that the module has not is another stage's, and is
+            left out. Otherwise it is passed on, for ``load_state_dict`` to judge.
         module: This rank's model, or stage of it.
         optimizer: Cut its state as well; it is returned as ``load_state_dict`` of it expects.
         state: Whose groups; the default's if None.

@@ -68,8 +68,8 @@ def ulysses_attention(
             ``[batch, heads/n, s, ...]``.
 
     Raises:
-        DegreeError: The ranks do not divide the heads of q, or the key heads do not; ``is_causal``
-            with other numbers of queries than of keys; ``balanced`` with an odd number of either.
+        DegreeError: The ranks do not divide the heads of q, or the key heads do not. Or
+            ``is_causal`` has other numbers of queries than of keys, or ``balanced`` an odd one.
         ParallelError: Shapes, dtypes or devices of q, k and v do not fit, or ``attention``
             returned another shape.
     """

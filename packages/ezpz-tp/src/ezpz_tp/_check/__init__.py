@@ -417,11 +417,11 @@ def check(
 ) -> Iterator[Checker]:
     """Check every operation in the block: a missing reduction or copy is an error at its line.
 
-    Along each axis of degree above 1 (tensor, context, data) a tensor is *invariant* (equal on
-    all ranks, as is its gradient), *replicated* (equal, its gradient partial), *varying* or
-    *partial* (a sum is still due). What starts as what: parameters that are sharded are varying,
-    those tagged ``sequence_parallel`` replicated, others invariant; data is invariant along the
-    tensor axis and varying along the others; `declare_type` says otherwise. Regions and layers
+    Along each axis of degree above 1 (tensor, context, data) a tensor has one of four types. It is
+    *invariant* (equal on all ranks, as is its gradient), *replicated* (equal, its gradient
+    partial), *varying*, or *partial* (still to be summed). Sharded parameters start as varying,
+    those tagged ``sequence_parallel`` as replicated, others as invariant. Data is invariant along
+    the tensor axis and varying along the others. `declare_type` says otherwise. Regions and layers
     change types, and operations need ones that fit:
 
     * invariant goes with invariant; replicated with varying gives varying;

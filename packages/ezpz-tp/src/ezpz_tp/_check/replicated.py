@@ -48,9 +48,9 @@ def verify_replicated(
 
     * Along the data and context axes every parameter is compared, but an expert's
       (``allreduce`` False), and what FSDP2 has sharded over them.
-    * Along the tensor axis those that are not sharded are compared; sharded ones, and the
-      stream "model-parallel-rng", should be *other* ones on each rank, unless they are constant:
-      equal seeds make equal shards.
+    * Along the tensor axis those that are not sharded are compared. Sharded ones, and the
+      stream "model-parallel-rng", should differ between ranks, unless they are constant. Equal
+      ones come from equal seeds.
     * A tied embedding is compared between the stages that hold it; all but one copy should be
       ``shared``, or the norm of the gradient counts it twice.
 

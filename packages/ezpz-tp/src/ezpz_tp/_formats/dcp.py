@@ -59,8 +59,8 @@ def dtensor_state_dict(
         module: This rank's model, or stage of it; stages use the names of the whole model.
         optimizer: Add its state, by the names of parameters.
         state: Whose groups; the default's if None.
-        loading: Let an optimizer that has made no step yet make its state, to be filled: by a
-            step with gradients of zero at a learning rate of zero, as
+        loading: Let an optimizer that has made no step yet make its state, to be filled. It makes
+            a step with gradients of zero at a learning rate of zero, as
             ``torch.distributed.checkpoint.state_dict`` does.
 
     Returns:

@@ -167,9 +167,9 @@ def assert_matches_unsharded(
 
     Raises:
         AssertionError: Something differs; says what, on which rank, where and by how much.
-        ValueError: A value is too large for its dtype to hold every integer up to it; or an
-            output, or every gradient, is 0 everywhere, which shows nothing (one gradient that
-            is gives a UserWarning); or ``tensor`` is empty.
+        ValueError: A value is too large for its dtype to hold every integer up to it. Or an
+            output, or every gradient, is 0 everywhere, which shows nothing (one gradient of 0
+            gives a UserWarning). Or ``tensor`` is empty.
     """
     degrees = [tensor] if isinstance(tensor, int) else list(tensor)
     if not degrees:
