@@ -209,8 +209,8 @@ def wrap_model_for_fsdp2(
     type, and each rank's own: a batch norm's running statistics are of that rank's samples.
 
     A model built under ``torch.device("meta")`` gets its values after it is sharded, so no rank
-    ever holds all of it: each module's ``reset_parameters()`` fills that module's whole tensors,
-    of which a rank keeps its part, with the first rank's random numbers on every rank. The
+    ever holds all of it. Each module's ``reset_parameters()`` fills that module's whole tensors,
+    with the first rank's random numbers on every rank. Each rank keeps its part. The
     result is that of one process that builds the model on this device with the first rank's
     seed, if its constructors draw in the order in which they register. Draws from `random`
     or numpy are not shared.
@@ -232,9 +232,9 @@ def wrap_model_for_fsdp2(
             divides the number of data-parallel ranks.
         units: Classes whose instances are the units, in place of those above: for a model that
             reads the weights of an embedding or a head without calling it.
-        initialize: For a model on the meta device: called with each module after its
-            ``reset_parameters()``, to fill what the module itself holds, as the function
-            given to ``model.apply`` does (``model._init_weights`` of many).
+        initialize: For a model on the meta device. It is called with each module after its
+            ``reset_parameters()``, to fill the module's own tensors. The function of
+            ``model.apply`` does the same (``model._init_weights`` of many).
         options: Any other of ``fully_shard``'s, such as ``offload_policy``.
 
     Returns:

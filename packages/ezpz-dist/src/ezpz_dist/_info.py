@@ -98,10 +98,10 @@ def get_dist_info() -> dict[str, Any]:
     Returns:
         ``is_set_up``, ``rank``, ``world_size``, ``local_rank``, ``local_world_size``,
         ``node_rank``, ``num_nodes`` (the last three None where it is not known), ``hostname``,
-        ``hosts`` (each once, by their first rank), ``device``, ``device_type``, ``backend``,
+        ``hosts`` (each once, by their first rank), ``device``, ``device_type``, ``backend``.
         ``timeout`` (seconds; None before set-up), ``launcher``, ``scheduler``, ``job_id``,
-        ``machine``, ``master_addr``, ``master_port``, ``degrees`` (of the axes tensor,
-        context, pipeline and data; before set-up data is the world size), ``versions``.
+        ``machine``, ``master_addr``, ``master_port`` and ``versions``. ``degrees`` are those of
+        the axes tensor, context, pipeline and data (before set-up data is the world size).
 
     Raises:
         ezpz_topo.TopoError: The environment is half set or contradicts itself.
@@ -169,10 +169,9 @@ def query_environment(env: Mapping[str, str] | None = None) -> dict[str, Any]:
 
     Returns:
         ``rank``, ``world_size``, ``local_rank``, ``local_world_size``, ``node_rank``,
-        ``num_nodes`` (the last three None where it is not known), ``launcher``, ``sources``
-        (for each of the numbers the variable or rule that it comes from), ``variables``
-        (all of the known launchers' that are set, with their values), ``notes`` (what was
-        seen and set aside).
+        ``num_nodes`` (the last three None where it is not known) and ``launcher``. ``sources``
+        has the variable or rule of each number. ``variables`` are all of the known launchers'
+        that are set, with their values. ``notes`` say what was seen and set aside.
 
     Raises:
         ezpz_topo.TopoError: The variables are half set or contradict each other.

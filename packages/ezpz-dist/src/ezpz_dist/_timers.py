@@ -483,9 +483,9 @@ class Stragglers:
     - What else waits for other ranks, `all_reduce` of a loss or a barrier, belongs in
       ``with stragglers.communication():``.
     - FSDP and tensor parallelism wait for others inside forward and backward, which cannot
-      be taken apart from here: put what does not communicate (data loading, a part of the
-      model) into ``with stragglers.compute():``, which then alone counts. So it is for a DDP
-      model with buffers, whose forward waits for rank 0, if rank 0 may be slow.
+      be separated from here. Put what does not communicate (data loading, a part of the
+      model) into ``with stragglers.compute():``, which then alone counts. The same holds for a
+      DDP model with buffers, whose forward waits for rank 0, if rank 0 may be slow.
 
     Every ``window`` steps there is one small collective. Rank 0 logs a warning if a rank
     is above the threshold.

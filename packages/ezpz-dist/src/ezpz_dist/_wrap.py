@@ -96,9 +96,9 @@ def wrap_optimizer_for_zero1(
     Parameters and gradients stay whole on every rank; each rank updates those that are its own
     and sends them to the others. AdamW's two states of a parameter are then on one rank only.
 
-    For a checkpoint every rank calls ``optimizer.consolidate_state_dict(to=0)``, after which
+    For a checkpoint every rank calls ``optimizer.consolidate_state_dict(to=0)``. Then
     ``optimizer.state_dict()`` of rank 0 (of the data-parallel group) is that of a plain
-    optimizer; ``load_state_dict`` takes it on every rank, whatever their number.
+    optimizer. ``load_state_dict`` takes it on every rank, for any number of ranks.
 
     Collective: every rank calls this, with the same parameters in the same order.
 
