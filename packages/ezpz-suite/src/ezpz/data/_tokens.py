@@ -254,8 +254,7 @@ def write_tokens_once(
     """Write a file of tokens on one rank, and return on all of them when it is there.
 
     Collective: every rank calls this. Between documents the writer says twice a second that it is
-    at work, so that the others wait as long as it takes, and know within a moment that it has
-    failed or gone.
+    at work. So the others wait as long as it takes, and know at once that it has failed or ended.
 
     Args:
         path: Of the file; see ``per``.

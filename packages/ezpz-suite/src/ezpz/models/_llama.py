@@ -413,9 +413,9 @@ class Llama(nn.Module):
     """A decoder-only transformer (Touvron et al., arXiv:2302.13971), plain torch or parallel.
 
     Parameters are named as those of transformers' ``LlamaForCausalLM`` without their ``model.``.
-    The first weights depend on ``seed`` alone: they are equal for every degree, for plain and
-    parallel, for a whole model and its stages, and built directly or on the meta device and
-    filled later, by ``reset_parameters()`` or by ``ezpz.wrap_model_for_fsdp2``.
+    The first weights depend on ``seed`` alone. They are equal for every degree, for plain and
+    parallel, and for a whole model and its stages. The model can also be built on the meta device
+    and filled later, by ``reset_parameters()`` or by ``ezpz.wrap_model_for_fsdp2``.
 
     A plain model knows nothing of groups. A parallel one is built after
     ``ezpz_tp.initialize_tensor_parallel`` (or ``ezpz.setup_torch(tensor_parallel_size=...)``): its
