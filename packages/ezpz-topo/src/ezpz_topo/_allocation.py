@@ -27,7 +27,7 @@ class Allocation:
             the host's name or by which commands are installed.
         job_id: The scheduler's id of the job; None without a scheduler.
         hosts: The nodes of the job (of the step, for ranks that srun started), each once, in
-            the scheduler's order; empty in a `Topology` where only a command could tell them,
+            the scheduler's order. Empty in a `Topology` where only a command could tell them,
             and every rank would start one.
         slots: Ranks that the scheduler foresees on each of ``hosts``, where it tells.
         name: The job's name, where it is known.

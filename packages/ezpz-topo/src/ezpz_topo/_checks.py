@@ -26,7 +26,7 @@ STATUSES = ("ok", "warning", "error")
 class CheckResult:
     """The result of one check: every warning and error comes with its remedy.
 
-    A check is a callable that takes the seconds that it has and returns one of these; a package
+    A check is a callable that takes the seconds that it has and returns one of these. A package
     contributes it by an entry point of the group ``ezpz.checks``, whose name is the check's.
 
     >>> CheckResult.warning("1 GiB free in /tmp", "remove what is old there").status
