@@ -138,9 +138,9 @@ class Request:
     Attributes:
         command: The user's words, verbatim.
 
-    Each other attribute is the option of its name, as ``ezpz-launch --help`` describes it: times
-    are in seconds, what can be listed or repeated is a tuple (``options``: of names, ``env``: of
-    ``NAME=VALUE``), and None leaves the choice to the launch.
+    Each other attribute is the option of its name, as ``ezpz-launch --help`` describes it. Times
+    are in seconds. An option that can be listed or repeated is a tuple (``options`` of names,
+    ``env`` of ``NAME=VALUE``). None leaves the choice to the launch.
 
     Raises:
         UsageError: A value is not what its option takes, or options contradict each other.
