@@ -88,7 +88,8 @@ def pieces(line: str) -> Iterator[tuple[int, str, str]]:
 
 def svg(lines: list[str]) -> str:
     """The picture of a terminal."""
-    wide, high = COLUMNS * WIDTH + 24, len(lines) * HEIGHT + 24
+    columns = max(COLUMNS, *(len(_ESCAPE.sub("", line)) for line in lines))
+    wide, high = columns * WIDTH + 24, len(lines) * HEIGHT + 24
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide:g} {high}" role="img">',
         "<style>text{font:14px ui-monospace,Menlo,Consolas,monospace;white-space:pre}</style>",
