@@ -61,16 +61,6 @@ def run(command: str, folder: Path) -> list[str]:
     return [line.rpartition("\r")[2] for line in text.rstrip("\n").split("\n")]
 
 
-def terminal(folder: Path) -> Iterator[str]:
-    """All that is on the terminal: the commands, and what they print."""
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    (script,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
-    (folder / "train.py").write_text(script, encoding="utf-8")
-    for command in COMMANDS:
-        yield f"\x1b[1m$ {command}\x1b[0m"
-        yield from run(command, folder)
-
-
 def pieces(line: str) -> Iterator[tuple[int, str, str]]:
     """Column, text and style of the parts of a line that look alike."""
     style = {"fill": INK}
@@ -111,9 +101,14 @@ def shape(picture: str) -> list[str]:
 
 
 def draw(*, check: bool = False) -> None:
-    """Draw the picture anew, or say whether it is what the commands print now."""
+    """Draw the picture, or check that it is what the commands print now."""
+    readme, lines = (ROOT / "README.md").read_text(encoding="utf-8"), []
+    (script,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
     with tempfile.TemporaryDirectory() as folder:
-        picture = svg([*terminal(Path(folder))])
+        Path(folder, "train.py").write_text(script, encoding="utf-8")
+        for command in COMMANDS:
+            lines += [f"\x1b[1m$ {command}\x1b[0m", *run(command, Path(folder))]
+    picture = svg(lines)
     if not check:
         PICTURE.write_text(picture, encoding="utf-8")
     elif shape(PICTURE.read_text(encoding="utf-8")) != shape(picture):
