@@ -172,7 +172,7 @@ _SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDO
 """What the kernel says of a host that answers no more; one where the agent is dead does answer."""
 
 _LONGEST_ANSWER = 1 << 24  # bytes of one node's stacks: more is no answer
-_LAST_WORDS = 5.0  # seconds that this host's agent has to end what is left here
+_LAST_WORDS = 30.0  # seconds that this host's agent has to end what is left here: it may be busy
 _GUARD = -1  # the node of this host's agent where its ranks have one of their own, or it has none
 
 
