@@ -67,8 +67,8 @@ def record_of(launch_id: str, planned: LaunchPlan, argv: Sequence[str], job: All
     )  # fmt: skip
 
 
-ID = r"([0-9]{8}T[0-9]{6,12}Z-[0-9]+-[0-9a-f]+)\.(json|json\.new|progress.*)"
-"""The names of our files."""
+ID = r"([0-9]{8}T[0-9]{6,12}Z-[0-9]+-[0-9a-f]+)\.(json|json\.new|sh|progress.*)"
+"""The names of our files, .sh beside the record of a job."""
 
 
 def new_id(now: float) -> str:
@@ -85,9 +85,7 @@ def iso_time(when: float) -> str:
 
 def to_json(record: Record) -> str:
     """Return the record as JSON, without its secrets, and as valid UTF-8."""
-    import json  # noqa: PLC0415 - 1.5 ms, and redact 3: while the ranks start
-
-    from ezpz_topo import redact  # noqa: PLC0415 - as above
+    from ezpz_topo import redact  # noqa: PLC0415 - 3 ms, and json 1.5: while the ranks start
 
     values = redact(record._asdict())
     argv = list(record.argv)
@@ -95,6 +93,13 @@ def to_json(record: Record) -> str:
     split = argv.index("--escaped") + 1 if "--escaped" in argv else len(argv)
     words = redact([*argv[:split], *(word.removeprefix("+") for word in argv[split:])])
     values["argv"] = [*words[:split], *(f"+{word}" for word in words[split:])]
+    return dump(values)
+
+
+def dump(values: Mapping[str, object]) -> str:
+    """Return valid UTF-8 JSON of values, in which a word of the user's may be none."""
+    import json  # noqa: PLC0415 - as in to_json
+
     text = json.dumps(values, indent=1, ensure_ascii=False)
     return re.sub("[\ud800-\udfff]", _escaped, text) + "\n"
 
@@ -111,37 +116,49 @@ KEPT = 1000
 """So many records are kept, the newest; older ones go when there are a tenth more."""
 
 
-def records_folder(env: Mapping[str, str]) -> str:
-    """Return ``launches`` in ``EZPZ_STATE_DIR`` or the user's state folder; it need not exist."""
+def records_folder(env: Mapping[str, str], kind: str = "launches") -> str:
+    """Return a folder in ``EZPZ_STATE_DIR`` or the user's state folder; it need not exist."""
     if given := env.get("EZPZ_STATE_DIR"):
-        return os.path.join(os.path.abspath(given), "launches")
+        return os.path.join(os.path.abspath(given), kind)
     base = env.get("XDG_STATE_HOME", "")
     if not os.path.isabs(base):
         if sys.platform != "linux":
             from platformdirs import user_state_path  # noqa: PLC0415 - 9 ms, and needless on Linux
 
-            return str(user_state_path("ezpz") / "launches")
+            return str(user_state_path("ezpz") / kind)
         base = os.path.join(env.get("HOME") or os.path.expanduser("~"), ".local", "state")
     if not os.path.isabs(base):  # never into the working directory
         raise LaunchError(
             f"HOME={env.get('HOME', '')!r}; expected the home directory of this user; set HOME, "
             "or EZPZ_STATE_DIR to a folder for ezpz's records"
         )
-    return os.path.join(base, "ezpz", "launches")
+    return os.path.join(base, "ezpz", kind)
 
 
-def _make_folder(folder: str) -> None:
+def make_folder(folder: str) -> None:
     """Make it and what is above it, all for this user only; makedirs does so with the last only."""
     if not os.path.isdir(above := os.path.dirname(folder)):
-        _make_folder(above)
+        make_folder(above)
     with suppress(FileExistsError):  # another launch was quicker
         os.mkdir(folder, 0o700)
 
 
-def _prune(folder: str) -> None:
+def write(path: str, text: str) -> None:
+    """Write a file for this user only; readers see it as it was or as it is, never half."""
+    try:
+        descriptor = os.open(f"{path}.new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with open(descriptor, "w", encoding="utf-8", errors="surrogateescape") as file:
+            file.write(text)
+        os.replace(f"{path}.new", path)
+    except OSError:
+        _remove(f"{path}.new")
+        raise
+
+
+def prune(folder: str, names: str = ID) -> None:
     """Remove all but the newest records, once there are a tenth too many."""
     with suppress(OSError):
-        ours = [match for name in os.listdir(folder) if (match := re.fullmatch(ID, name))]
+        ours = [match for name in os.listdir(folder) if (match := re.fullmatch(names, name))]
         ids = sorted(match[1] for match in ours if match[2] == "json")
         if len(ids) > KEPT + KEPT // 10:
             for match in ours:
@@ -166,7 +183,7 @@ class Keeper:
         try:
             self._folder = records_folder(env)
             if not os.path.isdir(self._folder):
-                _make_folder(self._folder)
+                make_folder(self._folder)
             self.progress_file = os.path.join(self._folder, f"{self.launch_id}.progress")
         except LaunchError as error:
             self._give_up(str(error))
@@ -197,20 +214,14 @@ class Keeper:
         if self._record.retries:
             _remove(self.progress_file)
         if self._folder:
-            _prune(self._folder)
+            prune(self._folder)
 
     def _write(self, record: Record) -> None:
         if not self._folder:
             return
-        path = os.path.join(self._folder, f"{record.id}.json")
         try:
-            # Readers see it as it was or as it is, never half.
-            descriptor = os.open(f"{path}.new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-            with open(descriptor, "w", encoding="utf-8") as file:
-                file.write(to_json(record))
-            os.replace(f"{path}.new", path)
+            write(os.path.join(self._folder, f"{record.id}.json"), to_json(record))
         except OSError as error:
-            _remove(f"{path}.new")
             self._give_up(self._why_not(error))
 
     def _why_not(self, error: OSError) -> str:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 if TYPE_CHECKING:
     from ._allocation import Allocation as Allocation
     from ._checks import CheckResult as CheckResult
+    from ._commands import Answer as Answer
+    from ._commands import ask as ask
     from ._devices import Accelerators as Accelerators
     from ._devices import get_accelerators as get_accelerators
     from ._devices import get_cpu_count as get_cpu_count

@@ -27,7 +27,13 @@ _NEVER_TRANSIENT = (126, 127)
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """How a command ended, and what it printed (bytes that are not UTF-8 as U+FFFD)."""
+    """How a scheduler's command ended, and what it printed (bytes that are not UTF-8 as U+FFFD).
+
+    Attributes:
+        status: Its exit status; minus the signal that killed it.
+        stdout: All of its standard output.
+        stderr: All of its standard error.
+    """
 
     status: int
     stdout: str
@@ -38,7 +44,20 @@ def ask(
     argv: Sequence[str], *, env: Mapping[str, str], time_limit: float | None = None,
     attempts: int = 2, good: Container[int] = (0,), place: str = "",
 ) -> Answer:  # fmt: skip
-    """Run a command to its end; where it hangs or fails, try again after a pause."""
+    """Run a scheduler's command to its end; where it hangs or fails, try again after a pause.
+
+    Args:
+        argv: The command and its words; it reads no input.
+        env: Its environment, and the PATH on which it is looked for.
+        time_limit: Seconds for each attempt; default ``EZPZ_SCHEDULER_TIMEOUT``, else 10.
+        attempts: So many at most; 1 for what must not be done twice.
+        good: Exit statuses that are answers; any other, after the last attempt, is an error.
+        place: A folder that is looked into after PATH (`get_pbs_folder`).
+
+    Raises:
+        SchedulerError: It cannot be started, gave no answer in time (it is killed then, with
+            what it started), or ended with a status that is no answer.
+    """
     time_limit = get_time_limit(env) if time_limit is None else time_limit
     shown = _shown(" ".join(argv))
     answer, attempt = None, 0
