@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from typing import TYPE_CHECKING
 
 from ezpz_topo import TopoError, Topology, detect, fold_nodelist, get_allocation
 
@@ -18,6 +19,12 @@ from ._launchers import hostfile_of, needs_hostfile
 from ._options import OPTIONS, Request, request_of, split
 from ._plan import LaunchPlan, explain, explain_json, plan
 from ._version import __version__
+
+if TYPE_CHECKING:
+    from ._retry import Attempts
+
+_OTHERS = {"history": "_record", "submit": "_submit"}
+"""What else the first word can be: the module that has ``command(words, env)``."""
 
 HOSTFILE = "HOSTFILE"
 """Stands in a dry run for the file that a launch would write."""
@@ -44,16 +51,15 @@ def console() -> None:
 
 
 def _main(argv: Sequence[str], env: Mapping[str, str]) -> int:
-    if argv[:1] == ["history"]:
-        from ._record import command as history  # noqa: PLC0415  # only this needs it
+    if argv and argv[0] in _OTHERS:
+        from importlib import import_module  # noqa: PLC0415  # a launch needs none of them
 
-        return _print(history(argv[1:], env))
+        module = import_module(f".{_OTHERS[argv[0]]}", __package__)
+        return _print(module.command(argv[1:], env))
     options, command = split(argv)
-    if "help" in options:
-        return _print(help_page())
-    if "version" in options:
-        return _print(__version__)
-    request = request_of(options, command)
+    if "help" in options or "version" in options:
+        return _print(help_page() if "help" in options else __version__)
+    request: Request = request_of(options, command)
     if request.dry_run and request.machine:
         if request.hostfile:
             why = "its hosts are hypothetical; expected no --hostfile"
@@ -62,6 +68,29 @@ def _main(argv: Sequence[str], env: Mapping[str, str]) -> int:
 
         topology = imagine(request.machine, request.nodes or 1, env)
         return _print(_explained(_planned(topology, request, {}, is_here=False)))
+    if env.get("EZPZ_CHAIN") and not request.dry_run:
+        from ._chain import CHAIN, see_through  # noqa: PLC0415  # only a submitted job needs it
+
+        own = {name: value for name, value in env.items() if name != CHAIN}
+        return see_through(env, lambda *before: _prepared(request, own, *before))
+    if request.dry_run:
+        return _print(_explained(_looked_at(request, env)[0]))
+    return _prepared(request, env).run()
+
+
+def _prepared(
+    request: Request, env: Mapping[str, str], before: int = 0, progress_file: str = ""
+) -> Attempts:
+    """Return a launch that is ready to run; attempts of earlier jobs count before its own."""
+    from ._retry import Attempts  # noqa: PLC0415  # a dry run does without
+
+    return Attempts(*_looked_at(request, env), before, progress_file)
+
+
+def _looked_at(
+    request: Request, env: Mapping[str, str]
+) -> tuple[LaunchPlan, Topology, Mapping[str, str]]:
+    """Look where we are, and plan: the plan, the topology, and the environment for the ranks."""
     try:
         os.getcwd()
     except OSError as error:
@@ -84,11 +113,7 @@ def _main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     require_command(request.command[0], {**env, **dict(pair.split("=", 1) for pair in request.env)})
     planned = _planned(topology, request, env)
     _hint_at_a_job(topology, request, env)
-    if request.dry_run:
-        return _print(_explained(planned))
-    from ._retry import Attempts  # noqa: PLC0415  # a dry run does without
-
-    return Attempts(planned, topology, env).run()
+    return planned, topology, env
 
 
 def _planned(

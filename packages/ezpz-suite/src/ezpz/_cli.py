@@ -19,6 +19,7 @@ Train with PyTorch anywhere, from a laptop to a supercomputer.
 
 run:
   launch    start a command on every rank of this job, or of this host (ezpz-launch)
+  submit    queue a job, by Slurm or PBS, that launches it; and the next, until it is done
   test      train a small model on all ranks: does this machine work, and how fast is it?
   history   the launches so far, and how they ended (ezpz-launch history)
 
@@ -41,6 +42,7 @@ examples:
   ezpz test --tp=2 --pairs                  tensor parallel; the bandwidth between all nodes
   ezpz launch python train.py --lr 1e-4     your own, on every rank
   ezpz launch --dry-run python train.py     what would be started, and why
+  ezpz submit -N 4 --time 2h python train.py   the same in a job of four nodes
   ezpz report outputs/run                   outputs/run/report/index.html
 
 exit status: that of the command; 2 there is no such command"""
@@ -49,6 +51,7 @@ exit status: that of the command; 2 there is no such command"""
 COMMANDS: dict[str, tuple[str, ...]] = {
     "launch": ("ezpz_launch",),
     "test": ("ezpz._test.command",),
+    "submit": ("ezpz_launch", "submit"),
     "history": ("ezpz_launch", "history"),
     "doctor": ("ezpz.doctor",),
     "topo": ("ezpz_topo._cli",),
