@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from ._hostfile import parse_hostfile as parse_hostfile
     from ._hostfile import read_hostfile as read_hostfile
     from ._hosts import Hosts as Hosts
+    from ._hosts import find_schedulers as find_schedulers
     from ._hosts import get_allocation as get_allocation
     from ._hosts import get_hostfile_with_fallback as get_hostfile_with_fallback
     from ._hosts import get_hosts as get_hosts
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
     from ._nodelist import same_host as same_host
     from ._nodelist import short_name as short_name
     from ._pbs import get_pbs_folder as get_pbs_folder
+    from ._pbs import get_pbs_jobs as get_pbs_jobs
     from ._rank import Ancestor as Ancestor
     from ._rank import RankInfo as RankInfo
     from ._rank import get_local_device as get_local_device

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from . import _commands
 from ._allocation import UNREADABLE, Allocation, scheduler_of
 from ._errors import HostfileError, SchedulerError, TopoError
 from ._hostfile import HostSlots, format_hostfile, read_hostfile, write_file
@@ -70,6 +71,15 @@ def get_allocation(env: Mapping[str, str] | None = None, *, ask: bool | None = N
         return replace(job, notes=(*job.notes, f"end of the walltime: {error}"))
     source = "qstat -f -F json" if scheduler == "pbs" else "scontrol show job"
     return replace(job, ends_at=ends_at, sources={**job.sources, "ends_at": source})
+
+
+def find_schedulers(env: Mapping[str, str] | None = None) -> tuple[str, ...]:
+    """Return which of ``"slurm"`` and ``"pbs"`` have their commands on this host; asks nothing."""
+    env = os.environ if env is None else env
+    places = {"slurm": ("squeue", ""), "pbs": ("qselect", module_of("pbs").get_pbs_folder(env))}
+    return tuple(
+        name for name, (command, place) in places.items() if _commands.find(command, env, place)
+    )
 
 
 def module_of(scheduler: str) -> ModuleType:
