@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from ._errors import LauncherConflictError as LauncherConflictError
     from ._errors import MachineError as MachineError
     from ._errors import NodelistError as NodelistError
+    from ._errors import NoSchedulerError as NoSchedulerError
     from ._errors import SchedulerError as SchedulerError
     from ._errors import TopoError as TopoError
     from ._hostfile import HostSlots as HostSlots

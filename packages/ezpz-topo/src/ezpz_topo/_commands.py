@@ -12,7 +12,7 @@ import time
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
-from ._errors import InvalidVariableError, SchedulerError
+from ._errors import InvalidVariableError, NoSchedulerError, SchedulerError
 
 MAX_BYTES = 64 << 20
 """More output than this is refused; exec_host and exec_vnode of 10,000 hosts are about 1 MB."""
@@ -23,6 +23,10 @@ TIME_LIMIT = "EZPZ_SCHEDULER_TIMEOUT"
 _DEFAULT_TIME_LIMIT = 10.0
 _FIRST_PAUSE = 0.25
 _NEVER_TRANSIENT = (126, 127)
+
+_NOT_SET_UP = ("Could not establish a configuration source", "cannot connect to server  (errno")
+"""What squeue and qselect say where a client is installed, and knows no server (Slurm 22.05.8,
+OpenPBS 23.06): none of its jobs is on this host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,7 @@ def ask(
         place: A folder that is looked into after PATH (`get_pbs_folder`).
 
     Raises:
+        NoSchedulerError: It is installed, and knows no server.
         SchedulerError: It cannot be started, gave no answer in time (it is killed then, with
             what it started), or ended with a status that is no answer.
     """
@@ -77,7 +82,8 @@ def ask(
     if answer.status not in good:
         lines = (answer.stderr.strip() or answer.stdout.strip()).splitlines()
         said = _shown(lines[-1]) if lines else "nothing"
-        raise SchedulerError(
+        none = any(words in f"{answer.stderr}\n{answer.stdout}" for words in _NOT_SET_UP)
+        raise (NoSchedulerError if none else SchedulerError)(
             f"{shown} ended with {ended_with(answer.status)} ({tried}) and said {said}; expected "
             "an answer; run it by hand: the scheduler, or its client on this host, is not well"
         )
