@@ -142,9 +142,10 @@ def get_pbs_jobs(
         env: The environment to ask in; default ``os.environ``.
 
     Returns:
-        The attributes by the names that qstat gives them: moments (``ctime``, ``mtime``, ``qtime``,
-        ``stime``, ``estimated.start_time``) as seconds since 1970, all else as text, or as more of
-        such (``Resource_List``). Jobs that the server does not know are left out.
+        The attributes by the names that qstat gives them: moments (``qtime``, ``stime``, ``mtime``,
+        ``obittime``, ``estimated.start_time``) as seconds since 1970, ``Resource_List.walltime`` in
+        seconds, all else as text, or as more of such. Jobs that the server does not know are left
+        out.
 
     Raises:
         InvalidVariableError: A job id is none.
@@ -155,16 +156,20 @@ def get_pbs_jobs(
     if len(job_ids) > 1 and len(jobs) <= 1:
         for job_id in job_ids[1:]:  # some builds tell only the first (openpbs issue 2672)
             jobs.update(_jobs([job_id], env, "-x", attempts=1)[1])
-    return {key: _with_moments(job) for key, job in jobs.items()}
+    return {key: _with_numbers(job) for key, job in jobs.items()}
 
 
-def _with_moments(job: Attributes) -> dict[str, Any]:
+def _with_numbers(job: Attributes) -> dict[str, Any]:
     told: dict[str, Any] = dict(job)
-    for place in (told, told.get("estimated")):
-        for key in ("ctime", "mtime", "qtime", "stime", "start_time"):
-            if isinstance(place, dict) and _text(place, key):
-                with contextlib.suppress(ValueError):  # it stays the text that it is
-                    place[key] = _moment(place[key]).timestamp()
+    for place in (told, told.get("estimated"), told.get("Resource_List")):
+        for key in ("qtime", "stime", "mtime", "obittime", "start_time", "walltime"):
+            if isinstance(place, dict) and (text := _text(place, key)):
+                with contextlib.suppress(ValueError, OverflowError):  # it stays the text that it is
+                    place[key] = (
+                        _walltime(text).total_seconds()
+                        if key == "walltime"
+                        else _moment(text).timestamp()
+                    )
     return told
 
 
