@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ezpz_topo import SchedulerError, TopoError, ask, get_pbs_folder
+from ezpz_topo import SchedulerError, TopoError, ask, get_pbs_folder, get_pbs_jobs
 
 from ._errors import LaunchError, UsageError, say
 from ._record import ID, dump, iso_time, read_progress, records_folder, write
@@ -152,7 +152,7 @@ class Queue(NamedTuple):
 
 
 class Slurm:
-    name, program, delete, directive = "slurm", "sbatch", "scancel", "#SBATCH"
+    name, delete, directive = "slurm", "scancel", "#SBATCH"
     submit, depend = ("sbatch", "--parsable"), ("--dependency=afterany:{}",)
     # By the labels of a dry run.
     words: Mapping[str, str] = {
@@ -198,7 +198,7 @@ class Slurm:
 
 
 class Pbs:
-    name, program, delete, directive = "pbs", "qsub", "qdel", "#PBS"
+    name, delete, directive = "pbs", "qdel", "#PBS"
     # -f: without a helper in the background, which would hold our pipe open.
     submit, depend = ("qsub", "-f"), ("-W", "depend=afterany:{}")
     words: Mapping[str, str] = {
@@ -240,8 +240,7 @@ class Pbs:
 
     def why_ended(self, job_id: str, env: Mapping[str, str]) -> str:
         """Say time or cancelled; nothing of a job that ended otherwise, or runs."""
-        jobs = _ask_json(("qstat", "-x", "-f", "-F", "json", job_id), env, attempts=1)["Jobs"]
-        ((_, job),) = jobs.items()
+        ((_, job),) = get_pbs_jobs([job_id], env).items()
         if str(job.get("Exit_status")) == "-29":
             return "time"
         return "cancelled" if "deleted" in str(job.get("comment", "")).lower() else ""
@@ -255,8 +254,8 @@ def _ask(words: Sequence[str], env: Mapping[str, str], *, attempts: int = 2) -> 
     return ask(words, env=env, attempts=attempts, place=get_pbs_folder(env)).stdout
 
 
-def _ask_json(words: Sequence[str], env: Mapping[str, str], *, attempts: int = 2) -> dict[str, Any]:
-    told = _ask(words, env, attempts=attempts)
+def _ask_json(words: Sequence[str], env: Mapping[str, str]) -> dict[str, Any]:
+    told = _ask(words, env)
     try:
         return dict(json.loads(told, strict=False))
     except ValueError as error:

@@ -23,8 +23,12 @@ from ._version import __version__
 if TYPE_CHECKING:
     from ._retry import Attempts
 
-_OTHERS = {"history": "_record", "submit": "_submit"}
-"""What else the first word can be: the module that has ``command(words, env)``."""
+COMMANDS = {
+    "history": "_record:command",
+    "submit": "_submit:command",
+}
+"""What may stand in a command's place: who has it, called with the words behind it and the
+environment; it returns what is to be printed, or the exit status."""
 
 HOSTFILE = "HOSTFILE"
 """Stands in a dry run for the file that a launch would write."""
@@ -51,11 +55,13 @@ def console() -> None:
 
 
 def _main(argv: Sequence[str], env: Mapping[str, str]) -> int:
-    if argv and argv[0] in _OTHERS:
+    if argv[:1] and argv[0] in COMMANDS:
         from importlib import import_module  # noqa: PLC0415  # a launch needs none of them
 
-        module = import_module(f".{_OTHERS[argv[0]]}", __package__)
-        return _print(module.command(argv[1:], env))
+        module, function = COMMANDS[argv[0]].split(":")
+        command = getattr(import_module(f".{module}", __package__), function)
+        told: str | int = command(argv[1:], env)
+        return told if isinstance(told, int) else _print(told)
     options, command = split(argv)
     if "help" in options or "version" in options:
         return _print(help_page() if "help" in options else __version__)

@@ -6,13 +6,12 @@ import json
 import os
 import re
 import shlex
-import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ezpz_topo import Machine, SchedulerError, get_machine_info, get_pbs_folder, redact
+from ezpz_topo import Machine, SchedulerError, find_schedulers, get_machine_info, redact
 
 from ._chain import (
     CHAIN,
@@ -99,15 +98,14 @@ def _machine(request: Submission, env: Mapping[str, str]) -> Machine:
     machine = get_machine_info({**env, "EZPZ_MACHINE": request.machine} if request.machine else env)
     if machine.scheduler == "none" and not request.machine:
         # No machine that we know, and no job's variables: what is installed decides.
-        path = os.pathsep.join([env.get("PATH", os.defpath), get_pbs_folder(env)])
-        found = [each for each in SCHEDULERS.values() if shutil.which(each.program, path=path)]
+        found = find_schedulers(env)
         if len(found) > 1:
             raise UsageError(
-                "sbatch and qsub are both here; expected one scheduler; say which: "
+                "Slurm's and PBS's commands are both here; expected one scheduler; say which: "
                 "--machine generic-slurm or --machine generic-pbs"
             )
         for each in found:
-            machine = get_machine_info({**env, "EZPZ_MACHINE": f"generic-{each.name}"})
+            machine = get_machine_info({**env, "EZPZ_MACHINE": f"generic-{each}"})
     if machine.scheduler == "none":
         raise UsageError(
             f"{machine.name} has no scheduler; expected Slurm's sbatch or PBS's qsub on PATH; to "
