@@ -239,11 +239,11 @@ class Pbs:
         return f":ncpus={cpus}" + (f":ngpus={gpus}" if gpus else ""), "pbsnodes: all are alike"
 
     def why_ended(self, job_id: str, env: Mapping[str, str]) -> str:
-        """Say time or cancelled; nothing of a job that ended otherwise, or runs."""
+        """Say time, node or cancelled; nothing of a job that ended otherwise, or runs."""
         ((_, job),) = get_pbs_jobs([job_id], env).items()
-        if str(job.get("Exit_status")) == "-29":
-            return "time"
-        return "cancelled" if "deleted" in str(job.get("comment", "")).lower() else ""
+        by_status = {"-29": "time", "-14": "node", "-20": "node"}
+        is_deleted = "terminated" in str(job.get("comment", ""))
+        return by_status.get(str(job.get("Exit_status")), "cancelled" if is_deleted else "")
 
 
 Scheduler = Slurm | Pbs
