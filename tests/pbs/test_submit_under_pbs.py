@@ -79,10 +79,10 @@ def test_a_training_goes_on_from_job_to_job_bit_for_bit(pbs, submit, torch_there
     whole, parts = f"{pbs.home}/whole", f"{pbs.home}/parts"
     pbs.on(SERVER, f"mkdir {whole} {parts}")
     train = f"ezpz-launch --ppn 1 python {program}"
-    pbs.ended(pbs.sub(f"{train} {whole} 160 0", "-l", "select=2:ncpus=2"), timeout=400)
+    pbs.ended(pbs.sub(f"{train} {whole} 110 0", "-l", "select=2:ncpus=2"), timeout=400)
 
-    limits = ("--until-done", "6", "--time", "3m", "--signal-before", "2m")
-    chain = submit(*limits, "python", program, parts, "160", "0.5")
+    limits = ("--until-done", "6", "--time", "2m", "--signal-before", "75s")
+    chain = submit(*limits, "python", program, parts, "110", "0.5")
     record, said = chain.ended()
     assert record["outcome"] == "done", (record, said)
     assert record["jobs"][0]["exit_status"] == 75, said
@@ -121,7 +121,7 @@ def test_a_requeued_job_is_another_attempt(pbs, submit):
 
 @pytest.mark.parametrize(("words", "message"), [
     (["--queue", "none"], "--queue none: no such queue; expected one of workq"),
-    (["--submit-args", "-l none=1"], "was refused: qsub: Unknown resource: none; asked for nodes"),
+    (["--submit-args", "-l none=1"], "was refused: qsub: Unknown resource Resource_List.none; asked"),
     (["--submit-args", "-l select=9:ncpus"], "was refused: qsub: Illegal attribute or resource"),
 ])  # fmt: skip
 def test_what_pbs_refuses_is_said_in_its_words(submit, words, message):

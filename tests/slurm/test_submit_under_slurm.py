@@ -64,10 +64,10 @@ def test_a_training_goes_on_from_job_to_job_bit_for_bit(slurm, tool, submit, tmp
     # Nodes of the sandbox have no names that can be looked up.
     train = ["--env", "MASTER_ADDR=127.0.0.1", sys.executable, str(RESUMED)]
     job = ["salloc", "-Q", "-N", "2", "-t", "5", tool("ezpz-launch"), "--ppn", "1"]
-    slurm.run([*job, *train, whole, "160", "0"], env={"TORCH_DEVICE": "cpu"}, timeout=300)
+    slurm.run([*job, *train, whole, "110", "0"], env={"TORCH_DEVICE": "cpu"}, timeout=300)
 
-    limits = ("--until-done", "6", "--time", "3m", "--signal-before", "2m")
-    chain = submit(*limits, *train, parts, "160", "0.5")
+    limits = ("--until-done", "6", "--time", "2m", "--signal-before", "75s")
+    chain = submit(*limits, *train, parts, "110", "0.5")
     record, said = chain.ended()
     assert record["outcome"] == "done", (record, said)
     assert record["jobs"][0]["exit_status"] == 75, said
@@ -100,8 +100,11 @@ def test_a_requeued_job_is_another_attempt(slurm, submit):
     chain = submit("--until-done", "3", "sh", "-c", body)
     record, _ = chain.until(lambda record: "here 0" in chain.output(record))
     slurm.run(["scontrol", "requeue", record["jobs"][0]["id"]])
-    # Slurm holds back what was requeued for a while.
-    record, said = chain.ended()
+    # Slurm would hold it back for two minutes.
+    soon = ["scontrol", "update", f"JobId={record['jobs'][0]['id']}", "StartTime=now"]
+    record, said = chain.until(
+        lambda record: record["outcome"] or slurm.run(soon, expect=None).returncode < 0
+    )
     assert (record["outcome"], record["attempts"]) == ("done", 2), said
     assert record["jobs"][0]["exit_status"] == 0
 

@@ -14,9 +14,9 @@ from pathlib import Path
 # On a busy machine the signal may come before there is anything to save.
 signal.signal(signal.SIGUSR1, lambda *_: os._exit(75))
 
-import torch
+import torch  # noqa: E402 - see above
 
-import ezpz_dist
+import ezpz_dist  # noqa: E402 - see above
 
 folder, steps, seconds = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
 rank = ezpz_dist.setup_torch(backend="gloo", seed=7)

@@ -15,9 +15,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ezpz_topo import SchedulerError, TopoError, ask, get_pbs_folder, get_pbs_jobs
+from ezpz_topo import SchedulerError, TopoError, ask, get_pbs_folder
 
 from ._errors import LaunchError, UsageError, say
+from ._queue import schedulers
 from ._record import ID, dump, iso_time, read_progress, records_folder, write
 from ._retry import Attempts, Progress
 from ._version import __version__
@@ -152,7 +153,7 @@ class Queue(NamedTuple):
 
 
 class Slurm:
-    name, delete, directive = "slurm", "scancel", "#SBATCH"
+    name, directive = "slurm", "#SBATCH"
     submit, depend = ("sbatch", "--parsable"), ("--dependency=afterany:{}",)
     # By the labels of a dry run.
     words: Mapping[str, str] = {
@@ -185,20 +186,9 @@ class Slurm:
     def chunk(self, _env: Mapping[str, str]) -> tuple[str, str]:
         return "", ""
 
-    def why_ended(self, job_id: str, env: Mapping[str, str]) -> str:
-        """Say time, node, preempted or cancelled; nothing of a job that ended otherwise."""
-        told = _ask(("scontrol", "--oneliner", "show", "job", job_id), env, attempts=1)
-        state = re.search(r" JobState=(\S+) Reason=(\S+)", told)
-        by_word = {
-            "TIMEOUT": "time", "TimeLimit": "time", "DEADLINE": "time", "NODE_FAIL": "node",
-            "PREEMPTED": "preempted", "CANCELLED": "cancelled",
-        }  # fmt: skip
-        words = state.groups() if state else ()
-        return next((by_word[word] for word in words if word in by_word), "")
-
 
 class Pbs:
-    name, delete, directive = "pbs", "qdel", "#PBS"
+    name, directive = "pbs", "#PBS"
     # -f: without a helper in the background, which would hold our pipe open.
     submit, depend = ("qsub", "-f"), ("-W", "depend=afterany:{}")
     words: Mapping[str, str] = {
@@ -237,13 +227,6 @@ class Pbs:
             )
         ((cpus, gpus),) = kinds
         return f":ncpus={cpus}" + (f":ngpus={gpus}" if gpus else ""), "pbsnodes: all are alike"
-
-    def why_ended(self, job_id: str, env: Mapping[str, str]) -> str:
-        """Say time, node or cancelled; nothing of a job that ended otherwise, or runs."""
-        ((_, job),) = get_pbs_jobs([job_id], env).items()
-        by_status = {"-29": "time", "-14": "node", "-20": "node"}
-        is_deleted = "terminated" in str(job.get("comment", ""))
-        return by_status.get(str(job.get("Exit_status")), "cancelled" if is_deleted else "")
 
 
 Scheduler = Slurm | Pbs
@@ -350,8 +333,8 @@ def delete_jobs(chain: Chain, ids: Sequence[str], env: Mapping[str, str]) -> Non
     """Take jobs out of the queue; those that stay will find nothing to do."""
     if ids:
         try:
-            _ask((SCHEDULERS[chain.scheduler].delete, *reversed(ids)), env, attempts=1)
-        except TopoError as error:
+            schedulers(env, chain.scheduler)[0].end(ids[::-1], now=False)
+        except (TopoError, LookupError) as error:
             say(f"{' '.join(ids)}: still queued, to end at once when begun ({error})")
 
 
@@ -359,6 +342,9 @@ def delete_jobs(chain: Chain, ids: Sequence[str], env: Mapping[str, str]) -> Non
 
 CHAIN = "EZPZ_CHAIN"
 """The variable by which a job's script names the record to ezpz-launch."""
+
+_CUT_OFF = ("time limit", "preempted", "node failed", "ending")
+"""States of our own job in which what becomes of its ranks is the scheduler's doing."""
 
 _PATIENCE = 60.0
 """Seconds in which whoever submitted a job writes its number down."""
@@ -394,7 +380,6 @@ class _Link:
     def __init__(self, path: str, chain: Chain, job_id: str, env: Mapping[str, str]) -> None:
         self._path, self._id, self._env = path, job_id, env
         self._mine = {"EZPZ_SCHEDULER_TIMEOUT": "3", **env}  # to end, there may be seconds
-        self._scheduler = SCHEDULERS[chain.scheduler]
         until = time.monotonic() + _PATIENCE
         while job_id not in (ids := [each["id"] for each in chain.jobs]):
             # A script that the user has submitted is known to no one.
@@ -424,12 +409,12 @@ class _Link:
         """Say why there is nothing to do; empty where there is. Settles what was cut off before."""
         jobs, number = self.chain.jobs, self._number
         if not self.chain.outcome and (jobs[number]["start"] or number):
-            before = jobs[number] if jobs[number]["start"] else jobs[number - 1]
-            is_told = before["exit_status"] in (None, 143)  # cut off, or told to end
-            is_other = before["start"] and is_told and before is not jobs[number]
-            if is_other and self._why_ended(before["id"]) == "cancelled":
+            is_requeued = jobs[number]["start"] is not None
+            before = jobs[number] if is_requeued else jobs[number - 1]
+            if before["start"] and not is_requeued and self._state_of(before["id"]) == "cancelled":
+                # Whatever its ranks had time for.
                 self._settle("killed", f"job {before['id']} was deleted")
-            if before["start"] and before["end"] is None and not self.chain.outcome:
+            elif before["start"] and before["end"] is None:
                 self._count_progress()
         return f"{self.chain.outcome}: {self.chain.why}" if self.chain.outcome else ""
 
@@ -450,15 +435,15 @@ class _Link:
         if status == 0:
             self._settle("done", f"job {self._id} ended with 0")
             return
-        how = self._why_ended(self._id) if status > 128 else ""
+        how = self._state_of(self._id) if status > 128 else ""
         if how == "cancelled":
             self._settle("killed", f"job {self._id} was deleted")
-        elif status in (75, 143) or how:
-            self._go_on(how)
+        elif status in (75, 143) or how in _CUT_OFF:
+            self._go_on()
         else:
             self._settle("failed", f"job {self._id} ended with exit status {status}")
 
-    def _go_on(self, how: str) -> None:
+    def _go_on(self) -> None:
         self._count_progress()
         if self.chain.outcome:
             return
@@ -470,8 +455,7 @@ class _Link:
             self._settle("stopped", f"no successor can be queued: {error}")
         elif self._number + 1 < len(self.chain.jobs):
             following = self.chain.jobs[self._number + 1]["id"]
-            why = f" ({how})" if how else ""
-            say(f"job {self._number + 1} of {self.chain.limit} has ended{why}; {following} goes on")
+            say(f"job {self._number + 1} of {self.chain.limit} has ended; {following} goes on")
 
     def _queue_next(self) -> str:
         """Queue a successor, where there may and should be one; return what went wrong."""
@@ -494,11 +478,13 @@ class _Link:
         if self.chain.limit > 1 and (why := progress.why_stop("jobs")):
             self._settle("stopped", why)
 
-    def _why_ended(self, job_id: str) -> str:
+    def _state_of(self, job_id: str) -> str:
+        """Return how a job ended, or that it runs; empty where it is not told."""
         try:
-            return self._scheduler.why_ended(job_id, self._mine)
-        except (TopoError, LookupError, ValueError):
-            return ""  # it is not told: the limit and the progress bound what follows
+            job = schedulers(self._mine, self.chain.scheduler)[0].job(job_id)
+        except (TopoError, LookupError):
+            return ""  # the limit and the progress bound what follows
+        return job.state if job else ""
 
     def _settle(self, outcome: str, why: str) -> None:
         """Write the chain's outcome, and take what is left of it out of the queue."""

@@ -24,8 +24,12 @@ if TYPE_CHECKING:
     from ._retry import Attempts
 
 COMMANDS = {
+    "launches": "_record:command",
     "history": "_record:command",
     "submit": "_submit:command",
+    "jobs": "_jobs:jobs",
+    "follow": "_jobs:follow",
+    "kill": "_jobs:kill",
 }
 """What may stand in a command's place: who has it, called with the words behind it and the
 environment; it returns what is to be printed, or the exit status."""
@@ -203,7 +207,7 @@ EXAMPLES = (
     ("ezpz-launch -n 2 -m ezpz.examples.minimal", "two ranks of a module"),
     ("ezpz-launch --dry-run --machine aurora -N 4 python train.py", "what would be run, and why"),
     ("ezpz-launch --idle-timeout 10m --retries 3 python train.py", "stacks of a hang; start again"),
-    ("ezpz-launch history", "the launches so far"),
+    ("ezpz-launch launches", "the launches so far"),
 )
 
 
@@ -216,6 +220,8 @@ def help_page() -> str:
     lines += ["", "examples:"]
     lines += [f"  {words:<59} {what}" for words, what in EXAMPLES]
     lines += [
+        "",
+        f"instead of a command: {', '.join(COMMANDS)}; each has --help.",
         "",
         "exit status: 0; that of the first rank that failed (128 + signal if it was killed; 75:",
         "checkpointed, requeue); 2 usage; 124 hang; 126, 127 the command cannot be executed or",

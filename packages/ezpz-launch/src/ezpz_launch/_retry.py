@@ -82,7 +82,15 @@ class Attempts:
                         continue
                     status = 128 + told
                 self._keeper.finish(status, outcome.failure)
+                if outcome.goes_with_job:
+                    self._wait_to_go()
                 return status
+
+    def _wait_to_go(self) -> None:
+        """Wait for the job's end: its script shall not go on, and perhaps submit another."""
+        self._heard[0].clear()
+        if pause(_LONGEST_PAUSE, self._heard):
+            time.sleep(SETTLE)  # the script has the same signal
 
     def _attempt(self) -> Outcome:
         """Run the plan once, on another port if a program holds the first one."""
@@ -111,6 +119,7 @@ class Attempts:
                 control=self._control(), grace=request.grace, idle_timeout=request.idle_timeout,
                 signal_at=self._signal_at,
                 scratch="" if ready.hostfile == self._planned.hostfile else ready.hostfile,
+                end_file=self._keeper.end_file,
             )  # fmt: skip
             return run(launch, self._heard, lambda: self._on_start(ready, argv))
 
@@ -136,7 +145,7 @@ class Attempts:
             port=0 if here else int(planned.environment["MASTER_PORT"]),
             device_type="" if planned.device_type in ("cpu", "mps") else planned.device_type,
             devices=self._topology.accelerators.count, job_id=job.job_id or "",
-            progress_file=self._progress_file,
+            progress_file=self._progress_file, run_file=self._keeper.run_file,
         )  # fmt: skip
 
     def _pause_after(self, outcome: Outcome) -> float | None:
