@@ -90,6 +90,8 @@ def _problem_of_ours(name, words, folder):
     for word, instead in {"ezpz": "", "launch": "ezpz-launch"}.items():
         if name == "ezpz" and words[:1] == [word]:
             return _problem_of_ours(instead, words[1:], folder)
+    if name == "ezpz-launch" and words[:1] and words[0] in ("submit", "jobs", "follow", "kill"):
+        return _problem_of_options(name, words)
     if name == "ezpz-launch" and words[:1] not in (["launches"], ["history"]):
         is_short = {"--dry-run", "--help", "--version"} & set(words)
         words = words if is_short else ["--dry-run", *words]

@@ -84,7 +84,7 @@ def test_a_training_goes_on_from_job_to_job_bit_for_bit(pbs, submit, torch_there
     limits = ("--until-done", "6", "--time", "2m", "--signal-before", "75s")
     chain = submit(*limits, "python", program, parts, "110", "0.5")
     record, said = chain.ended()
-    assert record["outcome"] == "done", (record, said)
+    assert record["outcome"] == "done", f"{record}\n{said}"
     assert record["jobs"][0]["exit_status"] == 75, said
     assert record["best"] > 0
     told, attempts = losses(pbs.on(SERVER, f"cat {parts}/losses"))
@@ -121,7 +121,7 @@ def test_a_requeued_job_is_another_attempt(pbs, submit):
 
 @pytest.mark.parametrize(("words", "message"), [
     (["--queue", "none"], "--queue none: no such queue; expected one of workq"),
-    (["--submit-args", "-l none=1"], "was refused: qsub: Unknown resource Resource_List.none; asked"),
+    (["--submit-args", "-l none=1"], "was refused: qsub: Unknown resource Resource_List.none"),
     (["--submit-args", "-l select=9:ncpus"], "was refused: qsub: Illegal attribute or resource"),
 ])  # fmt: skip
 def test_what_pbs_refuses_is_said_in_its_words(submit, words, message):

@@ -69,7 +69,7 @@ def test_a_training_goes_on_from_job_to_job_bit_for_bit(slurm, tool, submit, tmp
     limits = ("--until-done", "6", "--time", "2m", "--signal-before", "75s")
     chain = submit(*limits, *train, parts, "110", "0.5")
     record, said = chain.ended()
-    assert record["outcome"] == "done", (record, said)
+    assert record["outcome"] == "done", f"{record}\n{said}"
     assert record["jobs"][0]["exit_status"] == 75, said
     assert record["best"] > 0
     told, attempts = losses(parts)

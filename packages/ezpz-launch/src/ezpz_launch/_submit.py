@@ -407,27 +407,31 @@ def _output_of(chain: Chain, job_id: str) -> str:
 
 # The page that ``ezpz submit --help`` prints.
 
-EXAMPLES = (
-    ("ezpz submit -N 4 --time 2h python train.py", "one job of four nodes"),
-    (
-        "ezpz submit --until-done --signal-before 5m --time 2h python train.py",
-        "as many as it takes",
-    ),
-    ("ezpz submit --dry-run -N 4 python train.py", "the script, and why"),
-    ("ezpz submit --dry-run --machine aurora -A PROJECT --time 1h python train.py", "elsewhere"),
-)
+_PAGE = """\
+usage: ezpz submit [OPTION...] [--] COMMAND [ARGUMENT...]
+
+Queue a job, by Slurm or PBS, that starts COMMAND on every rank; its words are not touched.
+
+options of the job:
+{}
+
+options of the launch in it:
+{}
+
+examples:
+  ezpz submit -N 4 --time 2h python train.py
+  ezpz submit --until-done --signal-before 5m -N 4 --time 2h python train.py
+  ezpz submit --dry-run -N 4 python train.py       the script and the command, and why
+  ezpz submit --dry-run --machine aurora -A PROJECT --time 1h python train.py"""
 
 
 def help_page() -> str:
-    launch = {each.name for each in OPTIONS}
-    lines = ["usage: ezpz submit [OPTION...] [--] COMMAND [ARGUMENT...]", ""]
-    lines += ["Queue a job that starts COMMAND on every rank, by Slurm or PBS.", "", "options:"]
+    launch = {option.name for option in OPTIONS if option.name not in _OF_THE_JOB and option.field}
+    halves: tuple[list[str], list[str]] = [], []
     for option in SUBMIT_OPTIONS:
-        if option.name not in launch or option.name in _OF_THE_JOB or not option.field:
-            names = [f"--{name}" for name in (option.name, option.alias) if name]
-            flags = ", ".join([*([f"-{option.short}"] if option.short else []), *names])
-            value = f"[{option.value}]" if option.implied else option.value
-            lines.append(f"  {f'{flags} {value}'.rstrip():<28} {option.help}")
-    lines += ["  and what ezpz-launch takes, for the launch in the job", "", "examples:"]
-    lines += [line for words, what in EXAMPLES for line in (f"  {words}", f"      {what}")]
-    return "\n".join(lines)
+        flags = [f"-{option.short}"] if option.short else []
+        flags += [f"--{name}" for name in (option.name, option.alias) if name]
+        value = f"[{option.value}]" if option.implied else option.value
+        words = f"{', '.join(flags)} {value}".rstrip()
+        halves[option.name in launch].append(f"  {words:<28} {option.help}")
+    return _PAGE.format(*("\n".join(lines) for lines in halves))
