@@ -62,9 +62,10 @@ def test_the_script_of_a_machine(name, folder, said):
     assert text == golden.read_text(encoding="utf-8")
 
 
-def test_words_arrive_byte_for_byte(folder, said):
+def test_words_arrive_byte_for_byte(folder, said, program):
+    program("bin/ezpz-launch", "printf '%s\\0' \"$@\"")
     setup = folder / "set up.sh"
-    setup.write_text("ezpz-launch() { printf '%s\\0' \"$@\"; }\n")
+    setup.write_text(f"PATH={folder}/bin:$PATH\n")
     words = ["--dry-run", "--json", "--machine", "generic-slurm", "--env-setup", str(setup)]
     script = json.loads(said(*words, "--env", "A=b c", "--", "python", *ODD))["script"]
     # as sbatch and bash read it

@@ -154,7 +154,8 @@ def _make_job(
         lines.append(f"export EZPZ_STATE_DIR={_quoted(os.path.abspath(given))}")
     if kind != "array" and (limit > 1 or not request.script):
         lines.append(f"{CHAIN}={_quoted(f'{base}.json')} \\")
-    lines.append(" ".join(map(_quoted, ["ezpz-launch", *_launch_words(request, options)])))
+    # exec: a shell that the scheduler tells to end would take the ranks' grace with it.
+    lines.append(" ".join(map(_quoted, ["exec", "ezpz-launch", *_launch_words(request, options)])))
     return Job(chain, rows, "\n".join([*lines, ""]))
 
 

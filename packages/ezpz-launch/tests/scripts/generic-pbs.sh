@@ -11,4 +11,4 @@ source /env/bin/activate
 cd /work || exit
 export EZPZ_STATE_DIR=/work/state
 EZPZ_CHAIN=/work/state/jobs/train-ID.json \
-ezpz-launch --machine generic-pbs --signal-before 5m python train.py --lr 1e-4
+exec ezpz-launch --machine generic-pbs --signal-before 5m python train.py --lr 1e-4

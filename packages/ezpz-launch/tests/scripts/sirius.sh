@@ -15,4 +15,4 @@ source /env/bin/activate
 cd /work || exit
 export EZPZ_STATE_DIR=/work/state
 EZPZ_CHAIN=/work/state/jobs/train-ID.json \
-ezpz-launch --machine sirius --signal-before 5m python train.py --lr 1e-4
+exec ezpz-launch --machine sirius --signal-before 5m python train.py --lr 1e-4
