@@ -154,6 +154,7 @@ LISTED = "expected one of workq, short (1 to 2 nodes, up to 1:00:00)"
     (["--queue", "inner", "true"], f"--queue inner: no such queue; {LISTED}"),
     (["--queue", "short", "--time", "2h", "true"], "jobs of short may run for 1:00:00; expected"),
     (["--queue", "short", "-N", "3", "true"], "-N 3: jobs of short have from 1 to 2 nodes"),
+    (["-N", "9", "true"], "-N 9: there are 2 nodes here"),
     (["--time", "90", "true"], "--time '90': expected such as 30m, 2h"),
     (["--time", "1m", "--signal-before", "60s", "true"], "--signal-before 60: all of the job"),
     (["--array", "1-2", "--chain", "2", "true"], "--array: expected neither"),

@@ -183,7 +183,7 @@ class Slurm:
         told = _ask(("sacctmgr", "--noheader", "--parsable2", *query), env)
         return ", ".join(sorted(set(told.split())))
 
-    def chunk(self, _env: Mapping[str, str]) -> tuple[str, str]:
+    def chunk(self, _nodes: int, _env: Mapping[str, str]) -> tuple[str, str]:
         return "", ""
 
 
@@ -214,7 +214,7 @@ class Pbs:
     def accounts(self, _env: Mapping[str, str]) -> str:
         return ""  # PBS keeps no list
 
-    def chunk(self, env: Mapping[str, str]) -> tuple[str, str]:
+    def chunk(self, count: int, env: Mapping[str, str]) -> tuple[str, str]:
         """Return what asks for all of a node, where all nodes are alike, and the source."""
         nodes = _ask_json(("pbsnodes", "-a", "-F", "json"), env)["nodes"]
         has = [node.get("resources_available", {}) for node in nodes.values()]
@@ -224,6 +224,10 @@ class Pbs:
             raise UsageError(
                 f"the nodes here differ ({listed or 'pbsnodes tells of none'}); expected to be "
                 'told which are meant: --submit-args "-l select=2:ncpus=64:ngpus=4"'
+            )
+        if count > len(has):
+            raise UsageError(
+                f"-N {count}: there are {len(has)} nodes here; expected at most so many"
             )
         ((cpus, gpus),) = kinds
         return f":ncpus={cpus}" + (f":ngpus={gpus}" if gpus else ""), "pbsnodes: all are alike"
@@ -460,9 +464,7 @@ class _Link:
     def _queue_next(self) -> str:
         """Queue a successor, where there may and should be one; return what went wrong."""
         chain, number = self.chain, self._number
-        if chain.kind != "until-done" or number + 1 >= min(chain.limit, len(chain.jobs) + 1):
-            return ""
-        if number + 1 < len(chain.jobs):
+        if chain.kind != "until-done" or not number + 1 == len(chain.jobs) < chain.limit:
             return ""
         try:
             entry = queue_one(chain, self._id, self._env)

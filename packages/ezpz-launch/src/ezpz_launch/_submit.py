@@ -186,7 +186,7 @@ def _rows(
     # Of a machine that we know a job has whole nodes.
     is_known = machine.devices_per_node or machine.cores_per_node
     if _is_here(request) and not is_known and "-l select" not in given:
-        chunk, source = scheduler.chunk(env)
+        chunk, source = scheduler.chunk(request.nodes or 1, env)
         why += f"; {source}" if source else ""
     devices = machine.devices_per_node if "devices" in words else 0
     asked: list[tuple[str, object, str]] = [
@@ -311,19 +311,17 @@ def _check_queue(
     request: Submission, machine: Machine, scheduler: Scheduler, env: Mapping[str, str]
 ) -> str:
     """Return the queue that the job goes into, by its limits it fits; empty where none is known."""
-    if machine.queue_flag:
-        return request.queue  # not in the scheduler's list of its own
+    if machine.queue_flag or keys_of(request.submit_args) & keys_of(
+        scheduler.words["queue"].split()
+    ):
+        return ""  # not one of the scheduler's list, or in words that are the user's
     queues = scheduler.queues(env)
     listed = ", ".join(map(str, queues)) or "none that takes jobs"
-    queue = next((q for q in queues if q.name == request.queue or q.is_default), None)
-    if request.queue and (queue is None or queue.name != request.queue):
-        queue = next((q for q in queues if q.name == request.queue), None)
-    if request.queue and queue is None:
-        raise UsageError(f"--queue {request.queue}: no such queue; expected one of {listed}")
+    name = request.queue
+    queue = next((q for q in queues if (q.name == name if name else q.is_default)), None)
     if queue is None:
-        if keys_of(request.submit_args) & keys_of(scheduler.words["queue"].split()):
-            return ""
-        raise UsageError(f"no --queue, and no default here; expected one of {listed}")
+        what = f"--queue {name}: no such queue" if name else "no --queue, and no default here"
+        raise UsageError(f"{what}; expected one of {listed}")
     if request.time and request.time > queue.seconds:
         raise UsageError(
             f"--time {clock(request.time)}: jobs of {queue.name} may run for "
