@@ -311,9 +311,8 @@ def _check_queue(
     request: Submission, machine: Machine, scheduler: Scheduler, env: Mapping[str, str]
 ) -> str:
     """Return the queue that the job goes into, by its limits it fits; empty where none is known."""
-    if machine.queue_flag or keys_of(request.submit_args) & keys_of(
-        scheduler.words["queue"].split()
-    ):
+    own = keys_of(scheduler.words["queue"].split())
+    if machine.queue_flag or own & keys_of(request.submit_args):
         return ""  # not one of the scheduler's list, or in words that are the user's
     queues = scheduler.queues(env)
     listed = ", ".join(map(str, queues)) or "none that takes jobs"
