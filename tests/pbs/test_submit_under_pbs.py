@@ -119,8 +119,29 @@ def test_a_requeued_job_is_another_attempt(pbs, submit):
     assert record["jobs"][0]["exit_status"] == 0
 
 
+@pytest.fixture
+def tight(pbs):
+    """A queue with limits, which is not for alice."""
+
+    def manage(*orders):
+        each = " && ".join(f"qmgr -c {shlex.quote(order)}" for order in orders)
+        pbs.run("on", SERVER, "sh", "-c", f". /etc/profile; {each}")
+
+    limits = ("resources_max.walltime=1:00:00", "resources_max.nodect=2", "resources_min.nodect=2")
+    is_closed = ("acl_user_enable=true", "acl_users=bob", "enabled=true", "started=true")
+    begin = [f"set queue tight {each}" for each in (*limits, *is_closed)]
+    manage("create queue tight queue_type=execution", *begin)
+    yield
+    manage("delete queue tight")
+
+
+@pytest.mark.usefixtures("tight")
 @pytest.mark.parametrize(("words", "message"), [
     (["--queue", "none"], "--queue none: no such queue; expected one of workq"),
+    (["--queue", "none"], "tight (2 to 2 nodes, up to 1:00:00)"),
+    (["--queue", "tight", "--time", "2h"], "jobs of tight may run for 1:00:00; expected less"),
+    (["--queue", "tight"], "was refused: qsub: Unauthorized Request; asked for nodes 2, queue"),
+    (["--submit-args", "-q tight"], "was refused: qsub: Unauthorized Request; asked for nodes 2;"),
     (["--submit-args", "-l none=1"], "was refused: qsub: Unknown resource Resource_List.none"),
     (["--submit-args", "-l select=9:ncpus"], "was refused: qsub: Illegal attribute or resource"),
 ])  # fmt: skip

@@ -168,6 +168,13 @@ def test_what_cannot_run_is_not_queued(pbs, said, words, message):
     assert not (pbs / "log").exists()
 
 
+def test_an_environment_that_the_nodes_do_not_see(pbs, said, monkeypatch):
+    monkeypatch.setattr(sys, "prefix", "/dev/shm/env")
+    assert "/dev/shm/env is on a disk of this host alone (below /dev/shm)" in said("true", status=2)
+    (pbs / "setup.sh").touch()
+    assert said("--env-setup", "setup.sh", "true").startswith("12.srv\n")
+
+
 # Into the queue, and through it.
 
 
