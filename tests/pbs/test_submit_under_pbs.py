@@ -78,17 +78,17 @@ def test_a_training_goes_on_from_job_to_job_bit_for_bit(pbs, submit, torch_there
     program = pbs.write("resumed.py", (ROOT / "tests" / "worlds" / "resumed.py").read_text())
     whole, parts = f"{pbs.home}/whole", f"{pbs.home}/parts"
     pbs.on(SERVER, f"mkdir {whole} {parts}")
-    train = f"ezpz-launch --ppn 1 python {program}"
-    pbs.ended(pbs.sub(f"{train} {whole} 110 0", "-l", "select=2:ncpus=2"), timeout=400)
-
-    limits = ("--until-done", "6", "--time", "2m", "--signal-before", "75s")
-    chain = submit(*limits, "python", program, parts, "110", "0.5")
+    limits = ("--until-done", "--time", "0:01:30", "--signal-before", "40s")
+    chain = submit(*limits, "python", program, parts)
     record, said = chain.ended()
     assert record["outcome"] == "done", f"{record}\n{said}"
-    assert record["jobs"][0]["exit_status"] == 75, said
-    assert record["best"] > 0
+    assert 75 in [job["exit_status"] for job in record["jobs"]]
     told, attempts = losses(pbs.on(SERVER, f"cat {parts}/losses"))
-    assert len(attempts) > 1
+    assert len(attempts) == 2
+    assert record["best"] > 5
+
+    train = f"ezpz-launch --ppn 1 python {program} {whole} {len(told)}"
+    pbs.ended(pbs.sub(train, "-l", "select=2:ncpus=2"), timeout=400)
     assert told == losses(pbs.on(SERVER, f"cat {whole}/losses"))[0]
 
 

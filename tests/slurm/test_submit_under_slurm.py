@@ -63,19 +63,18 @@ def test_a_training_goes_on_from_job_to_job_bit_for_bit(slurm, tool, submit, tmp
     parts.mkdir()
     # Nodes of the sandbox have no names that can be looked up.
     train = ["--env", "MASTER_ADDR=127.0.0.1", sys.executable, str(RESUMED)]
-    job = ["salloc", "-Q", "-N", "2", "-t", "5", tool("ezpz-launch"), "--ppn", "1"]
-    slurm.run([*job, *train, whole, "110", "0"], env={"TORCH_DEVICE": "cpu"}, timeout=300)
-
-    limits = ("--until-done", "6", "--time", "2m", "--signal-before", "75s")
-    chain = submit(*limits, *train, parts, "110", "0.5")
+    chain = submit("--until-done", "--time", "3m", "--signal-before", "2m", *train, parts)
     record, said = chain.ended()
     assert record["outcome"] == "done", f"{record}\n{said}"
-    assert record["jobs"][0]["exit_status"] == 75, said
-    assert record["best"] > 0
+    assert 75 in [job["exit_status"] for job in record["jobs"]]
     told, attempts = losses(parts)
-    assert len(attempts) > 1
+    assert len(attempts) == 2
+    assert record["best"] > 5
+
+    job = ["salloc", "-Q", "-N", "2", "-t", "5", tool("ezpz-launch"), "--ppn", "1"]
+    slurm.run([*job, *train, whole, str(len(told))], env={"TORCH_DEVICE": "cpu"}, timeout=300)
     assert told == losses(whole)[0]
-    assert chain.left() in ([], ["COMPLETING"]), "its successor is gone"
+    chain.until(lambda _: not chain.left())  # nor is a successor
 
 
 def test_a_time_limit_without_a_checkpoint_is_seen_through(submit):

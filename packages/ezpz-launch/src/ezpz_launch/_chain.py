@@ -36,7 +36,6 @@ class Chain(NamedTuple):
     cwd: str  # where it was submitted, and runs
     machine: str
     scheduler: str  # slurm or pbs
-    submit: tuple[str, ...]  # the words that submit one more of it, from any host
     script: str  # path of the batch script
     output: str  # path of a job's output, in which %j is the number of its id
     options: Mapping[str, object]  # nodes, time (seconds), queue, account: None where left out
@@ -70,7 +69,7 @@ NAMES = rf"[A-Za-z][\w.+-]*-{ID}"
 
 _TYPES: dict[str, type | tuple[type, ...]] = {
     "id": str, "name": str, "kind": str, "command": list, "cwd": str, "machine": str,
-    "scheduler": str, "submit": list, "script": str, "output": str, "options": dict, "limit": int,
+    "scheduler": str, "script": str, "output": str, "options": dict, "limit": int,
     "start": str, "jobs": list, "attempts": int, "progress_file": str, "best": int, "idle": int,
     "end": (str, type(None)), "outcome": (str, type(None)), "why": str, "version": str,
 }  # fmt: skip
@@ -98,7 +97,7 @@ def read_chain(path: str) -> Chain | None:
     if not is_record:
         return None
     values = {name: stored[name] for name in Chain._fields}
-    lists = {name: tuple(values[name]) for name in ("command", "submit", "jobs")}
+    lists = {name: tuple(values[name]) for name in ("command", "jobs")}
     return Chain(**{**values, **lists})
 
 
@@ -287,7 +286,7 @@ def submit_words(chain: Chain, after: str) -> list[str]:
     """Return the words that submit one job, if any after another has ended."""
     scheduler = SCHEDULERS[chain.scheduler]
     depend = [word.format(after) for word in scheduler.depend] if after else []
-    return [*chain.submit[:-1], *depend, chain.submit[-1]]
+    return [*scheduler.submit, *depend, chain.script]
 
 
 def choices(label: str, scheduler: Scheduler, env: Mapping[str, str]) -> str:

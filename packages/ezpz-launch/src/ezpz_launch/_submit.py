@@ -138,8 +138,8 @@ def _make_job(
         rows.append(Row("jobs", f"up to {limit}", f"--{kind}: {how}, until it is done"))
     chain = Chain(
         id=chain_id, name=name, kind=kind, command=tuple(redact(list(request.command))), cwd=cwd,
-        machine=machine.name, scheduler=scheduler.name, submit=(*scheduler.submit, script),
-        script=script, output=os.path.join(cwd, f"{name}.o%j"),
+        machine=machine.name, scheduler=scheduler.name, script=script,
+        output=os.path.join(cwd, f"{name}.o%j"),
         options={
             "nodes": request.nodes or 1, "time": request.time,
             "queue": request.queue or queue or None, "account": request.account or None,
@@ -270,7 +270,7 @@ def _check_command(request: Submission, env: Mapping[str, str]) -> None:
     if not request.env_setup:
         require_command(words[0], env)
         for path in dict.fromkeys((sys.prefix, os.path.realpath(sys.prefix))):
-            if why := _node_local(path, env):
+            if why := _node_local(path):
                 raise UsageError(
                     f"the environment {path} is on a disk of this host alone ({why}); expected one "
                     "that the nodes see; make it elsewhere, or set up another: --env-setup FILE"
@@ -290,10 +290,10 @@ _LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/run")
 _IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
 
 
-def _node_local(path: str, env: Mapping[str, str]) -> str:
+def _node_local(path: str) -> str:
     """Say what shows that other hosts do not see a path; empty where nothing does."""
-    for folder in filter(None, (*_LOCAL, env.get("TMPDIR"))):
-        if os.path.commonpath([path, os.path.abspath(folder)]) == os.path.abspath(folder):
+    for folder in _LOCAL:
+        if f"{path}/".startswith(f"{folder}/"):
             return f"below {folder}"
     best, kind = "", ""
     try:
