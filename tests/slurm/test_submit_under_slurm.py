@@ -94,18 +94,30 @@ def test_a_deleted_job_ends_its_chain(slurm, submit, words):
     assert record["attempts"] == 1
 
 
-def test_a_requeued_job_is_another_attempt(slurm, submit):
+def requeue(slurm, job):
+    slurm.run(["scontrol", "requeue", job])
+
+
+def preempt(slurm, _):
+    slurm.run(["sbatch", "--partition=high", "-N", "4", "--exclusive", "--wrap", "true"])
+
+
+@pytest.mark.parametrize(("partition", "act", "of_job"), [
+    ("all", requeue, 0), ("requeued", preempt, 0), ("cancelled", preempt, 1),
+])  # fmt: skip
+def test_a_job_that_had_to_go_is_another_attempt(slurm, submit, partition, act, of_job):
     body = 'echo "here $EZPZ_ATTEMPT"; [ "$EZPZ_ATTEMPT" = 1 ] || sleep 600'
-    chain = submit("--until-done", "3", "sh", "-c", body)
+    chain = submit("--until-done", "3", "--partition", partition, "sh", "-c", body)
     record, _ = chain.until(lambda record: "here 0" in chain.output(record))
-    slurm.run(["scontrol", "requeue", record["jobs"][0]["id"]])
+    first = record["jobs"][0]["id"]
+    act(slurm, first)
     # Slurm would hold it back for two minutes.
-    soon = ["scontrol", "update", f"JobId={record['jobs'][0]['id']}", "StartTime=now"]
+    soon = ["scontrol", "update", f"JobId={first}", "StartTime=now"]
     record, said = chain.until(
         lambda record: record["outcome"] or slurm.run(soon, expect=None).returncode < 0
     )
     assert (record["outcome"], record["attempts"]) == ("done", 2), said
-    assert record["jobs"][0]["exit_status"] == 0
+    assert record["jobs"][of_job]["exit_status"] == 0
 
 
 @pytest.mark.parametrize(("words", "message"), [
