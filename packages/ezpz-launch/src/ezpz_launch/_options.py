@@ -234,58 +234,6 @@ OPTIONS: tuple[Option, ...] = (
 )
 
 
-# The options of a job that is submitted: these, and those of the launch in it.
-
-
-def _clock(flag: str, text: str) -> int:
-    units = re.fullmatch(r"(?:([0-9]{1,4})d)?(?:([0-9]{1,5})h)?(?:([0-9]{1,6})m)?", text)
-    clock = re.fullmatch(r"(?:([0-9]{1,4})-)?([0-9]{1,5}):([0-5][0-9]):([0-5][0-9])", text)
-    days, hours, minutes, seconds = 0, 0, 0, 0
-    if units:
-        days, hours, minutes = (int(part or 0) for part in units.groups())
-    elif clock:
-        days, hours, minutes, seconds = (int(part or 0) for part in clock.groups())
-    if not (total := ((days * 24 + hours) * 60 + minutes) * 60 + seconds):
-        # A bare number is minutes to Slurm and seconds to PBS.
-        raise UsageError(f"{flag} {text!r}: expected such as 30m, 2h, 1h30m, 1d12h or 1:30:00")
-    return total
-
-
-_A_NAME = r"[A-Za-z][\w.+-]{0,99}"
-
-
-@dataclass(frozen=True, slots=True)
-class Submission(Request):
-    """A job, as requested; what `Request` has, and the job's own. Raises as `Request` does."""
-
-    # fmt: off
-    nodes: int | None = _count("nodes of the job; default: 1",
-        expected="at least 1 node", short="N", habits="--nnodes")
-    time: int | None = _row("how long it may run: 30m, 2h, 1d12h, 1:30:00", "TIME", default=None,
-        read=_clock)
-    queue: str = _row("PBS's queue, Slurm's partition; default: the scheduler's", "NAME",
-        alias="partition", habits="-q -p --qos")
-    account: str = _row("the project that pays; default: the scheduler's", "NAME", short="A",
-        habits="--project")
-    name: str = _row("the job's name; default: the script's", "NAME", habits="--job-name -J",
-        check=re.compile(_A_NAME).fullmatch, expected="letters, digits and _.+-, a letter first")
-    after: str = _row("begin when this job has ended well", "JOB", habits="--dependency --depend")
-    array: str = _row("a job of these tasks, such as 0-9", "LIST",
-        check=re.compile("[0-9][0-9,:%-]*").fullmatch, expected="such as 0-9 or 1-100%5")
-    env_setup: str = _row("sets up the job's environment, instead of this one's", "FILE")
-    submit_args: tuple[str, ...] = _row("words for sbatch or qsub, quoted as one", "TEXT",
-        default=(), read=_words)
-    script: str = _row("write the batch script to FILE, and submit nothing", "FILE")
-    until_done: int = _row("jobs that each submit the next, until it is done; at most N", "N",
-        default=0, implied="20", read=_number, check=lambda n: n >= 1, expected="at least 1 job")
-    chain: int = _row("the same with N jobs that are submitted now", "N", default=0, read=_number,
-        check=lambda n: n >= 2, expected="at least 2 jobs")
-    # fmt: on
-
-
-SUBMIT_OPTIONS = (*rows_of(Submission), *(each for each in OPTIONS if not each.field))
-
-
 def flags_of(table: Sequence[Option]) -> dict[str, Option]:
     """Return the options of a table by each of their flags."""
     by_name = {f"--{name}": each for each in table for name in (each.name, each.alias) if name}
