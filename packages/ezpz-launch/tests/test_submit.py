@@ -81,7 +81,7 @@ def test_words_arrive_byte_for_byte(folder, said, program):
     (["--submit-args", "--qos=x --exclusive=user"], ["#SBATCH --qos=x --exclusive=user"]),
     (["--time", "1d2h"], ["#SBATCH --time=26:00:00"]),
     (["--time", "1-00:30:00"], ["#SBATCH --time=24:30:00"]),
-    (["--array", "0-9%2"], ["#SBATCH --array=0-9%2"]),
+    (["--array", "0-9%2"], ["#SBATCH --array=0-9%2", "#SBATCH --output=train.o%A_%a"]),
     (["--after", "12"], ["#SBATCH --dependency=afterok:12"]),
     (["--partition", "gpu"], ["#SBATCH --partition=gpu"]),
     (["--chain", "3"], ["#SBATCH --requeue --open-mode=append"]),

@@ -253,6 +253,8 @@ def _rows(
         chunk, source = scheduler.chunk(request.nodes or 1, env)
         why += f"; {source}" if source else ""
     devices = machine.devices_per_node if "devices" in words else 0
+    # Slurm counts an array's tasks as jobs of their own, too.
+    number = "%A_%a" if request.array and scheduler.name == "slurm" else "%j"
     asked: list[tuple[str, object, str]] = [
         ("name", name, "--name" if request.name else "of the command"),
         ("nodes", f"{request.nodes or 1}{chunk}", why),
@@ -260,7 +262,7 @@ def _rows(
         ("devices", devices, f"devices_per_node of {machine.name}.toml"),
         ("time", request.time and clock(request.time), "--time"),
         *((label, getattr(request, label), f"--{label}") for label in _NAMED),
-        ("output", f"{name}.o%j", "one file a job, written as it comes"),
+        ("output", f"{name}.o{number}", "one file a job, written as it comes"),
         ("requeue", "yes" if request.until_done or request.chain else "", "where preempted"),
     ]
     rows = [Row(n, str(value), why, words[n].format(value)) for n, value, why in asked if value]
