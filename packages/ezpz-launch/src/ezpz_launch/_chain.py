@@ -236,8 +236,8 @@ Scheduler = Slurm | Pbs
 SCHEDULERS: Mapping[str, Scheduler] = {"slurm": Slurm(), "pbs": Pbs()}
 
 
-def _ask(words: Sequence[str], env: Mapping[str, str], *, attempts: int = 2) -> str:
-    return ask(words, env=env, attempts=attempts, place=get_pbs_folder(env)).stdout
+def _ask(words: Sequence[str], env: Mapping[str, str]) -> str:
+    return ask(words, env=env, attempts=1, place=get_pbs_folder(env)).stdout
 
 
 def _ask_json(words: Sequence[str], env: Mapping[str, str]) -> dict[str, Any]:
@@ -316,10 +316,13 @@ def queue_one(chain: Chain, after: str, env: Mapping[str, str]) -> dict[str, Any
             mine.pop(variable, None)
     for variable in ("SBATCH_JOB_NAME", "SBATCH_OUTPUT", "SBATCH_ARRAY_INX", "SBATCH_NO_REQUEUE"):
         mine.pop(variable, None)
-    # Once: an answer that is late may still mean a job.
-    told = ask(
-        words, env=mine, attempts=1, good=range(-64, 256), place=get_pbs_folder(env), time_limit=60
-    )
+    place, statuses = get_pbs_folder(env), range(-64, 256)
+    try:
+        told = ask(words, env=mine, attempts=1, good=statuses, place=place, time_limit=60)
+    except SchedulerError as error:
+        if "gave no answer" in str(error):
+            raise LaunchError(f"{error}; it may be queued all the same: see ezpz jobs") from error
+        raise
     if told.status:
         said = " ".join((told.stderr.strip() or told.stdout.strip() or "nothing").split())
         asked = ", ".join(f"{name} {value}" for name, value in chain.options.items() if value)
