@@ -13,9 +13,10 @@ from tests.docs.blocks import ROOT
 
 # Programs of others: the shell's grammar is all that is checked of them.
 FOREIGN = {
-    "accelerate", "cd", "cp", "deepspeed", "echo", "exec", "export", "fi", "git", "if", "mkdir",
-    "module", "mpiexec", "mpirun", "nohup", "pgrep", "py-spy", "qsub", "sacct", "salloc", "sbatch",
-    "sbcast", "scancel", "scontrol", "srun", "tar", "then", "torchrun", "towncrier", "unset",
+    "accelerate", "cd", "cp", "deepspeed", "echo", "exec", "exit", "export", "fi", "git", "if",
+    "mkdir", "module", "mpiexec", "mpirun", "nohup", "pgrep", "py-spy", "qsub", "sacct",
+    "salloc", "sbatch", "sbcast", "scancel", "scontrol", "srun", "tar", "then", "torchrun",
+    "towncrier", "unset",
 }  # fmt: skip
 
 _PROJECTS = {
