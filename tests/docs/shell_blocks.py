@@ -13,9 +13,10 @@ from tests.docs.blocks import ROOT
 
 # Programs of others: the shell's grammar is all that is checked of them.
 FOREIGN = {
-    "accelerate", "cd", "conda", "cp", "deepspeed", "echo", "export", "fi", "git", "if", "mkdir",
-    "module", "mpiexec", "mpirun", "nohup", "pgrep", "py-spy", "qsub", "sacct", "salloc", "sbatch",
-    "sbcast", "scancel", "scontrol", "srun", "tar", "then", "torchrun", "towncrier", "unset", "uv",
+    "accelerate", "cd", "conda", "cp", "deepspeed", "echo", "exec", "exit", "export", "fi", "git",
+    "if", "mkdir", "module", "mpiexec", "mpirun", "nohup", "pgrep", "py-spy", "qsub", "sacct",
+    "salloc", "sbatch", "sbcast", "scancel", "scontrol", "srun", "tar", "then", "torchrun",
+    "towncrier", "unset", "uv",
 }  # fmt: skip
 
 _PROJECTS = {
@@ -90,7 +91,9 @@ def _problem_of_ours(name, words, folder):
     for word, instead in {"ezpz": "", "launch": "ezpz-launch"}.items():
         if name == "ezpz" and words[:1] == [word]:
             return _problem_of_ours(instead, words[1:], folder)
-    if name == "ezpz-launch" and words[:1] != ["history"]:
+    if name == "ezpz-launch" and words[:1] and words[0] in ("submit", "jobs", "follow", "kill"):
+        return _problem_of_options(name, words)
+    if name == "ezpz-launch" and words[:1] not in (["launches"], ["history"]):
         is_short = {"--dry-run", "--help", "--version"} & set(words)
         words = words if is_short else ["--dry-run", *words]
     if name in ("ezpz", "ezpz-test") and not {"--help", "--version"} & set(words):

@@ -29,7 +29,7 @@ SERVER = "pbs-0001"
 class Pbs:
     """Jobs of alice, and what she sees on a host."""
 
-    home = "/home/alice/ezpz-tests"
+    home = f"/home/alice/ezpz-tests-{os.getpid()}"
     """A folder that all hosts share; in its ``env`` is a virtual environment with ezpz-launch."""
 
     def __init__(self, command):

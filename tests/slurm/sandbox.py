@@ -72,6 +72,12 @@ KillWait=1
 FirstJobId={first_job}
 {nodes}
 PartitionName=all Nodes={names} Default=YES MaxTime=60 OverSubscribe=YES State=UP
+# Jobs in high take the nodes of those in the other two.
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=requeued Nodes={names} MaxTime=60 PriorityTier=1 PreemptMode=REQUEUE State=UP
+PartitionName=cancelled Nodes={names} MaxTime=60 PriorityTier=1 PreemptMode=CANCEL State=UP
+PartitionName=high Nodes={names} MaxTime=60 PriorityTier=10 PreemptMode=OFF State=UP
 """
 
 
@@ -217,7 +223,7 @@ class SlurmSandbox:
             time.sleep(0.05)
 
     def _all_idle(self):
-        answer = self._ask("sinfo", "--noheader", "--Node", "--format=%N %T")
+        answer = self._ask("sinfo", "--noheader", "--Node", "--format=%N %T", "--partition=all")
         return answer.split("\n") == [f"{name} idle" for name in NODES]
 
     def _ask(self, *command):

@@ -99,7 +99,7 @@ def test_what_cannot_be_started_is_one_line(launch, tmp_path, words, status, wha
     assert what in line
 
 
-@pytest.mark.parametrize("example", [e for e, _ in EXAMPLES if "--dry-run" in e or "history" in e])
+@pytest.mark.parametrize("example", [e for e, _ in EXAMPLES if "--dry-run" in e or "launches" in e])
 def test_the_examples_that_start_nothing(launch, example):
     done = launch(*shlex.split(example)[1:])
     assert (done.returncode, done.stderr) == (0, "")

@@ -1,4 +1,4 @@
-"""The table and the JSON of ``ezpz-launch history``, from records on a real disk."""
+"""The table and the JSON of ``ezpz-launch launches``, from records on a real disk."""
 
 import json
 import os
@@ -90,9 +90,9 @@ def test_the_newest_are_last_and_no_more_than_asked(env, write, words):
     [["-n"], ["-n", "two"], ["-n", "0"], ["-n=-1"], ["--limit="], ["--jsn"], ["x"], ["-n²"]],
 )
 def test_the_command_refuses_what_it_does_not_know_and_shows_its_page(env, words):
-    with pytest.raises(UsageError, match=r"history: .*expected"):
+    with pytest.raises(UsageError, match=r"launches: .*expected"):
         command(words, env)
-    page = f"usage: {USAGE}\n\nexamples:\n  ezpz-launch history "
+    page = f"usage: {USAGE}\n\nexamples:\n  ezpz-launch launches "
     assert command(["-h"], env) == command(["--help"], env)
     assert command(["-h"], env).startswith(page)
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from typing import TYPE_CHECKING
 
 from ezpz_topo import TopoError, Topology, detect, fold_nodelist, get_allocation
 
@@ -18,6 +19,20 @@ from ._launchers import hostfile_of, needs_hostfile
 from ._options import OPTIONS, Request, request_of, split
 from ._plan import LaunchPlan, explain, explain_json, plan
 from ._version import __version__
+
+if TYPE_CHECKING:
+    from ._retry import Attempts
+
+COMMANDS = {
+    "launches": "_record:command",
+    "history": "_record:command",
+    "submit": "_submit:command",
+    "jobs": "_jobs:jobs",
+    "follow": "_jobs:follow",
+    "kill": "_jobs:kill",
+}
+"""What may stand in a command's place: who has it, called with the words behind it and the
+environment; it returns what is to be printed, or the exit status."""
 
 HOSTFILE = "HOSTFILE"
 """Stands in a dry run for the file that a launch would write."""
@@ -44,16 +59,17 @@ def console() -> None:
 
 
 def _main(argv: Sequence[str], env: Mapping[str, str]) -> int:
-    if argv[:1] == ["history"]:
-        from ._record import command as history  # noqa: PLC0415  # only this needs it
+    if argv[:1] and argv[0] in COMMANDS:
+        from importlib import import_module  # noqa: PLC0415  # a launch needs none of them
 
-        return _print(history(argv[1:], env))
+        module, function = COMMANDS[argv[0]].split(":")
+        command = getattr(import_module(f".{module}", __package__), function)
+        told: str | int = command(argv[1:], env)
+        return told if isinstance(told, int) else _print(told)
     options, command = split(argv)
-    if "help" in options:
-        return _print(help_page())
-    if "version" in options:
-        return _print(__version__)
-    request = request_of(options, command)
+    if "help" in options or "version" in options:
+        return _print(help_page() if "help" in options else __version__)
+    request: Request = request_of(options, command)
     if request.dry_run and request.machine:
         if request.hostfile:
             why = "its hosts are hypothetical; expected no --hostfile"
@@ -62,6 +78,29 @@ def _main(argv: Sequence[str], env: Mapping[str, str]) -> int:
 
         topology = imagine(request.machine, request.nodes or 1, env)
         return _print(_explained(_planned(topology, request, {}, is_here=False)))
+    if env.get("EZPZ_CHAIN") and not request.dry_run:
+        from ._chain import CHAIN, see_through  # noqa: PLC0415  # only a submitted job needs it
+
+        own = {name: value for name, value in env.items() if name != CHAIN}
+        return see_through(env, lambda *before: _prepared(request, own, *before))
+    if request.dry_run:
+        return _print(_explained(_looked_at(request, env)[0]))
+    return _prepared(request, env).run()
+
+
+def _prepared(
+    request: Request, env: Mapping[str, str], before: int = 0, progress_file: str = ""
+) -> Attempts:
+    """Return a launch that is ready to run; attempts of earlier jobs count before its own."""
+    from ._retry import Attempts  # noqa: PLC0415  # a dry run does without
+
+    return Attempts(*_looked_at(request, env), before, progress_file)
+
+
+def _looked_at(
+    request: Request, env: Mapping[str, str]
+) -> tuple[LaunchPlan, Topology, Mapping[str, str]]:
+    """Look where we are, and plan: the plan, the topology, and the environment for the ranks."""
     try:
         os.getcwd()
     except OSError as error:
@@ -84,11 +123,7 @@ def _main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     require_command(request.command[0], {**env, **dict(pair.split("=", 1) for pair in request.env)})
     planned = _planned(topology, request, env)
     _hint_at_a_job(topology, request, env)
-    if request.dry_run:
-        return _print(_explained(planned))
-    from ._retry import Attempts  # noqa: PLC0415  # a dry run does without
-
-    return Attempts(planned, topology, env).run()
+    return planned, topology, env
 
 
 def _planned(
@@ -172,7 +207,7 @@ EXAMPLES = (
     ("ezpz-launch -n 2 -m ezpz.examples.minimal", "two ranks of a module"),
     ("ezpz-launch --dry-run --machine aurora -N 4 python train.py", "what would be run, and why"),
     ("ezpz-launch --idle-timeout 10m --retries 3 python train.py", "stacks of a hang; start again"),
-    ("ezpz-launch history", "the launches so far"),
+    ("ezpz-launch launches", "the launches so far"),
 )
 
 
@@ -185,6 +220,8 @@ def help_page() -> str:
     lines += ["", "examples:"]
     lines += [f"  {words:<59} {what}" for words, what in EXAMPLES]
     lines += [
+        "",
+        f"instead of a command: {', '.join(COMMANDS)}; each has --help.",
         "",
         "exit status: 0; that of the first rank that failed (128 + signal if it was killed; 75:",
         "checkpointed, requeue); 2 usage; 124 hang; 126, 127 the command cannot be executed or",

@@ -55,6 +55,7 @@ class Control(NamedTuple):
     attempt: int = 0  # from 0
     progress_file: str = ""  # where scripts report their progress
     job_id: str = ""  # the scheduler's; empty outside of a job
+    run_file: str = ""  # where a History writes where its own file is
 
     def value(self) -> str:
         """Return the variable's value; UsageError: a path holds a line break."""
@@ -74,7 +75,7 @@ class Control(NamedTuple):
             "all" if self.only_ranks is None else fold_ranks(self.only_ranks),
             program if pumped else "", "--prefix" if self.prefix else "", str(self.port or ""),
             self.device_type, str(self.devices), str(int(self.one_device)), str(self.attempt),
-            self.progress_file, self.job_id,
+            self.progress_file, self.job_id, self.run_file,
         ]  # fmt: skip
         for field in fields:
             if "\n" in field:
@@ -95,6 +96,7 @@ class Launch(NamedTuple):
     idle_timeout: float = 0.0  # seconds without any output after which ranks hang; 0 for never
     signal_at: Callable[[], float] = lambda: NEVER  # when SIGUSR1 is due, since the epoch
     scratch: str = ""  # a file or folder of the launch, to be removed also if we are killed
+    end_file: str = ""  # where another host asks us to end the launch
 
     def host_of(self, rank: int) -> str:
         host = self.hosts[rank // self.ppn]
@@ -107,6 +109,7 @@ class Outcome(NamedTuple):
     told: signal.Signals | None = None  # the signal that ended it, if one did
     port_taken: bool = False  # whether another program holds the port on rank 0's host
     tail: bytes = b""  # the last bytes of standard error
+    goes_with_job: bool = False  # whether it was ended because its job is going to be
 
 
 def how(status: int) -> str:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from ._errors import UsageError
 
@@ -85,6 +85,8 @@ class Option(NamedTuple):
     help: str
     value: str = ""  # what it takes; empty for a switch
     short: str = ""  # its letter
+    alias: str = ""  # its other long name
+    implied: str = ""  # its value where none is attached to it, nor a number follows
     habits: str = ""  # what other launchers call it
     read: Callable[[str, str], object] = _text
     many: bool = False  # whether it can be repeated: a tuple
@@ -195,8 +197,9 @@ class Request:
     # fmt: on
 
     def __post_init__(self) -> None:
-        for option in OPTIONS:
-            value: Any = getattr(self, option.field) if option.field else option.default
+        rows = flags_of(rows_of(type(self)))
+        for option in rows.values():
+            value: Any = getattr(self, option.field)
             if value == option.default:
                 continue
             for each in value if option.many else [value]:
@@ -204,7 +207,7 @@ class Request:
                     what = repr(each) if option.many else each
                     raise UsageError(f"{option.flag} {what}: expected {option.expected}")
             if option.needs and not getattr(self, option.needs.replace("-", "_")):
-                beside = f"--{option.needs} {_BY_FLAG[f'--{option.needs}'].value}".rstrip()
+                beside = f"--{option.needs} {rows[f'--{option.needs}'].value}".rstrip()
                 raise UsageError(f"{option.flag}: expected {beside} beside it")
         if not self.command:
             raise UsageError(
@@ -213,22 +216,28 @@ class Request:
             )
 
 
+def rows_of(kind: type[Request]) -> tuple[Option, ...]:
+    """Return the rows that the fields of a class are."""
+    return tuple(
+        each._replace(name=each.name or f.name.replace("_", "-"), field=f.name, default=f.default)
+        for f in fields(kind)
+        if (each := f.metadata.get("row"))
+    )
+
+
 OPTIONS: tuple[Option, ...] = (
-    *(
-        row._replace(name=row.name or f.name.replace("_", "-"), field=f.name, default=f.default)
-        for f in fields(Request)
-        if (row := f.metadata.get("row"))
-    ),
+    *rows_of(Request),
     Option("module", "run python -m MODULE; what follows belongs to it", "MODULE", "m", last=True),
     Option("code", "run python -c CODE; what follows belongs to it", "CODE", "c", last=True),
     Option("version", "print the version and stop"),
     Option("help", "print this page and stop", short="h"),
 )
 
-_BY_FLAG = {f"--{option.name}": option for option in OPTIONS} | {
-    f"-{option.short}": option for option in OPTIONS if option.short
-}
-_HABITS = {word: option.flag for option in OPTIONS for word in option.habits.split()}
+
+def flags_of(table: Sequence[Option]) -> dict[str, Option]:
+    """Return the options of a table by each of their flags."""
+    by_name = {f"--{name}": each for each in table for name in (each.name, each.alias) if name}
+    return by_name | {f"-{each.short}": each for each in table if each.short}
 
 
 def settings(request: Request) -> list[tuple[str, str, str]]:
@@ -250,7 +259,9 @@ Options = dict[str, str | bool | list[str]]
 """By long name: a string, True for a switch, or a list of what can be repeated."""
 
 
-def split(argv: Sequence[str]) -> tuple[Options, tuple[str, ...]]:
+def split(
+    argv: Sequence[str], table: Sequence[Option] = OPTIONS
+) -> tuple[Options, tuple[str, ...]]:
     """Split ``argv`` at the first word that is not ours, or at ``--``.
 
     Returns:
@@ -262,19 +273,21 @@ def split(argv: Sequence[str]) -> tuple[Options, tuple[str, ...]]:
             it does not take.
     """
     options: Options = {}
-    words = list(argv)
+    words, by_flag = list(argv), flags_of(table)
     while words and words[0][:1] == "-" and words[0] not in ("-", "--"):
         word = words.pop(0)
         flag, is_attached, value = word.partition("=")
-        if flag not in _BY_FLAG:
+        if flag not in by_flag:
             # -n4, as mpiexec and srun users write it.
-            flag, is_attached, value = _letter_of(word), "=", word[2:]
-        option = _BY_FLAG[flag]
+            flag, is_attached, value = _letter_of(word, by_flag), "=", word[2:]
+        option = by_flag[flag]
         if option.name in options and not option.many:
             raise UsageError(f"{flag} is given twice; expected once")
         if not option.value and is_attached:
             raise UsageError(f"{flag}={value!r}: {flag} takes no value")
-        if option.value and not is_attached:
+        if option.implied and not is_attached:
+            value = words.pop(0) if words and words[0].isdecimal() else option.implied
+        elif option.value and not is_attached:
             if not words or words[0] == "--":
                 raise UsageError(f"{flag} needs a value; expected {flag} {option.value}")
             value = words.pop(0)
@@ -290,18 +303,19 @@ def split(argv: Sequence[str]) -> tuple[Options, tuple[str, ...]]:
     return options, tuple(words[1:] if words[:1] == ["--"] else words)
 
 
-def _letter_of(word: str) -> str:
+def _letter_of(word: str, by_flag: Mapping[str, Option]) -> str:
     """Return the flag that a value is attached to without ``=``; else say what is meant."""
     flag = word.partition("=")[0]
-    option = _BY_FLAG.get(word[:2])
-    other = _HABITS.get(flag) or (f"-{flag}" if f"-{flag}" in _BY_FLAG else "")
+    option = by_flag.get(word[:2])
+    habits = {habit: each.flag for each in by_flag.values() for habit in each.habits.split()}
+    other = habits.get(flag) or (f"-{flag}" if f"-{flag}" in by_flag else "")
     # But -np is mpiexec's, and -env a slip.
     if option and not other and not (option.value == "N" and flag[2:3].isalpha()):
         return word[:2]
     if not other:
         import difflib  # noqa: PLC0415  # only a wrong word needs it
 
-        other = next(iter(difflib.get_close_matches(flag, _BY_FLAG, n=1)), "")
+        other = next(iter(difflib.get_close_matches(flag, by_flag, n=1)), "")
     hint = f"did you mean {other}?" if other else "see ezpz-launch --help;"
     raise UsageError(f"unknown option {word!r}; {hint} options of the command go after its name")
 
@@ -313,13 +327,21 @@ def _unquoted(code: str) -> str:
     return within if is_quoted and quote not in within and "\\" not in within else code
 
 
-def request_of(options: Options, command: tuple[str, ...]) -> Request:
+_Kind = TypeVar("_Kind", bound=Request)
+
+
+def request_of(
+    options: Options,
+    command: tuple[str, ...],
+    kind: type[_Kind] = Request,  # type: ignore[assignment]
+) -> _Kind:
     """Turn our own options, as `split` returns them, into a request; `UsageError` as `Request`."""
     values: dict[str, Any] = {}
+    by_flag = flags_of(rows_of(kind))
     for name, value in options.items():
-        option = _BY_FLAG[f"--{name}"]
+        option = by_flag[f"--{name}"]
         if isinstance(value, str):
             values[option.field] = option.read(option.flag, value)
         else:
             values[option.field] = tuple(value) if isinstance(value, list) else value
-    return Request(command, **values)
+    return kind(command, **values)

@@ -1,4 +1,4 @@
-"""The record that a launch leaves, and `ezpz-launch history`, which lists them."""
+"""The record that a launch leaves, and `ezpz-launch launches`, which lists them."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def record_of(launch_id: str, planned: LaunchPlan, argv: Sequence[str], job: All
     )  # fmt: skip
 
 
-ID = r"([0-9]{8}T[0-9]{6,12}Z-[0-9]+-[0-9a-f]+)\.(json|json\.new|progress.*)"
-"""The names of our files."""
+ID = r"([0-9]{8}T[0-9]{6,12}Z-[0-9]+-[0-9a-f]+)\.(json|json\.new|sh|progress.*|run.*|end.*)"
+"""The names of our files, .sh beside the record of a job."""
 
 
 def new_id(now: float) -> str:
@@ -85,9 +85,7 @@ def iso_time(when: float) -> str:
 
 def to_json(record: Record) -> str:
     """Return the record as JSON, without its secrets, and as valid UTF-8."""
-    import json  # noqa: PLC0415 - 1.5 ms, and redact 3: while the ranks start
-
-    from ezpz_topo import redact  # noqa: PLC0415 - as above
+    from ezpz_topo import redact  # noqa: PLC0415 - 3 ms, and json 1.5: while the ranks start
 
     values = redact(record._asdict())
     argv = list(record.argv)
@@ -95,6 +93,13 @@ def to_json(record: Record) -> str:
     split = argv.index("--escaped") + 1 if "--escaped" in argv else len(argv)
     words = redact([*argv[:split], *(word.removeprefix("+") for word in argv[split:])])
     values["argv"] = [*words[:split], *(f"+{word}" for word in words[split:])]
+    return dump(values)
+
+
+def dump(values: Mapping[str, object]) -> str:
+    """Return valid UTF-8 JSON of values, in which a word of the user's may be none."""
+    import json  # noqa: PLC0415 - as in to_json
+
     text = json.dumps(values, indent=1, ensure_ascii=False)
     return re.sub("[\ud800-\udfff]", _escaped, text) + "\n"
 
@@ -111,37 +116,49 @@ KEPT = 1000
 """So many records are kept, the newest; older ones go when there are a tenth more."""
 
 
-def records_folder(env: Mapping[str, str]) -> str:
-    """Return ``launches`` in ``EZPZ_STATE_DIR`` or the user's state folder; it need not exist."""
+def records_folder(env: Mapping[str, str], kind: str = "launches") -> str:
+    """Return a folder in ``EZPZ_STATE_DIR`` or the user's state folder; it need not exist."""
     if given := env.get("EZPZ_STATE_DIR"):
-        return os.path.join(os.path.abspath(given), "launches")
+        return os.path.join(os.path.abspath(given), kind)
     base = env.get("XDG_STATE_HOME", "")
     if not os.path.isabs(base):
         if sys.platform != "linux":
             from platformdirs import user_state_path  # noqa: PLC0415 - 9 ms, and needless on Linux
 
-            return str(user_state_path("ezpz") / "launches")
+            return str(user_state_path("ezpz") / kind)
         base = os.path.join(env.get("HOME") or os.path.expanduser("~"), ".local", "state")
     if not os.path.isabs(base):  # never into the working directory
         raise LaunchError(
             f"HOME={env.get('HOME', '')!r}; expected the home directory of this user; set HOME, "
             "or EZPZ_STATE_DIR to a folder for ezpz's records"
         )
-    return os.path.join(base, "ezpz", "launches")
+    return os.path.join(base, "ezpz", kind)
 
 
-def _make_folder(folder: str) -> None:
+def make_folder(folder: str) -> None:
     """Make it and what is above it, all for this user only; makedirs does so with the last only."""
     if not os.path.isdir(above := os.path.dirname(folder)):
-        _make_folder(above)
+        make_folder(above)
     with suppress(FileExistsError):  # another launch was quicker
         os.mkdir(folder, 0o700)
 
 
-def _prune(folder: str) -> None:
+def write(path: str, text: str) -> None:
+    """Write a file for this user only; readers see it as it was or as it is, never half."""
+    try:
+        descriptor = os.open(f"{path}.new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with open(descriptor, "w", encoding="utf-8", errors="surrogateescape") as file:
+            file.write(text)
+        os.replace(f"{path}.new", path)
+    except OSError:
+        _remove(f"{path}.new")
+        raise
+
+
+def prune(folder: str, names: str = ID) -> None:
     """Remove all but the newest records, once there are a tenth too many."""
     with suppress(OSError):
-        ours = [match for name in os.listdir(folder) if (match := re.fullmatch(ID, name))]
+        ours = [match for name in os.listdir(folder) if (match := re.fullmatch(names, name))]
         ids = sorted(match[1] for match in ours if match[2] == "json")
         if len(ids) > KEPT + KEPT // 10:
             for match in ours:
@@ -161,13 +178,17 @@ class Keeper:
         self.launch_id = new_id(time.time())
         self.progress_file = ""
         """Where scripts report their progress; empty where nothing can be written."""
+        self.run_file = self.end_file = ""
+        """Where a History says where its own file is, and where other hosts ask for the end."""
         self._record: Record | None = None
         self._folder = ""
         try:
             self._folder = records_folder(env)
             if not os.path.isdir(self._folder):
-                _make_folder(self._folder)
-            self.progress_file = os.path.join(self._folder, f"{self.launch_id}.progress")
+                make_folder(self._folder)
+            beside = os.path.join(self._folder, self.launch_id)
+            self.progress_file, self.run_file = f"{beside}.progress", f"{beside}.run"
+            self.end_file = f"{beside}.end"
         except LaunchError as error:
             self._give_up(str(error))
         except OSError as error:
@@ -197,20 +218,14 @@ class Keeper:
         if self._record.retries:
             _remove(self.progress_file)
         if self._folder:
-            _prune(self._folder)
+            prune(self._folder)
 
     def _write(self, record: Record) -> None:
         if not self._folder:
             return
-        path = os.path.join(self._folder, f"{record.id}.json")
         try:
-            # Readers see it as it was or as it is, never half.
-            descriptor = os.open(f"{path}.new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-            with open(descriptor, "w", encoding="utf-8") as file:
-                file.write(to_json(record))
-            os.replace(f"{path}.new", path)
+            write(os.path.join(self._folder, f"{record.id}.json"), to_json(record))
         except OSError as error:
-            _remove(f"{path}.new")
             self._give_up(self._why_not(error))
 
     def _why_not(self, error: OSError) -> str:
@@ -237,17 +252,17 @@ def read_progress(path: str) -> int | None:
     return int(step[1]) if step else None
 
 
-# `ezpz-launch history`: past launches, as a table for people or as JSON.
+# `ezpz-launch launches` (once `history`): past launches, as a table for people or as JSON.
 
-USAGE = "ezpz-launch history [-n N] [--json]: the newest N launches, by default 20, newest last"
+USAGE = "ezpz-launch launches [-n N] [--json]: the newest N launches, by default 20, newest last"
 
 PAGE = f"""\
 usage: {USAGE}
 
 examples:
-  ezpz-launch history             a table: when, how long, exit status, ranks, hosts, job, command
-  ezpz-launch history -n 3        the last three
-  ezpz-launch history --json      as they were recorded, for programs"""
+  ezpz-launch launches            a table: when, how long, exit status, ranks, hosts, job, command
+  ezpz-launch launches -n 3       the last three
+  ezpz-launch launches --json     as they were recorded, for programs"""
 
 
 def command(argv: Sequence[str], env: Mapping[str, str]) -> str:
@@ -264,24 +279,25 @@ def command(argv: Sequence[str], env: Mapping[str, str]) -> str:
         elif word[:2] == "-n" and word[2:].isdecimal():
             limit = word[2:]
         else:
-            raise UsageError(f"history: {word!r} is not known here; expected {USAGE}")
+            raise UsageError(f"launches: {word!r} is not known here; expected {USAGE}")
     if not (limit.isascii() and limit.isdecimal() and int(limit[:9])):
         expected = "a whole number of launches from 1, such as 20"
-        raise UsageError(f"history: -n {limit}: expected {expected}")
+        raise UsageError(f"launches: -n {limit}: expected {expected}")
     return _history(env, int(limit[:9]), as_json=as_json)
 
 
 def _history(env: Mapping[str, str], limit: int, *, as_json: bool) -> str:
     folder = records_folder(env)
-    found, damaged = _read(folder, limit)
+    found, damaged = read_records(folder, limit)
     for stored in found:
-        stored["state"] = _state(stored)
+        stored["state"] = state_of(stored)
     _look_for_jobs([stored for stored in found if stored["state"] == "unknown"], env)
     if as_json:
         import json  # noqa: PLC0415 - as in to_json
 
         return json.dumps(found, indent=1)
-    lines = _table(found) if found else [f"no launches so far; they are recorded in {folder}"]
+    none = f"no launches so far; they are recorded in {folder}"
+    lines = aligned([_TITLES, *map(_row, found)]) if found else [none]
     if damaged:
         what = "1 file" if damaged == 1 else f"{damaged} files"
         lines.append(f"left out, no record that can be read: {what} in {folder}")
@@ -301,8 +317,11 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
 """What a record must have; what else it has is passed on."""
 
 
-def _read(folder: str, limit: int) -> tuple[list[Stored], int]:
-    """Return the newest records, newest last, and how many files among them are none."""
+def read_records(folder: str, limit: int, since: str = "") -> tuple[list[Stored], int]:
+    """Return the newest records, newest last, and how many files among them are none.
+
+    ``since`` is the beginning of an id: none that is older is read.
+    """
     try:
         names = sorted(name for name in os.listdir(folder) if name.endswith(".json"))
     except FileNotFoundError:
@@ -315,10 +334,10 @@ def _read(folder: str, limit: int) -> tuple[list[Stored], int]:
     found: list[Stored] = []
     damaged = 0
     for name in reversed(names):
-        if len(found) == limit:
+        if len(found) == limit or name < since:
             break
         if re.fullmatch(ID, name):
-            stored = _stored(os.path.join(folder, name))
+            stored = read_record(os.path.join(folder, name))
             if stored is None:
                 damaged += 1
             else:
@@ -326,7 +345,7 @@ def _read(folder: str, limit: int) -> tuple[list[Stored], int]:
     return found[::-1], damaged
 
 
-def _stored(path: str) -> Stored | None:
+def read_record(path: str) -> Stored | None:
     import json  # noqa: PLC0415 - as in to_json
 
     if not os.path.isfile(path):  # a FIFO would wait for its writer
@@ -340,15 +359,15 @@ def _stored(path: str) -> Stored | None:
             and all(isinstance(word, str) for word in stored["command"])
         )
         if is_record:
-            _moment(stored["start"])
-            _moment(stored["end"] or stored["start"])
+            moment(stored["start"])
+            moment(stored["end"] or stored["start"])
     except (OSError, ValueError, OverflowError, RecursionError):
         return None
     return stored if is_record else None
 
 
-def _moment(text: str) -> float:
-    from datetime import datetime  # noqa: PLC0415 - only history needs it
+def moment(text: str) -> float:
+    from datetime import datetime  # noqa: PLC0415 - only lists of launches need it
 
     return datetime.fromisoformat(text).timestamp()
 
@@ -361,7 +380,7 @@ _NOT_RUNNING = ("that runs; ", "Invalid job id specified")
 """What ezpz_topo's errors say of a job that does not run: in its own words, and in scontrol's."""
 
 
-def _state(stored: Stored) -> str:
+def state_of(stored: Stored) -> str:
     """Say ``ended``, ``running``, ``never ended``, or ``unknown`` of a launch on another host."""
     if stored["end"] is not None:
         return "ended"
@@ -399,8 +418,7 @@ def _look_for_jobs(unknown: Sequence[Stored], env: Mapping[str, str]) -> None:
 _TITLES = ("when", "took", "exit", "ranks", "hosts", "job", "command")
 
 
-def _table(found: Sequence[Stored]) -> list[str]:
-    rows = [_TITLES, *map(_row, found)]
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -409,29 +427,29 @@ def _table(found: Sequence[Stored]) -> list[str]:
 
 
 def _row(stored: Stored) -> tuple[str, ...]:
-    from shlex import quote  # noqa: PLC0415 - only history needs it
+    from shlex import quote  # noqa: PLC0415 - only lists of launches need it
 
-    start, end = _moment(stored["start"]), stored["end"]
+    start, end = moment(stored["start"]), stored["end"]
     status = str(stored["exit_status"]) if stored["state"] == "ended" else stored["state"]
     if stored["attempt"]:
         status += f", attempt {stored['attempt'] + 1}"
     job = " ".join(filter(None, (stored["machine"], stored["job_id"])))
     return (
         time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(start)),
-        _duration(_moment(end) - start) if end else "", status, str(stored["nproc"]),
-        _shortened(stored["hosts"], 24), _shortened(job, 30),
-        _shortened(" ".join(map(quote, stored["command"])), 60),
+        duration(moment(end) - start) if end else "", status, str(stored["nproc"]),
+        shortened(stored["hosts"], 24), shortened(job, 30),
+        shortened(" ".join(map(quote, stored["command"])), 60),
     )  # fmt: skip
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
     """Return such as 0:07, 12:34 or 26:03:04; a clock that was set back gives 0:00."""
     minutes, rest = divmod(max(0, round(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def _shortened(text: str, width: int) -> str:
+def shortened(text: str, width: int) -> str:
     """Return one line of printable text: no command may move the reader's cursor."""
     shown = "".join(
         each if each.isprintable() else each.encode("unicode_escape").decode()

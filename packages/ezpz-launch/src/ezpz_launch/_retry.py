@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from typing import NamedTuple
 
 from ezpz_topo import Allocation, TopoError, Topology, get_allocation, same_host
 
@@ -26,8 +27,13 @@ _PORTS = 5
 
 
 class Attempts:
-    def __init__(self, planned: LaunchPlan, topology: Topology, env: Mapping[str, str]) -> None:
+    def __init__(
+        self, planned: LaunchPlan, topology: Topology, env: Mapping[str, str],
+        before: int = 0, progress_file: str = "",
+    ) -> None:  # fmt: skip
+        """See a plan through; ``before`` attempts were earlier jobs', with a file for all."""
         self._planned, self._topology, self._env = planned, topology, env
+        self._before = before
         self._request = planned.request
         self._retries = Retries(self._request.retries)
         self._number = 0
@@ -41,8 +47,20 @@ class Attempts:
         if self._request.signal_before:
             self._signal_at = _signal_at(self._request.signal_before, topology.allocation, env)
         self._keeper = Keeper(env)
+        self._progress_file = progress_file
+        if not progress_file and self._request.retries:
+            self._progress_file = self._keeper.progress_file
         for warning in planned.warnings:
             say(warning)
+
+    @property
+    def launch_id(self) -> str:
+        return self._keeper.launch_id
+
+    @property
+    def count(self) -> int:
+        """So many attempts were made, those of earlier jobs included."""
+        return self._before + self._number + 1
 
     def run(self) -> int:
         """Attempt until it succeeds or must not be tried again; return the exit status."""
@@ -64,7 +82,15 @@ class Attempts:
                         continue
                     status = 128 + told
                 self._keeper.finish(status, outcome.failure)
+                if outcome.goes_with_job:
+                    self._wait_to_go()
                 return status
+
+    def _wait_to_go(self) -> None:
+        """Wait for the job's end: its script shall not go on, and perhaps submit another."""
+        self._heard[0].clear()
+        if pause(_LONGEST_PAUSE, self._heard):
+            time.sleep(SETTLE)  # the script has the same signal
 
     def _attempt(self) -> Outcome:
         """Run the plan once, on another port if a program holds the first one."""
@@ -93,6 +119,7 @@ class Attempts:
                 control=self._control(), grace=request.grace, idle_timeout=request.idle_timeout,
                 signal_at=self._signal_at,
                 scratch="" if ready.hostfile == self._planned.hostfile else ready.hostfile,
+                end_file=self._keeper.end_file,
             )  # fmt: skip
             return run(launch, self._heard, lambda: self._on_start(ready, argv))
 
@@ -109,7 +136,7 @@ class Attempts:
         # Into a file or a pipe, where no reader waits for half a line.
         whole_lines = planned.placement.nproc > 1 and not (os.isatty(1) and os.isatty(2))
         return Control(
-            launch_id=f"{self._keeper.launch_id}.{self._number}", attempt=self._number,
+            launch_id=f"{self._keeper.launch_id}.{self._number}", attempt=self.count - 1,
             hold=SETTLE + request.grace + 10, node_timeout=self._node_timeout,
             files=os.path.abspath(request.log_dir) if request.log_dir else "",
             only_ranks=request.only_ranks, prefix=request.prefix, whole_lines=whole_lines,
@@ -118,7 +145,7 @@ class Attempts:
             port=0 if here else int(planned.environment["MASTER_PORT"]),
             device_type="" if planned.device_type in ("cpu", "mps") else planned.device_type,
             devices=self._topology.accelerators.count, job_id=job.job_id or "",
-            progress_file=self._keeper.progress_file if request.retries else "",
+            progress_file=self._progress_file, run_file=self._keeper.run_file,
         )  # fmt: skip
 
     def _pause_after(self, outcome: Outcome) -> float | None:
@@ -127,7 +154,7 @@ class Attempts:
             outcome.exit_status,
             told=outcome.told is not None,
             import_error=ends_with_import_error(self._last_words(outcome)),
-            progress=read_progress(self._keeper.progress_file),
+            progress=read_progress(self._progress_file),
         )
         if seconds is None:
             why = f"no retry: {why}"
@@ -283,22 +310,40 @@ _ERROR_NAME = re.compile(rb"(?:[\w.]+\.)?(?:ModuleNotFoundError|ImportError)\s*(
 _PREFIX = re.compile(rb"\[[0-9]+@[^\]\s]*\] ?")
 
 
+class Progress(NamedTuple):
+    """What attempts in a row have come to, be they of one launch, or jobs of a chain."""
+
+    best: int = -1  # the highest step that one reported; -1 for none
+    idle: int = 0  # attempts since then
+
+    def after(self, step: int | None) -> Progress:
+        step = -1 if step is None else step
+        return Progress(max(self.best, step), 0 if step > self.best else self.idle + 1)
+
+    def why_stop(self, attempts: str = "attempts") -> str:
+        """Say why there should be no other; empty where there may be."""
+        if self.idle < _WITHOUT_PROGRESS:
+            return ""
+        best = f"step {self.best} is the highest" if self.best >= 0 else "none reported any"
+        return (
+            f"{self.idle} {attempts} in a row without progress ({best}); expected a higher "
+            "step in EZPZ_PROGRESS_FILE; see the error above, or let the script report it"
+        )
+
+
 class Retries:
     """How often a launch may be started again; call `decide` once after each attempt."""
 
     def __init__(self, allowed: int) -> None:
         self._allowed, self._done = allowed, 0
-        self._best = -1
-        self._idle = 0
+        self._progress = Progress()
 
     def decide(
         self, exit_status: int, *, told: bool = False, import_error: bool = False,
         progress: int | None = None,
     ) -> tuple[float | None, str]:  # fmt: skip
         """Return the seconds to wait before the next attempt, None for no other; and why."""
-        step = -1 if progress is None else progress
-        self._idle = 0 if step > self._best else self._idle + 1
-        self._best = max(self._best, step)
+        self._progress = self._progress.after(progress)
         if told:
             return None, "it was told to end"
         if exit_status in _NEVER_AGAIN:
@@ -307,12 +352,8 @@ class Retries:
             return None, "a failed import, which another attempt repeats"
         if self._done >= self._allowed:
             return None, f"all retries are used ({self._allowed})"
-        if self._idle >= _WITHOUT_PROGRESS:
-            best = f"step {self._best} is the highest" if self._best >= 0 else "none reported any"
-            return None, (
-                f"{self._idle} attempts in a row without progress ({best}); expected a higher "
-                "step in EZPZ_PROGRESS_FILE; see the error above, or let the script report it"
-            )
+        if why := self._progress.why_stop():
+            return None, why
         seconds = min(_LONGEST_PAUSE, 2.0 ** min(self._done, 10))
         self._done += 1
         why = f"exit status {exit_status}: retry {self._done} of {self._allowed} in {seconds:g} s"

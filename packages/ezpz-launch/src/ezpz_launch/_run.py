@@ -28,6 +28,7 @@ _ABSENT = 60.0  # seconds after which ranks that have not started are named
 _RELEASE = 0.2  # seconds between two words to ranks that failed, to go
 _STOPPED = 1.0  # seconds that the loop may oversleep, on a machine that is busy
 _AWAKE = 0.5  # seconds after which the loop looks around, though nothing woke it
+_ASKED = 2.0  # seconds between two looks for a request to end
 _DRAINED = 0.3  # seconds without a byte after which an ended launcher's pipes have been read
 _NAMED = 16  # so many ranks or hosts are named
 
@@ -74,6 +75,7 @@ class _Run:
         self.told: signal.Signals | None = None  # the signal that ended it
         # Whether the ranks are to end: told by someone, failed or, as no one writes, hanging.
         self.ending = self.hangs = self.port_taken = False
+        self.goes_with_job = False
         self.unanswered = 0
         self.forwarded = signal.SIGTERM
         self.signal_at = launch.signal_at
@@ -81,7 +83,10 @@ class _Run:
         self.on_lost_nodes: set[int] = set()
         self.launcher_signal = signal.SIGTERM
         self.now = time.monotonic()
-        self.at: dict[str, float] = {"name the absent": self.now + _ABSENT}  # when what is due
+        # When what is due.
+        self.at: dict[str, float] = {"name the absent": self.now + _ABSENT}
+        if launch.end_file:
+            self.at["look for a request"] = self.now + _ASKED
         self.output = Output(launch.control.launch_id, self.wake)
         self.nodes = Nodes(launch, self.poll)
 
@@ -180,6 +185,10 @@ class _Run:
             )
 
     def hear(self) -> None:
+        if self.is_due("look for a request", again=_ASKED):
+            how_to_end = take_request(self.launch.end_file)
+            self.goes_with_job = self.goes_with_job or how_to_end == "with the job"
+            self.arrived += [signal.SIGTERM] * REQUESTS.get(how_to_end, 0)
         while self.arrived:
             number = self.arrived.pop(0)
             if number in ENDING:
@@ -344,7 +353,9 @@ class _Run:
             rank = f"rank {failure[0]} on {self.launch.host_of(failure[0])}"
             self.output.say(f"exit status {exit_status}, that of {rank}")
         where = (failure[0], self.launch.host_of(failure[0]), failure[1]) if failure else None
-        return Outcome(exit_status, where, self.told, tail=self.output.tail)
+        return Outcome(
+            exit_status, where, self.told, tail=self.output.tail, goes_with_job=self.goes_with_job
+        )
 
     def exit_status(self) -> int:
         """Return the exit status of the launch, and say why, unless it is known already."""
@@ -391,6 +402,21 @@ class _Run:
 
     def all_started(self) -> bool:
         return len(self.status.pids) == self.launch.nproc
+
+
+REQUESTS = {"with grace": 1, "now": 2, "with the job": 1}
+"""How `ezpz kill` on another host may ask us to end, and how many signals that is."""
+
+
+def take_request(path: str) -> str:
+    """Return what stands in a file, once; empty where there is none."""
+    try:
+        with open(path, encoding="ascii", errors="replace") as file:
+            text = file.read(80).strip()
+        os.unlink(path)
+    except OSError:
+        return ""
+    return text
 
 
 def _first(names: Sequence[str]) -> str:

@@ -11,6 +11,7 @@ import time
 import weakref
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from threading import RLock
 from typing import TYPE_CHECKING, Any, Protocol, Self
@@ -113,6 +114,14 @@ class Progress:
         except OSError:
             self._path = None  # the launcher has ended, or its folder is gone: nobody reads it
         self._written = self._highest
+
+
+def _tell_launcher(path: Path, rank: int) -> None:
+    """Say where the run's file is, in the file that ezpz-launch named: `ezpz jobs` reads it."""
+    if rank or not (named := os.environ.get("EZPZ_RUN_FILE")):
+        return
+    with suppress(OSError), replacing(Path(named)) as aside:  # nobody else needs to know
+        aside.write_bytes(os.fsencode(path) + b"\n")
 
 
 _LEFT_OUT = {"time", "replay"}
@@ -248,6 +257,7 @@ class History:
                 header = make_header(place, before, run=run, config=config or {})
             if self._writer is not None:
                 self._writer.put(header, header["time"])
+                _tell_launcher(self._writer.path, place.rank)
             if cross_rank and place.world_size > 1:
                 from ._across import Across  # numpy and torch, which not every History needs
 

@@ -20,7 +20,13 @@ Train with PyTorch anywhere, from a laptop to a supercomputer.
 run:
   launch    start a command on every rank of this job, or of this host (ezpz-launch)
   test      train a small model on all ranks: does this machine work, and how fast is it?
-  history   the launches so far, and how they ended (ezpz-launch history)
+
+jobs:
+  submit    queue one that launches, by Slurm or PBS; and the next, until it is done
+  jobs      yours: state, place in the queue, time left, last step and loss
+  follow    print a job's output as it comes, until it ends
+  kill      end a job, a chain of jobs, or a launch; ranks have time to save a checkpoint
+  launches  the launches so far, and how they ended (once: history)
 
 look:
   doctor    check scheduler, MPI, device, network, disk and versions, each with a remedy
@@ -41,6 +47,8 @@ examples:
   ezpz test --tp=2 --pairs                  tensor parallel; the bandwidth between all nodes
   ezpz launch python train.py --lr 1e-4     your own, on every rank
   ezpz launch --dry-run python train.py     what would be started, and why
+  ezpz submit -N 4 --time 2h python train.py    in a job of four nodes
+  ezpz follow && ezpz report outputs/run    wait for the job that runs, then look at it
   ezpz report outputs/run                   outputs/run/report/index.html
 
 exit status: that of the command; 2 there is no such command"""
@@ -49,7 +57,12 @@ exit status: that of the command; 2 there is no such command"""
 COMMANDS: dict[str, tuple[str, ...]] = {
     "launch": ("ezpz_launch",),
     "test": ("ezpz._test.command",),
-    "history": ("ezpz_launch", "history"),
+    "submit": ("ezpz_launch", "submit"),
+    "jobs": ("ezpz_launch", "jobs"),
+    "follow": ("ezpz_launch", "follow"),
+    "kill": ("ezpz_launch", "kill"),
+    "launches": ("ezpz_launch", "launches"),
+    "history": ("ezpz_launch", "launches"),
     "doctor": ("ezpz.doctor",),
     "topo": ("ezpz_topo._cli",),
     "report": ("ezpz_obs._cli", "report"),

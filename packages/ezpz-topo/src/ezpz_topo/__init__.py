@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 if TYPE_CHECKING:
     from ._allocation import Allocation as Allocation
     from ._checks import CheckResult as CheckResult
+    from ._commands import Answer as Answer
+    from ._commands import ask as ask
     from ._devices import Accelerators as Accelerators
     from ._devices import get_accelerators as get_accelerators
     from ._devices import get_cpu_count as get_cpu_count
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from ._errors import LauncherConflictError as LauncherConflictError
     from ._errors import MachineError as MachineError
     from ._errors import NodelistError as NodelistError
+    from ._errors import NoSchedulerError as NoSchedulerError
     from ._errors import SchedulerError as SchedulerError
     from ._errors import TopoError as TopoError
     from ._hostfile import HostSlots as HostSlots
@@ -40,6 +43,7 @@ if TYPE_CHECKING:
     from ._hostfile import parse_hostfile as parse_hostfile
     from ._hostfile import read_hostfile as read_hostfile
     from ._hosts import Hosts as Hosts
+    from ._hosts import find_schedulers as find_schedulers
     from ._hosts import get_allocation as get_allocation
     from ._hosts import get_hostfile_with_fallback as get_hostfile_with_fallback
     from ._hosts import get_hosts as get_hosts
@@ -56,6 +60,7 @@ if TYPE_CHECKING:
     from ._nodelist import same_host as same_host
     from ._nodelist import short_name as short_name
     from ._pbs import get_pbs_folder as get_pbs_folder
+    from ._pbs import get_pbs_jobs as get_pbs_jobs
     from ._rank import Ancestor as Ancestor
     from ._rank import RankInfo as RankInfo
     from ._rank import get_local_device as get_local_device

@@ -12,7 +12,7 @@ import time
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
-from ._errors import InvalidVariableError, SchedulerError
+from ._errors import InvalidVariableError, NoSchedulerError, SchedulerError
 
 MAX_BYTES = 64 << 20
 """More output than this is refused; exec_host and exec_vnode of 10,000 hosts are about 1 MB."""
@@ -24,10 +24,20 @@ _DEFAULT_TIME_LIMIT = 10.0
 _FIRST_PAUSE = 0.25
 _NEVER_TRANSIENT = (126, 127)
 
+_NOT_SET_UP = ("Could not establish a configuration source", "cannot connect to server  (errno")
+"""What squeue and qselect say where a client is installed, and knows no server (Slurm 22.05.8,
+OpenPBS 23.06): none of its jobs is on this host."""
+
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """How a command ended, and what it printed (bytes that are not UTF-8 as U+FFFD)."""
+    """How a scheduler's command ended, and what it printed (bytes that are not UTF-8 as U+FFFD).
+
+    Attributes:
+        status: Its exit status; minus the signal that killed it.
+        stdout: All of its standard output.
+        stderr: All of its standard error.
+    """
 
     status: int
     stdout: str
@@ -38,7 +48,21 @@ def ask(
     argv: Sequence[str], *, env: Mapping[str, str], time_limit: float | None = None,
     attempts: int = 2, good: Container[int] = (0,), place: str = "",
 ) -> Answer:  # fmt: skip
-    """Run a command to its end; where it hangs or fails, try again after a pause."""
+    """Run a scheduler's command to its end; where it hangs or fails, try again after a pause.
+
+    Args:
+        argv: The command and its words; it reads no input.
+        env: Its environment, and the PATH on which it is looked for.
+        time_limit: Seconds for each attempt; default ``EZPZ_SCHEDULER_TIMEOUT``, else 10.
+        attempts: So many at most; 1 for what must not be done twice.
+        good: Exit statuses that are answers; any other, after the last attempt, is an error.
+        place: A folder that is looked into after PATH (`get_pbs_folder`).
+
+    Raises:
+        NoSchedulerError: It is installed, and knows no server.
+        SchedulerError: It cannot be started, gave no answer in time (it is killed then, with
+            what it started), or ended with a status that is no answer.
+    """
     time_limit = get_time_limit(env) if time_limit is None else time_limit
     shown = _shown(" ".join(argv))
     answer, attempt = None, 0
@@ -58,7 +82,8 @@ def ask(
     if answer.status not in good:
         lines = (answer.stderr.strip() or answer.stdout.strip()).splitlines()
         said = _shown(lines[-1]) if lines else "nothing"
-        raise SchedulerError(
+        none = any(words in f"{answer.stderr}\n{answer.stdout}" for words in _NOT_SET_UP)
+        raise (NoSchedulerError if none else SchedulerError)(
             f"{shown} ended with {ended_with(answer.status)} ({tried}) and said {said}; expected "
             "an answer; run it by hand: the scheduler, or its client on this host, is not well"
         )

@@ -27,6 +27,10 @@ class SchedulerError(TopoError):
     """A scheduler's command (qstat, scontrol) is missing, failed, or did not answer in time."""
 
 
+class NoSchedulerError(SchedulerError):
+    """A scheduler's commands are installed on this host, and know no server of it."""
+
+
 class IncompleteLauncherError(TopoError):
     """A launcher's variables are half set, so this process cannot know its rank.
 

@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from . import _commands
 from ._allocation import UNREADABLE, Allocation, scheduler_of
-from ._errors import HostfileError, SchedulerError, TopoError
+from ._errors import HostfileError, NoSchedulerError, SchedulerError, TopoError
 from ._hostfile import HostSlots, format_hostfile, read_hostfile, write_file
 from ._nodelist import get_hostname
 from ._rank import get_rank_info
@@ -22,10 +23,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 # The allocation: of the scheduler whose job this is, or this host.
-
-_NOT_SET_UP = ("Could not establish a configuration source", "cannot connect to server  (errno")
-"""What squeue and qselect say where a client is installed, and knows no server (Slurm 22.05.8,
-OpenPBS 23.06): none of its jobs is on this host."""
 
 
 def get_allocation(env: Mapping[str, str] | None = None, *, ask: bool | None = None) -> Allocation:
@@ -72,6 +69,15 @@ def get_allocation(env: Mapping[str, str] | None = None, *, ask: bool | None = N
     return replace(job, ends_at=ends_at, sources={**job.sources, "ends_at": source})
 
 
+def find_schedulers(env: Mapping[str, str] | None = None) -> tuple[str, ...]:
+    """Return which of ``"slurm"`` and ``"pbs"`` have their commands on this host; asks nothing."""
+    env = os.environ if env is None else env
+    places = {"slurm": ("squeue", ""), "pbs": ("qselect", module_of("pbs").get_pbs_folder(env))}
+    return tuple(
+        name for name, (command, place) in places.items() if _commands.find(command, env, place)
+    )
+
+
 def module_of(scheduler: str) -> ModuleType:
     """Return the module of Slurm or PBS, which only their jobs load."""
     if scheduler == "slurm":
@@ -85,9 +91,7 @@ def _job_of_this_host(env: Mapping[str, str]) -> Allocation | None:
     for scheduler in ("pbs", "slurm"):
         try:
             job: Allocation | None = module_of(scheduler).job_of_this_host(env, get_hostname())
-        except SchedulerError as error:
-            if not any(words in str(error) for words in _NOT_SET_UP):
-                raise
+        except NoSchedulerError:
             continue
         if job is not None:
             return job

@@ -27,7 +27,7 @@ BACKENDS = ("nccl", "xccl", "ccl", "gloo", "mpi")
 
 _CHOICES = {
     "scheduler": SCHEDULERS, "launcher": LAUNCHERS, "device_type": DEVICE_TYPES,
-    "backends": BACKENDS, "backend": BACKENDS,
+    "backends": BACKENDS, "backend": BACKENDS, "submit_required": ("account", "queue", "time"),
 }  # fmt: skip
 _REQUIRED = ("site", "source", "scheduler", "launcher", "why")
 
@@ -64,6 +64,9 @@ class Machine:
         default_cpu_bind: Which of them; ``""`` where there is none.
         reserved_cores: Cores that no rank may use.
         launcher_flags: Flags beyond counts, hostfile and binding, which the launcher adds.
+        submit_flags: Words for qsub or sbatch that a job of this machine needs.
+        submit_required: What it refuses jobs without: ``"account"``, ``"queue"``, ``"time"``.
+        queue_flag: The flag that names a queue there, where it is not the scheduler's own.
         environment: Variables that each rank needs.
         options: What is used when requested, by name.
         hsn_suffix: Makes a short host name the one on the high-speed network.
@@ -94,6 +97,9 @@ class Machine:
     default_cpu_bind: str = ""
     reserved_cores: tuple[int, ...] = ()
     launcher_flags: tuple[str, ...] = ()
+    submit_flags: tuple[str, ...] = ()
+    submit_required: tuple[str, ...] = ()
+    queue_flag: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
     options: Mapping[str, Option] = field(default_factory=dict)
     hsn_suffix: str = ""

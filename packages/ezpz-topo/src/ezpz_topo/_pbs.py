@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 from . import _commands
 from ._allocation import Allocation
@@ -131,6 +132,47 @@ def get_pbs_folder(env: Mapping[str, str] | None = None) -> str:
     return os.path.join(prefix or "/opt/pbs", "bin")
 
 
+def get_pbs_jobs(
+    job_ids: Sequence[str], env: Mapping[str, str] | None = None
+) -> dict[str, dict[str, Any]]:
+    """Return what ``qstat -xf`` tells of jobs, by full id: also of those that are over, if it does.
+
+    Args:
+        job_ids: At least one, as qselect or qsub prints them.
+        env: The environment to ask in; default ``os.environ``.
+
+    Returns:
+        The attributes by the names that qstat gives them: moments (``qtime``, ``stime``, ``mtime``,
+        ``obittime``, ``estimated.start_time``) as seconds since 1970, ``Resource_List.walltime`` in
+        seconds, all else as text, or as more of such. Jobs that the server does not know are left
+        out.
+
+    Raises:
+        InvalidVariableError: A job id is none.
+        SchedulerError: qstat is missing, failed, or did not answer in time.
+    """
+    env = os.environ if env is None else env
+    _, jobs = _jobs(job_ids, env, "-x", attempts=1)
+    if len(job_ids) > 1 and len(jobs) <= 1:
+        for job_id in job_ids[1:]:  # some builds tell only the first (openpbs issue 2672)
+            jobs.update(_jobs([job_id], env, "-x", attempts=1)[1])
+    return {key: _with_numbers(job) for key, job in jobs.items()}
+
+
+def _with_numbers(job: Attributes) -> dict[str, Any]:
+    told: dict[str, Any] = dict(job)
+    for place in (told, told.get("estimated"), told.get("Resource_List")):
+        for key in ("qtime", "stime", "mtime", "obittime", "start_time", "walltime"):
+            if isinstance(place, dict) and (text := _text(place, key)):
+                with contextlib.suppress(ValueError, OverflowError):  # it stays the text that it is
+                    place[key] = (
+                        _walltime(text).total_seconds()
+                        if key == "walltime"
+                        else _moment(text).timestamp()
+                    )
+    return told
+
+
 def job_by_id(job_id: str, env: Mapping[str, str]) -> Allocation:
     return _allocation_of(job_id, _job(job_id, env))
 
@@ -194,7 +236,9 @@ def _job(job_id: str, env: Mapping[str, str]) -> Attributes:
     )
 
 
-def _jobs(job_ids: Sequence[str], env: Mapping[str, str]) -> tuple[int, dict[str, Attributes]]:
+def _jobs(
+    job_ids: Sequence[str], env: Mapping[str, str], *options: str, attempts: int = 2
+) -> tuple[int, dict[str, Attributes]]:
     for job_id in job_ids:
         if not _JOB_ID.fullmatch(job_id):
             raise InvalidVariableError(
@@ -203,8 +247,8 @@ def _jobs(job_ids: Sequence[str], env: Mapping[str, str]) -> tuple[int, dict[str
             )
     # qstat itself makes text of times, with ctime (OpenPBS, qstat.c): the zone is ours to choose.
     answer = _commands.ask(
-        (*QSTAT.split(), *job_ids), env={**env, "TZ": "UTC0"}, good=(0, _UNKNOWN, _FINISHED),
-        place=get_pbs_folder(env),
+        (*QSTAT.split(), *options, *job_ids), env={**env, "TZ": "UTC0"},
+        good=(0, _UNKNOWN, _FINISHED), attempts=attempts, place=get_pbs_folder(env),
     )  # fmt: skip
     if answer.status and not answer.stdout.strip():
         return answer.status, {}
@@ -310,17 +354,20 @@ def _end(job_id: str, job: Attributes) -> datetime | None:
     if not start or not limit:
         return None
     try:
-        # "Sat Nov 21 02:10:43 2026", always in English, in the zone that `_jobs` chose.
-        _, month, day, clock, year = start.split()
-        hour, minute, second = clock.split(":")
-        date = (int(year), _MONTHS.index(month) + 1, int(day))
-        began = datetime(*date, int(hour), int(minute), int(second), tzinfo=UTC)
-        return began + _walltime(limit)
+        return _moment(start) + _walltime(limit)
     except (ValueError, OverflowError) as error:
         raise SchedulerError(
             f"{QSTAT}: job {job_id} has stime {start[:40]!r} and walltime {limit[:40]!r}; "
             "expected 'Sat Nov 21 02:10:43 2026' and '00:05:00'; ask the site which qstat this is"
         ) from error
+
+
+def _moment(text: str) -> datetime:
+    """Read "Sat Nov 21 02:10:43 2026", always in English, in the zone that `_jobs` chose."""
+    _, month, day, clock, year = text.split()
+    hour, minute, second = clock.split(":")
+    date = (int(year), _MONTHS.index(month) + 1, int(day))
+    return datetime(*date, int(hour), int(minute), int(second), tzinfo=UTC)
 
 
 def _walltime(text: str) -> timedelta:

@@ -1,0 +1,502 @@
+"""A chain of jobs: its record, what its schedulers are told and asked, and each job from inside.
+
+Each job waits until the one before has ended, however it ended (``afterany``), so that a time
+limit, a preemption or a lost node is seen through; one that begins and finds nothing to do ends at
+once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ezpz_topo import SchedulerError, TopoError, ask, get_pbs_folder
+
+from ._errors import LaunchError, UsageError, say
+from ._queue import schedulers
+from ._record import ID, dump, iso_time, read_progress, records_folder, write
+from ._retry import Attempts, Progress
+from ._version import __version__
+
+# The record of a job, or of a chain of them: one JSON file, beside the batch script.
+
+
+class Chain(NamedTuple):
+    """What is known of a job that was submitted, and of its successors; the fields of the file."""
+
+    id: str  # the job's name, "-", and an id as a launch has it, which sorts by time
+    name: str  # as the scheduler knows it
+    kind: str  # job, array, until-done (each submits the next) or chain (submitted beforehand)
+    command: tuple[str, ...]  # the user's, without what is secret; the script has it whole
+    cwd: str  # where it was submitted, and runs
+    machine: str
+    scheduler: str  # slurm or pbs
+    script: str  # path of the batch script
+    output: str  # path of a job's output, in which %j is the number of its id
+    options: Mapping[str, object]  # nodes, time (seconds), queue, account: None where left out
+    limit: int  # so many jobs at most
+    start: str  # when it was submitted: ISO 8601, UTC
+    jobs: tuple[Mapping[str, Any], ...] = ()  # in order; `job_entry` has the keys of each
+    attempts: int = 0  # launches that were started, retries and requeues included
+    progress_file: str = ""  # where ranks report their progress, the same for all jobs
+    best: int = -1  # the highest step that a job reported; -1 for none
+    idle: int = 0  # jobs in a row without progress
+    end: str | None = None  # when the outcome was known
+    outcome: str | None = None  # done, failed, stopped or killed; None while it goes on
+    why: str = ""  # of the outcome, in words for people
+    version: str = __version__
+
+
+def job_entry(job_id: str, submitted: str) -> dict[str, Any]:
+    """Return the entry of a job that was submitted; the job writes the rest as it runs."""
+    return {
+        "id": job_id,  # the scheduler's, whole: 12, 12.pbs-0001, 40[].pbs-0001
+        "submitted": submitted,
+        "start": None,  # the last time that it began
+        "end": None,  # None also where it was killed before it could write
+        "exit_status": None,  # of ezpz-launch
+        "launch": None,  # id of its record in launches; None where it was surplus
+    }
+
+
+NAMES = rf"[A-Za-z][\w.+-]*-{ID}"
+"""The names of our files, and of their batch scripts."""
+
+_TYPES: dict[str, type | tuple[type, ...]] = {
+    "id": str, "name": str, "kind": str, "command": list, "cwd": str, "machine": str,
+    "scheduler": str, "script": str, "output": str, "options": dict, "limit": int,
+    "start": str, "jobs": list, "attempts": int, "progress_file": str, "best": int, "idle": int,
+    "end": (str, type(None)), "outcome": (str, type(None)), "why": str, "version": str,
+}  # fmt: skip
+
+
+def jobs_folder(env: Mapping[str, str]) -> str:
+    """Return the folder of these records, beside that of launches; it need not exist."""
+    return records_folder(env, "jobs")
+
+
+def read_chain(path: str) -> Chain | None:
+    """Return the record in a file; None where there is none that can be read."""
+    if not os.path.isfile(path):  # a FIFO would wait for its writer
+        return None
+    try:
+        with open(path, encoding="utf-8") as file:
+            stored = json.load(file)
+    except (OSError, ValueError, RecursionError):
+        return None
+    is_record = (
+        isinstance(stored, dict)
+        and all(isinstance(stored.get(name, ...), kind) for name, kind in _TYPES.items())
+        and all(isinstance(job, dict) and isinstance(job.get("id"), str) for job in stored["jobs"])
+    )
+    if not is_record:
+        return None
+    values = {name: stored[name] for name in Chain._fields}
+    lists = {name: tuple(values[name]) for name in ("command", "jobs")}
+    return Chain(**{**values, **lists})
+
+
+def read_chains(env: Mapping[str, str], limit: int) -> tuple[list[Chain], int]:
+    """Return the newest records, newest last, and how many files among them are none."""
+    folder = jobs_folder(env)
+    try:
+        names = [name for name in os.listdir(folder) if name.endswith(".json")]
+    except FileNotFoundError:
+        return [], 0
+    except OSError as error:
+        raise LaunchError(
+            f"{folder} cannot be read ({error.strerror}); expected the folder of submitted jobs; "
+            "make it readable, or set EZPZ_STATE_DIR to another"
+        ) from error
+    ours = [(match[1], name) for name in names if (match := re.fullmatch(NAMES, name))]
+    newest = sorted(ours)[-limit:]
+    found = [read_chain(os.path.join(folder, name)) for _, name in newest]
+    read = [chain for chain in found if chain is not None]
+    return read, len(found) - len(read)
+
+
+def path_of(chain: Chain) -> str:
+    """Return the path of a chain's record: beside its progress."""
+    return f"{chain.progress_file.removesuffix('.progress')}.json"
+
+
+def change_chain(path: str, **values: Any) -> Chain | None:
+    """Read the record again, and write it with these fields changed; None where it is gone."""
+    chain = read_chain(path)
+    if chain is not None:
+        chain = chain._replace(**values)
+        write(path, dump(chain._asdict()))
+    return chain
+
+
+# What the two schedulers call things, and what they are asked.
+
+
+class Queue(NamedTuple):
+    name: str
+    seconds: float = float("inf")  # the longest that a job may run
+    fewest: float = 1
+    most: float = float("inf")  # nodes of a job
+    is_default: bool = False
+
+    def __str__(self) -> str:
+        nodes = f"{self.fewest:g} to {self.most:g} nodes" if self.most < float("inf") else ""
+        limit = f"up to {clock(self.seconds)}" if self.seconds < float("inf") else ""
+        limits = ", ".join(filter(None, [nodes, limit]))
+        return f"{self.name} ({limits})" if limits else self.name
+
+
+class Slurm:
+    name, directive = "slurm", "#SBATCH"
+    submit, depend = ("sbatch", "--parsable"), ("--dependency=afterany:{}",)
+    # By the labels of a dry run.
+    words: Mapping[str, str] = {
+        "name": "--job-name={}", "nodes": "--nodes={}", "sharing": "--exclusive",
+        "devices": "--gpus-per-node={}", "time": "--time={}", "queue": "--partition={}",
+        "account": "--account={}", "array": "--array={}", "after": "--dependency=afterok:{}",
+        "output": "--output={}", "requeue": "--requeue --open-mode=append",
+    }  # fmt: skip
+
+    def queues(self, env: Mapping[str, str]) -> list[Queue]:
+        told = _ask(("sinfo", "--noheader", "--format=%P|%l|%s|%D|%a"), env)
+        found = []
+        for line in told.splitlines():
+            name, limit, sizes, nodes, state = line.split("|")
+            fewest, _, most = sizes.partition("-")
+            if state == "up":
+                most = nodes if most in ("", "infinite") else most
+                found.append(Queue(
+                    name.rstrip("*"), _seconds(limit), float(fewest),
+                    min(float(most), float(nodes)), name.endswith("*"),
+                ))  # fmt: skip
+        return found
+
+    def accounts(self, env: Mapping[str, str]) -> str:
+        user = env.get("USER") or env.get("LOGNAME") or str(os.getuid())
+        query = ("show", "associations", f"user={user}", "format=account")
+        told = _ask(("sacctmgr", "--noheader", "--parsable2", *query), env)
+        return ", ".join(sorted(set(told.split())))
+
+    def chunk(self, _nodes: int, _env: Mapping[str, str]) -> tuple[str, str]:
+        return "", ""
+
+
+class Pbs:
+    name, directive = "pbs", "#PBS"
+    # -f: without a helper in the background, which would hold our pipe open.
+    submit, depend = ("qsub", "-f"), ("-W", "depend=afterany:{}")
+    words: Mapping[str, str] = {
+        "name": "-N {}", "nodes": "-l select={}", "sharing": "-l place=scatter",
+        "time": "-l walltime={}", "queue": "-q {}", "account": "-A {}", "array": "-J {}",
+        "after": "-W depend=afterok:{}", "output": "-j oe -k doe", "requeue": "-r y",
+    }  # fmt: skip
+
+    def queues(self, env: Mapping[str, str]) -> list[Queue]:
+        server = _ask_json(("qstat", "-B", "-f", "-F", "json"), env)["Server"]
+        default = {each.get("default_queue") for each in server.values()}
+        found = []
+        for name, queue in _ask_json(("qstat", "-Q", "-f", "-F", "json"), env)["Queue"].items():
+            most, least = queue.get("resources_max", {}), queue.get("resources_min", {})
+            if queue.get("enabled") == "True" and queue.get("from_route_only") != "True":
+                found.append(Queue(
+                    name, _seconds(str(most.get("walltime", "infinite"))),
+                    float(least.get("nodect", 1)), float(most.get("nodect", "inf")),
+                    name in default,
+                ))  # fmt: skip
+        return found
+
+    def accounts(self, _env: Mapping[str, str]) -> str:
+        return ""  # PBS keeps no list
+
+    def chunk(self, count: int, env: Mapping[str, str]) -> tuple[str, str]:
+        """Return what asks for all of a node, where all nodes are alike, and the source."""
+        nodes = _ask_json(("pbsnodes", "-a", "-F", "json"), env)["nodes"]
+        has = [node.get("resources_available", {}) for node in nodes.values()]
+        kinds = {(int(each.get("ncpus", 0)), int(each.get("ngpus", 0))) for each in has}
+        if len(kinds) != 1:
+            listed = "; ".join(f"{cpus} CPUs, {gpus} GPUs" for cpus, gpus in sorted(kinds))
+            raise UsageError(
+                f"the nodes here differ ({listed or 'pbsnodes tells of none'}); expected to be "
+                'told which are meant: --submit-args "-l select=2:ncpus=64:ngpus=4"'
+            )
+        if count > len(has):
+            raise UsageError(
+                f"-N {count}: there are {len(has)} nodes here; expected at most so many"
+            )
+        ((cpus, gpus),) = kinds
+        return f":ncpus={cpus}" + (f":ngpus={gpus}" if gpus else ""), "pbsnodes: all are alike"
+
+
+Scheduler = Slurm | Pbs
+SCHEDULERS: Mapping[str, Scheduler] = {"slurm": Slurm(), "pbs": Pbs()}
+
+
+def _ask(words: Sequence[str], env: Mapping[str, str]) -> str:
+    return ask(words, env=env, attempts=1, place=get_pbs_folder(env)).stdout
+
+
+def _ask_json(words: Sequence[str], env: Mapping[str, str]) -> dict[str, Any]:
+    told = _ask(words, env)
+    try:
+        return dict(json.loads(told, strict=False))
+    except ValueError as error:
+        raise SchedulerError(
+            f"{' '.join(words)} printed what is no JSON ({error}), {told[:60]!r}; expected some; "
+            "run it by hand"
+        ) from error
+
+
+def _seconds(text: str) -> float:
+    """Read a limit as sinfo and qstat print it: 30:00, 1:00:00, 1-00:00:00, infinite."""
+    days, _, rest = text.rpartition("-")
+    if not all(part.isdecimal() for part in rest.split(":")):
+        return float("inf")
+    seconds = 0
+    for part in rest.split(":"):
+        seconds = seconds * 60 + int(part)
+    return float(seconds + 86400 * int(days or 0))
+
+
+def clock(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
+
+
+def keys_of(words: Sequence[str]) -> set[str]:
+    """Return what words for a scheduler ask for, by its name: --qos, -A, "-l select"."""
+    keys = set()
+    for number, word in enumerate(words):
+        if word == "-l":
+            parts = "".join(words[number + 1 : number + 2]).split(",")
+            keys |= {f"-l {part.partition('=')[0]}" for part in parts}
+        elif word[:1] == "-":
+            keys.add(word.partition("=")[0])
+    return keys
+
+
+# Into the queue.
+
+
+def submit_words(chain: Chain, after: str) -> list[str]:
+    """Return the words that submit one job, if any after another has ended."""
+    scheduler = SCHEDULERS[chain.scheduler]
+    depend = [word.format(after) for word in scheduler.depend] if after else []
+    return [*scheduler.submit, *depend, chain.script]
+
+
+def choices(label: str, scheduler: Scheduler, env: Mapping[str, str]) -> str:
+    """Return what there is to choose from, where the scheduler tells."""
+    try:
+        if label == "queue":
+            return ", ".join(map(str, scheduler.queues(env)))
+        return scheduler.accounts(env) if label == "account" else ""
+    except TopoError:
+        return ""  # it is a help, and no more
+
+
+def queue_one(chain: Chain, after: str, env: Mapping[str, str]) -> dict[str, Any]:
+    """Submit one more job; return its entry. Raises LaunchError with the scheduler's words."""
+    words, scheduler = submit_words(chain, after), SCHEDULERS[chain.scheduler]
+    # A job's variables are not its successor's; and what sbatch reads there outranks the script.
+    mine = {
+        name: value
+        for name, value in env.items()
+        if not name.startswith(("SLURM_", "PBS_", CHAIN))
+        or name in ("SLURM_CONF", "PBS_EXEC", "PBS_CONF_FILE", "PBS_SERVER", "PBS_DEFAULT")
+    }
+    for label, variable in (
+        ("time", "SBATCH_TIMELIMIT"), ("queue", "SBATCH_PARTITION"), ("account", "SBATCH_ACCOUNT")
+    ):  # fmt: skip
+        if chain.options[label]:
+            mine.pop(variable, None)
+    for variable in ("SBATCH_JOB_NAME", "SBATCH_OUTPUT", "SBATCH_ARRAY_INX", "SBATCH_NO_REQUEUE"):
+        mine.pop(variable, None)
+    place, statuses = get_pbs_folder(env), range(-64, 256)
+    try:
+        told = ask(words, env=mine, attempts=1, good=statuses, place=place, time_limit=60)
+    except SchedulerError as error:
+        if "gave no answer" in str(error):
+            raise LaunchError(f"{error}; it may be queued all the same: see ezpz jobs") from error
+        raise
+    if told.status:
+        said = " ".join((told.stderr.strip() or told.stdout.strip() or "nothing").split())
+        asked = ", ".join(f"{name} {value}" for name, value in chain.options.items() if value)
+        hints = [f"{name}s: {found}" for name in ("queue", "account")
+                 if (found := choices(name, scheduler, env))]  # fmt: skip
+        raise LaunchError(
+            f"{shlex.join(words)} was refused: {said}; asked for {asked}; expected what the site "
+            f"allows ({'; '.join([*hints, f'more words for {words[0]}: --submit-args'])})"
+        )
+    return job_entry(told.stdout.split()[-1].partition(";")[0], iso_time(time.time()))
+
+
+def delete_jobs(chain: Chain, ids: Sequence[str], env: Mapping[str, str]) -> None:
+    """Take jobs out of the queue; those that stay will find nothing to do."""
+    if ids:
+        try:
+            schedulers(env, chain.scheduler)[0].end(ids[::-1], now=False)
+        except (TopoError, LookupError) as error:
+            say(f"{' '.join(ids)}: still queued, to end at once when begun ({error})")
+
+
+# From inside: a job of a chain, from its begin to its end.
+
+CHAIN = "EZPZ_CHAIN"
+"""The variable by which a job's script names the record to ezpz-launch."""
+
+_CUT_OFF = ("time limit", "preempted", "node failed", "ending")
+"""States of our own job in which what becomes of its ranks is the scheduler's doing."""
+
+_PATIENCE = 60.0
+"""Seconds in which whoever submitted a job writes its number down."""
+
+
+def see_through(env: Mapping[str, str], prepare: Callable[[int, str], Attempts]) -> int:
+    """Run a launch that is a job of a chain, and have its successor queued; its exit status."""
+    path = env[CHAIN]
+    job_id = env.get("SLURM_JOB_ID") or env.get("PBS_JOBID") or ""
+    chain = read_chain(path)
+    if chain is None or not job_id:
+        why = "is no record that can be read here" if chain is None else "is of a job"
+        say(f"{CHAIN}={path} {why}; expected a job of ezpz submit; this launch counts for nothing")
+        return prepare(0, "").run()
+    link = _Link(path, chain, job_id, env)
+    if why := link.why_over():
+        say(f"job {job_id} has nothing to do: {why}")
+        return 0
+    try:
+        attempts = prepare(link.chain.attempts, link.chain.progress_file)
+        link.begin(attempts)
+        status = attempts.run()
+    except (LaunchError, TopoError) as error:
+        link.end(getattr(error, "exit_status", UsageError.exit_status), None)
+        raise
+    link.end(status, attempts)
+    return status
+
+
+class _Link:
+    """One job of a chain, seen from inside."""
+
+    def __init__(self, path: str, chain: Chain, job_id: str, env: Mapping[str, str]) -> None:
+        self._path, self._id, self._env = path, job_id, env
+        self._mine = {"EZPZ_SCHEDULER_TIMEOUT": "3", **env}  # to end, there may be seconds
+        until = time.monotonic() + _PATIENCE
+        while job_id not in (ids := [each["id"] for each in chain.jobs]):
+            # A script that the user has submitted is known to no one.
+            if time.monotonic() > until or chain.id not in chain.script:
+                break
+            time.sleep(0.2)
+            chain = read_chain(path) or chain
+        self.chain = chain
+        if job_id not in ids:  # submitted by hand
+            self._change(jobs=(*chain.jobs, job_entry(job_id, iso_time(time.time()))))
+            ids.append(job_id)
+        self._number = ids.index(job_id)
+
+    def _change(self, **values: Any) -> None:
+        try:
+            self.chain = change_chain(self._path, **values) or self.chain._replace(**values)
+        except OSError as error:
+            say(f"{self._path} cannot be written ({error.strerror}): its job is not on record")
+            self.chain = self.chain._replace(**values)
+
+    def _change_job(self, changes: Mapping[str, Any], **values: Any) -> None:
+        jobs = [*(read_chain(self._path) or self.chain).jobs]
+        jobs[self._number] = {**jobs[self._number], **changes}
+        self._change(jobs=jobs, **values)
+
+    def why_over(self) -> str:
+        """Say why there is nothing to do; empty where there is. Settles what was cut off before."""
+        jobs, number = self.chain.jobs, self._number
+        if not self.chain.outcome and (jobs[number]["start"] or number):
+            is_requeued = jobs[number]["start"] is not None
+            before = jobs[number] if is_requeued else jobs[number - 1]
+            if before["start"] and not is_requeued and self._state_of(before["id"]) == "cancelled":
+                # Whatever its ranks had time for.
+                self._settle("killed", f"job {before['id']} was deleted")
+            elif before["start"] and before["end"] is None:
+                self._count_progress()
+        return f"{self.chain.outcome}: {self.chain.why}" if self.chain.outcome else ""
+
+    def begin(self, attempts: Attempts) -> None:
+        now = iso_time(time.time())
+        changes = {"start": now, "end": None, "exit_status": None, "launch": attempts.launch_id}
+        self._change_job(changes, attempts=attempts.count)
+        if error := self._queue_next():
+            say(f"no successor is queued, which is tried again at the end: {error}")
+
+    def end(self, status: int, attempts: Attempts | None) -> None:
+        """Write how it ended, and decide whether the chain goes on."""
+        count = attempts.count if attempts else self.chain.attempts
+        end = {"end": iso_time(time.time()), "exit_status": status}
+        self._change_job(end, attempts=count)
+        if self.chain.outcome:
+            return
+        if status == 0:
+            self._settle("done", f"job {self._id} ended with 0")
+            return
+        how = self._state_of(self._id) if status > 128 else ""
+        if how == "cancelled":
+            self._settle("killed", f"job {self._id} was deleted")
+        elif status in (75, 143) or how in _CUT_OFF:
+            self._go_on()
+        else:
+            self._settle("failed", f"job {self._id} ended with exit status {status}")
+
+    def _go_on(self) -> None:
+        self._count_progress()
+        if self.chain.outcome:
+            return
+        left = self.chain.limit - self._number - 1
+        if left < 1:
+            many = f"all {self.chain.limit} jobs are used" if self.chain.limit > 1 else "one job"
+            self._settle("stopped", f"{many}; it can go on: submit it again")
+        elif error := self._queue_next():
+            self._settle("stopped", f"no successor can be queued: {error}")
+        elif self._number + 1 < len(self.chain.jobs):
+            following = self.chain.jobs[self._number + 1]["id"]
+            say(f"job {self._number + 1} of {self.chain.limit} has ended; {following} goes on")
+
+    def _queue_next(self) -> str:
+        """Queue a successor, where there may and should be one; return what went wrong."""
+        chain, number = self.chain, self._number
+        if chain.kind != "until-done" or not number + 1 == len(chain.jobs) < chain.limit:
+            return ""
+        try:
+            entry = queue_one(chain, self._id, self._env)
+        except (LaunchError, TopoError) as error:
+            return str(error)
+        self._change(jobs=(*chain.jobs, entry))
+        return ""
+
+    def _count_progress(self) -> None:
+        step = read_progress(self.chain.progress_file)
+        progress = Progress(self.chain.best, self.chain.idle).after(step)
+        self._change(best=progress.best, idle=progress.idle)
+        if self.chain.limit > 1 and (why := progress.why_stop("jobs")):
+            self._settle("stopped", why)
+
+    def _state_of(self, job_id: str) -> str:
+        """Return how a job ended, or that it runs; empty where it is not told."""
+        try:
+            job = schedulers(self._mine, self.chain.scheduler)[0].job(job_id)
+        except (TopoError, LookupError):
+            return ""  # the limit and the progress bound what follows
+        return job.state if job else ""
+
+    def _settle(self, outcome: str, why: str) -> None:
+        """Write the chain's outcome, and take what is left of it out of the queue."""
+        chain = read_chain(self._path) or self.chain
+        if chain.outcome:
+            self.chain = chain
+            return
+        self._change(outcome=outcome, why=why, end=iso_time(time.time()))
+        if chain.limit > 1:
+            say(f"{chain.name}: {outcome}: {why}")
+        delete_jobs(chain, [each["id"] for each in chain.jobs[self._number + 1 :]], self._mine)

@@ -1,0 +1,632 @@
+"""This user's jobs, of scheduler and records together: shown, followed, and ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ezpz_topo import NoSchedulerError, SchedulerError, find_schedulers, get_hostname, same_host
+
+from ._agent import send
+from ._chain import Chain, change_chain, jobs_folder, read_chain, read_chains
+from ._errors import LaunchError, UsageError, say
+from ._queue import RUNNING, WAITING, Job, array_of, schedulers
+from ._record import (
+    KEPT,
+    Stored,
+    aligned,
+    duration,
+    iso_time,
+    moment,
+    read_progress,
+    read_record,
+    read_records,
+    records_folder,
+    shortened,
+    state_of,
+    write,
+)
+from ._run import REQUESTS
+
+# A job, its chain and its launches together.
+
+_LATELY = 24 * 3600.0
+"""Seconds for which a job that is over is shown without --all."""
+
+_TAIL = 1 << 16  # bytes of a run's file in which its last record is looked for
+
+
+class Entry(NamedTuple):
+    """One thing that a user submitted: a job, or a chain of them in the job that it has come to."""
+
+    job: Job
+    chain: Chain | None = None
+    launches: tuple[Stored, ...] = ()  # of all its jobs, the newest last
+
+    @property
+    def first_failure(self) -> Mapping[str, Any] | None:
+        return self.launches[-1].get("first_failure") if self.launches else None
+
+    @property
+    def is_over(self) -> bool:
+        return self.job.is_over and (self.chain is None or self.chain.outcome is not None)
+
+
+def survey(env: Mapping[str, str], since: float) -> list[Entry]:
+    """Return what waits or runs, and what ended since then, as it was submitted."""
+    told: dict[str, Job] = {}
+    for scheduler in schedulers(env):
+        with contextlib.suppress(NoSchedulerError):
+            told.update((job.key, job) for job in scheduler.jobs(since))
+    begun = min([since, *(job.start or since for job in told.values() if job.state in RUNNING)])
+    oldest = time.strftime("%Y%m%dT%H%M%S", time.gmtime(begun))
+    records, _ = read_records(records_folder(env), KEPT, oldest)
+    launches: dict[str, list[Stored]] = {}
+    for stored in records:
+        launches.setdefault(stored["job_id"] or "", []).append(stored)
+    entries = []
+    for chain in read_chains(env, KEPT)[0]:
+        ids = {job["id"] for job in chain.jobs}
+        jobs = [job for job in told.values() if _of_array(job.id) in ids or job.id in ids]
+        for job in jobs:
+            del told[job.key]
+        if jobs or moment(chain.end or chain.start) >= since:
+            its = [each for job_id in (*ids, *(j.key for j in jobs))
+                   for each in launches.pop(job_id, [])]  # fmt: skip
+            entries.append(Entry(_current(chain, jobs), chain, tuple(its)))
+    arrays: dict[str, list[Job]] = {}
+    for job in told.values():
+        arrays.setdefault(_of_array(job.id), []).append(job)
+    for jobs in arrays.values():
+        its = [each for job in jobs for each in launches.pop(job.key, [])]
+        entries.append(Entry(array_of(jobs), None, tuple(its)))
+    launches.pop("", None)
+    entries += [Entry(_recorded(its[-1]), None, tuple(its)) for its in launches.values()]
+    return sorted(entries, key=lambda entry: entry.job.submitted or 0.0)
+
+
+def _of_array(job_id: str) -> str:
+    return job_id.partition("_")[0]
+
+
+def _current(chain: Chain, jobs: Sequence[Job]) -> Job:
+    """Return the job that a chain has come to; where the scheduler tells of none, as recorded."""
+    if chain.kind == "array" and jobs:
+        return array_of(jobs)
+    order = {job["id"]: at for at, job in enumerate(chain.jobs)}
+    ranked = sorted(jobs, key=lambda job: order[job.id])
+    alive = [job for job in ranked if job.state in RUNNING] or [
+        job for job in ranked if job.state in WAITING
+    ]
+    if alive and chain.outcome is None:
+        return alive[0]
+    begun = [job for job in chain.jobs if job["start"]] or list(chain.jobs)
+    last: Mapping[str, Any] = begun[-1] if begun else {"id": "", "exit_status": None, "end": None}
+    job = next((job for job in ranked if job.id == last["id"]), None)
+    if alive:  # it is being ended, or its surplus goes
+        return (job if job and not job.is_over else alive[0])._replace(why=chain.why)
+    status = last["exit_status"]
+    state = {"done": "completed", "failed": "failed", "killed": "cancelled"}.get(
+        chain.outcome or "", ""
+    )
+    if job is None:
+        end = moment(last["end"] or chain.end or chain.start)
+        job_id = str(last["id"])
+        job = Job(chain.scheduler, job_id, job_id, chain.name, "unknown", end=end)
+    why = chain.why or (job.why if chain.outcome else "no job of the chain is left")
+    return job._replace(state=state or job.state, why=why, exit_status=status)
+
+
+def _recorded(stored: Stored) -> Job:
+    """Return a job that no scheduler tells of, by its last launch."""
+    state, status = state_of(stored), stored["exit_status"]
+    if state == "ended":
+        state = "failed" if status else "completed"
+    elif state != "running":
+        state = "unknown"
+    why = "" if state != "unknown" else "no scheduler tells of it, and its launch not how it ended"
+    start, end = moment(stored["start"]), stored["end"] and moment(stored["end"])
+    name = os.path.basename(stored["command"][-1]) if stored["command"] else ""
+    job_id = str(stored["job_id"])
+    return Job(
+        stored["scheduler"], job_id, job_id, name, state, why=why,
+        hosts=stored["hosts"], submitted=start, start=start, end=end, exit_status=status,
+    )  # fmt: skip
+
+
+def progress_of(entry: Entry, env: Mapping[str, str]) -> dict[str, Any]:
+    """Return the last step, and loss, that the newest launch's History wrote, and when."""
+    for stored in reversed(entry.launches):
+        beside = os.path.join(records_folder(env), stored["id"])
+        with contextlib.suppress(OSError, ValueError), open(f"{beside}.run", "rb") as file:
+            return last_record(os.fsdecode(file.read()).rstrip("\n"))
+        if (step := read_progress(f"{beside}.progress")) is not None:
+            return {"step": step}
+    if entry.chain and (step := read_progress(entry.chain.progress_file)) is not None:
+        return {"step": step}
+    return {}
+
+
+def last_record(path: str) -> dict[str, Any]:
+    """Return step, loss and time of the last whole record of a run's file (see ezpz-obs)."""
+    import json  # noqa: PLC0415 - only jobs with a run need it
+
+    with open(path, "rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL))
+        lines = file.read().split(b"\n")[:-1]
+    for line in reversed(lines):
+        if line.startswith(b'{"step":'):
+            record = json.loads(line)
+            losses = [name for name in record if re.split("[/_]", name)[-1] == "loss"]
+            loss = {"loss": record[losses[0]]} if losses else {}
+            return {"step": record["step"], **loss, "time": record["time"], "run": path}
+    return {}
+
+
+# `ezpz-launch jobs`.
+
+JOBS_PAGE = """\
+usage: ezpz jobs [NAME|ID] [--all] [--json]
+
+Your jobs, from the scheduler and from ezpz's records: those that wait or run, and those that ended
+within a day. With a name or an id: one of them whole.
+
+  --all     all that is known, however old
+  --json    for programs
+
+examples:
+  ezpz jobs               a table: state, time left, last step and loss
+  ezpz jobs train         everything about the newest job of that name
+  ezpz jobs 1234_7        a task of an array"""
+
+
+def jobs(argv: Sequence[str], env: Mapping[str, str]) -> str:
+    """Return the table of this user's jobs, or one of them whole."""
+    options, words = _parse("jobs", argv, ("--all", "--json"), JOBS_PAGE)
+    if "--help" in options:
+        return JOBS_PAGE
+    entries = survey(env, 0.0 if "--all" in options else time.time() - _LATELY)
+    if words:
+        entries = [pick(entries, words[0], env)]
+    if "--json" in options:
+        import json  # noqa: PLC0415 - only programs want it
+
+        told = [_as_json(entry, env) for entry in entries]
+        return json.dumps(told[0] if words else told, indent=1)
+    if words:
+        return _whole(entries[0], env)
+    if not entries:
+        where = ", ".join(find_schedulers(env)) or "no scheduler's commands are on this host"
+        return f"no jobs ({where}); --all shows those that ended more than a day ago"
+    titles = ("job", "name", "state", "nodes", "left", "step", "loss", "why")
+    return "\n".join(aligned([titles, *(_row(entry, env) for entry in entries)]))
+
+
+def _parse(
+    name: str, argv: Sequence[str], known: Sequence[str], page: str
+) -> tuple[set[str], list[str]]:
+    options = {"--help" if word == "-h" else word for word in argv if word.startswith("-")}
+    words = [word for word in argv if not word.startswith("-")]
+    if unknown := sorted(options - {*known, "--help"}):
+        usage = page.partition("\n")[0]
+        raise UsageError(f"{name}: {unknown[0]!r} is not known here; expected {usage}")
+    if len(words) > 1:
+        raise UsageError(f"{name}: {words[1]!r}; expected one name or id at most")
+    return options, words
+
+
+def pick(entries: Sequence[Entry], word: str, env: Mapping[str, str]) -> Entry:
+    """Return what is meant by a name or an id: of several of a name the newest."""
+    for entry in reversed(entries):
+        job, chain = entry.job, entry.chain
+        ids = [job.id, job.key, *(each["id"] for each in (chain.jobs if chain else ()))]
+        ids += [each.partition(".")[0] for each in ids]
+        if word in (job.name, chain.id if chain else "", *ids):
+            return entry
+    if re.fullmatch(r"[0-9]+[0-9_\[\]]*([.@].*)?", word):
+        for scheduler in schedulers(env):  # a task of an array; or older than what it lists
+            with contextlib.suppress(NoSchedulerError):
+                if (found := scheduler.job(word)) is not None:
+                    return Entry(found)
+    names = ", ".join(dict.fromkeys(f"{e.job.name} ({e.job.id})" for e in entries[-8:])) or "none"
+    raise LaunchError(f"no job {word!r}; expected a name or an id of yours, such as {names}")
+
+
+def state_in_words(job: Job) -> str:
+    if job.state == "failed":
+        return f"failed with status {job.exit_status}"
+    if job.state in ("time limit", "deadline"):
+        return f"ended by its {job.state}"
+    if job.state == "queued" and job.place:
+        return f"queued, number {job.place}"
+    return job.state
+
+
+def _when(moment: float | None) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment)) if moment else ""
+
+
+def _row(entry: Entry, env: Mapping[str, str]) -> tuple[str, ...]:
+    job, progress = entry.job, progress_of(entry, env)
+    failure = entry.first_failure if job.state == "failed" else None
+    why = f"rank {failure['rank']} on {failure['host']} {failure['how']}" if failure else job.why
+    if job.state in WAITING and job.start:
+        why = f"starts about {_when(job.start)}; {why}"
+    left = duration(job.end - time.time()) if job.state in RUNNING and job.end else ""
+    chain = entry.chain
+    begun = sum(1 for each in chain.jobs if each["start"]) if chain else 0
+    name = f"{job.name} ({begun} of {chain.limit})" if chain and chain.limit > 1 else job.name
+    loss = progress.get("loss", "")
+    return (
+        job.id, shortened(name, 30), state_in_words(job), str(job.nodes or ""), left,
+        str(progress.get("step", "")), f"{loss:.4g}" if isinstance(loss, float) else str(loss),
+        shortened(why, 60),
+    )  # fmt: skip
+
+
+def _as_json(entry: Entry, env: Mapping[str, str]) -> dict[str, Any]:
+    job = entry.job._asdict()
+    for key in ("submitted", "start", "end"):
+        job[key] = job[key] and iso_time(job[key])
+    chain = entry.chain._asdict() if entry.chain else None
+    return {
+        **job, "progress": progress_of(entry, env), "first_failure": entry.first_failure,
+        "chain": chain, "launches": [stored["id"] for stored in entry.launches],
+    }  # fmt: skip
+
+
+def _whole(entry: Entry, env: Mapping[str, str]) -> str:
+    job, chain, progress = entry.job, entry.chain, progress_of(entry, env)
+    ends = "ended" if job.is_over else "time limit"
+    left = f" ({duration(job.end - time.time())} left)" if job.state in RUNNING and job.end else ""
+    failure = entry.first_failure
+    rows = [
+        ("job", f"{job.id} of {job.scheduler}"), ("name", job.name),
+        ("state", state_in_words(job)), ("why", job.why), ("queue", job.queue),
+        ("nodes", f"{job.nodes or ''} {job.hosts}".strip()), ("submitted", _when(job.submitted)),
+        ("starts about" if job.state in WAITING else "started", _when(job.start)),
+        (ends, _when(job.end) + left), ("restarts", str(job.restarts or "")),
+        ("output", _output(entry)[0]), ("step", str(progress.get("step", ""))),
+        ("loss", str(progress.get("loss", ""))), ("recorded", _when(progress.get("time"))),
+        ("metrics", progress.get("run", "")),
+        ("first failure", f"rank {failure['rank']} on {failure['host']} {failure['how']}"
+         if failure else ""),
+        ("chain", f"{chain.id}, {chain.kind}, {len(chain.jobs)} of {chain.limit} jobs: "
+         + ", ".join(each["id"] for each in chain.jobs) if chain and chain.limit > 1 else ""),
+        ("outcome", f"{chain.outcome}: {chain.why}" if chain and chain.outcome else ""),
+        *(("launch", f"{each['id']} on {each['hosts']}: {state_of(each)}")
+          for each in entry.launches),
+    ]  # fmt: skip
+    return "\n".join(aligned([(name, shortened(text, 200)) for name, text in rows if text]))
+
+
+def _output(entry: Entry) -> tuple[str, str]:
+    """Return the paths of a job's output and errors; of a job of ours its record tells them."""
+    job, chain = entry.job, entry.chain
+    if chain and chain.kind != "array" and chain.output:
+        path = chain.output.replace("%j", job.id.partition(".")[0])
+        return path, path
+    return job.stdout, job.stderr
+
+
+# `ezpz-launch follow`.
+
+FOLLOW_PAGE = """\
+usage: ezpz follow [NAME|ID]
+
+Print a job's output as it comes: through the queue, saying what it waits for, across requeues and
+all jobs of a chain, until the end. Without a name: your only job that is not over. Ctrl-C leaves
+the job alone.
+
+exit status: the job's own; 143 where it was cancelled, preempted, or ended by its time limit; 137
+where a node failed or memory was out; 130 Ctrl-C
+
+examples:
+  ezpz follow
+  ezpz follow train && ezpz report outputs/train"""
+
+_LOOK = 0.3  # seconds between two looks at the files
+_ASKED = (2.0, 20.0)  # seconds between two questions to the scheduler, at first and later
+_LATE = 10.0  # seconds that a file has to appear after its job's end (NFS, PBS's staging)
+_STATUS = {"completed": 0, "failed": 1, "node failed": 137, "out of memory": 137}
+"""What is returned of a job that has no exit status of its own; of all others 143."""
+
+_FROM = 1 << 16  # bytes: of a longer file only the end is printed at first
+
+
+def follow(argv: Sequence[str], env: Mapping[str, str]) -> str | int:
+    """Print a job's output until it ends; return its exit status."""
+    options, words = _parse("follow", argv, (), FOLLOW_PAGE)
+    if "--help" in options:
+        return FOLLOW_PAGE
+    entry = _meant(words, env)
+    job_id = entry.job.id
+    try:
+        while True:
+            job = _Follower(entry, env).run()
+            if (following := _successor(entry, env)) is None:
+                return _ended(entry._replace(job=job))
+            entry, job_id = following, following.job.id
+    except KeyboardInterrupt:
+        say(f"job {job_id} goes on without us; ezpz kill {job_id} ends it")
+        return 130
+
+
+def _meant(words: Sequence[str], env: Mapping[str, str]) -> Entry:
+    entries = survey(env, time.time() - _LATELY)
+    if words:
+        return pick(entries, words[0], env)
+    alive = [entry for entry in entries if not entry.is_over]
+    if len(alive) != 1:
+        ids = ", ".join(f"{entry.job.id} ({entry.job.name})" for entry in alive[-8:])
+        raise UsageError(
+            f"{len(alive)} jobs wait or run{': ' * bool(alive)}{ids}; expected one; give a name or "
+            "an id, as ezpz jobs shows them"
+        )
+    return alive[0]
+
+
+def _successor(entry: Entry, env: Mapping[str, str]) -> Entry | None:
+    """Return the entry of the chain's next job, where it goes on with one."""
+    if entry.chain is None or entry.chain.limit == 1:
+        return None
+    path = os.path.join(jobs_folder(env), f"{entry.chain.id}.json")
+    if (chain := read_chain(path)) is None or chain.outcome is not None:
+        return None
+    ids = [job["id"] for job in chain.jobs]
+    later = ids[ids.index(entry.job.id) + 1 :] if entry.job.id in ids else []
+    if not later:
+        return None
+    say(f"job {entry.job.id} is over; the chain goes on with job {later[0]}")
+    job = entry.job._replace(id=later[0], key=later[0], state="queued", why="", exit_status=None)
+    return entry._replace(job=job, chain=chain)
+
+
+def _ended(entry: Entry) -> int:
+    job = entry.job
+    why = f" ({job.why})" if job.why else ""
+    say(f"job {job.id} ({job.name}): {state_in_words(job)}{why}")
+    if job.exit_status is not None and job.state in ("failed", "completed"):
+        return job.exit_status
+    return _STATUS.get(job.state, 143)
+
+
+class _Follower:
+    """Follows one job to its end."""
+
+    def __init__(self, entry: Entry, env: Mapping[str, str]) -> None:
+        self._entry, self._job = entry, entry.job
+        kind = entry.job.scheduler
+        self._scheduler = next((one for one in schedulers(env) if one.name == kind), None)
+        self._tails: list[Tail] = []
+        self._said, self._silent = "", False
+
+    def run(self) -> Job:
+        """Copy what the job writes until it is over, and return what it has come to."""
+        begun = time.monotonic()
+        due = 0.0
+        while True:
+            now = time.monotonic()
+            if now >= due:
+                self._look()
+                if self._job.is_over:
+                    break
+                due = now + min(_ASKED[1], max(_ASKED[0], (now - begun) / 20))
+            self._copy()
+            time.sleep(_LOOK)
+        until = time.monotonic() + _LATE
+        while self._copy() or (self._tails and not any(tail.found for tail in self._tails)):
+            if time.monotonic() > until:
+                paths = ", ".join(tail.path for tail in self._tails)
+                say(f"job {self._job.id}: {paths} is not on this host; see {self._job.hosts}")
+                break
+            time.sleep(_LOOK)
+        return self._job
+
+    def _look(self) -> None:
+        """Ask the scheduler how it stands, and say what is new."""
+        try:
+            job = self._scheduler.job(self._job.id) if self._scheduler else None
+            self._silent = False
+        except SchedulerError as error:
+            if not self._silent:
+                say(f"{error}; following goes on")
+            self._silent = True
+            return
+        if job is None:
+            job = self._job
+            if not job.is_over:
+                why = "its scheduler tells no more of it"
+                job = job._replace(state="unknown", why=why)
+        self._job = job
+        entry = self._entry._replace(job=job)
+        if not self._tails and any(paths := _output(entry)):
+            out, err = paths
+            self._tails = [Tail(out, 1)] if out else []
+            self._tails += [Tail(err, 2)] if err and err != out else []
+        if (text := self._in_words(job)) != self._said and not job.is_over:
+            say(text)
+        self._said = text
+
+    def _in_words(self, job: Job) -> str:
+        text = f"job {job.id} ({job.name}): {state_in_words(job)}"
+        if job.state in WAITING:
+            text += f" ({job.why})" * bool(job.why)
+            text += f", starts about {_when(job.start)}" if job.start else ""
+        elif job.keeper:
+            text += (
+                f" on {job.hosts}; PBS keeps its output on {job.keeper} until it ends (qsub -koed "
+                "writes it at once)"
+            )
+        else:
+            text += f" on {job.hosts}" if job.hosts else ""
+        return text
+
+    def _copy(self) -> bool:
+        return bool([None for tail in self._tails if tail.copy()])
+
+
+class Tail:
+    """Copies what is written to a file to one of our own streams, as it comes."""
+
+    def __init__(self, path: str, fd: int) -> None:
+        self.path, self._fd = path, fd
+        self.found = False
+        self._at, self._file = 0, -1
+
+    def copy(self) -> bool:
+        """Copy what is new; return whether there was anything."""
+        try:
+            # Opened again each time: NFS tells a file's new length to who opens it.
+            file = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError:
+            return False
+        status, before = os.fstat(file), self._file
+        copied = False
+        if before >= 0:
+            if not os.path.samestat(status, os.fstat(before)):
+                copied = self._take(before)  # it was renamed: its end, then the new one
+                self._at = 0
+            os.close(before)
+        elif status.st_size > _FROM:
+            self._at = status.st_size - _FROM
+            say(f"the end of {self.path}, of which {self._at} bytes stand before this:")
+        if status.st_size < self._at:
+            self._at = 0  # it was begun again: a requeued job writes it anew
+        self.found, self._file = True, file
+        return self._take(file) or copied
+
+    def _take(self, file: int) -> bool:
+        copied = False
+        while chunk := os.pread(file, 1 << 16, self._at):
+            self._at += len(chunk)
+            copied = True
+            while chunk:
+                chunk = chunk[os.write(self._fd, chunk) :]
+        return copied
+
+
+# `ezpz-launch kill`.
+
+KILL_PAGE = """\
+usage: ezpz kill [NAME|ID|LAUNCH] [--now]
+
+End a job, a chain of jobs, or one launch inside a job. Ranks get SIGTERM and their grace, so that
+they can save a checkpoint; then the job goes (scancel, qdel). No successor of a chain starts.
+Without a name: your only job that is not over; inside a job its only launch.
+
+  --now     without grace
+
+examples:
+  ezpz kill train                                 the job, or all of the chain
+  ezpz kill 20261124T150102123456Z-4242-a1b2c3    one launch (ezpz launches --json tells ids)"""
+
+_HEARD = 20.0  # seconds that ezpz-launch on another host has to hear us: it looks every 2
+_LONGEST = 900.0  # seconds that ranks may take to save what they have
+_GONE = 120.0  # seconds that a scheduler has to end a job
+
+
+def kill(argv: Sequence[str], env: Mapping[str, str]) -> str | int:
+    """End a job, a chain, or a launch; return 0 once it is gone."""
+    options, words = _parse("kill", argv, ("--now",), KILL_PAGE)
+    if "--help" in options:
+        return KILL_PAGE
+    now = "--now" in options
+    folder = records_folder(env)
+    inside = env.get("SLURM_JOB_ID") or env.get("PBS_JOBID")
+    running = [
+        stored
+        for stored in read_records(folder, KEPT)[0]
+        if stored["end"] is None and state_of(stored) in ("running", "unknown")
+    ]
+    launches = [
+        stored for stored in running
+        if (stored["id"] == words[0] if words else inside and stored["job_id"] == inside)
+    ]  # fmt: skip
+    if words and not launches and re.fullmatch(r"[0-9]{8}T[0-9]{6,12}Z-[0-9]+-[0-9a-f]+", words[0]):
+        raise LaunchError(f"launch {words[0]} does not run; expected one that does: ezpz launches")
+    if not words and inside and len(launches) != 1:
+        ids = ", ".join(stored["id"] for stored in launches) or "none"
+        raise UsageError(f"launches that run in job {inside}: {ids}; expected one; give its id")
+    if not launches:
+        return _end_job(_meant(words, env), env, now=now)
+    (one,) = launches
+    if (ended := _end_launches(launches, env, "now" if now else "with grace")[0]) is None:
+        raise LaunchError(
+            f"launch {one['id']} goes on; expected ezpz-launch, process {one['pid']} on "
+            f"{one['host']}, to end it; end its job: ezpz kill {one['job_id'] or ''}"
+        )
+    say(f"launch {one['id']} has ended, exit status {ended['exit_status']}")
+    return 0
+
+
+def _end_launches(
+    launches: Sequence[Stored], env: Mapping[str, str], how: str
+) -> list[Stored | None]:
+    """Have launches end on all of their nodes; return the records of those that have."""
+    folder = records_folder(env)
+    for one in launches:
+        if same_host(one["host"], get_hostname()) and how != "with the job":
+            for _ in range(REQUESTS[how]):  # the second means: now
+                send(one["pid"], signal.SIGTERM)
+                time.sleep(_LOOK)
+        else:
+            write(os.path.join(folder, f"{one['id']}.end"), f"{how}\n")
+    began = time.monotonic()
+    return [_ended_record(os.path.join(folder, one["id"]), began) for one in launches]
+
+
+def _ended_record(beside: str, began: float) -> Stored | None:
+    """Wait until a launch has ended, as long as ezpz-launch has heard of it."""
+    while time.monotonic() < began + _LONGEST:
+        its = read_record(f"{beside}.json")
+        if its is None or its["end"] is not None:
+            return its
+        if state_of(its) == "never ended":
+            return None
+        if time.monotonic() > began + _HEARD and os.path.exists(f"{beside}.end"):
+            break
+        time.sleep(_LOOK)
+    with contextlib.suppress(OSError):
+        os.unlink(f"{beside}.end")
+    return None
+
+
+def _end_job(entry: Entry, env: Mapping[str, str], *, now: bool) -> int:
+    job, chain = entry.job, entry.chain
+    if entry.is_over:
+        raise LaunchError(
+            f"job {job.id} ({job.name}) is over: {state_in_words(job)}; expected one that waits "
+            "or runs"
+        )
+    scheduler = next((one for one in schedulers(env) if one.name == job.scheduler), None)
+    if scheduler is None:
+        raise LaunchError(f"no commands of {job.scheduler} on this host; expected them on PATH")
+    ids = [job.id]
+    if chain is not None:
+        path = os.path.join(jobs_folder(env), f"{chain.id}.json")
+        chain = change_chain(path, outcome="killed", why="ezpz kill", end=iso_time(time.time()))
+        # The last first: no successor begins meanwhile.
+        ids = [each["id"] for each in reversed(chain.jobs)] if chain else ids
+    launches = [] if now else [one for one in entry.launches if one["end"] is None]
+    what = "its ranks save what they have, and then it goes" if launches else "ending it"
+    say(f"job {', '.join(ids)}: {what}")
+    # Ranks have the grace of their launch, which may be longer than the scheduler's.
+    _end_launches(launches, env, "with the job")
+    scheduler.end(ids, now=now)
+    until = time.monotonic() + _GONE
+    while time.monotonic() < until:
+        found = scheduler.job(job.id)
+        if found is None or found.is_over:
+            say(f"job {job.id}: {state_in_words(found) if found else 'is gone'}")
+            return 0
+        time.sleep(1.0)
+    raise LaunchError(
+        f"job {job.id} has not ended within {_GONE:g} s; expected {job.scheduler} to end it; "
+        f"ezpz kill --now {job.id} ends it without grace"
+    )

@@ -1,0 +1,366 @@
+"""Jobs as Slurm and PBS tell of them, in the same words for both; and their end."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from ezpz_topo import (
+    Answer,
+    ask,
+    find_schedulers,
+    fold_nodelist,
+    get_pbs_folder,
+    get_pbs_jobs,
+)
+
+from ._errors import say
+
+# One job, as its scheduler tells of it.
+
+WAITING = ("queued", "requeued", "held", "cannot start")
+RUNNING = ("running", "suspended", "ending")
+
+
+class Job(NamedTuple):
+    """What a scheduler tells of a job, in the same words for all of them; times since 1970."""
+
+    scheduler: str
+    id: str  # as people give it: 12, 12_3, 12.pbs-0001
+    key: str  # as its own variables tell it: of Slurm's array tasks another number
+    name: str
+    state: str  # one of WAITING or RUNNING; else how it ended
+    why: str = ""  # the scheduler's own words
+    queue: str = ""
+    nodes: int = 0
+    hosts: str = ""
+    submitted: float | None = None
+    start: float | None = None  # while it waits: expected
+    end: float | None = None  # while it runs: that of its time limit
+    exit_status: int | None = None
+    place: int | None = None  # among those that wait, from 1
+    restarts: int = 0
+    stdout: str = ""
+    stderr: str = ""
+    keeper: str = ""  # the host on whose disk its output lies until it ends
+
+    @property
+    def is_over(self) -> bool:
+        return self.state not in (*WAITING, *RUNNING)
+
+
+def _number(text: object) -> int:
+    found = re.match("[0-9]{1,9}", str(text))
+    return int(found[0]) if found else 0
+
+
+class Scheduler(Protocol):
+    name: str
+
+    def jobs(self, since: float) -> list[Job]:
+        """Return the user's jobs that wait or run, and those that ended since, as it tells."""
+
+    def job(self, job_id: str) -> Job | None:
+        """Return a job with the paths of its output; None where it tells no more of it."""
+
+    def end(self, job_ids: Sequence[str], *, now: bool) -> None:
+        """End jobs, each in the order given: with the grace that the scheduler has, or without."""
+
+
+# Slurm.
+
+_SEPARATOR, _RECORD = "\x1f", "\x1e"
+_COLUMNS = {
+    "id": "JobArrayID:128", "key": "JobID:16", "state": "State:24", "why": "Reason:128",
+    "queue": "Partition:128", "nodes": "NumNodes:16", "submitted": "SubmitTime:24",
+    "start": "StartTime:24", "end": "EndTime:24", "status": "exit_code:16",
+    "restarts": "RestartCnt:8",
+}  # fmt: skip
+_HOSTS = {"hosts": "NodeList:65536"}  # of 10,000 nodes; too long for each of a thousand jobs
+_NAME = {"name": "Name:1024"}  # the last, as it may hold anything
+
+_SLURM_STATES = {
+    "PENDING": "queued", "REQUEUED": "requeued", "REQUEUE_FED": "requeued",
+    "REQUEUE_HOLD": "held", "SPECIAL_EXIT": "held", "RESV_DEL_HOLD": "held",
+    "RUNNING": "running", "CONFIGURING": "running", "RESIZING": "running", "SIGNALING": "running",
+    "SUSPENDED": "suspended", "STOPPED": "suspended",
+    "COMPLETING": "ending", "STAGE_OUT": "ending",
+    "COMPLETED": "completed", "FAILED": "failed", "TIMEOUT": "time limit",
+    "CANCELLED": "cancelled", "PREEMPTED": "preempted", "NODE_FAIL": "node failed",
+    "OUT_OF_MEMORY": "out of memory", "DEADLINE": "deadline", "BOOT_FAIL": "node failed",
+    "REVOKED": "cancelled",
+}  # fmt: skip
+_NEVER = (
+    "DependencyNeverSatisfied", "BadConstraints", "PartitionNodeLimit", "PartitionTimeLimit",
+    "InvalidAccount", "InvalidQOS", "AccountNotAllowed", "QOSNotAllowed",
+)  # fmt: skip
+"""Reasons for which a job waits that no waiting changes (squeue's manual page)."""
+
+
+_NO_REASON = ("completed", "cancelled", "preempted", "time limit")
+"""States of which the reason is an old one, or says the same again."""
+
+
+class _Slurm:
+    name = "slurm"
+
+    def __init__(self, env: Mapping[str, str]) -> None:
+        changing = ("SLURM_TIME_FORMAT", "SLURM_BITSTR_LEN", "SQUEUE_", "SACCT_", "SCANCEL_")
+        plain = {name: value for name, value in env.items() if not name.startswith(changing)}
+        self._env = {**plain, "TZ": "UTC0"}
+
+    def jobs(self, since: float) -> list[Job]:
+        found = self._squeue("--me", columns=_COLUMNS)
+        known = {job.id for job in found}
+        found += [job for job in self._sacct(since) if job.id not in known]
+        waiting = [job for job in found if job.state in WAITING]
+        return self._with_places(found, {job.queue for job in waiting}) if waiting else found
+
+    def job(self, job_id: str) -> Job | None:
+        found = self._squeue(f"--jobs={job_id}", columns={**_COLUMNS, **_HOSTS})
+        found = found or self._sacct(0.0, job_id)
+        of_array = [job for job in found if job.id.partition("_")[0] == job_id]
+        found = [job for job in found if job.id == job_id] or [array_of(of_array)] * bool(of_array)
+        if not found:
+            return None
+        if found[0].state in WAITING:
+            found = self._with_places(found, {found[0].queue})
+        # squeue tells other files of an array's tasks than there are (22.05.8).
+        told = self._ask("scontrol", "show", "job", job_id, good=(0, 1)).stdout
+        paths = [re.search(rf"(?m)^ {{3}}{key}=(.*)", told) for key in ("StdOut", "StdErr")]
+        stdout, stderr = (path[1] if path else "" for path in paths)
+        return found[0]._replace(stdout=stdout, stderr=stderr)
+
+    def end(self, job_ids: Sequence[str], *, now: bool) -> None:
+        for words in (["--full", "--signal=KILL"], []) if now else ([],):
+            self._ask("scancel", *words, *job_ids, good=(0, 1))
+
+    def _ask(self, *argv: str, good: tuple[int, ...] = (0,)) -> Answer:
+        return ask(argv, env=self._env, attempts=1, good=good)
+
+    def _squeue(self, whose: str, columns: Mapping[str, str]) -> list[Job]:
+        columns = {**columns, **_NAME}
+        form = ",".join(f"{column}{_SEPARATOR}" for column in columns.values())
+        words = ("--noheader", "--states=all", whose, f"--Format={form[:-1]}{_RECORD}")
+        answer = self._ask("squeue", *words, good=(0, 1))
+        if answer.status and "Invalid job id" in answer.stderr:
+            return []
+        if answer.status:
+            self._ask("squeue", *words)  # once more: it says what is wrong
+        rows = [row.lstrip("\n").split(_SEPARATOR) for row in answer.stdout.split(_RECORD)[:-1]]
+        return [_slurm_job(dict(zip(columns, map(str.strip, row), strict=True))) for row in rows]
+
+    def _sacct(self, since: float, job_id: str = "") -> list[Job]:
+        """Return jobs that squeue tells no more of, where there is accounting."""
+        fields = {
+            "id": "JobID", "key": "JobIDRaw", "state": "State", "status": "ExitCode",
+            "queue": "Partition", "nodes": "NNodes", "hosts": "NodeList", "submitted": "Submit",
+            "start": "Start", "end": "End", "name": "JobName",
+        }  # fmt: skip
+        which = [f"--jobs={job_id}"] if job_id else [f"--starttime=now-{int(time.time() - since)}"]
+        words = ("-X", "--noheader", "--parsable2", f"--delimiter={_SEPARATOR}", *which)
+        answer = self._ask("sacct", *words, f"--format={','.join(fields.values())}", good=(0, 1))
+        if answer.status and "disabled" not in answer.stderr:
+            say(f"sacct: {answer.stderr.strip()}; jobs that ended some minutes ago are not shown")
+        rows = [line.split(_SEPARATOR) for line in answer.stdout.splitlines()]
+        return [
+            _slurm_job(dict(zip(fields, row, strict=True)))
+            for row in rows
+            if len(row) == len(fields)
+        ]
+
+    def _with_places(self, jobs: list[Job], queues: Iterable[str]) -> list[Job]:
+        """Say where in their partition's queue jobs are, if others' jobs are shown to us, too."""
+        form = f"--Format=JobArrayID:128{_SEPARATOR},Partition:128{_SEPARATOR},UserID:16{_RECORD}"
+        words = ("--noheader", "--states=PENDING", "--sort=-p", f"--partition={','.join(queues)}")
+        rows = [
+            [cell.strip() for cell in row.split(_SEPARATOR)]
+            for row in self._ask("squeue", *words, form).stdout.split(_RECORD)[:-1]
+        ]
+        if all(user == str(os.getuid()) for *_, user in rows):
+            config = self._ask("scontrol", "show", "config").stdout
+            if re.search(r"(?m)^PrivateData\s*=.*\bjobs\b", config):
+                return jobs
+        places: dict[tuple[str, str], int] = {}
+        counts: dict[str, int] = {}
+        for job_id, queue, _ in rows:
+            counts[queue] = counts.get(queue, 0) + 1
+            places[job_id, queue] = counts[queue]
+        return [
+            job._replace(place=places.get((job.id, job.queue))) if job.state == "queued" else job
+            for job in jobs
+        ]
+
+
+def _slurm_job(told: Mapping[str, str]) -> Job:
+    word, why = told["state"].partition(" ")[0], told.get("why", "")
+    state, restarts = _SLURM_STATES.get(word, word.lower()), _number(told.get("restarts", ""))
+    if state == "queued":
+        if "held" in why.lower():
+            state = "held"
+        elif why.startswith(_NEVER):
+            state = "cannot start"
+        elif restarts:
+            state = "requeued"
+    waits, runs = state in WAITING, state in RUNNING
+    return Job(
+        "slurm", told["id"], told["key"], told["name"], state,
+        why="" if why == "None" or state in _NO_REASON else why, queue=told["queue"],
+        nodes=_number(told["nodes"]), hosts=told.get("hosts", ""),
+        submitted=_slurm_moment(told["submitted"]), start=_slurm_moment(told["start"]),
+        end=None if waits else _slurm_moment(told["end"]),
+        exit_status=None if waits or runs else _slurm_status(told["status"]), restarts=restarts,
+    )  # fmt: skip
+
+
+def _slurm_status(text: str) -> int | None:
+    """Read an exit status: sacct's ``status:signal``, or squeue's, which is what wait(2) gives."""
+    if ":" in text:
+        status, number = map(_number, text.split(":")[:2])
+        return 128 + number if number else status
+    if not text.isdecimal():
+        return None
+    status = os.waitstatus_to_exitcode(int(text) & 0xFFFF)
+    return 128 - status if status < 0 else status
+
+
+def _slurm_moment(text: str) -> float | None:
+    from datetime import UTC, datetime  # noqa: PLC0415 - only jobs need it
+
+    if not text[:1].isdigit():
+        return None  # N/A, Unknown
+    return datetime.fromisoformat(text).replace(tzinfo=UTC).timestamp()
+
+
+def array_of(tasks: Sequence[Job]) -> Job:
+    """Return an array's tasks as one job, in the state of those that are not over."""
+    if len(tasks) == 1:
+        return tasks[0]
+    counts: dict[str, int] = {}
+    for task in tasks:
+        counts[task.state] = counts.get(task.state, 0) + 1
+    order = (*RUNNING, *WAITING, *(state for state in counts if state != "completed"), "completed")
+    state = next(state for state in order if state in counts)
+    first = next(task for task in tasks if task.state == state)
+    why = ", ".join(f"{count} {state}" for state, count in counts.items())
+    return first._replace(id=first.id.partition("_")[0], why=f"array: {why}")
+
+
+# PBS.
+
+_PBS_STATES = {
+    "Q": "queued", "T": "queued", "W": "queued", "H": "held", "R": "running", "B": "running",
+    "S": "suspended", "U": "suspended", "E": "ending",
+}  # fmt: skip
+_PBS_ENDS = {
+    -11: "requeued", -14: "node failed", -20: "node failed", -24: "too many CPUs",
+    -25: "too many CPUs", -26: "out of memory", -27: "out of memory", -28: "too much CPU time",
+    -29: "time limit",
+}  # fmt: skip
+"""By Exit_status (OpenPBS 23.06, job.h); other negative ones: it could not be started."""
+
+_GONE = (0, 35, 153)
+"""Exit statuses of qdel: done, has finished, is unknown."""
+
+
+class _Pbs:
+    name = "pbs"
+
+    def __init__(self, env: Mapping[str, str]) -> None:
+        self._env = env
+
+    def jobs(self, since: float) -> list[Job]:
+        import getpass  # noqa: PLC0415 - only PBS needs the name
+
+        user = ("-u", getpass.getuser())
+        after = time.strftime("%Y%m%d%H%M", time.gmtime(since))
+        ids = self._ask("qselect", *user).stdout.split()
+        ids += self._ask("qselect", "-x", "-s", "FMX", "-tm.gt." + after, *user).stdout.split()
+        told = get_pbs_jobs(list(dict.fromkeys(ids)), self._env) if ids else {}
+        return [_pbs_job(job_id, job) for job_id, job in told.items()]
+
+    def job(self, job_id: str) -> Job | None:
+        told = get_pbs_jobs([job_id], self._env)
+        return next((_pbs_job(key, job) for key, job in told.items()), None)
+
+    def end(self, job_ids: Sequence[str], *, now: bool) -> None:
+        self._ask("qdel", *["-W", "force"] * now, *job_ids, good=_GONE)
+
+    def _ask(self, *argv: str, good: tuple[int, ...] = (0,)) -> Answer:
+        place = get_pbs_folder(self._env)
+        # The times of qselect's words are of the zone in which it runs.
+        return ask(argv, env={**self._env, "TZ": "UTC0"}, attempts=1, good=good, place=place)
+
+
+def _pbs_job(job_id: str, told: Mapping[str, Any]) -> Job:
+    resources = told.get("Resource_List") or {}
+    letter, comment = told.get("job_state", ""), told.get("comment", "")
+    state, why = _PBS_STATES.get(letter, "completed"), comment
+    status: int | None = None
+    runs = _number(told.get("run_count", 0))
+    start = told.get("stime")
+    end = start + resources["walltime"] if start and "walltime" in resources else None
+    if state == "held" and (depends := told.get("depend")) and told.get("Hold_Types") == "s":
+        state, why = "queued", f"depends on {depends}"
+    elif state == "queued" and comment.startswith("Can Never Run"):
+        state = "cannot start"
+    elif state == "queued" and runs:
+        state = "requeued"
+    elif letter == "B":
+        why = f"array: {told.get('array_state_count', '')}"
+        state = "running" if "Running:0" not in why else "queued"
+    elif letter not in _PBS_STATES:
+        state, status = _pbs_end(told, comment)
+        end = told.get("obittime") or told.get("mtime")
+    if state in WAITING:
+        start, end = (told.get("estimated") or {}).get("start_time"), None
+    hosts = re.findall(r"(?:^|\+)([^/+]+)/", told.get("exec_host", ""))
+    stdout, stderr, keeper = _pbs_files(job_id, told, hosts)
+    return Job(
+        "pbs", job_id, job_id, told.get("Job_Name", ""), state, why=why,
+        queue=told.get("queue", ""), nodes=_number(resources.get("nodect", 0)),
+        hosts=fold_nodelist(list(dict.fromkeys(hosts))), submitted=told.get("qtime"), start=start,
+        end=end, exit_status=status, restarts=max(0, runs - 1), stdout=stdout, stderr=stderr,
+        keeper=keeper,
+    )  # fmt: skip
+
+
+def _pbs_end(told: Mapping[str, Any], comment: str) -> tuple[str, int | None]:
+    text = told.get("Exit_status", "")
+    status = int(text) if re.fullmatch("-?[0-9]{1,6}", text) else None
+    # An Exit_status above 255 is 256 and the signal that killed the script.
+    shown = status if status is None or status < 256 else 128 + status - 256
+    if status is not None and status < 0:
+        return _PBS_ENDS.get(status, "could not start"), None
+    if "terminated" in comment or told.get("substate") == "91" or status is None:
+        return "cancelled", shown
+    return "failed" if status else "completed", shown
+
+
+def _pbs_files(job_id: str, told: Mapping[str, Any], hosts: Sequence[str]) -> tuple[str, str, str]:
+    """Return the paths of a job's output, and the host that keeps it until the end."""
+    kept, joined = told.get("Keep_Files", "n"), told.get("Join_Path", "n")
+    number = job_id.partition(".")[0]
+    paths = {}
+    for stream, key, ending in (("o", "Output_Path", "OU"), ("e", "Error_Path", "ER")):
+        path = re.sub("^[^:/]*:", "", told.get(key, ""))
+        if stream in kept and "d" not in kept:
+            name = f"{told.get('Job_Name', '')}.{stream}{number.partition('[')[0]}"
+            path = os.path.join(os.path.expanduser("~"), name)
+        elif path.endswith("/") or os.path.isdir(path):
+            path = os.path.join(path, f"{job_id}.{ending}")
+        index = re.search(r"\[([0-9]+)\]", job_id)
+        paths[stream] = path.replace("^array_index^", index[1] if index else "")
+    if joined in ("oe", "eo"):
+        paths = dict.fromkeys("oe", paths[joined[0]])
+    spooled = not any(stream in kept for stream in "oe")
+    return paths["o"], paths["e"], hosts[0] if spooled and hosts else ""
+
+
+def schedulers(env: Mapping[str, str], only: str = "") -> list[Scheduler]:
+    """Return those whose commands are on this host; or that one alone, if it is there."""
+    kinds: dict[str, Callable[[Mapping[str, str]], Scheduler]] = {"slurm": _Slurm, "pbs": _Pbs}
+    return [kinds[name](env) for name in find_schedulers(env) if only in ("", name)]

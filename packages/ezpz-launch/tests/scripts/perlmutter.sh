@@ -1,0 +1,17 @@
+#!/bin/bash -l
+#SBATCH --job-name=train
+#SBATCH --nodes=4
+#SBATCH --exclusive
+#SBATCH --gpus-per-node=4
+#SBATCH --time=2:00:00
+#SBATCH --qos=prod
+#SBATCH --account=project
+#SBATCH --output=train.o%j
+#SBATCH --requeue --open-mode=append
+#SBATCH --constraint=gpu
+module load pytorch
+source /env/bin/activate
+cd /work || exit
+export EZPZ_STATE_DIR=/work/state
+EZPZ_CHAIN=/work/state/jobs/train-ID.json \
+exec ezpz-launch --machine perlmutter --signal-before 5m python train.py --lr 1e-4

@@ -1,0 +1,232 @@
+"""Jobs where no scheduler answers: records, files that are followed, launches that are ended."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from ezpz_launch._jobs import Tail, last_record
+
+HOST = os.uname().nodename
+
+SAVES = (
+    "import os, signal, sys, time\n"
+    "signal.signal(signal.SIGTERM, lambda *_: (print('saved', flush=True), sys.exit(75)))\n"
+    "print('ready', flush=True)\n"
+    "while True: time.sleep(600)\n"
+)
+DEAF = SAVES.replace("(print('saved', flush=True), sys.exit(75))", "None")
+
+TRAINS = (
+    "import json, os, sys, time\n"
+    "here = os.path.abspath('metrics.jsonl')\n"
+    "while os.environ['RANK'] == '1':\n"
+    "    if os.path.exists(os.environ['EZPZ_RUN_FILE']): sys.exit(3)\n"
+    "    time.sleep(0.02)\n"
+    "with open(here, 'w') as file:\n"
+    "    file.write(json.dumps({'ezpz_obs': 1}, separators=(',', ':')) + '\\n')\n"
+    "    for step in range(3):\n"
+    "        record = {'step': step, 'time': 1.5, 'lr': 0.1, 'train/loss': 2.0 / (step + 1)}\n"
+    "        file.write(json.dumps(record, separators=(',', ':')) + '\\n')\n"
+    '    file.write(\'{"step":3,"ti\')\n'
+    "said = os.environ['EZPZ_RUN_FILE']\n"
+    "with open(said + '.new', 'w') as file: file.write(here + '\\n')\n"
+    "os.rename(said + '.new', said)\n"
+)
+
+
+# What is recorded.
+
+
+@pytest.fixture
+def in_job(spawned, tmp_path):
+    """Launch two ranks as if in a job of Slurm's that is over; return what `jobs` says then."""
+    env = {"SLURM_JOB_ID": "4242", "SLURM_JOB_NODELIST": HOST, "SLURM_NTASKS": "2"}
+
+    def run(*words):
+        return spawned("-n", "2", *words, env=env, cwd=tmp_path)
+
+    return run
+
+
+def test_a_job_that_no_scheduler_knows_is_told_from_its_launches(in_job, launch, tmp_path):
+    assert in_job(sys.executable, "-c", TRAINS).returncode == 3
+    (told,) = json.loads(launch("jobs", "--json").stdout)
+    assert (told["id"], told["state"], told["exit_status"]) == ("4242", "failed", 3)
+    assert (told["first_failure"]["rank"], told["first_failure"]["status"]) == (1, 3)
+    run = str(tmp_path / "metrics.jsonl")
+    assert told["progress"] == {"step": 2, "loss": 2 / 3, "time": 1.5, "run": run}
+    table = launch("jobs").stdout
+    assert "failed with status 3" in table
+    assert "rank 1 on " in table
+    whole = launch("jobs", "4242").stdout
+    line = rf"^launch +{told['launches'][0]} on {re.escape(HOST)}: ended$"
+    assert re.search(line, whole, re.MULTILINE)
+    assert json.loads(launch("jobs", "4242", "--json").stdout) == told
+    none = launch("jobs", "nothing")
+    assert none.returncode == 2
+    assert "no job 'nothing'; expected a name or an id of yours, such as " in none.stderr
+
+
+@pytest.mark.parametrize(
+    ("lines", "found"),
+    [
+        ('{"step":1,"time":2.5,"loss":0.5}\n{"step":2,"ti', {"step": 1, "loss": 0.5, "time": 2.5}),
+        ('{"step":7,"time":1,"loss":"NaN","crc":"0"}\n{"event":"end"}\n',
+         {"step": 7, "loss": "NaN", "time": 1}),
+        ('{"step":7,"time":1,"val_loss":3,"lr":1}\n', {"step": 7, "loss": 3, "time": 1}),
+        ('{"step":7,"time":1,"lossless":3}\n', {"step": 7, "time": 1}),
+        ('{"ezpz_obs":1}\n', {}),
+    ],
+)  # fmt: skip
+def test_the_last_record_of_a_run(tmp_path, lines, found):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("x" * 100_000 + "\n" + lines)
+    assert last_record(str(path)) == (found and {**found, "run": str(path)})
+
+
+# A scheduler that is down.
+
+
+def test_a_scheduler_that_hangs_is_an_error_that_names_the_command(launch, program, clean_env):
+    folder = os.path.dirname(program("bin/squeue", "exec sleep 600"))
+    env = {"PATH": f"{folder}:{clean_env['PATH']}", "EZPZ_SCHEDULER_TIMEOUT": "0.5"}
+    for words in (["jobs"], ["follow"], ["kill"], ["jobs", "12"]):
+        done = launch(*words, env=env)
+        assert (done.returncode, done.stdout) == (2, ""), words
+        assert "'squeue --noheader" in done.stderr
+        assert "gave no answer in 0.5 s (1 attempt)" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["jobs", "--al"], "jobs: '--al' is not known here; expected usage: ezpz jobs"),
+        (["kill", "a", "b"], "kill: 'b'; expected one name or id at most"),
+        (["follow"], "0 jobs wait or run; expected one"),
+        (["kill", "20261124T150102123456Z-42-a1b2c3"], "does not run; expected one that does"),
+    ],
+)
+def test_what_is_not_there_is_refused(launch, words, said):
+    done = launch(*words)
+    assert done.returncode == 2
+    assert said in done.stderr
+
+
+@pytest.mark.parametrize("name", ["jobs", "follow", "kill", "launches", "history"])
+def test_each_has_a_page_with_examples(launch, name):
+    page = launch(name, "--help").stdout
+    assert page.startswith("usage: ezpz")
+    assert "examples:" in page
+
+
+# A file that is followed.
+
+
+@pytest.fixture
+def tail(tmp_path):
+    """A tail of ``out``, and what it has copied since it was last asked."""
+    read, write = os.pipe()
+    os.set_blocking(read, False)
+    followed = Tail(str(tmp_path / "out"), write)
+
+    def copied():
+        followed.copy()
+        try:
+            return os.read(read, 1 << 20).decode()
+        except BlockingIOError:
+            return ""
+
+    yield copied
+    os.close(read)
+    os.close(write)
+
+
+def test_a_file_is_copied_as_it_grows_is_renamed_and_begun_again(tail, tmp_path):
+    path = tmp_path / "out"
+    assert tail() == ""  # it is not there yet
+    with path.open("a") as file:
+        for text in ("first\nhal", "f\nlast\n"):
+            file.write(text)
+            file.flush()
+            assert tail() == text
+        assert tail() == ""
+        file.write("after\n")
+        file.flush()
+        path.rename(tmp_path / "out.1")
+        file.write("its end\n")
+    path.write_text("a new one\n")
+    assert tail() == "after\nits end\na new one\n"
+    path.write_text("anew\n")  # as a requeued job does
+    assert tail() == "anew\n"
+    path.unlink()
+    assert tail() == ""
+
+
+def test_of_a_long_file_the_end_is_copied(tail, tmp_path, capfd):
+    (tmp_path / "out").write_text("x" * (1 << 20) + "end\n")
+    text = tail()
+    assert text.endswith("xend\n")
+    assert len(text) == 1 << 16
+    assert f"of which {(1 << 20) + 4 - (1 << 16)} bytes stand before this" in capfd.readouterr().err
+
+
+# A launch that is ended.
+
+
+@pytest.fixture
+def started(background):
+    """Start launches of two ranks; return their processes once all ranks are ready."""
+
+    def start(*programs):
+        pipe = subprocess.PIPE
+        launches = [
+            background("-n", "2", sys.executable, "-c", text, stdout=pipe, text=True)
+            for text in programs
+        ]
+        for one in launches:
+            assert [one.stdout.readline(), one.stdout.readline()] == ["ready\n"] * 2
+        return launches
+
+    return start
+
+
+def of(process, history):
+    """Return the record of a launch."""
+    return next(one for one in history() if one["pid"] == process.pid)
+
+
+def test_one_launch_is_ended_by_its_id_and_no_other(started, launch, history):
+    first, second = started(SAVES, SAVES)
+    done = launch("kill", of(first, history)["id"])
+    assert done.returncode == 0
+    assert "has ended, exit status 75" in done.stderr
+    assert (first.wait(60), first.stdout.read()) == (75, "saved\nsaved\n")
+    assert second.poll() is None
+    assert of(second, history)["state"] == "running"
+
+
+@pytest.mark.parametrize("way", ["here", "elsewhere"])
+def test_without_grace(started, launch, history, clean_env, way):
+    (deaf,) = started(DEAF)
+    found = of(deaf, history)["id"]
+    if way == "here":
+        assert launch("kill", "--now", found).returncode == 0
+    else:  # as from another host
+        with open(f"{clean_env['EZPZ_STATE_DIR']}/launches/{found}.end", "w") as file:
+            file.write("now\n")
+    assert deaf.wait(60) == 143
+    assert not os.path.exists(f"{clean_env['EZPZ_STATE_DIR']}/launches/{found}.end")
+    assert of(deaf, history)["exit_status"] == 143
+
+
+def test_inside_a_job_its_only_launch_is_meant(started, launch, history):
+    (one,) = started(SAVES)
+    job = {"SLURM_JOB_ID": "4242", "SLURM_JOB_NODELIST": HOST}
+    done = launch("kill", env=job)
+    assert done.returncode == 2
+    assert "launches that run in job 4242: none; expected one" in done.stderr
+    assert one.poll() is None
