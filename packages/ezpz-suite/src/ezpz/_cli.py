@@ -27,6 +27,7 @@ jobs:
   follow    print a job's output as it comes, until it ends
   kill      end a job, a chain of jobs, or a launch; ranks have time to save a checkpoint
   launches  the launches so far, and how they ended (once: history)
+  nodes     the nodes that launches found bad, for a day
 
 look:
   doctor    check scheduler, MPI, device, network, disk and versions, each with a remedy
@@ -63,6 +64,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "kill": ("ezpz_launch", "kill"),
     "launches": ("ezpz_launch", "launches"),
     "history": ("ezpz_launch", "launches"),
+    "nodes": ("ezpz_launch", "nodes"),
     "doctor": ("ezpz.doctor",),
     "topo": ("ezpz_topo._cli",),
     "report": ("ezpz_obs._cli", "report"),
