@@ -28,6 +28,7 @@ COMMANDS = {
     "launches": "_record:command",
     "history": "_record:command",
     "nodes": "_nodes:command",
+    "preflight": "_preflight:command",
     "submit": "_submit:command",
     "jobs": "_jobs:jobs",
     "follow": "_jobs:follow",
@@ -126,6 +127,11 @@ def _looked_at(
         env = outside_of_launch(env)
     require_command(request.command[0], {**env, **dict(pair.split("=", 1) for pair in request.env)})
     planned = _planned(topology, request, env)
+    if request.preflight and not request.dry_run:
+        from ._preflight import leave_out  # noqa: PLC0415  # only this option needs it
+
+        if leave_out(request, topology.allocation, env):
+            planned = _planned(topology, request, env)
     _hint_at_a_job(topology, request, env)
     return planned, topology, env
 
@@ -148,7 +154,7 @@ def _planned(
         # Every rank launches: each on its own host.
         hosts, slots = [job.node_name or topology.hostname], [0]
         source = "--nested: this host"
-    notes: list[str] = []
+    notes, spares = list[str](), request.spares
     if only:
         of_each = dict(zip(hosts, slots, strict=True))
         hosts, slots = only, [of_each.get(host, 0) for host in only]
@@ -160,15 +166,17 @@ def _planned(
             kept = [(host, n) for host, n in zip(hosts, slots, strict=True) if host not in bad]
             hosts, slots = [host for host, _ in kept], [n for _, n in kept]
             source += f", less {len(bad)} found bad"
+            spares = max(0, request.spares - len(bad))
 
     chosen = partial(choose_launcher, topology=topology, request=request, env=env, beside=beside)
+    asked = replace(request, spares=spares)
     planned = plan(
-        topology, request, chosen if is_here else imagine_launcher(topology, request),
+        topology, asked, chosen if is_here else imagine_launcher(topology, request),
         hosts=hosts, hosts_source=source, slots=slots, hostfile=HOSTFILE,
         port=free_port() if is_here else 29500, user_env=env,
         as_root=is_here and os.geteuid() == 0,
     )  # fmt: skip
-    return replace(planned, warnings=(*planned.warnings, *notes)) if notes else planned
+    return replace(planned, request=request, warnings=(*planned.warnings, *notes))
 
 
 def _replanned(

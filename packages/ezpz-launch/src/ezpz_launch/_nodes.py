@@ -165,7 +165,7 @@ def avoid(
     if not found or request.include:
         return set(), []
     bad = {host for host, each in found if allocation and each.allocation == allocation}
-    needed = (request.nodes or 0) + request.spares
+    needed = request.nodes or 0
     if request.nproc and request.ppn:
         needed = max(needed, -(-request.nproc // request.ppn))
     if len(hosts) - len(bad) < max(1, needed):

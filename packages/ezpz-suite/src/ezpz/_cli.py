@@ -28,6 +28,7 @@ jobs:
   kill      end a job, a chain of jobs, or a launch; ranks have time to save a checkpoint
   launches  the launches so far, and how they ended (once: history)
   nodes     the nodes that launches found bad, for a day
+  preflight look at every node of this job, and name those that differ
 
 look:
   doctor    check scheduler, MPI, device, network, disk and versions, each with a remedy
@@ -65,6 +66,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "launches": ("ezpz_launch", "launches"),
     "history": ("ezpz_launch", "launches"),
     "nodes": ("ezpz_launch", "nodes"),
+    "preflight": ("ezpz_launch", "preflight"),
     "doctor": ("ezpz.doctor",),
     "topo": ("ezpz_topo._cli",),
     "report": ("ezpz_obs._cli", "report"),
