@@ -152,6 +152,8 @@ def _make_job(
     lines += [*setup, f"cd {_quoted(cwd)} || exit"]
     if given := env.get("EZPZ_STATE_DIR"):
         lines.append(f"export EZPZ_STATE_DIR={_quoted(os.path.abspath(given))}")
+    if (request.spares or request.min_nodes) and scheduler.name == "slurm":
+        lines.append("export SLURM_NO_KILL=set")  # so do the job's steps
     if kind != "array" and (limit > 1 or not request.script):
         lines.append(f"{CHAIN}={_quoted(f'{base}.json')} \\")
     # exec: a shell that the scheduler tells to end would take the ranks' grace with it.
@@ -189,6 +191,7 @@ def _rows(
         chunk, source = scheduler.chunk(request.nodes or 1, env)
         why += f"; {source}" if source else ""
     devices = machine.devices_per_node if "devices" in words else 0
+    survives = request.spares or request.min_nodes
     asked: list[tuple[str, object, str]] = [
         ("name", name, "--name" if request.name else "of the command"),
         ("nodes", f"{request.nodes or 1}{chunk}", why),
@@ -197,6 +200,7 @@ def _rows(
         ("time", request.time and clock(request.time), "--time"),
         *((label, getattr(request, label), f"--{label}") for label in _NAMED),
         ("output", f"{name}.o%j", "one file a job, written as it comes"),
+        ("lost nodes", "survived" if survives else "", "--spares, --min-nodes"),
         ("requeue", "yes" if request.until_done or request.chain else "", "where preempted"),
     ]
     rows = [Row(n, str(value), why, words[n].format(value)) for n, value, why in asked if value]
