@@ -1,4 +1,4 @@
-"""Two hosts on one machine: names, addresses and mounts of their own, and what Hydra needs.
+"""Two or four hosts on one machine: names, addresses and mounts of their own, and what Hydra needs.
 
 Each host is a network namespace. The bridge between them is in a third one, so that this
 machine's own interfaces, routes and packet filters are neither changed nor met, and whatever
@@ -17,7 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
-ADDRESSES = {"nodeA": "198.18.0.1", "nodeB": "198.18.0.2"}
+ADDRESSES = {f"node{letter}": f"198.18.0.{n}" for n, letter in enumerate("ABCD", 1)}
 """Of 198.18.0.0/15, which RFC 2544 sets apart for tests."""
 
 STOP_TIMEOUT = 10.0
@@ -62,6 +62,8 @@ class TwoHosts:
     ``with``. The directory's ``local`` is a disk of each host's own: there nodeA sees what is
     here in ``nodeA``, and nodeB what is in ``nodeB``.
     """
+
+    names = ("nodeA", "nodeB")
 
     def __init__(self):
         self.directory = Path()  # removed at the end
@@ -112,7 +114,7 @@ class TwoHosts:
     def reset(self):
         """Kill every process of both hosts, empty their disks, and bring their links up."""
         _end_processes(self.directory.name)
-        for host in ADDRESSES:
+        for host in self.names:
             self.set_link(host, "up")
             shutil.rmtree(self.directory / host)
             (self.directory / host).mkdir()
@@ -128,9 +130,10 @@ class TwoHosts:
             "HYDRA_LAUNCHER": "ssh",
             "HYDRA_LAUNCHER_EXEC": str(self.directory / "launcher"),
         }
-        for folder in ("local", *ADDRESSES):
+        for folder in ("local", *self.names):
             (self.directory / folder).mkdir()
-        lines = [f"{address} {host}.example {host}\n" for host, address in ADDRESSES.items()]
+        addresses = {host: ADDRESSES[host] for host in self.names}
+        lines = [f"{address} {host}.example {host}\n" for host, address in addresses.items()]
         hosts = self.directory / "hosts"
         hosts.write_text("".join(["127.0.0.1 localhost\n", *lines]), encoding="utf-8")
         for script, text in (("enter", _ENTER), ("launcher", _LAUNCHER)):
@@ -142,7 +145,7 @@ class TwoHosts:
         switch = ("-n", f"{name}-{_SWITCH}", "link")
         _ip(*switch, "add", "bridge", "type", "bridge")
         _ip(*switch, "set", "bridge", "up")
-        for host, address in ADDRESSES.items():
+        for host, address in addresses.items():
             node = f"{name}-{host}"
             _ip("netns", "add", node)
             _ip(*switch, "add", host, "type", "veth", "peer", "name", "eth0", "netns", node)
@@ -157,6 +160,12 @@ class TwoHosts:
         except KeyboardInterrupt:
             remove(self.directory)
             raise
+
+
+class FourHosts(TwoHosts):
+    """The same with nodeC and nodeD."""
+
+    names = tuple(ADDRESSES)
 
 
 def remove(directory):

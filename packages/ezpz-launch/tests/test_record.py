@@ -58,7 +58,7 @@ def test_from_the_start_to_the_end(env, folder, tmp_path, monkeypatch, capsys):
         "argv": ["srun", "sh"], "environment": dict(PLAN.environment), "host": get_hostname(),
         "pid": os.getpid(), "pid_start": begun["pid_start"], "start": begun["start"], "end": None,
         "exit_status": None, "first_failure": None, "attempt": 0, "retries": 2,
-        "version": __version__,
+        "attempts": [], "version": __version__,
     }  # fmt: skip
     assert begun["hosts"]
     assert isinstance(begun["pid_start"], int) == os.path.isdir("/proc/self")

@@ -1,7 +1,8 @@
 """Program: a node's agent, which signals, ends and looks at its ranks as ezpz-launch orders.
 
 On ezpz-launch's own host it is a child of it, by `fork`, and ends everything if ezpz-launch is
-killed. On other hosts the first rank's shim starts it: ``python -I -S _agent.py NODE``.
+killed. On other hosts the first rank's shim starts it: ``python -I -S _agent.py NODE``. Where it is
+gone, a small launch ends what it left: ``_agent.py --end LAUNCH_ID``.
 """
 
 from __future__ import annotations
@@ -550,6 +551,9 @@ def _detach(first: int) -> None:
 
 def main() -> int:
     """Serve ezpz-launch, which is on another host, until it says farewell."""
+    if sys.argv[1] == "--end":  # what an agent that is gone was to end
+        Ranks(sys.argv[2]).kill()
+        return 0
     # What started the shim that started us, and this node's other shims.
     launcher = parent_of(os.getppid())
     if os.fork():

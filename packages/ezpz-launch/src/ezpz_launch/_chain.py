@@ -160,6 +160,7 @@ class Slurm:
         "devices": "--gpus-per-node={}", "time": "--time={}", "queue": "--partition={}",
         "account": "--account={}", "array": "--array={}", "after": "--dependency=afterok:{}",
         "output": "--output={}", "requeue": "--requeue --open-mode=append",
+        "lost nodes": "--no-kill",
     }  # fmt: skip
 
     def queues(self, env: Mapping[str, str]) -> list[Queue]:
@@ -194,6 +195,7 @@ class Pbs:
         "name": "-N {}", "nodes": "-l select={}", "sharing": "-l place=scatter",
         "time": "-l walltime={}", "queue": "-q {}", "account": "-A {}", "array": "-J {}",
         "after": "-W depend=afterok:{}", "output": "-j oe -k doe", "requeue": "-r y",
+        "lost nodes": "-W tolerate_node_failures=all",
     }  # fmt: skip
 
     def queues(self, env: Mapping[str, str]) -> list[Queue]:

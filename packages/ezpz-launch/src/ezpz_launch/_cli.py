@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 COMMANDS = {
     "launches": "_record:command",
     "history": "_record:command",
+    "nodes": "_nodes:command",
+    "preflight": "_preflight:command",
     "submit": "_submit:command",
     "jobs": "_jobs:jobs",
     "follow": "_jobs:follow",
@@ -76,7 +79,7 @@ def _main(argv: Sequence[str], env: Mapping[str, str]) -> int:
             raise UsageError(f"--dry-run --machine: {why}")
         from ezpz_topo import imagine  # noqa: PLC0415  # only a dry run needs it
 
-        topology = imagine(request.machine, request.nodes or 1, env)
+        topology = imagine(request.machine, (request.nodes or 1) + request.spares, env)
         return _print(_explained(_planned(topology, request, {}, is_here=False)))
     if env.get("EZPZ_CHAIN") and not request.dry_run:
         from ._chain import CHAIN, see_through  # noqa: PLC0415  # only a submitted job needs it
@@ -94,7 +97,9 @@ def _prepared(
     """Return a launch that is ready to run; attempts of earlier jobs count before its own."""
     from ._retry import Attempts  # noqa: PLC0415  # a dry run does without
 
-    return Attempts(*_looked_at(request, env), before, progress_file)
+    planned, topology, own = _looked_at(request, env)
+    replan = partial(_replanned, topology, request, own)
+    return Attempts(planned, topology, own, before, progress_file, replan=replan)
 
 
 def _looked_at(
@@ -122,14 +127,20 @@ def _looked_at(
         env = outside_of_launch(env)
     require_command(request.command[0], {**env, **dict(pair.split("=", 1) for pair in request.env)})
     planned = _planned(topology, request, env)
+    if request.preflight and not request.dry_run:
+        from ._preflight import leave_out  # noqa: PLC0415  # only this option needs it
+
+        if leave_out(request, topology.allocation, env):
+            planned = _planned(topology, request, env)
     _hint_at_a_job(topology, request, env)
     return planned, topology, env
 
 
 def _planned(
-    topology: Topology, request: Request, env: Mapping[str, str], *, is_here: bool = True
-) -> LaunchPlan:
-    """Plan a launch from here, or on a machine that this is not."""
+    topology: Topology, request: Request, env: Mapping[str, str], *, is_here: bool = True,
+    only: Sequence[str] = (),
+) -> LaunchPlan:  # fmt: skip
+    """Plan a launch from here, on these hosts only if there are any, or on an absent machine."""
     job, beside = topology.allocation, os.path.dirname(sys.executable)
     hosts: Sequence[str] = job.hosts
     source, slots = job.sources["hosts"], job.slots or [0] * len(hosts)
@@ -143,14 +154,39 @@ def _planned(
         # Every rank launches: each on its own host.
         hosts, slots = [job.node_name or topology.hostname], [0]
         source = "--nested: this host"
+    notes, spares = list[str](), request.spares
+    if only:
+        of_each = dict(zip(hosts, slots, strict=True))
+        hosts, slots = only, [of_each.get(host, 0) for host in only]
+    elif is_here:
+        from ._nodes import allocation_of, avoid  # noqa: PLC0415  # what was found bad
+
+        bad, notes = avoid(hosts, request, allocation_of(job, request, env), env)
+        if bad:
+            kept = [(host, n) for host, n in zip(hosts, slots, strict=True) if host not in bad]
+            hosts, slots = [host for host, _ in kept], [n for _, n in kept]
+            source += f", less {len(bad)} found bad"
+            spares = max(0, request.spares - len(bad))
 
     chosen = partial(choose_launcher, topology=topology, request=request, env=env, beside=beside)
-    return plan(
-        topology, request, chosen if is_here else imagine_launcher(topology, request),
+    asked = replace(request, spares=spares)
+    planned = plan(
+        topology, asked, chosen if is_here else imagine_launcher(topology, request),
         hosts=hosts, hosts_source=source, slots=slots, hostfile=HOSTFILE,
         port=free_port() if is_here else 29500, user_env=env,
         as_root=is_here and os.geteuid() == 0,
     )  # fmt: skip
+    return replace(planned, request=request, warnings=(*planned.warnings, *notes))
+
+
+def _replanned(
+    topology: Topology, request: Request, env: Mapping[str, str],
+    hosts: Sequence[str], size: tuple[int, int],
+) -> LaunchPlan:  # fmt: skip
+    """Plan the same launch on these hosts, which are all to be used."""
+    nproc, ppn = size
+    all_of = replace(request, include="", exclude="", nodes=None, spares=0, nproc=nproc, ppn=ppn)
+    return replace(_planned(topology, all_of, env, only=hosts), request=request)
 
 
 def _explained(planned: LaunchPlan) -> str:
@@ -207,6 +243,7 @@ EXAMPLES = (
     ("ezpz-launch -n 2 -m ezpz.examples.minimal", "two ranks of a module"),
     ("ezpz-launch --dry-run --machine aurora -N 4 python train.py", "what would be run, and why"),
     ("ezpz-launch --idle-timeout 10m --retries 3 python train.py", "stacks of a hang; start again"),
+    ("ezpz-launch --spares 2 --retries 5 python train.py", "a spare host for one that fails"),
     ("ezpz-launch launches", "the launches so far"),
 )
 

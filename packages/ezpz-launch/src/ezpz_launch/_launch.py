@@ -103,6 +103,21 @@ class Launch(NamedTuple):
         return os.uname().nodename if host in ("localhost", "127.0.0.1") else host
 
 
+class Facts(NamedTuple):
+    """What is known of how a launch ended; nodes are indices of its hosts."""
+
+    hosts: tuple[str, ...]
+    ppn: int
+    own: Mapping[int, int] = {}  # ranks that had ended when we told the others to, by status
+    silent: frozenset[int] = frozenset()  # nodes that answer no more
+    gone: frozenset[int] = frozenset()  # nodes whose agent ended without a farewell
+    orphans: frozenset[int] = frozenset()  # ranks that go on though what started them is gone
+    unstarted: tuple[int, ...] = ()  # ranks
+    hangs: bool = False  # whether it was silent for too long
+    deaf: frozenset[int] = frozenset()  # nodes that do not say where their ranks hang
+    seen: float = 0.0  # when it was known that it fails, in seconds since the epoch
+
+
 class Outcome(NamedTuple):
     exit_status: int  # that of ezpz-launch
     failure: tuple[int, str, int] | None = None  # rank, host and status of the first that failed
@@ -110,6 +125,7 @@ class Outcome(NamedTuple):
     port_taken: bool = False  # whether another program holds the port on rank 0's host
     tail: bytes = b""  # the last bytes of standard error
     goes_with_job: bool = False  # whether it was ended because its job is going to be
+    facts: Facts | None = None  # of one that failed; None where it was told to end
 
 
 def how(status: int) -> str:
@@ -209,6 +225,8 @@ class Nodes:
         self.why_not = ""  # why there can be none
         self.lost: list[int] = []  # ranks whose end no one would report
         self.silent: list[int] = []  # nodes that do not answer any more
+        self.gone: list[int] = []  # nodes whose agent has ended
+        self.answered: set[int] = set()  # nodes that said where their ranks are
         self.stacks: list[str] = []  # what nodes answer that are asked where their ranks are
         self.left: list[str] = []  # what ranks left running, by name
         if not launch.on_this_host:
@@ -311,6 +329,8 @@ class Nodes:
                 return
             if not chunk:
                 self._drop(agent)
+                if agent.node is not None and agent.node != _GUARD:
+                    self.gone.append(agent.node)
             agent.received += chunk
             self._take(agent)
 
@@ -334,6 +354,7 @@ class Nodes:
                     return
                 text = rest[:number].decode(errors="replace")
                 (self.stacks if what == b"stacks" else self.left).append(text)
+                self.answered.update({agent.node} if what == b"stacks" else ())
                 agent.received = rest[number:]
             elif what == b"lost" and number >= 0:
                 agent.received = rest
@@ -377,8 +398,8 @@ class Nodes:
 
     def _fail(self, agent: _Connection, error: OSError) -> None:
         """Drop a connection; where its agent has not closed it, the node is lost."""
-        if agent.fd in self._connections and agent.node is not None and error.errno in _SILENT:
-            self.silent.append(agent.node)
+        if agent.fd in self._connections and agent.node is not None and agent.node != _GUARD:
+            (self.silent if error.errno in _SILENT else self.gone).append(agent.node)
         self._drop(agent)
 
     def _add(self, connection: socket.socket, node: int | None = None) -> _Connection:

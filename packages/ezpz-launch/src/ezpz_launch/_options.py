@@ -188,6 +188,13 @@ class Request:
         says=("SIGUSR1 before end", "{0:g} s"))
     retries: int = _row("start again after a failure, up to N times", "N", default=0, read=_number,
         check=lambda n: n >= 0, expected="0 or more", says=("retries", "up to {0}"))
+    spares: int = _row("keep N hosts aside; one takes the place of a node that fails", "N",
+        default=0, read=_number, check=lambda n: n >= 1, expected="at least 1 host",
+        says=("spare hosts", "{0}"))
+    preflight: bool = _row("look at every host first, and leave the bad out", default=False,
+        says=("looked at first", "every host"))
+    min_nodes: int | None = _count("go on with fewer hosts after a node's fault, at least N",
+        expected="at least 1 host", says=("goes on with", "{0} hosts at least"))
     nested: bool = _row("allow a launch inside a rank of another", default=False,
         says=("inside a launch", "allowed"))
     launcher_args: tuple[str, ...] = _row("words for the launcher itself, quoted as one",

@@ -14,9 +14,13 @@ from ._options import Request
 
 
 def select_hosts(
-    hosts: Sequence[str], source: str, *, include: str = "", exclude: str = "", nodes: int = 0
-) -> tuple[tuple[str, ...], str]:
-    """Return the hosts to use, in order, and why; ``nodes`` counts from the first, 0 for all."""
+    hosts: Sequence[str], source: str, *, include: str = "", exclude: str = "", nodes: int = 0,
+    spares: int = 0,
+) -> tuple[tuple[str, ...], str]:  # fmt: skip
+    """Return the hosts to use, in order, and why; ``nodes`` counts from the first, 0 for all.
+
+    So many spares are the last of them.
+    """
     kept, why = list(hosts), source
     for flag, nodelist in (("--include", include), ("--exclude", exclude)):
         if nodelist:
@@ -32,12 +36,15 @@ def select_hosts(
         raise UsageError(
             f"{why}: no host is left of {len(hosts)}; expected one at least; exclude fewer"
         )
+    most = len(kept) - spares
+    if most < 1 or nodes > most:
+        flags = [f"-N {nodes}"] * bool(nodes) + [f"--spares {spares}"] * bool(spares)
+        expected = f"expected from 1 to {most}" if most > 0 else "expected fewer spares than hosts"
+        raise UsageError(f"{' '.join(flags)}: there are {len(kept)} hosts ({why}); {expected}")
     if nodes:
-        if nodes > len(kept):
-            raise UsageError(
-                f"-N {nodes}: there are {len(kept)} hosts ({why}); expected from 1 to {len(kept)}"
-            )
-        kept, why = kept[:nodes], f"the first {nodes} of {len(kept)}: {why}"
+        kept, why = kept[: nodes + spares], f"the first {nodes} of {len(kept)}: {why}"
+    if spares:
+        why += f", and {spares} kept aside (--spares)"
     return tuple(kept), why
 
 
@@ -123,6 +130,7 @@ class Arrangement(NamedTuple):
     source: str  # why these hosts
     cores: int  # CPU cores of each of the hosts in use; 0 where they are not known
     cores_source: str
+    spares: tuple[str, ...] = ()  # hosts that are kept aside
     warning: str = ""  # what people should know of it; mostly empty
 
 
@@ -131,7 +139,11 @@ def arrange(
     slots: int | Sequence[int] = 0,
 ) -> Arrangement:  # fmt: skip
     include, exclude, nodes = request.include, request.exclude, request.nodes or 0
-    names, source = select_hosts(hosts, hosts_source, include=include, exclude=exclude, nodes=nodes)
+    names, source = select_hosts(
+        hosts, hosts_source, include=include, exclude=exclude, nodes=nodes, spares=request.spares
+    )
+    first_spare = len(names) - request.spares
+    names, spares = names[:first_spare], names[first_spare:]
     of_each = [slots] * len(hosts) if isinstance(slots, int) else slots
     of_host = dict(zip(hosts, of_each, strict=True))
     told = [of_host[name] for name in names if of_host[name]]
@@ -169,7 +181,7 @@ def arrange(
             "this host's own name; correct the hostfile"
         )
     _check(topology, request, placement)
-    return Arrangement(placement, here, source, *cores, warning)
+    return Arrangement(placement, here, source, *cores, spares, warning)
 
 
 def _is_this_host(topology: Topology, host: str) -> bool:
@@ -231,6 +243,8 @@ def _ranks_per_host(
 
 def _check(topology: Topology, request: Request, placement: Placement) -> None:
     used, nodes = len(placement.hosts), request.nodes
+    if request.min_nodes and request.min_nodes > used:
+        raise UsageError(f"--min-nodes {request.min_nodes}: {used} hosts are used; expected fewer")
     if nodes and used < nodes:
         raise UsageError(
             f"-n {placement.nproc} on -N {nodes} hosts: {placement.ppn} ranks each "

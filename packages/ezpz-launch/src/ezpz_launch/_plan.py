@@ -41,6 +41,7 @@ class LaunchPlan:
         exported: Variables to name to a launcher that exports none by itself.
         removed: The user's variables that would lead the launcher astray.
         as_root: Whether we are root.
+        spares: Hosts that are kept aside.
         control: Whether EZPZ_CONTROL will be in the launcher's environment, for the ranks.
         sources: For each decision, by name, why it is so.
         notes: What people should know.
@@ -68,6 +69,7 @@ class LaunchPlan:
     exported: tuple[str, ...]
     removed: tuple[str, ...] = ()
     as_root: bool = False
+    spares: tuple[str, ...] = ()
     control: bool = False
     sources: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
@@ -136,7 +138,8 @@ def plan(
         unbound=request.cpu_bind == "none", cpu_bind=cpu_bind, depth=fitted.depth,
         launcher_args=request.launcher_args, environment=environment,
         exported=kind.exported(machine, environment, user_env), removed=kind.removed(user_env),
-        as_root=as_root, sources=sources, notes=(*launcher.notes, *chosen.notes, *notes),
+        as_root=as_root, spares=arrangement.spares, sources=sources,
+        notes=(*launcher.notes, *chosen.notes, *notes),
         warnings=tuple(filter(None, [arrangement.warning, aside])),
     )  # fmt: skip
 

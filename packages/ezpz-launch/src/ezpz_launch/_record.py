@@ -14,7 +14,7 @@ from ezpz_topo import TopoError, fold_nodelist, get_allocation, get_hostname, sa
 
 from ._agent import birth_of, is_running
 from ._errors import LaunchError, UsageError, say
-from ._launch import how
+from ._launch import Outcome, how
 from ._version import __version__
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ class Record(NamedTuple):
     first_failure: Mapping[str, object] | None = None  # rank, host, status, how
     attempt: int = 0  # the last one's number
     retries: int = 0  # how many were allowed
+    attempts: tuple[Mapping[str, object], ...] = ()  # those that have ended: how, where, when
     version: str = __version__
 
 
@@ -137,6 +138,8 @@ def records_folder(env: Mapping[str, str], kind: str = "launches") -> str:
 
 def make_folder(folder: str) -> None:
     """Make it and what is above it, all for this user only; makedirs does so with the last only."""
+    if os.path.isdir(folder):
+        return
     if not os.path.isdir(above := os.path.dirname(folder)):
         make_folder(above)
     with suppress(FileExistsError):  # another launch was quicker
@@ -184,8 +187,7 @@ class Keeper:
         self._folder = ""
         try:
             self._folder = records_folder(env)
-            if not os.path.isdir(self._folder):
-                make_folder(self._folder)
+            make_folder(self._folder)
             beside = os.path.join(self._folder, self.launch_id)
             self.progress_file, self.run_file = f"{beside}.progress", f"{beside}.run"
             self.end_file = f"{beside}.end"
@@ -200,23 +202,34 @@ class Keeper:
             self._record = record_of(self.launch_id, planned, argv, job)
         else:
             number, added = self._record.attempt + 1, dict(planned.environment)
+            hosts, nproc = fold_nodelist(planned.placement.hosts), planned.nproc
             self._record = self._record._replace(
-                attempt=number, argv=tuple(argv), environment=added
+                attempt=number, argv=tuple(argv), environment=added, hosts=hosts, nproc=nproc
             )
         self._write(self._record)
+
+    def note(self, outcome: Outcome, verdict: Mapping[str, object], **when: float) -> None:
+        """Keep how an attempt ended, to be written with what follows; times are since 1970."""
+        if self._record is None:
+            return
+        ended: dict[str, object] = {
+            "attempt": self._record.attempt, "hosts": self._record.hosts,
+            "exit_status": outcome.exit_status, "first_failure": _first(outcome.failure),
+            **verdict, **{name: iso_time(time) for name, time in when.items() if time},
+        }  # fmt: skip
+        self._record = self._record._replace(attempts=(*self._record.attempts, ended))
 
     def finish(self, exit_status: int, failure: tuple[int, str, int] | None) -> None:
         """Write how it ended: the exit status; rank, host and status of the first failure."""
         if self._record is None:
             return  # it has not started
-        first: dict[str, object] | None = None
-        if failure:
-            rank, host, status = failure
-            first = {"rank": rank, "host": host, "status": status, "how": how(status)}
+        first = _first(failure)
+        if first and self._record.attempts:
+            last = self._record.attempts[-1]
+            first |= {name: last[name] for name in ("whose", "why") if name in last}
         end = iso_time(time.time())
         self._write(self._record._replace(end=end, exit_status=exit_status, first_failure=first))
-        if self._record.retries:
-            _remove(self.progress_file)
+        _remove(self.progress_file)
         if self._folder:
             prune(self._folder)
 
@@ -237,6 +250,13 @@ class Keeper:
     def _give_up(self, why: str) -> None:
         self._folder = ""
         say(f"no job record: {why}")
+
+
+def _first(failure: tuple[int, str, int] | None) -> dict[str, object] | None:
+    if failure is None:
+        return None
+    rank, host, status = failure
+    return {"rank": rank, "host": host, "status": status, "how": how(status)}
 
 
 def read_progress(path: str) -> int | None:
@@ -433,6 +453,8 @@ def _row(stored: Stored) -> tuple[str, ...]:
     status = str(stored["exit_status"]) if stored["state"] == "ended" else stored["state"]
     if stored["attempt"]:
         status += f", attempt {stored['attempt'] + 1}"
+    if bad := _found_bad(stored):
+        status += f", without {', '.join(bad)}"
     job = " ".join(filter(None, (stored["machine"], stored["job_id"])))
     return (
         time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(start)),
@@ -440,6 +462,14 @@ def _row(stored: Stored) -> tuple[str, ...]:
         shortened(stored["hosts"], 24), shortened(job, 30),
         shortened(" ".join(map(quote, stored["command"])), 60),
     )  # fmt: skip
+
+
+def _found_bad(stored: Stored) -> list[str]:
+    """Return the nodes whose fault the ends of attempts were."""
+    attempts = stored.get("attempts")
+    of_nodes = [each for each in attempts or () if isinstance(each, dict)]
+    of_nodes = [each for each in of_nodes if each.get("whose") == "node"]
+    return list(dict.fromkeys(str(host) for each in of_nodes for host in each.get("bad", ())))
 
 
 def duration(seconds: float) -> str:

@@ -9,18 +9,24 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from itertools import pairwise
 from typing import NamedTuple
 
 from ezpz_topo import Allocation, TopoError, Topology, get_allocation, same_host
 
 from ._environment import free_port
 from ._errors import LaunchError, UsageError, say
+from ._faults import NODE, UNKNOWN, Suspects, Verdict, describe, verdict
 from ._launch import NEVER, NODE_TIMEOUT, Control, Heard, Launch, Outcome, pause, signals
 from ._launchers import argv as argv_of
 from ._launchers import hostfile_of, needs_hostfile
+from ._nodes import Pool, Replan, allocation_of, remember, sweep, warn_of_the_scheduler
 from ._plan import LaunchPlan
 from ._record import Keeper, read_progress
-from ._run import SETTLE, run
+from ._run import REQUEUE, SETTLE, run
+
+_LOOK = 0.1  # seconds between two looks for the first step
+_LOOKED_UP = 1000  # so many hosts are looked up, to find whose an address is
 
 _PORTS = 5
 """So many ports are tried where another program holds the first ones on rank 0's host."""
@@ -29,9 +35,13 @@ _PORTS = 5
 class Attempts:
     def __init__(
         self, planned: LaunchPlan, topology: Topology, env: Mapping[str, str],
-        before: int = 0, progress_file: str = "",
+        before: int = 0, progress_file: str = "", *, replan: Replan | None = None,
     ) -> None:  # fmt: skip
         """See a plan through; ``before`` attempts were earlier jobs', with a file for all."""
+        self._pool, self._suspects = Pool(planned, replan), Suspects()
+        self._began = self._first_step = self._failed = self._ended = 0.0
+        self._allocation = allocation_of(topology.allocation, planned.request, env)
+        self._has_successor = bool(progress_file)
         self._planned, self._topology, self._env = planned, topology, env
         self._before = before
         self._request = planned.request
@@ -48,10 +58,14 @@ class Attempts:
             self._signal_at = _signal_at(self._request.signal_before, topology.allocation, env)
         self._keeper = Keeper(env)
         self._progress_file = progress_file
-        if not progress_file and self._request.retries:
+        if not progress_file and (self._request.retries or self._pool.replaces):
             self._progress_file = self._keeper.progress_file
         for warning in planned.warnings:
             say(warning)
+        if self._pool.replaces:
+            # The ranks do not wait for the scheduler's answer.
+            job = topology.allocation, env
+            threading.Thread(target=warn_of_the_scheduler, args=job, daemon=True).start()
 
     @property
     def launch_id(self) -> str:
@@ -72,8 +86,11 @@ class Attempts:
                 if outcome.failure and folder:
                     self._say_what_is_in_the_files(outcome.failure[0])
                 status, seconds = outcome.exit_status, None
-                if status and self._request.retries:
-                    seconds = self._pause_after(outcome)
+                found = self._judge(outcome)
+                if found and found.whose == NODE and self._pool.replaces:
+                    seconds = self._replace(found)
+                elif status and self._request.retries:
+                    seconds = self._pause_after(outcome, found)
                 if seconds is not None:
                     told = pause(seconds, self._heard)
                     if not told:
@@ -81,6 +98,9 @@ class Attempts:
                         self._number += 1
                         continue
                     status = 128 + told
+                elif found and found.whose == NODE and self._has_successor:
+                    say(f"exit status {REQUEUE} instead of {status}: the next job has other nodes")
+                    status = REQUEUE
                 self._keeper.finish(status, outcome.failure)
                 if outcome.goes_with_job:
                     self._wait_to_go()
@@ -91,6 +111,41 @@ class Attempts:
         self._heard[0].clear()
         if pause(_LONGEST_PAUSE, self._heard):
             time.sleep(SETTLE)  # the script has the same signal
+
+    def _judge(self, outcome: Outcome) -> Verdict | None:
+        """Say whose fault it was, and keep it; None where it did not fail by itself."""
+        if outcome.facts is None or outcome.port_taken or outcome.exit_status == REQUEUE:
+            return None
+        self._failed, self._ended = outcome.facts.seen, time.time()
+        words = self._last_words(outcome)
+        found = verdict(outcome, words, self._host_at)
+        several = len(outcome.facts.hosts) > 1 or self._pool.replaces
+        if several:
+            found = self._suspects.judge(found, outcome.failure)
+        if gone := [outcome.facts.hosts[node] for node in sorted(outcome.facts.gone)]:
+            sweep(gone, f"{self._keeper.launch_id}.{self._number}", self._planned, self._env)
+        if several:
+            say(describe(found))
+            if found.whose == NODE:
+                remember(found.hosts, found.why, self._allocation, self._env)
+        told = {"whose": found.whose, "bad": list(found.hosts), "why": found.why}
+        self._keeper.note(
+            outcome, told, began=self._began, first_step=self._first_step,
+            failed=self._failed, ended=self._ended,
+        )  # fmt: skip
+        return found
+
+    def _replace(self, found: Verdict) -> float | None:
+        """Plan the next attempt without these nodes; return the seconds to wait for it, or None."""
+        planned, done = self._pool.without(found.hosts, self._planned)
+        if planned and time.time() >= self._signal_at():
+            planned, done = None, "the job's end is near (--signal-before)"
+        if planned is None:
+            say(f"no other attempt: {done}")
+            return None
+        say(f"{done}; attempt {self._number + 2} begins")
+        self._planned = planned
+        return 0.0
 
     def _attempt(self) -> Outcome:
         """Run the plan once, on another port if a program holds the first one."""
@@ -125,9 +180,39 @@ class Attempts:
 
     def _on_start(self, ready: LaunchPlan, argv: tuple[str, ...]) -> None:
         self._keeper.start(ready, argv, self._topology.allocation)
+        self._began, self._first_step = time.time(), 0.0
+        if self._number and self._progress_file:
+            threading.Thread(target=self._watch_the_first_step, daemon=True).start()
         if not ready.on_this_host and ready.placement.nproc > 1 and not self._number:
             # A name server that does not answer must not hold us up.
             threading.Thread(target=_look_up, args=(ready,), daemon=True).start()
+
+    def _watch_the_first_step(self) -> None:
+        """Say how long the launch was not at work, and with what."""
+        path, number = self._progress_file, self._number
+        while number == self._number and not self._first_step:
+            time.sleep(_LOOK)
+            with suppress(OSError):
+                if os.stat(path).st_mtime > self._began:
+                    self._first_step = time.time()
+        if self._first_step and self._failed:
+            parts = [self._failed, self._ended, self._began, self._first_step]
+            spans = [f"{late - early:.1f} s" for early, late in pairwise(parts)]
+            say(
+                f"attempt {number + 1} is at work {self._first_step - self._failed:.1f} s after "
+                f"the failure was seen: {spans[0]} to end the ranks, {spans[1]} to start again, "
+                f"{spans[2]} to the first step"
+            )
+
+    def _host_at(self, address: str) -> str:
+        """Return the host of the launch that has this address, else the address."""
+        import socket  # noqa: PLC0415 - as above
+
+        for host in self._planned.placement.hosts[:_LOOKED_UP]:
+            with suppress(OSError):
+                if address in {each[4][0] for each in socket.getaddrinfo(host, None)}:
+                    return host
+        return address
 
     def _control(self) -> Control:
         planned, request, job = self._planned, self._request, self._topology.allocation
@@ -148,12 +233,14 @@ class Attempts:
             progress_file=self._progress_file, run_file=self._keeper.run_file,
         )  # fmt: skip
 
-    def _pause_after(self, outcome: Outcome) -> float | None:
+    def _pause_after(self, outcome: Outcome, found: Verdict | None) -> float | None:
         """Return the seconds to wait before the next attempt, and say why; None for no other."""
+        # On one node alone it may be the node's, and then another attempt is not in vain.
+        may_be_nodes = found and found.whose == UNKNOWN and found.hosts and self._pool.replaces
         seconds, why = self._retries.decide(
             outcome.exit_status,
             told=outcome.told is not None,
-            import_error=ends_with_import_error(self._last_words(outcome)),
+            import_error=not may_be_nodes and ends_with_import_error(self._last_words(outcome)),
             progress=read_progress(self._progress_file),
         )
         if seconds is None:

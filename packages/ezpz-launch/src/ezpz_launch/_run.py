@@ -8,12 +8,12 @@ import select
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 
 from ._agent import send
 from ._errors import LaunchError
-from ._launch import ENDING, NEVER, VARIABLE, Heard, Launch, Nodes, Outcome, how, signals
+from ._launch import ENDING, NEVER, VARIABLE, Facts, Heard, Launch, Nodes, Outcome, how, signals
 from ._output import Output, Report
 
 SETTLE = 1.0
@@ -26,6 +26,7 @@ _STACKS = 15.0  # seconds that the nodes have to tell where their ranks hang
 _REACHED = 2.0  # seconds after which the launcher signals ranks whose node has no agent yet
 _ABSENT = 60.0  # seconds after which ranks that have not started are named
 _RELEASE = 0.2  # seconds between two words to ranks that failed, to go
+_GONE = 1.0  # seconds after which ranks are lost whose node's agent has ended
 _STOPPED = 1.0  # seconds that the loop may oversleep, on a machine that is busy
 _AWAKE = 0.5  # seconds after which the loop looks around, though nothing woke it
 _ASKED = 2.0  # seconds between two looks for a request to end
@@ -81,6 +82,8 @@ class _Run:
         self.signal_at = launch.signal_at
         self.said = self.announced = False
         self.on_lost_nodes: set[int] = set()
+        self.facts = Facts(launch.hosts, launch.ppn)
+        self.own: dict[int, int] | None = None  # ranks that ended before they were told to
         self.launcher_signal = signal.SIGTERM
         self.now = time.monotonic()
         # When what is due.
@@ -160,22 +163,34 @@ class _Run:
             if self.status.take(("end", rank, 128 + signal.SIGKILL)) and not self.output.killed:
                 where = self.launch.host_of(rank)
                 say(f"rank {rank} on {where} is lost: what started it is gone")
+                self.facts = self.facts._replace(orphans=self.facts.orphans | {rank})
         silent, nodes.silent = nodes.silent, []
-        lost = silent and [r for r in self.status.running if r // self.launch.ppn in silent]
-        if lost:
-            self.on_lost_nodes.update(lost)
-            hosts = list(dict.fromkeys(map(self.launch.host_of, lost)))
-            say(
-                f"{_first(hosts)} {'is' if len(hosts) == 1 else 'are'} lost: no answer within "
-                f"{self.launch.control.node_timeout} s (EZPZ_NODE_TIMEOUT)"
-            )
-            for rank in lost:
-                self.status.take(("end", rank, 128 + signal.SIGKILL))
+        if silent:
+            self.facts = self.facts._replace(silent=self.facts.silent.union(silent))
+            timeout = self.launch.control.node_timeout
+            self.lose(silent, f"no answer within {timeout} s (EZPZ_NODE_TIMEOUT)")
+        gone, nodes.gone = nodes.gone, []
+        if gone and not (self.launch.on_this_host or self.announced or self.is_told()):
+            self.facts = self.facts._replace(gone=self.facts.gone.union(gone))
+            self.at.setdefault("lose the gone", self.now + _GONE)
+        if self.is_due("lose the gone"):
+            # What it left running there no one would end, and no one would report.
+            self.lose(self.facts.gone, "the agent there has ended")
         while nodes.stacks:
             self.unanswered -= 1
             if text := nodes.stacks.pop(0).rstrip():
                 say(f"stacks\n{text}")
         self.say_what_was_left()
+
+    def lose(self, nodes: Iterable[int], why: str) -> None:
+        """Take the ranks of these nodes that have not ended for lost."""
+        lost = [rank for rank in self.status.running if rank // self.launch.ppn in nodes]
+        self.on_lost_nodes.update(lost)
+        hosts = list(dict.fromkeys(map(self.launch.host_of, lost)))
+        if lost:
+            self.output.say(f"{_first(hosts)} {'is' if len(hosts) == 1 else 'are'} lost: {why}")
+        for rank in lost:
+            self.status.take(("end", rank, 128 + signal.SIGKILL))
 
     def say_what_was_left(self) -> None:
         while self.nodes.left:
@@ -224,6 +239,8 @@ class _Run:
         if "stacks" in self.at and (self.unanswered <= 0 or self.is_due("stacks")):
             # Those that could not be read print their stacks themselves now.
             self.at.pop("stacks", None)
+            asked = {rank // self.launch.ppn for rank in self.status.running}
+            self.facts = self.facts._replace(deaf=frozenset(asked - self.nodes.answered))
             self.settle()
 
     def let_the_launcher_end(self) -> None:
@@ -251,6 +268,7 @@ class _Run:
     def settle(self) -> None:
         """Let the ranks end by themselves for a moment; then SIGTERM, then after the grace more."""
         self.ending = True
+        self.facts = self.facts._replace(seen=self.facts.seen or time.time())
         self.at["terminate"] = self.now + SETTLE
         self.at["kill"] = self.now + SETTLE + self.launch.grace
 
@@ -274,11 +292,15 @@ class _Run:
             named = self.name(running)
             self.output.say(f"{silence}; ranks that had not ended: {named}; where they are:")
             self.nodes.ask_stacks(running)
+            self.facts = self.facts._replace(seen=time.time())
         self.unanswered = len({rank // self.launch.ppn for rank in running})
         self.at["stacks"] = self.now + _STACKS
 
     def act(self) -> None:
-        if self.is_due("terminate") and self.status.has_running:
+        terminates = self.is_due("terminate")
+        if terminates:
+            self.own = dict(self.status.ended)
+        if terminates and self.status.has_running:
             self.announced = True
             self.say_who_failed("; ending the other ranks")
             self.signal(signal.SIGTERM)
@@ -353,9 +375,14 @@ class _Run:
             rank = f"rank {failure[0]} on {self.launch.host_of(failure[0])}"
             self.output.say(f"exit status {exit_status}, that of {rank}")
         where = (failure[0], self.launch.host_of(failure[0]), failure[1]) if failure else None
+        own = self.status.ended if self.own is None else self.own
+        absent = tuple(self.status.unstarted)
+        facts = self.facts._replace(own=own, unstarted=absent, hangs=self.hangs)
+        failed = exit_status and self.told is None
         return Outcome(
-            exit_status, where, self.told, tail=self.output.tail, goes_with_job=self.goes_with_job
-        )
+            exit_status, where, self.told, tail=self.output.tail,
+            goes_with_job=self.goes_with_job, facts=facts if failed else None,
+        )  # fmt: skip
 
     def exit_status(self) -> int:
         """Return the exit status of the launch, and say why, unless it is known already."""

@@ -216,6 +216,8 @@ def _make_job(
     lines += [*setup, f"cd {_quoted(cwd)} || exit"]
     if given := env.get("EZPZ_STATE_DIR"):
         lines.append(f"export EZPZ_STATE_DIR={_quoted(os.path.abspath(given))}")
+    if (request.spares or request.min_nodes) and scheduler.name == "slurm":
+        lines.append("export SLURM_NO_KILL=set")  # so do the job's steps
     if kind != "array" and (limit > 1 or not request.script):
         lines.append(f"{CHAIN}={_quoted(f'{base}.json')} \\")
     # exec: a shell that the scheduler tells to end would take the ranks' grace with it.
@@ -255,6 +257,7 @@ def _rows(
     devices = machine.devices_per_node if "devices" in words else 0
     # Slurm counts an array's tasks as jobs of their own, too.
     number = "%A_%a" if request.array and scheduler.name == "slurm" else "%j"
+    survives = request.spares or request.min_nodes
     asked: list[tuple[str, object, str]] = [
         ("name", name, "--name" if request.name else "of the command"),
         ("nodes", f"{request.nodes or 1}{chunk}", why),
@@ -263,6 +266,7 @@ def _rows(
         ("time", request.time and clock(request.time), "--time"),
         *((label, getattr(request, label), f"--{label}") for label in _NAMED),
         ("output", f"{name}.o{number}", "one file a job, written as it comes"),
+        ("lost nodes", "survived" if survives else "", "--spares, --min-nodes"),
         ("requeue", "yes" if request.until_done or request.chain else "", "where preempted"),
     ]
     rows = [Row(n, str(value), why, words[n].format(value)) for n, value, why in asked if value]

@@ -27,6 +27,8 @@ jobs:
   follow    print a job's output as it comes, until it ends
   kill      end a job, a chain of jobs, or a launch; ranks have time to save a checkpoint
   launches  the launches so far, and how they ended (also: history)
+  nodes     the nodes that launches found bad, for a day
+  preflight look at every node of this job, and name those that differ
 
 look:
   doctor    check scheduler, MPI, device, network, disk and versions, each with a remedy
@@ -62,6 +64,8 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "follow": ("ezpz_launch", "follow"),
     "kill": ("ezpz_launch", "kill"),
     "launches": ("ezpz_launch", "launches"),
+    "nodes": ("ezpz_launch", "nodes"),
+    "preflight": ("ezpz_launch", "preflight"),
     "doctor": ("ezpz.doctor",),
     "topo": ("ezpz_topo._cli",),
     "report": ("ezpz_obs._cli", "report"),

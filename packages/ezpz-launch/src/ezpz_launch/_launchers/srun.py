@@ -39,6 +39,8 @@ class Srun(Kind):
         # Each of these has a variable or a line of slurm.conf that would say otherwise. Survivors
         # of a failure are ours to end, with the grace that was promised; srun gives none.
         words += ["--export=ALL", "--kill-on-bad-exit=0", "--wait=0"]
+        if plan.request.spares or plan.request.min_nodes:
+            words += ["--no-kill"]  # what a lost node means is ours to decide
         if plan.in_step:
             # The step that we are in holds the cores: without it this one would wait for its end.
             words += ["--overlap"]

@@ -1,0 +1,116 @@
+"""Three nodes' programs here, each with a fault of its own, and what is said of their reports."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from ezpz_launch import _preflight_node
+from ezpz_launch._preflight import judge, table
+
+HOSTS = ["n0", "n1", "n2"]
+SKEWED = "import time\nnow = time.time\ntime.time = lambda: now() + 10\n"
+OTHER = "import platform\nplatform.python_version = lambda: '2.7.18'\n"
+
+
+@pytest.fixture
+def look(tmp_path):
+    """Run a node's program for each host; variables and starting words are node 1's."""
+
+    def run(variables=None, start=()):
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = str(probe.getsockname()[1])
+        own = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "EZPZ_LAUNCH_ID": "x"}
+        base = {**os.environ, **own, "WORLD_SIZE": "3", "OMP_NUM_THREADS": "1"}
+        nodes = [
+            subprocess.Popen(
+                [*(start if n == 1 else ()), sys.executable, _preflight_node.__file__],
+                env={**base, "RANK": str(n), **(variables or {} if n == 1 else {})},
+                stdout=subprocess.PIPE, text=True,
+            )
+            for n in range(3)
+        ]  # fmt: skip
+        lines = [node.communicate(timeout=300)[0].strip() for node in nodes]
+        found = [json.loads(line.removeprefix("preflight ")) for line in lines]
+        return dict(zip(HOSTS, found, strict=True))
+
+    return run
+
+
+def test_nodes_that_are_alike(look):
+    reports = look()
+    assert judge(reports, HOSTS) == {}
+    assert table({}, HOSTS) == ["3 of 3 nodes are alike, and well"]
+    assert [len(each["links"]) for each in reports.values()] == [2, 1, 1]
+    assert ("torch" in reports["n0"]) is (find_spec("torch") is not None)
+
+
+@pytest.mark.parametrize(("patch", "why"), [
+    (SKEWED, "its clock is +10.0 s off"), (OTHER, "python 2.7.18, most have"),
+], ids=["clock", "version"])  # fmt: skip
+def test_a_clock_and_a_version(look, tmp_path, patch, why):
+    (tmp_path / "sitecustomize.py").write_text(patch)
+    bad = judge(look({"PYTHONPATH": str(tmp_path)}), HOSTS)
+    assert list(bad) == ["n1"]
+    assert why in bad["n1"][0]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="not root: no disk to fill")
+def test_a_full_disk(look, tmp_path):
+    words = f'mount -t tmpfs -o size=64k none {tmp_path} && exec "$@"'
+    start = ["unshare", "--mount", "sh", "-c", words, "sh"]
+    if subprocess.run([*start, "true"], check=False, capture_output=True).returncode:
+        pytest.skip("no mounts here")
+    bad = judge(look({"TMPDIR": str(tmp_path)}, start), HOSTS)
+    assert list(bad) == ["n1"]
+    assert "No space left on device" in bad["n1"][0]
+
+
+def test_processors_that_are_throttled(look):
+    group = Path("/sys/fs/cgroup/cpu", f"ezpz-test-{os.getpid()}")
+    try:
+        group.mkdir()
+    except OSError as error:
+        pytest.skip(f"no cgroup of ours here ({error.strerror})")
+    try:
+        (group / "cpu.cfs_quota_us").write_text("10000")
+        words = f'echo $$ >{group}/cgroup.procs && exec "$@"'
+        reports = look(start=["sh", "-c", words, "sh"])
+    finally:
+        group.rmdir()
+    assert "throttled" in " ".join(judge(reports, HOSTS)["n1"]), reports["n1"]
+
+
+GOOD = {"python": "3.11", "clock": 0.0, "memory": 8e9, "disk": 1e12, "links": [900.0],
+        "devices": [{"rates": [90.0, 100.0], "right": True}] * 2}  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "why"), [
+    ({"clock": -10.0}, "its clock is -10.0 s off"),
+    ({"memory": 1e9}, "1.0 GB of memory are free, others have 8.0"),
+    ({"disk": 1e6}, "1 MB of disk are free"),
+    ({"links": [50.0, 60.0]}, "its links do 60 MB/s, others' 900"),
+    ({"devices": GOOD["devices"][:1]}, "1 devices, others have 2"),
+    ({"devices": [*GOOD["devices"][:1], {"rates": [50.0, 45.0], "right": True}]},
+     "device 1 does 50 GFLOP/s, its siblings 100"),
+    ({"devices": [*GOOD["devices"][:1], {"rates": [99.0], "right": False}]},
+     "device 1 computes wrong numbers"),
+    ({"torch_error": "torch and its devices do not answer", "devices": GOOD["devices"]}, "answer"),
+    ({"kernel": ["NVRM: Xid (PCI:0000:03:00): 79"]}, "its kernel says: NVRM: Xid"),
+    ({"python": "3.12"}, "python 3.12, most have 3.11"),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("count", [2, 3, 50])
+def test_what_differs_is_named(change, why, count):
+    hosts = [f"n{index}" for index in range(count)]
+    bad = judge(dict.fromkeys(hosts[:-1], GOOD) | {hosts[-1]: GOOD | change}, hosts)
+    assert list(bad) == hosts[-1:]
+    assert why in bad[hosts[-1]][0]
+
+
+def test_who_does_not_answer_is_bad():
+    assert judge({"n0": GOOD}, ["n0", "n1"]) == {"n1": ["no answer"]}

@@ -1,0 +1,365 @@
+"""Chaos, seeded: random faults against a small training with spares; after each the invariants.
+
+usage: hatch run test:chaos [--seed=1] [--faults=10] [--jobs=2] [--on=hydra|srun] [--kind=KIND]
+                            [--torch]   ranks sum by gloo, and the end is that of such a run
+
+Case N of seed S is the same wherever it runs: `--seed=S+N --faults=1` replays it alone. Hosts are
+namespaces of this machine (tests/hosts), or the nodes of a private Slurm (tests/slurm): as root.
+"""
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import fire
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from tests.conftest import load
+
+STEPS, PPN, NODES, SPARES = 40, 2, 2, 2
+PROGRAM = Path(__file__).resolve().parent / "programs" / "steps.py"
+NODE, UNKNOWN, PROGRAMS = "node", "unknown", "program"
+PATIENCE = 150.0  # seconds for a whole case, on a machine that does other things
+
+KINDS = {
+    "kill a rank": [NODE],
+    "segfault of a rank": [UNKNOWN],
+    "kill a proxy": [NODE],
+    "kill an agent": [NODE],
+    "kill agent and proxy": [NODE],
+    "link down": [NODE],
+    "freeze": [NODE],
+    "a rank raises": [UNKNOWN],
+    "raises on a host": [UNKNOWN, NODE],
+    "no module on a host": [UNKNOWN, NODE],
+    "full disk on a host": [UNKNOWN, NODE],
+    "all raise": [PROGRAMS],
+}
+"""What can go wrong, and the verdicts in their order."""
+
+OTHER_HOST = {"kill a proxy", "kill an agent", "kill agent and proxy", "link down", "freeze"}
+"""Those of a whole node: never of that where ezpz-launch itself is."""
+
+ON_SRUN = KINDS.keys() - {"link down", "freeze", "kill a proxy"}
+"""Slurm's nodes here are one host: they have no links, and what runs there is told by variables."""
+
+
+class Case:
+    """One run with one or two faults, from its seed."""
+
+    def __init__(self, seed, place, kind=""):
+        self.place, dice = place, random.Random(seed)
+        kinds = sorted(KINDS.keys() & place.kinds)
+        self.step = dice.randrange(3, STEPS - 5)
+        # Two at once are of ranks or nodes that do not share a cause.
+        hosts = dice.sample(place.hosts[:NODES], 2 if dice.random() < 0.25 else 1)
+        if kind:
+            hosts, kinds = place.hosts[1:2], [kind]
+        self.faults = []
+        for host in hosts:
+            kind = dice.choice([k for k in kinds if host != place.hosts[0] or k not in OTHER_HOST])
+            node = place.hosts.index(host)
+            rank = node * PPN + dice.randrange(PPN)
+            self.faults.append({"kind": kind, "host": host, "rank": rank})
+
+    def __str__(self):
+        named = [f"{each['kind']} ({each['host']}, rank {each['rank']})" for each in self.faults]
+        return f"{' and '.join(named)} at step {self.step}"
+
+    def plan(self):
+        rows = []
+        for each in self.faults:
+            where = {"step": self.step, "host": each["host"]}
+            rows += {
+                "a rank raises": [
+                    {"kind": "raise", **where, "rank": each["rank"], "attempts": [0]}
+                ],
+                "raises on a host": [{"kind": "raise", **where}],
+                "no module on a host": [{"kind": "import", **where}],
+                "full disk on a host": [{"kind": "disk", **where}],
+                "all raise": [{"kind": "raise", "step": self.step, "attempts": [0]}],
+            }.get(each["kind"], [])
+        return rows
+
+    def run(self, folder, end=None):
+        """Return what is wrong after it, empty where nothing is; an end is that of torch's run."""
+        self.end = undisturbed() if end is None else end
+        more = [] if end is None else ["torch"]
+        (folder / "plan.json").write_text(json.dumps(self.plan()))
+        (folder / "tmp").mkdir()
+        with (folder / "err").open("wb") as err:
+            launch = subprocess.Popen(
+                self.place.words([sys.executable, str(PROGRAM), str(folder), str(STEPS), *more]),
+                env={**self.place.environment, "TMPDIR": str(folder / "tmp"),
+                     "EZPZ_STATE_DIR": str(folder / "state"), "EZPZ_CHAOS": str(folder),
+                     "EZPZ_NODE_TIMEOUT": "3"},
+                cwd=folder, stdin=subprocess.DEVNULL, stdout=err, stderr=err,
+                start_new_session=True,
+            )  # fmt: skip
+        try:
+            until(lambda: self.acked(folder) >= self.step or launch.poll() is not None)
+            for each in self.faults:
+                self.place.do(each, folder)
+            status = launch.wait(PATIENCE)
+        except (TimeoutError, subprocess.TimeoutExpired):
+            return ["no end"]
+        finally:
+            self.place.mend(self.faults)
+            launch.kill()
+        return [*self.wrong(status, folder), *self.place.left(folder)]
+
+    @staticmethod
+    def acked(folder):
+        with contextlib.suppress(OSError):
+            return int((folder / "acked").read_text().split()[-1])
+        return -1
+
+    def wrong(self, status, folder):
+        found = [] if status == 0 else [f"exit status {status}"]
+        end = (folder / "end").read_text() if status == 0 else ""
+        if end and self.end and end != self.end:
+            found.append(f"ends with {end}, undisturbed with {self.end}")
+        (record,) = (json.loads(each.read_text()) for each in folder.glob("state/launches/*.json"))
+        attempts = record["attempts"]
+        verdicts = [(each["whose"], each["bad"]) for each in attempts]
+        guilty = {each["host"] for each in self.faults}
+        found += [
+            f"an innocent: {bad}" for whose, bad in verdicts if whose == NODE and set(bad) - guilty
+        ]
+        if len(self.faults) == 1:
+            (fault,) = self.faults
+            whose = KINDS[fault["kind"]]
+            # A training may be done before it is known that an agent is.
+            late = not verdicts and "agent" in fault["kind"]
+            if [each for each, _ in verdicts] != whose and not late:
+                found.append(f"verdicts {verdicts}, expected {whose}")
+        if self.acked(folder) < 0:
+            return [*found, "no step was done"]
+        lines = (folder / "metrics" / "metrics.jsonl").read_text().splitlines()
+        kept = {json.loads(line).get("step") for line in lines}
+        acked = {int(step) for step in (folder / "acked").read_text().split()}
+        if lost := acked - kept:
+            found.append(f"acknowledged metrics are lost: {sorted(lost)}")
+        return found
+
+
+def undisturbed(world_size=NODES * PPN):
+    """Return the end of a run without faults: the program's arithmetic, in one process."""
+    import math
+
+    x = 0.5
+    for step in range(STEPS):
+        total = math.sin(x + step)
+        for rank in range(1, world_size):
+            total += math.sin(x * (rank + 1) + step)
+        x = math.cos(x + total)
+    return x.hex()
+
+
+def until(is_so, patience=PATIENCE):
+    end = time.monotonic() + patience
+    while not is_so():
+        if time.monotonic() > end:
+            raise TimeoutError
+        time.sleep(0.02)
+
+
+def words_of(pid):
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
+    return []
+
+
+def variables_of(pid):
+    with contextlib.suppress(OSError):
+        text = Path(f"/proc/{pid}/environ").read_text(errors="replace")
+        return dict(each.partition("=")[::2] for each in text.split("\0"))
+    return {}
+
+
+def send(pids, number):
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+class Hydra:
+    """Four hosts in namespaces of their own; ezpz-launch is on the first."""
+
+    kinds = KINDS.keys()
+
+    def __init__(self, stack):
+        self.sandbox = stack.enter_context(load("hosts.sandbox").FourHosts())
+        self.hosts = list(self.sandbox.names)
+        self.environment = {
+            **self.sandbox.environment,
+            "PATH": f"{Path(sys.executable).parent}:{self.sandbox.environment['PATH']}",
+        }
+        self.hostfile = self.sandbox.directory / "hostfile"
+        self.hostfile.write_text("\n".join(self.hosts))
+
+    def words(self, command):
+        where = ["--launcher", "hydra", "--hostfile", str(self.hostfile)]
+        start = [str(self.sandbox.directory / "enter"), self.hosts[0], sys.executable]
+        return [*start, "-m", "ezpz_launch", *where, *options(command)]
+
+    def pids(self, host):
+        name = f"{self.sandbox.directory.name}-{host}"
+        done = subprocess.run(["ip", "netns", "pids", name], capture_output=True, check=False)
+        return [int(pid) for pid in done.stdout.split()]
+
+    def do(self, fault, folder):
+        pids, kind = self.pids(fault["host"]), fault["kind"]
+        if kind == "link down":
+            self.sandbox.set_link(fault["host"], "down")
+        elif kind == "freeze":
+            send(pids, signal.SIGSTOP)
+        else:
+            proxies = [pid for pid in pids if "hydra_pmi_proxy" in "".join(words_of(pid)[:1])]
+            do_to(fault, pids, proxies)
+
+    def mend(self, faults):
+        for each in faults:
+            self.sandbox.set_link(each["host"], "up")
+            send(self.pids(each["host"]), signal.SIGCONT)
+
+    def left(self, folder):
+        try:
+            until(lambda: not any(map(self.pids, self.hosts)), 40)
+        except TimeoutError:
+            left = {host: [words_of(pid)[:6] for pid in self.pids(host)] for host in self.hosts}
+            for host in self.hosts:
+                send(self.pids(host), signal.SIGKILL)
+            return [f"left running: {left}"]
+        return [f"left: {file}" for file in (folder / "tmp").glob("ezpz-*")]
+
+
+class Srun:
+    """A job of four nodes of a private Slurm, whose nodes are all this host."""
+
+    kinds = ON_SRUN
+
+    def __init__(self, stack):
+        slurm = stack.enter_context(load("slurm.sandbox").SlurmSandbox())
+        told = slurm.directory / "told"
+        script = f"env -0 >{told}.new && mv {told}.new {told} && exec cat"
+        stack.enter_context(subprocess.Popen(
+            ["salloc", "-Q", "--no-kill", "-N", "4", "-n", "8", "sh", "-c", script],
+            env=slurm.environment, stdin=subprocess.PIPE, start_new_session=True,
+        ))  # fmt: skip
+        until(told.exists)
+        pairs = (pair.partition("=") for pair in told.read_text().split("\0") if pair)
+        self.environment = {name: value for name, _, value in pairs}
+        self.environment["SLURM_NO_KILL"] = "set"
+        self.hosts = ["nid001", "nid002", "nid003", "nid004"]
+        self.processes_with = load("slurm.sandbox").processes_with
+
+    def words(self, command):
+        here = [
+            "--launcher",
+            "srun",
+            "--env",
+            "MASTER_ADDR=127.0.0.1",
+            "--env",
+            "GLOO_SOCKET_IFNAME=lo",
+        ]
+        return [sys.executable, "-m", "ezpz_launch", *here, *options(command)]
+
+    def do(self, fault, folder):
+        mine = self.processes_with(f"EZPZ_CHAOS={folder}")
+        pids = [p for p in mine if variables_of(p).get("SLURMD_NODENAME") == fault["host"]]
+        shims = [pid for pid in pids if "rank_shim.sh" in "".join(words_of(pid)[1:2])]
+        do_to(fault, pids, {parent_of(pid) for pid in shims} - set(pids))
+
+    def mend(self, faults):
+        pass
+
+    def left(self, folder):
+        try:
+            until(lambda: not self.processes_with(f"EZPZ_CHAOS={folder}"), 40)
+        except TimeoutError:
+            left = self.processes_with(f"EZPZ_CHAOS={folder}")
+            named = [words_of(pid)[:6] for pid in left]
+            send(left, signal.SIGKILL)
+            return [f"left running: {named}"]
+        return [f"left: {file}" for file in (folder / "tmp").glob("ezpz-*")]
+
+
+def parent_of(pid):
+    with contextlib.suppress(OSError):
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return 0
+
+
+def do_to(fault, pids, proxies):
+    """Do what is done to processes of a node from outside."""
+    kind = fault["kind"]
+    ranks = [pid for pid in pids if str(PROGRAM) in words_of(pid)[1:2]]
+    mine = [pid for pid in ranks if variables_of(pid).get("EZPZ_RANK") == str(fault["rank"])]
+    agents = [pid for pid in pids if any(word.endswith("_agent.py") for word in words_of(pid))]
+    if kind == "kill a rank":
+        send(mine, signal.SIGKILL)
+    elif kind == "segfault of a rank":
+        send(mine, signal.SIGSEGV)
+    if kind in ("kill an agent", "kill agent and proxy"):
+        send(agents, signal.SIGKILL)
+    if kind in ("kill a proxy", "kill agent and proxy"):
+        send(proxies, signal.SIGKILL)
+
+
+def options(command):
+    """Return those of ezpz-launch; torch is silent while it is imported, on a busy machine long."""
+    return [*OPTIONS, "--idle-timeout", "40" if command[-1] == "torch" else "6", *command]
+
+
+OPTIONS = [
+    "-N", str(NODES), "--ppn", str(PPN), "--spares", str(SPARES), "--retries", "5",
+    "--grace", "2",
+]  # fmt: skip
+
+
+def main(seed=1, faults=10, jobs=2, on="hydra", *, kind="", torch=False):
+    """Run so many cases; exit 1 where an invariant does not hold."""
+    failed, began = 0, time.monotonic()
+    place = {"hydra": Hydra, "srun": Srun}[on]
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+    def work(numbers):
+        nonlocal failed
+        with contextlib.ExitStack() as stack:
+            here, end = place(stack), None
+            if torch:
+                calm, folder = Case(0, here), Path(tempfile.mkdtemp(prefix="chaos-"))
+                calm.faults = []
+                assert calm.run(folder, "") == []
+                end = (folder / "end").read_text()
+                shutil.rmtree(folder)
+            for number in numbers:
+                case, folder = Case(number, here, kind), Path(tempfile.mkdtemp(prefix="chaos-"))
+                start = time.monotonic()
+                wrong = case.run(folder, end)
+                said = "; ".join(wrong) or "ok"
+                print(f"{number} {time.monotonic() - start:5.1f} s  {case}: {said}", flush=True)
+                if wrong:
+                    failed += 1
+                    print(f"  replay: --seed={number} --faults=1 --on={on}; {folder}", flush=True)
+                else:
+                    shutil.rmtree(folder)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(work, [range(seed + job, seed + faults, jobs) for job in range(jobs)]))
+    print(f"{faults} cases in {time.monotonic() - began:.0f} s, {failed} failed")
+    sys.exit(bool(failed))
+
+
+if __name__ == "__main__":
+    fire.Fire(main)
