@@ -23,6 +23,8 @@ from ._file import (
     Writer,
     as_float,
     copy_to_host,
+    find_folder,
+    find_launch,
     flatten,
     is_quick,
     make_header,
@@ -147,16 +149,19 @@ class Check(Protocol):
 class History:
     """Metrics by step, each record one JSON object a line, written when it is made.
 
-    A process that is killed at any moment loses at most the line it was writing. A History in a
-    folder that has one already goes on with it: a torn line is cut off, steps count on, and those
-    that are replayed after a restart are marked; of the earlier attempt they are superseded.
-    What cannot be written (a full disk) is warned about once, and never ends the training.
+    A process that is killed at any moment loses at most the line it was writing. A History in the
+    folder of a run that failed or was killed resumes it: a torn line is cut off, steps count on,
+    and those that are replayed are marked; of the earlier attempt they are superseded. A run that
+    another launch has finished stays as it is: a new one is made beside it, in ``outdir-2``, and a
+    warning says so. What cannot be written (a full disk) is warned about once, and never ends the
+    training.
 
     Collective with ``cross_rank``: every rank makes one, and calls `update` at every step.
 
     Args:
         outdir: The folder in which rank 0 writes ``metrics.jsonl``; it is made if need be. None
             writes nothing, and keeps the records in memory (8 bytes a number).
+        resume: Continue in ``outdir`` even if the run there has finished.
         sinks: Where else rank 0's records go: "csv", "tensorboard", "wandb", "mlflow", "trackio",
             or objects like `Sink`. Each has a thread of its own; one that fails or hangs is left
             behind, and can be made good from the file (``ezpz-obs replay``).
@@ -201,6 +206,7 @@ class History:
         self,
         outdir: str | os.PathLike[str] | None = None,
         *,
+        resume: bool = False,
         sinks: Iterable[str | Sink] = (),
         cross_rank: bool = False,
         every: int = 1,
@@ -236,13 +242,14 @@ class History:
             self._kept = Kept()
         elif first or per_rank:
             file_name = FILE_NAME if first else rank_file_name(place.rank)
-            self.path = Path(outdir).absolute() / file_name
+            folder = find_folder(Path(outdir).absolute(), FILE_NAME, file_name, finished=resume)
+            self.path = folder / file_name
             self._writer = Writer(self.path, checksum=checksum, sync=sync)
             before = self._writer.before
         self._next = before.next_step
         self._replayed = before.next_step - 1
         try:
-            run = name or (Path(outdir).absolute().name if outdir is not None else "run")
+            run = name or ("run" if self.path is None else self.path.parent.name)
             header: dict[str, Any] = {}
             if self._writer is not None or chosen:  # elsewhere git need not look at the folder
                 header = make_header(place, before, run=run, config=config or {})
@@ -255,8 +262,8 @@ class History:
                 self._next = self._across.first_step  # rank 0 goes on in its file, all with it
             # Quick: nothing to wait for, nothing to add.
             self._quick = not (deferred or self._alone or self._across is not None)
-            folder = None if self.path is None else self.path.parent
-            self._feeders = [Feeder(sink, header, folder) for sink in chosen]
+            beside = None if self.path is None else self.path.parent
+            self._feeders = [Feeder(sink, header, beside) for sink in chosen]
         except BaseException:  # also Ctrl-C: the file is to be free for the next attempt
             if self._writer is not None:
                 self._writer.close()
@@ -363,7 +370,8 @@ class History:
 
         Statistics that are deferred are waited for 3 s; `flush` waits as `update` does.
         """
-        self._close("closed")
+        value = sys.exc_info()[1]  # in a `finally`, what is on its way
+        self._close("closed" if value is None else _say(value))
 
     def __enter__(self) -> Self:
         return self
@@ -481,7 +489,8 @@ class History:
         except HistoryError as error:
             # What failed is over; that the other ranks are gone is no reason to fail at the end.
             logger.warning("%s", error)
-        self.event("end", cause)
+        launch = find_launch()
+        self.event("end", cause, **({"launch": launch} if launch else {}))
         if self._progress is not None:
             self._progress.write()
         if self._writer is not None:
