@@ -153,6 +153,8 @@ def setup_torch(
     _drop_retired()
     _state.restore_hook()  # a set-up that failed has left its own
     _state.hook, _state.is_complete = sys.excepthook, False
+    if sys.excepthook is sys.__excepthook__:
+        sys.excepthook = _watch.print_error
     info = get_rank_info()
     process, prefix = (get_hostname(), os.getpid(), pid_namespace()), f"ezpz-{next(_attempts)}"
     try:

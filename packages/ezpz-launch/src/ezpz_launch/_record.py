@@ -161,6 +161,8 @@ class Keeper:
         self.launch_id = new_id(time.time())
         self.progress_file = ""
         """Where scripts report their progress; empty where nothing can be written."""
+        self.metrics_file = ""
+        """Where rank 0's metrics say in which folder they are, for a launch on a terminal."""
         self._record: Record | None = None
         self._folder = ""
         try:
@@ -168,6 +170,7 @@ class Keeper:
             if not os.path.isdir(self._folder):
                 _make_folder(self._folder)
             self.progress_file = os.path.join(self._folder, f"{self.launch_id}.progress")
+            self.metrics_file = f"{self.progress_file}-metrics"
         except LaunchError as error:
             self._give_up(str(error))
         except OSError as error:
@@ -418,13 +421,13 @@ def _row(stored: Stored) -> tuple[str, ...]:
     job = " ".join(filter(None, (stored["machine"], stored["job_id"])))
     return (
         time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(start)),
-        _duration(_moment(end) - start) if end else "", status, str(stored["nproc"]),
+        duration(_moment(end) - start) if end else "", status, str(stored["nproc"]),
         _shortened(stored["hosts"], 24), _shortened(job, 30),
         _shortened(" ".join(map(quote, stored["command"])), 60),
     )  # fmt: skip
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
     """Return such as 0:07, 12:34 or 26:03:04; a clock that was set back gives 0:00."""
     minutes, rest = divmod(max(0, round(seconds)), 60)
     hours, minutes = divmod(minutes, 60)

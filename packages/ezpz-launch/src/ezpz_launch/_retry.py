@@ -20,6 +20,7 @@ from ._launchers import hostfile_of, needs_hostfile
 from ._plan import LaunchPlan
 from ._record import Keeper, read_progress
 from ._run import SETTLE, run
+from ._terminal import Terminal
 
 _PORTS = 5
 """So many ports are tried where another program holds the first ones on rank 0's host."""
@@ -29,6 +30,12 @@ class Attempts:
     def __init__(self, planned: LaunchPlan, topology: Topology, env: Mapping[str, str]) -> None:
         self._planned, self._topology, self._env = planned, topology, env
         self._request = planned.request
+        self._keeper = Keeper(env)
+        self._terminal: Terminal | None = None
+        if os.isatty(1) and os.isatty(2) and not self._request.log_dir:
+            self._terminal = Terminal(planned, env, self._keeper.metrics_file)
+            added = {**self._terminal.environment, **planned.environment}
+            self._planned = replace(planned, environment=added)
         self._retries = Retries(self._request.retries)
         self._number = 0
         self._heard: Heard = ([], -1)
@@ -40,13 +47,14 @@ class Attempts:
         self._signal_at: Callable[[], float] = lambda: NEVER
         if self._request.signal_before:
             self._signal_at = _signal_at(self._request.signal_before, topology.allocation, env)
-        self._keeper = Keeper(env)
         for warning in planned.warnings:
             say(warning)
 
     def run(self) -> int:
         """Attempt until it succeeds or must not be tried again; return the exit status."""
         with signals() as self._heard:
+            if self._terminal:
+                self._terminal.begin()
             while True:
                 folder = self._request.log_dir
                 self._sizes = _sizes(folder) if folder else {}
@@ -64,6 +72,8 @@ class Attempts:
                         continue
                     status = 128 + told
                 self._keeper.finish(status, outcome.failure)
+                if self._terminal:
+                    self._terminal.end(status)
                 return status
 
     def _attempt(self) -> Outcome:
@@ -106,13 +116,12 @@ class Attempts:
         planned, request, job = self._planned, self._request, self._topology.allocation
         first = planned.placement.hosts[0]
         here = planned.on_this_host or same_host(first, job.node_name or "")
-        # Into a file or a pipe, where no reader waits for half a line.
-        whole_lines = planned.placement.nproc > 1 and not (os.isatty(1) and os.isatty(2))
         return Control(
             launch_id=f"{self._keeper.launch_id}.{self._number}", attempt=self._number,
             hold=SETTLE + request.grace + 10, node_timeout=self._node_timeout,
             files=os.path.abspath(request.log_dir) if request.log_dir else "",
-            only_ranks=request.only_ranks, prefix=request.prefix, whole_lines=whole_lines,
+            only_ranks=request.only_ranks, prefix=request.prefix,
+            whole_lines=planned.placement.nproc > 1,
             tee=request.tee, one_device=request.one_device,
             # Ours has been looked at; another host's is looked at there.
             port=0 if here else int(planned.environment["MASTER_PORT"]),

@@ -11,6 +11,7 @@ import time
 import weakref
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from threading import RLock
 from typing import TYPE_CHECKING, Any, Protocol, Self
@@ -95,7 +96,11 @@ class Progress:
 
     # ezpz-launch with ``--retries`` starts a run again only while it gets somewhere.
 
-    def __init__(self) -> None:
+    def __init__(self, run: Path | None) -> None:
+        told = os.environ.get("EZPZ_METRICS_FILE")
+        if run is not None and told:  # ezpz-launch on a terminal says where the metrics are
+            with suppress(OSError):
+                Path(told).write_bytes(os.fsencode(run.parent))
         self._path = os.environ.get("EZPZ_PROGRESS_FILE")
         self._highest = self._written = -1
         self._next = 0.0
@@ -225,7 +230,6 @@ class History:
         self._place = place = find_place()
         first = place.rank == 0
         self.path: Path | None = None
-        self._progress = Progress() if first else None
         self._alarms = tuple(alarms)
         self._alone = cross_rank and place.world_size == 1  # write the statistics of one rank
         self._every, self._deferred, self._summary = every, deferred, summary
@@ -246,6 +250,7 @@ class History:
             self.path = folder / file_name
             self._writer = Writer(self.path, checksum=checksum, sync=sync)
             before = self._writer.before
+        self._progress = Progress(self.path) if first else None
         self._next = before.next_step
         self._replayed = before.next_step - 1
         try:
