@@ -38,7 +38,9 @@ class Terminal:
     """A pseudo-terminal of 100 columns with ezpz-launch in its foreground."""
 
     def __init__(self, place, folder, program, *words, env=None):
-        options = ["--launcher", place.launcher, *place.options]
+        # The sandbox's hosts have names that nobody can look up, which a line would say.
+        here = ["--env", "MASTER_ADDR=127.0.0.1"]
+        options = ["--launcher", place.launcher, *place.options, *here]
         command = [sys.executable, "-m", "ezpz_launch", *options, "python", "-c", program, *words]
         self._ours, its = os.openpty()
         fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("4H", 30, 100, 0, 0))

@@ -73,7 +73,9 @@ def test_a_module_and_code(launch):
     (["--ppn", "1", "-n", "3", "true"], "-n 3 with --ppn 1 on 1 hosts"),
     (["--include", "nid[1-", "true"], "not closed"),
     (["--hostfile", "/nonexistent", "true"], "/nonexistent"),
-    (["--machine", "atlantis", "true"], "EZPZ_MACHINE='atlantis'; expected one of aurora"),
+    (["--machine", "atlantis", "true"], "--machine atlantis: no such machine; expected one of au"),
+    (["--machine=aurra", "true"], "did you mean 'aurora'?"),
+    (["--dry-run", "--machine", "aurra", "true"], "--machine aurra: no such machine"),
     (["--dry-run", "--machine", "aurora", "--hostfile", "f", "true"], "expected no --hostfile"),
     (["true"], "half-set pmi environment: PMI_RANK=1 without PMI_SIZE"),
 ])  # fmt: skip

@@ -28,7 +28,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _main(sys.argv[1:] if argv is None else argv, os.environ)
     except (LaunchError, TopoError) as error:
-        say(str(error))
+        words = sys.argv[1:] if argv is None else argv
+        own = any(word.partition("=")[0] == "--machine" for word in words)
+        # The option that was given, not the variable behind it.
+        say(str(error).replace("EZPZ_MACHINE=", "--machine ") if own else str(error))
         return getattr(error, "exit_status", UsageError.exit_status)
     except KeyboardInterrupt:
         return 130
