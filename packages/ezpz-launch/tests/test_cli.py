@@ -67,7 +67,7 @@ def test_a_module_and_code(launch):
 @pytest.mark.parametrize(("words", "what"), [
     # of most rooms one: what it refuses is tested there
     (["--tee", "true"], "--tee: expected --log-dir DIR beside it"),
-    (["-np", "2", "true"], "unknown option '-np'; did you mean -n?"),
+    (["-nq", "2", "true"], "unknown option '-nq'"),
     (["-n", "None", "true"], "-n None: expected a whole number"),
     ([], "no command"),
     (["--ppn", "1", "-n", "3", "true"], "-n 3 with --ppn 1 on 1 hosts"),

@@ -180,7 +180,9 @@ EXAMPLES = (
 
 
 def help_page() -> str:
-    lines = [f"usage: {USAGE}", "", "Start COMMAND on every rank; its words are not touched.", ""]
+    also = " ".join(option.also.split()[0] for option in OPTIONS if option.also)
+    start = f"Start COMMAND on every rank; its words are not touched. Also understood: {also}"
+    lines = [f"usage: {USAGE}", "", start, ""]
     lines.append("options:")
     for option in OPTIONS:
         flags = ", ".join([*([f"-{option.short}"] if option.short else []), f"--{option.name}"])

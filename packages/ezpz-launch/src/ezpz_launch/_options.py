@@ -85,7 +85,7 @@ class Option(NamedTuple):
     help: str
     value: str = ""  # what it takes; empty for a switch
     short: str = ""  # its letter
-    habits: str = ""  # what other launchers call it
+    also: str = ""  # what other launchers call it, which is understood as well
     read: Callable[[str, str], object] = _text
     many: bool = False  # whether it can be repeated: a tuple
     last: bool = False  # whether the user's command begins with it, as with Python's own -m
@@ -149,14 +149,14 @@ class Request:
     command: tuple[str, ...]
     # fmt: off
     nproc: int | None = _count("ranks in all; default: one a device, else one per two cores",
-        expected="at least 1 rank", short="n", habits="-np --np --ntasks")
+        expected="at least 1 rank", short="n", also="-np --np --nprocs --ntasks")
     ppn: int | None = _count("ranks on each host; default: one a device",
         expected="at least 1 rank",
-        habits="-ppn -npernode --npernode --nproc-per-node --nproc_per_node --ntasks-per-node")
+        also="-ppn -npernode --npernode --nproc-per-node --nproc_per_node --ntasks-per-node")
     nodes: int | None = _count("use the first N hosts; default: all of the job",
-        expected="at least 1 host", short="N", habits="--nnodes")
+        expected="at least 1 host", short="N", also="-nh --nhosts --nnodes")
     hostfile: str = _row("the hosts to use, one a line; default: the job's",
-        "FILE", habits="-f --machinefile")
+        "FILE", also="-f --machinefile")
     include: str = _row("use these hosts only, such as nid[001-004]", "LIST")
     exclude: str = _row("do not use these hosts", "LIST")
     launcher: str = _row(", ".join(_LAUNCHERS), "KIND", default="auto",
@@ -166,7 +166,7 @@ class Request:
         "NAME", name="option", default=(), many=True)
     cpu_bind: str = _row("none, a list of the machine's, or cores: 0-7:8-15", "LIST")
     env: tuple[str, ...] = _row("set this variable for every rank; repeatable",
-        "K=V", default=(), many=True, check=_is_pair, expected="NAME=VALUE", habits="-x -genv")
+        "K=V", default=(), many=True, check=_is_pair, expected="NAME=VALUE", also="-x -genv")
     one_device: bool = _row("each rank sees one device only, its own", default=False,
         says=("devices of a rank", "its own only"))
     log_dir: str = _row("write each rank's output to files of its own in DIR", "DIR",
@@ -179,6 +179,7 @@ class Request:
     prefix: bool = _row("begin each line of output with [rank@host]", default=False,
         says=("lines begin with", "[rank@host]"))
     idle_timeout: float = _time("end a launch that is silent for so long: 600, 10m",
+        also="--timeout",
         says=("hung when silent", "{0:g} s"))
     grace: float = _time("from SIGTERM to SIGKILL; default: 7 seconds", default=GRACE,
         says=("SIGTERM to SIGKILL", "{0:g} s"))
@@ -228,7 +229,7 @@ OPTIONS: tuple[Option, ...] = (
 _BY_FLAG = {f"--{option.name}": option for option in OPTIONS} | {
     f"-{option.short}": option for option in OPTIONS if option.short
 }
-_HABITS = {word: option.flag for option in OPTIONS for word in option.habits.split()}
+_ALSO = {word: option for option in OPTIONS for word in option.also.split()}
 
 
 def settings(request: Request) -> list[tuple[str, str, str]]:
@@ -266,10 +267,11 @@ def split(argv: Sequence[str]) -> tuple[Options, tuple[str, ...]]:
     while words and words[0][:1] == "-" and words[0] not in ("-", "--"):
         word = words.pop(0)
         flag, is_attached, value = word.partition("=")
-        if flag not in _BY_FLAG:
+        option = _BY_FLAG.get(flag) or _ALSO.get(flag)
+        if option is None:
             # -n4, as mpiexec and srun users write it.
             flag, is_attached, value = _letter_of(word), "=", word[2:]
-        option = _BY_FLAG[flag]
+            option = _BY_FLAG[flag]
         if option.name in options and not option.many:
             raise UsageError(f"{flag} is given twice; expected once")
         if not option.value and is_attached:
@@ -278,6 +280,8 @@ def split(argv: Sequence[str]) -> tuple[Options, tuple[str, ...]]:
             if not words or words[0] == "--":
                 raise UsageError(f"{flag} needs a value; expected {flag} {option.value}")
             value = words.pop(0)
+            if flag == "-genv" and "=" not in value and words:  # Hydra's: -genv NAME VALUE
+                value += f"={words.pop(0)}"
         if option.last:
             value = _unquoted(value) if option.name == "code" else value
             return options, (sys.executable, f"-{option.short}", value, *words)
@@ -294,8 +298,8 @@ def _letter_of(word: str) -> str:
     """Return the flag that a value is attached to without ``=``; else say what is meant."""
     flag = word.partition("=")[0]
     option = _BY_FLAG.get(word[:2])
-    other = _HABITS.get(flag) or (f"-{flag}" if f"-{flag}" in _BY_FLAG else "")
-    # But -np is mpiexec's, and -env a slip.
+    other = f"-{flag}" if f"-{flag}" in _BY_FLAG else ""
+    # But -env is a slip.
     if option and not other and not (option.value == "N" and flag[2:3].isalpha()):
         return word[:2]
     if not other:
