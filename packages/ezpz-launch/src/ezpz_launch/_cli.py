@@ -181,7 +181,7 @@ EXAMPLES = (
 
 def help_page() -> str:
     also = " ".join(option.also.split()[0] for option in OPTIONS if option.also)
-    start = f"Start COMMAND on every rank; its words are not touched. Also understood: {also}"
+    start = f"Start COMMAND as it is on every rank. Also understood: {also}"
     lines = [f"usage: {USAGE}", "", start, ""]
     lines.append("options:")
     for option in OPTIONS:

@@ -20,6 +20,7 @@ import time
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from html import escape
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -402,6 +403,12 @@ def _survey(fd: int, path: Path) -> Before:
     return Before(attempts, last)
 
 
+def html_table(rows: Iterable[tuple[str, object]]) -> str:
+    """Return rows of a name and a value as a notebook shows them."""
+    cells = ((escape(name), escape(str(value))) for name, value in rows)
+    return f"<table>{''.join(f'<tr><th>{n}</th><td>{v}</td></tr>' for n, v in cells)}</table>"
+
+
 _STARTED = time.time()  # when this process did, nearly
 FINISHED = ("closed", "exit")  # what an end says that is no failure
 _END = 1 << 16  # bytes at the end of a file that hold its last line: an end is short
@@ -469,7 +476,7 @@ _GIT_SECONDS = 2.0  # a working tree on a busy file system is not worth more
 
 
 def make_header(
-    place: Place, before: Before, *, run: str, config: Mapping[str, Any]
+    place: Place, before: Before, *, run: str, project: str | None, config: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return what is known of this attempt. No command is started but rank 0's git, for 2 s."""
     loaded = {name: getattr(sys.modules.get(name), "__version__", None) for name in _WORTH_KNOWING}
@@ -483,6 +490,7 @@ def make_header(
         "versions": {"python": platform.python_version(), **versions},
         # As it will stand in the file: what an object says of itself may hold a secret, too.
         **redact(orjson.loads(encode_anything({"argv": sys.argv, "config": config}))),
+        **({"project": project} if project else {}),
     }  # fmt: skip
 
 

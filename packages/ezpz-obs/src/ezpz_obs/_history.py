@@ -27,6 +27,7 @@ from ._file import (
     find_folder,
     find_launch,
     flatten,
+    html_table,
     is_quick,
     make_header,
     put_copies,
@@ -169,7 +170,10 @@ class History:
         resume: Continue in ``outdir`` even if the run there has finished.
         sinks: Where else rank 0's records go: "csv", "tensorboard", "wandb", "mlflow", "trackio",
             or objects like `Sink`. Each has a thread of its own; one that fails or hangs is left
-            behind, and can be made good from the file (``ezpz-obs replay``).
+            behind, and can be made good from the file (``ezpz-obs replay``). Where none is named
+            it is those of ``EZPZ_SINKS`` (``csv,wandb``; ``none``), else W&B's run if one is live.
+        backends: Another name of ``sinks``, and ``EZPZ_TRACKER_BACKENDS`` of ``EZPZ_SINKS``.
+        project_name: What W&B, MLflow and trackio group runs under; default: the script's name.
         cross_rank: Add each metric's mean, std, min, max and the ranks of these over all ranks,
             by one collective (two on more than 1,024): ``loss/mean``, ``loss/min_rank``, ...
         every: With ``cross_rank``, at one update in so many.
@@ -213,6 +217,8 @@ class History:
         *,
         resume: bool = False,
         sinks: Iterable[str | Sink] = (),
+        backends: Iterable[str | Sink] = (),
+        project_name: str | None = None,
         cross_rank: bool = False,
         every: int = 1,
         per_rank: bool = False,
@@ -235,12 +241,7 @@ class History:
         self._every, self._deferred, self._summary = every, deferred, summary
         self._last: dict[str, Any] = {}
         self._lock = RLock()  # a signal's handler may record, too
-        sinks = sinks if isinstance(sinks, str) else list(sinks)
-        chosen: list[Sink] = []
-        if sinks and first:
-            from ._sinks import Feeder, make_sinks
-
-            chosen = make_sinks(sinks)
+        chosen = _chosen(sinks or backends) if first else []
         before = Before()
         if outdir is None:
             self._kept = Kept()
@@ -257,7 +258,9 @@ class History:
             run = name or ("run" if self.path is None else self.path.parent.name)
             header: dict[str, Any] = {}
             if self._writer is not None or chosen:  # elsewhere git need not look at the folder
-                header = make_header(place, before, run=run, config=config or {})
+                header = make_header(
+                    place, before, run=run, project=project_name, config=config or {}
+                )
             if self._writer is not None:
                 self._writer.put(header, header["time"])
             if cross_rank and place.world_size > 1:
@@ -268,7 +271,7 @@ class History:
             # Quick: nothing to wait for, nothing to add.
             self._quick = not (deferred or self._alone or self._across is not None)
             beside = None if self.path is None else self.path.parent
-            self._feeders = [Feeder(sink, header, beside) for sink in chosen]
+            self._feeders = [_fed(sink, header, beside) for sink in chosen]
         except BaseException:  # also Ctrl-C: the file is to be free for the next attempt
             if self._writer is not None:
                 self._writer.close()
@@ -335,6 +338,15 @@ class History:
             # A folder that is gone when all is over was taken away on purpose.
             self._writer.put({**line, **fields}, now, look=kind != "end")
 
+    @property
+    def history(self) -> dict[str, list[float]]:
+        """What was recorded so far as lists, by metric; where there is a file it is read."""
+        from ._table import lists_of  # above this room: reads runs
+
+        if self._kept is not None:
+            return lists_of(self._kept)
+        return {} if self.path is None else lists_of(read_run(self.path).records())
+
     def flush(self) -> None:
         """Write what is deferred. Collective with ``cross_rank``."""
         self._settle()
@@ -383,6 +395,9 @@ class History:
 
     def __exit__(self, kind: object, value: BaseException | None, trace: object) -> None:
         self._close("closed" if value is None else _say(value))
+
+    def _repr_html_(self) -> str:
+        return html_table([("file", self.path or "in memory"), ("last", summarize(self._last))])
 
     @staticmethod
     def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -522,6 +537,22 @@ class History:
         # Of a script Python keeps the cause; of a function of multiprocessing it is on its way.
         value = getattr(sys, "last_value", None) or sys.exc_info()[1]
         self._close("exit" if value is None else _say(value))
+
+
+def _chosen(sinks: Iterable[str | Sink]) -> list[Sink]:
+    # Who wants none does not load them.
+    named = sinks or os.environ.get("EZPZ_SINKS") or os.environ.get("EZPZ_TRACKER_BACKENDS")
+    if not named and "wandb" not in sys.modules:
+        return []
+    from ._sinks import make_sinks
+
+    return make_sinks(sinks)
+
+
+def _fed(sink: Sink, header: Mapping[str, Any], folder: Path | None) -> Feeder:
+    from ._sinks import Feeder
+
+    return Feeder(sink, header, folder)
 
 
 def _say(value: BaseException) -> str:
