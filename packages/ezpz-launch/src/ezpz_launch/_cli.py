@@ -123,7 +123,10 @@ def _planned(
 
 def _explained(planned: LaunchPlan) -> str:
     lines = hostfile_of(planned) if needs_hostfile(planned) else []
-    return (explain_json if planned.request.json else explain)(planned, argv_of(planned), lines)
+    if planned.request.json:
+        return explain_json(planned, argv_of(planned), lines)
+    columns = os.get_terminal_size(1).columns if os.isatty(1) else 0
+    return explain(planned, argv_of(planned), lines, columns)
 
 
 def _hint_at_a_job(topology: Topology, request: Request, env: Mapping[str, str]) -> None:

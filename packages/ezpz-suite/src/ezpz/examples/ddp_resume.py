@@ -77,6 +77,7 @@ def train(settings: Settings) -> None:
                 history.record({"epoch": epoch, "loss": loss.item()}, step=step)
                 if step % settings.save_every == 0 or step == steps:
                     save(step)
+                    logger.info("saved", step=step, of=steps, loss=round(loss.item(), 4))
                 # After a signal this saves, and ends the process.
                 snapshot.step(step)
         with torch.no_grad():
