@@ -78,7 +78,7 @@ class Launch:
                 stdout=out,
                 stderr=err,
                 start_new_session=True,
-                preexec_fn=_take_terminal if self.on_terminal else None,  # noqa: PLW1509
+                preexec_fn=take_terminal if self.on_terminal else None,  # noqa: PLW1509
             )
         if self.on_terminal:
             os.close(stdin)
@@ -250,5 +250,5 @@ def _words(pid):
     return []
 
 
-def _take_terminal():
+def take_terminal():
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)

@@ -50,7 +50,7 @@ def test_set_up_twice_clean_up_and_again(ranks, n):
         assert dist.get_world_size() == n
         assert not ezpz_tp.tensor_parallel_is_initialized(), "not requested"
         assert setup_torch(seed=3, timeout=60) == own
-        refused("call cleanup() in between", seed=4)
+        refused("called with seed=3, and now with seed=4; expected the same", seed=4)
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK",
                  "MASTER_ADDR", "MASTER_PORT")
         if n == 1:
@@ -194,6 +194,27 @@ def test_it_sees_the_same_ranks(clean_env, tmp_path, library):
     assert "rank 0 agrees" in done.stdout
     assert "rank 1 agrees" in done.stdout
     assert list(tmp_path.iterdir()) == [script], "nothing was written"
+
+
+@pytest.mark.parametrize("debug", ["", "1"])
+def test_a_hang_that_ends_a_script_says_its_sentence_first(user_env, debug):
+    code = """
+import ezpz_dist
+ezpz_dist.setup_torch(backend="gloo")
+exec(compile("def of_ours(): raise error", ezpz_dist.__path__[0] + "/_collectives.py", "exec"))
+error = ezpz_dist.HangError("who is missing")
+of_ours()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**user_env, "EZPZ_DEBUG": debug}, text=True,
+        capture_output=True, check=False,
+    )  # fmt: skip
+    lines = done.stderr.replace("[rank0]: ", "").splitlines()
+    assert done.returncode == 1
+    first, last = ("Traceback", "ezpz_dist._errors.HangError: ") if debug else ("HangError: ", "  ")
+    assert lines[0].startswith(first)
+    assert lines[-1].startswith(last)
+    assert ("in of_ours" in done.stderr) == bool(debug)
 
 
 # Seeds.

@@ -67,13 +67,15 @@ def test_a_module_and_code(launch):
 @pytest.mark.parametrize(("words", "what"), [
     # of most rooms one: what it refuses is tested there
     (["--tee", "true"], "--tee: expected --log-dir DIR beside it"),
-    (["-np", "2", "true"], "unknown option '-np'; did you mean -n?"),
+    (["-nq", "2", "true"], "unknown option '-nq'"),
     (["-n", "None", "true"], "-n None: expected a whole number"),
     ([], "no command"),
     (["--ppn", "1", "-n", "3", "true"], "-n 3 with --ppn 1 on 1 hosts"),
     (["--include", "nid[1-", "true"], "not closed"),
     (["--hostfile", "/nonexistent", "true"], "/nonexistent"),
-    (["--machine", "atlantis", "true"], "EZPZ_MACHINE='atlantis'; expected one of aurora"),
+    (["--machine", "atlantis", "true"], "--machine atlantis: no such machine; expected one of au"),
+    (["--machine=aurra", "true"], "did you mean 'aurora'?"),
+    (["--dry-run", "--machine", "aurra", "true"], "--machine aurra: no such machine"),
     (["--dry-run", "--machine", "aurora", "--hostfile", "f", "true"], "expected no --hostfile"),
     (["true"], "half-set pmi environment: PMI_RANK=1 without PMI_SIZE"),
 ])  # fmt: skip

@@ -213,7 +213,8 @@ def test_a_terminal_gets_a_line_of_its_own(background):
             break
     os.close(ours)
     assert launch.wait(120) == 3
-    assert text.startswith(b"50%\nezpz-launch: rank 0 on ")
+    assert text.startswith(b"ezpz-launch: 1 rank on ")
+    assert b"\n50%\nezpz-launch: rank 0 on " in text
 
 
 def test_a_head_ends_the_launch(background):

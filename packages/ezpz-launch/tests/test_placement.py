@@ -6,7 +6,7 @@ import pytest
 
 from ezpz_launch import LaunchError, Request, UsageError
 from ezpz_launch._placement import arrange, match_hosts, place, select_hosts
-from ezpz_topo import Accelerators, NodelistError, imagine
+from ezpz_topo import Accelerators, imagine
 
 # Hosts.
 
@@ -35,7 +35,7 @@ def test_which_hosts_and_why(options, hosts, why):
     ({"include": "nid009"}, UsageError, "--include nid009: none of the hosts nid001.hsn"),
     ({"exclude": "nid[001-004]"}, UsageError, "no host is left of 4"),
     ({"nodes": 5}, UsageError, r"-N 5: there are 4 hosts \(PBS_NODEFILE\); .* from 1 to 4"),
-    ({"include": "nid[001-"}, NodelistError, "not closed"),
+    ({"include": "nid[001-"}, UsageError, "--include: nodelist"),
 ])  # fmt: skip
 def test_hosts_that_cannot_be(options, error, message):
     with pytest.raises(error, match=message):

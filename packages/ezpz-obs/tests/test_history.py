@@ -182,6 +182,41 @@ def test_a_restarted_run_goes_on_and_marks_what_it_replays(tmp_path):
     assert len(list(run.records(superseded=True))) == 10
 
 
+@pytest.mark.parametrize(
+    ("end", "status", "second"),
+    [
+        ("", 0, "run-2"), ("h.close()", 0, "run-2"), ("sys.exit()", 0, "run-2"),
+        ("raise KeyError", 1, "run"), ("os.kill(os.getpid(), 9)", -9, "run"),
+        ("try: sys.exit(75)\nfinally: h.close()", 75, "run"),
+    ],
+)  # fmt: skip
+def test_a_second_run_is_not_the_continuation_of_one_that_has_finished(
+    tmp_path, python, end, status, second
+):
+    program = "import os, sys, ezpz_obs; h = ezpz_obs.History('run', **{}); h.record({{'x': 1}})\n"
+    python(program.format({}) + end, status=status)
+    done = python(program.format({}) + "h.close(); ezpz_obs.History('run').record({'x': 1})")
+    said = [f"{tmp_path}/run has a finished run; this one is in {second}"] * (second != "run")
+    assert [line.partition(" (")[0] for line in done.stderr.splitlines()] == said * 2
+    assert sorted(os.listdir(tmp_path)) == sorted({"run", second})
+    steps = [0, 1] if second != "run" else [0, 1, 2]
+    assert [one["step"] for one in History.read(tmp_path / second)] == steps
+    python(program.format({"resume": True}))
+    assert len(History.read(tmp_path / "run")) == (2 if second != "run" else 4)
+
+
+def test_ranks_and_attempts_of_a_launch_find_one_folder(tmp_path, python):
+    program = "import ezpz_obs; ezpz_obs.History('run', per_rank=True).record({'x': 1})"
+    for launch, rank in ("one.0", 0), ("one.0", 1), ("two.0", 1), ("two.0", 0), ("two.1", 1):
+        place = {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": "2"}
+        python(program, env={**place, "EZPZ_LAUNCH_ID": launch})
+    lines = {f"{p.parent.name} {p.name}": len(kinds(p)) for p in tmp_path.glob("*/*")}
+    assert lines == {
+        "run metrics.jsonl": 3, "run metrics-rank00001.jsonl": 3,
+        "run-2 metrics.jsonl": 3, "run-2 metrics-rank00001.jsonl": 6,
+    }  # fmt: skip
+
+
 def test_one_writer_and_nothing_after_its_end(tmp_path):
     first = History(tmp_path)
     with pytest.raises(HistoryError, match="is being written by another History"):

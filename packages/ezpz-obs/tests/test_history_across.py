@@ -195,7 +195,8 @@ def test_deferred_statistics_and_a_restart(ranks, tmp_path):
         history.update({"loss": 1.0}, step=41)
     done = ranks(
         f"""
-        say(History({str(tmp_path / "again")!r}, cross_rank=True).update({{"loss": 1.0}}))
+        again = History({str(tmp_path / "again")!r}, cross_rank=True, resume=True)
+        say(again.update({{"loss": 1.0}}))
         with History({str(tmp_path / "run")!r}, cross_rank=True, deferred=True) as history:
             for step in range(4):
                 say(history.update({{"loss": float(step + RANK)}}))

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from ezpz_obs import History, SinkError
+from ezpz_obs import History, SinkError, read_run
 from ezpz_obs._sinks import _IDLE, Feeder, close_all
 from ezpz_obs._sinks.libraries import LIBRARY_SINKS
 
@@ -151,13 +151,31 @@ def test_what_can_be_replayed_and_how(warned, tmp_path):
     [
         (["tensorbord"], "'tensorbord'; expected one of csv, mlflow, tensorboard"),
         ([print], "an object with name, open, write and close"),
-        ("csv", r"expected a list: sinks=\['csv'\]"),
     ],
 )
 def test_what_is_no_sink(sinks, message, tmp_path):
     with pytest.raises(SinkError, match=message):
         History(tmp_path, sinks=sinks)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "given"),
+    [
+        ("EZPZ_SINKS", "csv", {}), ("EZPZ_TRACKER_BACKENDS", "jsonl, csv", {}),
+        ("EZPZ_SINKS", "none", {"backends": "csv"}), ("EZPZ_SINKS", "", {"sinks": ["csv"]}),
+    ],
+)  # fmt: skip
+def test_sinks_are_named_by_the_environment_where_no_argument_does(
+    tmp_path, monkeypatch, variable, value, given
+):
+    monkeypatch.setenv(variable, value)
+    with History(tmp_path, project_name="mine", **given) as history:
+        history.record({"loss": 0.5})
+    assert (tmp_path / "metrics.csv").read_text().splitlines()[1].endswith("0.5")
+    assert history.history["loss"] == [0.5]
+    assert read_run(tmp_path).headers[0]["project"] == "mine"
+    assert "metrics.jsonl" in history._repr_html_()
 
 
 @pytest.mark.parametrize("name", LIBRARY_SINKS)

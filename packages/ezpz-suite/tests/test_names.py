@@ -2,11 +2,14 @@
 
 import subprocess
 import sys
+from importlib import import_module
+from operator import attrgetter
 
 import pytest
 
 import ezpz
 import ezpz_tp
+from ezpz import _former
 
 
 @pytest.mark.parametrize("face", [ezpz, ezpz.data, ezpz.models])
@@ -37,6 +40,39 @@ def test_a_misspelt_name_suggests_the_right_one(face, meant, capsys):
     said = capsys.readouterr().err
     assert f"'{face.__name__}' has no attribute" in said
     assert said.endswith(f"Did you mean: {meant!r}?\n")
+
+
+def test_modules_of_the_earlier_ezpz_are_found():
+    code = """
+import ezpz.tplot
+from ezpz.log import getLogger
+from ezpz import history, distributed
+import ezpz
+assert history.History is ezpz.History and distributed.setup_torch is ezpz.setup_torch
+assert getLogger is ezpz.get_logger and ezpz.tplot.plot
+assert dir(ezpz) == list(ezpz.__all__), "public names only"
+for module, name in (ezpz, "compute_mfu"), (ezpz.tplot, "tplot"), (distributed, "nothing"):
+    try:
+        getattr(module, name)
+    except AttributeError as error:
+        print(error)
+import ezpz.nothing
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    said = "has no attribute {!r}; the earlier ezpz had it, here it is {}"
+    assert done.stdout.splitlines() == [
+        f"module 'ezpz' {said.format('compute_mfu', 'ezpz.Throughput')}",
+        f"module 'ezpz.tplot' {said.format('tplot', 'ezpz_obs.plot')}",
+        "module 'ezpz.distributed' has no attribute 'nothing'",
+    ]
+    assert done.stderr.endswith("ModuleNotFoundError: No module named 'ezpz.nothing'\n")
+
+
+def test_what_stands_for_a_name_is_there():
+    for ours in _former.OURS.values():
+        package, _, name = ours.partition("(")[0].partition(".")
+        if package.startswith("ezpz") and "-" not in package and " " not in ours:
+            assert attrgetter(name)(import_module(package)), ours
 
 
 def test_tp_is_all_of_ezpz_tp():

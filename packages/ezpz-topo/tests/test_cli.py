@@ -92,6 +92,7 @@ def test_machines_lists_yours_too(tmp_path):
     [(["expand", "nid[001-"], "is not closed"), (["expand", "n[1-100000000]"], "expected at most"),
      (["expand"], "nodelist"), (["expand", "a", "b"], "b"), (["expand", "a", "upper"], "upper"),
      (["fold", "a,b"], "a,b"), (["machines", "aurora"], "aurora"), (["--jsn"], "--jsn"),
+     (["machins"], "did you mean 'machines'?"),
      (["nonsense"], "nonsense"), (["--json=maybe"], "maybe"), (["--json", "maybe"], "maybe"),
      (["--shell", "--json"], "--shell alone"), (["--", "--interactive"], "--"),
      (["--", "--completion"], "--"), (["-"], "-"), (["expand", "--nodelist"], "--nodelist"),

@@ -153,6 +153,8 @@ def setup_torch(
     _drop_retired()
     _state.restore_hook()  # a set-up that failed has left its own
     _state.hook, _state.is_complete = sys.excepthook, False
+    if sys.excepthook is sys.__excepthook__:
+        sys.excepthook = _watch.print_error
     info = get_rank_info()
     process, prefix = (get_hostname(), os.getpid(), pid_namespace()), f"ezpz-{next(_attempts)}"
     try:
@@ -216,10 +218,16 @@ def _is_done(args: SetupArgs) -> bool:
         )
     if _state.args != args:
         raise SetupError(
-            f"setup_torch was called with {_state.args} and now with {args}; expected the same; "
-            "call cleanup() in between"
+            f"setup_torch was called with {_difference(_state.args, args)}, and now with "
+            f"{_difference(args, _state.args)}; expected the same; call cleanup() in between"
         )
     return True
+
+
+def _difference(args: SetupArgs, other: SetupArgs) -> str:
+    """Return the arguments that are not the other's, as they were given: ``seed=1``."""
+    its = asdict(other)
+    return ", ".join(f"{name}={own!r}" for name, own in asdict(args).items() if own != its[name])
 
 
 # The device: made current before the group exists, for NCCL would take device 0 on every rank.

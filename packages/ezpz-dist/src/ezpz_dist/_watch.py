@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -21,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from . import _diagnosis
-from ._errors import CollectiveError, HangError, LostRankError, fold
+from ._errors import CollectiveError, HangError, LostRankError, MismatchError, fold
 from ._world import World, find_world, is_forked
 
 logger = logging.getLogger(__name__)
@@ -185,6 +186,19 @@ def install() -> None:
         signal.signal(signal.SIGTERM, _terminated)
 
 
+def print_error(
+    kind: type[BaseException], value: BaseException, trace: TracebackType | None
+) -> None:
+    """Be Python's own hook, but of a `HangError` or `MismatchError` say first what it says."""
+    if not issubclass(kind, HangError | MismatchError) or os.environ.get("EZPZ_DEBUG"):
+        sys.__excepthook__(kind, value, trace)
+        return
+    ours = os.path.dirname(__file__)
+    frames = [one for one in traceback.extract_tb(trace) if not one.filename.startswith(ours)]
+    where = "".join(traceback.format_list(frames))
+    print(f"{kind.__name__}: {value}\n{where}", end="", file=sys.stderr, flush=True)
+
+
 def has_failed() -> bool:
     return _failed
 
@@ -241,6 +255,8 @@ def end_job(text: str, status: int) -> bool:
         if store.add("ended", 1) == 1:  # else who came first has told all
             # This rank too: its responder is not to notice the end of the store.
             everyone, teller = range(side.size), 0 if side.rank != 0 else 1
+            if status == 128 + signal.SIGINT and os.environ.get("EZPZ_TERMINAL"):
+                teller = -1  # who pressed Ctrl-C knows
             side.post(store, "end", everyone, text=text, status=status, teller=teller)
         elif side.rank != 0 or not ending.wait(_TELLING / 2):
             return

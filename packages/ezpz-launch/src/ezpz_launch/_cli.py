@@ -46,7 +46,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _main(sys.argv[1:] if argv is None else argv, os.environ)
     except (LaunchError, TopoError) as error:
-        say(str(error))
+        words = sys.argv[1:] if argv is None else argv
+        own = any(word.partition("=")[0] == "--machine" for word in words)
+        # The option that was given, not the variable behind it.
+        say(str(error).replace("EZPZ_MACHINE=", "--machine ") if own else str(error))
         return getattr(error, "exit_status", UsageError.exit_status)
     except KeyboardInterrupt:
         return 130
@@ -191,7 +194,10 @@ def _replanned(
 
 def _explained(planned: LaunchPlan) -> str:
     lines = hostfile_of(planned) if needs_hostfile(planned) else []
-    return (explain_json if planned.request.json else explain)(planned, argv_of(planned), lines)
+    if planned.request.json:
+        return explain_json(planned, argv_of(planned), lines)
+    columns = os.get_terminal_size(1).columns if os.isatty(1) else 0
+    return explain(planned, argv_of(planned), lines, columns)
 
 
 def _hint_at_a_job(topology: Topology, request: Request, env: Mapping[str, str]) -> None:
@@ -249,7 +255,9 @@ EXAMPLES = (
 
 
 def help_page() -> str:
-    lines = [f"usage: {USAGE}", "", "Start COMMAND on every rank; its words are not touched.", ""]
+    also = " ".join(option.also.split()[0] for option in OPTIONS if option.also)
+    start = f"Start COMMAND as it is on every rank. Also understood: {also}"
+    lines = [f"usage: {USAGE}", "", start, ""]
     lines.append("options:")
     for option in OPTIONS:
         flags = ", ".join([*([f"-{option.short}"] if option.short else []), f"--{option.name}"])

@@ -85,9 +85,8 @@ class Option(NamedTuple):
     help: str
     value: str = ""  # what it takes; empty for a switch
     short: str = ""  # its letter
-    alias: str = ""  # its other long name
     implied: str = ""  # its value where none is attached to it, nor a number follows
-    habits: str = ""  # what other launchers call it
+    also: str = ""  # what other launchers call it, which is understood as well
     read: Callable[[str, str], object] = _text
     many: bool = False  # whether it can be repeated: a tuple
     last: bool = False  # whether the user's command begins with it, as with Python's own -m
@@ -151,14 +150,14 @@ class Request:
     command: tuple[str, ...]
     # fmt: off
     nproc: int | None = _count("ranks in all; default: one a device, else one per two cores",
-        expected="at least 1 rank", short="n", habits="-np --np --ntasks")
+        expected="at least 1 rank", short="n", also="-np --np --nprocs --ntasks")
     ppn: int | None = _count("ranks on each host; default: one a device",
         expected="at least 1 rank",
-        habits="-ppn -npernode --npernode --nproc-per-node --nproc_per_node --ntasks-per-node")
+        also="-ppn -npernode --npernode --nproc-per-node --nproc_per_node --ntasks-per-node")
     nodes: int | None = _count("use the first N hosts; default: all of the job",
-        expected="at least 1 host", short="N", habits="--nnodes")
+        expected="at least 1 host", short="N", also="-nh --nhosts --nnodes")
     hostfile: str = _row("the hosts to use, one a line; default: the job's",
-        "FILE", habits="-f --machinefile")
+        "FILE", also="-f --machinefile")
     include: str = _row("use these hosts only, such as nid[001-004]", "LIST")
     exclude: str = _row("do not use these hosts", "LIST")
     launcher: str = _row(", ".join(_LAUNCHERS), "KIND", default="auto",
@@ -168,7 +167,7 @@ class Request:
         "NAME", name="option", default=(), many=True)
     cpu_bind: str = _row("none, a list of the machine's, or cores: 0-7:8-15", "LIST")
     env: tuple[str, ...] = _row("set this variable for every rank; repeatable",
-        "K=V", default=(), many=True, check=_is_pair, expected="NAME=VALUE", habits="-x -genv")
+        "K=V", default=(), many=True, check=_is_pair, expected="NAME=VALUE", also="-x -genv")
     one_device: bool = _row("each rank sees one device only, its own", default=False,
         says=("devices of a rank", "its own only"))
     log_dir: str = _row("write each rank's output to files of its own in DIR", "DIR",
@@ -181,6 +180,7 @@ class Request:
     prefix: bool = _row("begin each line of output with [rank@host]", default=False,
         says=("lines begin with", "[rank@host]"))
     idle_timeout: float = _time("end a launch that is silent for so long: 600, 10m",
+        also="--timeout",
         says=("hung when silent", "{0:g} s"))
     grace: float = _time("from SIGTERM to SIGKILL; default: 7 seconds", default=GRACE,
         says=("SIGTERM to SIGKILL", "{0:g} s"))
@@ -243,8 +243,9 @@ OPTIONS: tuple[Option, ...] = (
 
 def flags_of(table: Sequence[Option]) -> dict[str, Option]:
     """Return the options of a table by each of their flags."""
-    by_name = {f"--{name}": each for each in table for name in (each.name, each.alias) if name}
-    return by_name | {f"-{each.short}": each for each in table if each.short}
+    also = {word: each for each in table for word in each.also.split()}
+    by_name = {f"--{each.name}": each for each in table}
+    return also | by_name | {f"-{each.short}": each for each in table if each.short}
 
 
 def settings(request: Request) -> list[tuple[str, str, str]]:
@@ -298,6 +299,8 @@ def split(
             if not words or words[0] == "--":
                 raise UsageError(f"{flag} needs a value; expected {flag} {option.value}")
             value = words.pop(0)
+            if flag == "-genv" and "=" not in value and words:  # Hydra's: -genv NAME VALUE
+                value += f"={words.pop(0)}"
         if option.last:
             value = _unquoted(value) if option.name == "code" else value
             return options, (sys.executable, f"-{option.short}", value, *words)
@@ -314,9 +317,8 @@ def _letter_of(word: str, by_flag: Mapping[str, Option]) -> str:
     """Return the flag that a value is attached to without ``=``; else say what is meant."""
     flag = word.partition("=")[0]
     option = by_flag.get(word[:2])
-    habits = {habit: each.flag for each in by_flag.values() for habit in each.habits.split()}
-    other = habits.get(flag) or (f"-{flag}" if f"-{flag}" in by_flag else "")
-    # But -np is mpiexec's, and -env a slip.
+    other = f"-{flag}" if f"-{flag}" in by_flag else ""
+    # But -env is a slip.
     if option and not other and not (option.value == "N" and flag[2:3].isalpha()):
         return word[:2]
     if not other:

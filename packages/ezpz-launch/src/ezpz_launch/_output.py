@@ -121,7 +121,7 @@ class Output:
         # Of each target, whether someone is writing to it just now.
         self._writing = {1: False, 2: False}
         # Then our own lines appear below what it shows.
-        self._is_a_terminal = os.isatty(1)
+        self.is_a_terminal = os.isatty(1)
         self._complained = self._line_is_open = False
         self._hushed: set[int] = set()
 
@@ -193,7 +193,7 @@ class Output:
     def _write(self, target: int, data: bytes) -> None:
         if not data:
             return
-        if target == 2 or self._is_a_terminal:
+        if target == 2 or self.is_a_terminal:
             self._line_is_open = not data.endswith(b"\n")
         self._writing[target] = True
         try:

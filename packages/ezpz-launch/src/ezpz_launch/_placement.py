@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from ezpz_topo import Topology, expand_nodelist, same_host, short_name
+from ezpz_topo import NodelistError, Topology, expand_nodelist, same_host, short_name
 
 from ._errors import LaunchError, UsageError
 from ._options import Request
@@ -24,7 +24,11 @@ def select_hosts(
     kept, why = list(hosts), source
     for flag, nodelist in (("--include", include), ("--exclude", exclude)):
         if nodelist:
-            chosen, unknown = match_hosts(expand_nodelist(nodelist), hosts)
+            try:
+                named = expand_nodelist(nodelist)
+            except NodelistError as error:
+                raise UsageError(f"{flag}: {error}") from error
+            chosen, unknown = match_hosts(named, hosts)
             if unknown:
                 raise UsageError(
                     f"{flag} {unknown[0]}: none of the hosts {shown(hosts)} ({source}); "

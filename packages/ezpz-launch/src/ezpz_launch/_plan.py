@@ -147,8 +147,11 @@ def plan(
 # What ``--dry-run`` says: the command, and for each decision its value and its source.
 
 
-def explain(plan: LaunchPlan, argv: Sequence[str], hostfile: Sequence[str]) -> str:
+def explain(
+    plan: LaunchPlan, argv: Sequence[str], hostfile: Sequence[str], columns: int = 0
+) -> str:
     """Return the explanation of a launch, for people; the command can be pasted into a shell."""
+    # With columns, those of a terminal, reasons are broken into lines below each other.
     rows = _decisions(plan)
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     # One long value must not push every source off the screen.
@@ -159,8 +162,19 @@ def explain(plan: LaunchPlan, argv: Sequence[str], hostfile: Sequence[str]) -> s
         listed = [*hostfile[:6], "...", hostfile[-1]] if long else hostfile
         lines += [f"with {plan.hostfile}:", *(f"  {line}" for line in listed), ""]
     lines += ["because:"]
-    lines += [f"  {n:<{widths[0]}}  {v:<{widths[1]}}  ({why})" for n, v, why in rows]
+    for name, value, why in rows:
+        start = f"  {name:<{widths[0]}}  {value:<{widths[1]}}  "
+        lines += _wrapped(start, f"({why})", columns) if columns else [f"{start}({why})"]
     return "\n".join([*lines, *(f"note: {note}" for note in (*plan.warnings, *plan.notes))])
+
+
+def _wrapped(start: str, text: str, columns: int) -> list[str]:
+    from textwrap import wrap  # noqa: PLC0415  # only a terminal needs it
+
+    return wrap(
+        text, max(columns, len(start) + 18), initial_indent=start,
+        subsequent_indent=" " * len(start), break_long_words=False, break_on_hyphens=False,
+    )  # fmt: skip
 
 
 def explain_json(plan: LaunchPlan, argv: Sequence[str], hostfile: Sequence[str]) -> str:

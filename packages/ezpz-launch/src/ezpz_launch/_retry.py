@@ -24,6 +24,7 @@ from ._nodes import Pool, Replan, allocation_of, remember, sweep, warn_of_the_sc
 from ._plan import LaunchPlan
 from ._record import Keeper, read_progress
 from ._run import REQUEUE, SETTLE, run
+from ._terminal import Terminal
 
 _LOOK = 0.1  # seconds between two looks for the first step
 _LOOKED_UP = 1000  # so many hosts are looked up, to find whose an address is
@@ -45,6 +46,12 @@ class Attempts:
         self._planned, self._topology, self._env = planned, topology, env
         self._before = before
         self._request = planned.request
+        self._keeper = Keeper(env)
+        self._terminal: Terminal | None = None
+        if os.isatty(1) and os.isatty(2) and not self._request.log_dir:
+            self._terminal = Terminal(planned, env, self._keeper.run_file)
+            added = {**self._terminal.environment, **planned.environment}
+            self._planned = replace(planned, environment=added)
         self._retries = Retries(self._request.retries)
         self._number = 0
         self._heard: Heard = ([], -1)
@@ -56,7 +63,6 @@ class Attempts:
         self._signal_at: Callable[[], float] = lambda: NEVER
         if self._request.signal_before:
             self._signal_at = _signal_at(self._request.signal_before, topology.allocation, env)
-        self._keeper = Keeper(env)
         self._progress_file = progress_file
         if not progress_file and (self._request.retries or self._pool.replaces):
             self._progress_file = self._keeper.progress_file
@@ -79,6 +85,8 @@ class Attempts:
     def run(self) -> int:
         """Attempt until it succeeds or must not be tried again; return the exit status."""
         with signals() as self._heard:
+            if self._terminal:
+                self._terminal.begin()
             while True:
                 folder = self._request.log_dir
                 self._sizes = _sizes(folder) if folder else {}
@@ -102,6 +110,8 @@ class Attempts:
                     say(f"exit status {REQUEUE} instead of {status}: the next job has other nodes")
                     status = REQUEUE
                 self._keeper.finish(status, outcome.failure)
+                if self._terminal:
+                    self._terminal.end(status)
                 if outcome.goes_with_job:
                     self._wait_to_go()
                 return status
@@ -218,13 +228,12 @@ class Attempts:
         planned, request, job = self._planned, self._request, self._topology.allocation
         first = planned.placement.hosts[0]
         here = planned.on_this_host or same_host(first, job.node_name or "")
-        # Into a file or a pipe, where no reader waits for half a line.
-        whole_lines = planned.placement.nproc > 1 and not (os.isatty(1) and os.isatty(2))
         return Control(
             launch_id=f"{self._keeper.launch_id}.{self._number}", attempt=self.count - 1,
             hold=SETTLE + request.grace + 10, node_timeout=self._node_timeout,
             files=os.path.abspath(request.log_dir) if request.log_dir else "",
-            only_ranks=request.only_ranks, prefix=request.prefix, whole_lines=whole_lines,
+            only_ranks=request.only_ranks, prefix=request.prefix,
+            whole_lines=planned.placement.nproc > 1,
             tee=request.tee, one_device=request.one_device,
             # Ours has been looked at; another host's is looked at there.
             port=0 if here else int(planned.environment["MASTER_PORT"]),

@@ -80,7 +80,7 @@ class _Run:
         self.unanswered = 0
         self.forwarded = signal.SIGTERM
         self.signal_at = launch.signal_at
-        self.said = self.announced = False
+        self.said = self.announced = self.by_hand = False
         self.on_lost_nodes: set[int] = set()
         self.facts = Facts(launch.hosts, launch.ppn)
         self.own: dict[int, int] | None = None  # ranks that ended before they were told to
@@ -209,6 +209,10 @@ class _Run:
             if number in ENDING:
                 # A second Ctrl-C means: now.
                 self.end_within(0.0 if self.told else self.launch.grace)
+                if number == signal.SIGINT and not self.told and self.output.is_a_terminal:
+                    self.by_hand = True
+                    grace = f"{self.launch.grace:g} s"
+                    self.output.say(f"Ctrl-C: the ranks have {grace} to end; a second one kills")
                 self.told = self.told or number
             self.signal(number)
         if self.output.nobody_reads and self.told is None:
@@ -388,7 +392,8 @@ class _Run:
         """Return the exit status of the launch, and say why, unless it is known already."""
         status, say, own = self.status, self.output.say, self.process.returncode
         if self.told is not None:
-            say(f"ended by {self.told.name}")
+            if not self.by_hand:
+                say(f"ended by {self.told.name}")
             # Who checkpointed says so; the others died of the same signal, or had nothing to save.
             meant = {0, REQUEUE, 128 + self.told, 128 + signal.SIGTERM}
             statuses = set(status.ended.values())

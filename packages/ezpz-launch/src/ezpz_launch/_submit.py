@@ -73,16 +73,16 @@ class Submission(Request):
 
     # fmt: off
     nodes: int | None = _count("nodes of the job; default: 1",
-        expected="at least 1 node", short="N", habits="--nnodes")
+        expected="at least 1 node", short="N", also="--nnodes")
     time: int | None = _row("how long it may run: 30m, 2h, 1d12h, 1:30:00", "TIME", default=None,
         read=_duration)
     queue: str = _row("PBS's queue, Slurm's partition; default: the scheduler's", "NAME",
-        alias="partition", habits="-q -p --qos")
+        also="--partition -q -p --qos")
     account: str = _row("the project that pays; default: the scheduler's", "NAME", short="A",
-        habits="--project")
-    name: str = _row("the job's name; default: the script's", "NAME", habits="--job-name -J",
+        also="--project")
+    name: str = _row("the job's name; default: the script's", "NAME", also="--job-name -J",
         check=re.compile(_A_NAME).fullmatch, expected="letters, digits and _.+-, a letter first")
-    after: str = _row("begin when this job has ended well", "JOB", habits="--dependency --depend")
+    after: str = _row("begin when this job has ended well", "JOB", also="--dependency --depend")
     array: str = _row("a job of these tasks, such as 0-9", "LIST",
         check=re.compile("[0-9][0-9,:%-]*").fullmatch, expected="such as 0-9 or 1-100%5")
     env_setup: str = _row("sets up the job's environment, instead of this one's", "FILE")
@@ -498,7 +498,7 @@ def help_page() -> str:
     halves: tuple[list[str], list[str]] = [], []
     for option in SUBMIT_OPTIONS:
         flags = [f"-{option.short}"] if option.short else []
-        flags += [f"--{name}" for name in (option.name, option.alias) if name]
+        flags += [f"--{option.name}", *re.findall("^--[^ ]+", option.also)]
         value = f"[{option.value}]" if option.implied else option.value
         words = f"{', '.join(flags)} {value}".rstrip()
         halves[option.name in launch].append(f"  {words:<28} {option.help}")

@@ -14,6 +14,10 @@ The rank shim starts the first on every rank, so it stands alone and imports nex
 complete line is one write, so that ranks which share a pipe do not cut each other's lines.
 What has no end yet (a prompt, a progress bar) is shown after a second. It shares the command's
 process group: it outlives the signals that are meant for the command, to report its end.
+
+With EZPZ_TERMINAL set all ranks' lines are shown on one terminal. A bar's carriage return comes
+last, and every line erases what lies to its right, so that no line tears the bar of rank 0. Bars of
+other ranks are left out, as are tracebacks of a KeyboardInterrupt unless EZPZ_DEBUG is set.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ import sys
 import time
 
 _HELD = 1.0  # seconds after which the beginning of a line is shown without its end
+_HELD_FROM_A_TERMINAL = 0.1
 _AFTER = 0.5  # seconds for what still writes when the commands have ended (a child that one left)
 _TAIL = 1 << 13  # bytes of a hidden rank's standard error that are shown if it fails
 _PIECE = 1 << 16  # bytes read at once, and of a line that are held at most
@@ -38,6 +43,9 @@ _PASSED_ON = {
 }  # fmt: skip
 
 _PR_SET_PDEATHSIG = 1
+
+_ERASE = b"\x1b[K"  # to the end of the line
+_DEBUG = bool(os.environ.get("EZPZ_DEBUG"))
 
 
 def main(words: list[str]) -> int:
@@ -63,6 +71,9 @@ def _run_rank(words: list[str]) -> int:
         _say(f"rank_output.py: got {words}; expected RANK HOST OPTIONS -- COMMAND; see its head")
         return 2
     head = os.fsencode(f"[{rank}@{host}] ") if prefix else b""
+    shown_as = None
+    if os.environ.get("EZPZ_TERMINAL"):
+        shown_as = "bar" if rank == "0" else "lines"
     files: list[_Sink | None] = [None, None]
     for index, name in enumerate((f"rank-{rank}.out", f"rank-{rank}.err") if folder else ()):
         try:
@@ -74,7 +85,7 @@ def _run_rank(words: list[str]) -> int:
             )
             return 2
     signals = _Signals()
-    streams, ends = _pipes(files, head, hidden=hidden)
+    streams, ends = _pipes(files, head, hidden=hidden, shown_as=shown_as)
     child = _start(command, ends, f"rank {rank} on {host}", signals)
     for number in signal.sigpending() & _PASSED_ON:
         os.kill(child, number)  # it may have come before the child was there
@@ -114,8 +125,10 @@ def _spawn(size: int, command: list[str]) -> int:
     signals = _Signals()
     streams: list[_Stream] = []
     pids: list[int] = []
+    # For a terminal the pump of each rank has seen to it.
+    shown_as = "bytes" if os.environ.get("EZPZ_TERMINAL") else None
     for rank in range(size):
-        its, ends = _pipes([None, None], b"", hidden=False)
+        its, ends = _pipes([None, None], b"", hidden=False, shown_as=shown_as)
         place = {b"EZPZ_SPAWN_RANK": b"%d" % rank, b"EZPZ_SPAWN_SIZE": b"%d" % size}
         pids.append(_start(command, ends, f"rank {rank}", signals, place))
         streams += its
@@ -164,13 +177,13 @@ class _Signals:
 
 
 def _pipes(
-    files: list[_Sink | None], head: bytes, *, hidden: bool
+    files: list[_Sink | None], head: bytes, *, hidden: bool, shown_as: str | None
 ) -> tuple[list[_Stream], list[int]]:
     streams, ends = [], []
     for file, (descriptor, name) in zip(files, ((1, "out"), (2, "err")), strict=True):
         source, drain = os.pipe()
         terminal = None if hidden else _Sink(descriptor, f"the terminal's std{name}")
-        streams.append(_Stream(source, terminal, file, head))
+        streams.append(_Stream(source, terminal, file, head, shown_as))
         ends.append(drain)
     return streams, ends
 
@@ -291,18 +304,26 @@ class _Sink:
 class _Stream:
     """A command's stdout or stderr, on its way to the terminal and a file, if there are."""
 
+    # For a terminal it is shown as "bar" (rank 0's), "lines" (others') or "bytes", as they come.
+
     def __init__(
-        self, source: int, terminal: _Sink | None, file: _Sink | None, prefix: bytes
-    ) -> None:
-        self.source, self._terminal, self._file, self._prefix = source, terminal, file, prefix
+        self, source: int, terminal: _Sink | None, file: _Sink | None, prefix: bytes,
+        shown_as: str | None,
+    ) -> None:  # fmt: skip
+        self.source, self._terminal, self._file = source, terminal, file
+        self._shown_as, self._on_terminal = shown_as, shown_as in ("bar", "lines")
+        self._prefix = _ERASE + prefix if self._on_terminal else prefix
         self.tail = self._held = b""
         self._since = 0.0
         self._inside = self._returned = False
+        self._trace: list[bytes] = []  # a traceback whose end is still to come
 
     @property
     def due(self) -> float:
         """When the held beginning of a line is to be shown, on the monotonic clock."""
-        return self._since + _HELD if self._held else float("inf")
+        if not self._held or (self._shown_as == "lines" and self._returned):
+            return float("inf")
+        return self._since + (_HELD_FROM_A_TERMINAL if self._on_terminal else _HELD)
 
     def take(self, data: bytes, now: float) -> None:
         """Pass on what the command has written."""
@@ -311,6 +332,9 @@ class _Stream:
         if self._terminal is None:
             self.tail = (self.tail + data)[-_TAIL:]
             return
+        if self._shown_as == "bytes":
+            self._terminal.write(data)
+            return
         if not self._held:
             self._since = now
         data = self._held + data
@@ -318,7 +342,8 @@ class _Stream:
         # byte is one, or half of "\r\n", the next one tells.
         end = max(data.rfind(b"\n"), data.rfind(b"\r", 0, len(data) - 1)) + 1
         if end:
-            self._show(data[:end].splitlines(keepends=True), self._terminal)
+            lines = data[:end].splitlines(keepends=True)
+            self._show(self._fit(lines) if self._on_terminal else lines, self._terminal)
             self._since = now
         self._held = data[end:]
         if len(self._held) >= _PIECE:
@@ -326,15 +351,37 @@ class _Stream:
 
     def flush(self) -> None:
         if self._held and self._terminal:
-            self._terminal.write(self._headed(self._held))
+            bar = b"\r" if self._on_terminal and self._returned else b""
+            self._terminal.write(self._headed(self._held + bar))
         self._held = b""
 
     def close(self) -> None:
         """Show what is left; with a prefix, the next rank's line must not continue ours."""
+        if self._trace and self._terminal:
+            self._show(self._trace, self._terminal)
         self.flush()
         if self._prefix and self._inside and self._terminal:
             self._terminal.write(b"\n")
         os.close(self.source)
+
+    def _fit(self, lines: list[bytes]) -> list[bytes]:
+        """Return what of these lines is for a terminal that several ranks share."""
+        shown: list[bytes] = []
+        for line in lines:
+            # torch puts this before each line.
+            text = line.partition(b"]: ")[2] if line.startswith(b"[rank") else line
+            if line.endswith(b"\r") and self._shown_as == "lines":
+                self._returned = True
+            elif text.startswith(b"Traceback (most recent call last)") and not _DEBUG:
+                shown += self._trace
+                self._trace = [line]
+            elif self._trace and not text[:1].isspace():
+                # Who pressed Ctrl-C knows.
+                shown += [] if b"KeyboardInterrupt" in line else [*self._trace, line]
+                self._trace = []
+            else:
+                (self._trace or shown).append(line)
+        return shown
 
     def _show(self, lines: list[bytes], terminal: _Sink) -> None:
         # Several lines may share a write as long as a pipe takes them unmixed.

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from ._run import read_run as read_run
     from ._sinks import replay as replay
     from ._sinks.libraries import Sink as Sink
+    from ._sinks.mlflow import setup_mlflow as setup_mlflow
     from ._sinks.wandb import setup_wandb as setup_wandb
     from ._sinks.wandb import verify_wandb as verify_wandb
     from ._table import dataset_of as dataset_of

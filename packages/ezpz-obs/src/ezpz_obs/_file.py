@@ -20,6 +20,8 @@ import time
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from html import escape
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -401,6 +403,59 @@ def _survey(fd: int, path: Path) -> Before:
     return Before(attempts, last)
 
 
+def html_table(rows: Iterable[tuple[str, object]]) -> str:
+    """Return rows of a name and a value as a notebook shows them."""
+    cells = ((escape(name), escape(str(value))) for name, value in rows)
+    return f"<table>{''.join(f'<tr><th>{n}</th><td>{v}</td></tr>' for n, v in cells)}</table>"
+
+
+_STARTED = time.time()  # when this process did, nearly
+FINISHED = ("closed", "exit")  # what an end says that is no failure
+_END = 1 << 16  # bytes at the end of a file that hold its last line: an end is short
+
+
+def find_launch() -> str | None:
+    """Return the id of the launch by ezpz-launch, which all its attempts share."""
+    return os.environ.get("EZPZ_LAUNCH_ID", "").rpartition(".")[0] or None
+
+
+def find_folder(outdir: Path, of_rank_0: str, own: str, *, finished: bool) -> Path:
+    """Return the folder, or the first one beside it without a run that another launch finished."""
+    # Every rank of a launch finds the same one, however late it is: rank 0's file decides.
+    folder = outdir
+    for number in () if finished else count(2):
+        path = folder / of_rank_0
+        if not _is_of_another(_end_of(path if path.exists() else folder / own)):
+            break
+        folder = outdir.with_name(f"{outdir.name}-{number}")
+    if folder != outdir and own == of_rank_0:
+        logger.warning(
+            "%s has a finished run; this one is in %s (resume=True continues the former)",
+            outdir, folder.name,
+        )  # fmt: skip
+    return folder
+
+
+def _is_of_another(end: Mapping[str, Any]) -> bool:
+    """Say whether a file's last line is the end of a run that another launch has finished."""
+    if end.get("event") != "end" or end.get("message") not in FINISHED:
+        return False
+    launch, written = find_launch(), end.get("launch")
+    # Without ids: what ended before this process began is of another.
+    return launch != written if launch and written else (end.get("time") or 0) < _STARTED
+
+
+def _end_of(path: Path) -> dict[str, Any]:
+    """Return what the last line of a file says; nothing where there is none that is whole."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _END))
+            *_, line, rest = file.read().split(b"\n")
+        return {} if rest else decode(line)
+    except (OSError, ValueError, HistoryError):  # the writer says what is wrong
+        return {}
+
+
 def _step_of(line: bytes) -> int:
     """Return the step of a record's line without reading the rest of it."""
     digits = line[len(RECORD) : line.find(b",", len(RECORD))]
@@ -421,7 +476,7 @@ _GIT_SECONDS = 2.0  # a working tree on a busy file system is not worth more
 
 
 def make_header(
-    place: Place, before: Before, *, run: str, config: Mapping[str, Any]
+    place: Place, before: Before, *, run: str, project: str | None, config: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return what is known of this attempt. No command is started but rank 0's git, for 2 s."""
     loaded = {name: getattr(sys.modules.get(name), "__version__", None) for name in _WORTH_KNOWING}
@@ -435,6 +490,7 @@ def make_header(
         "versions": {"python": platform.python_version(), **versions},
         # As it will stand in the file: what an object says of itself may hold a secret, too.
         **redact(orjson.loads(encode_anything({"argv": sys.argv, "config": config}))),
+        **({"project": project} if project else {}),
     }  # fmt: skip
 
 

@@ -24,7 +24,10 @@ from ._file import (
     Writer,
     as_float,
     copy_to_host,
+    find_folder,
+    find_launch,
     flatten,
+    html_table,
     is_quick,
     make_header,
     put_copies,
@@ -117,7 +120,7 @@ class Progress:
 
 
 def _tell_launcher(path: Path, rank: int) -> None:
-    """Say where the run's file is, in the file that ezpz-launch named: `ezpz jobs` reads it."""
+    """Say where the run's file is, in the file that ezpz-launch named, and reads."""
     if rank or not (named := os.environ.get("EZPZ_RUN_FILE")):
         return
     with suppress(OSError), replacing(Path(named)) as aside:  # nobody else needs to know
@@ -156,19 +159,25 @@ class Check(Protocol):
 class History:
     """Metrics by step, each record one JSON object a line, written when it is made.
 
-    A process that is killed at any moment loses at most the line it was writing. A History in a
-    folder that has one already continues it. A torn line is cut off, and steps count on. Steps
-    that are replayed after a restart are marked, and replace those of the earlier attempt. What
-    cannot be written (a full disk) is warned about once, and never ends the training.
+    A process that is killed at any moment loses at most the line it was writing. A History in the
+    folder of a run that failed or was killed resumes it. A torn line is cut off, and steps count
+    on. Steps that are replayed are marked, and replace those of the earlier attempt. A run that
+    another launch has finished stays as it is. A new one is made beside it, in ``outdir-2``, and a
+    warning says so. What cannot be written (a full disk) is warned about once, and never ends the
+    training.
 
     Collective with ``cross_rank``: every rank makes one, and calls `update` at every step.
 
     Args:
         outdir: The folder in which rank 0 writes ``metrics.jsonl``; it is made if need be. None
             writes nothing, and keeps the records in memory (8 bytes a number).
+        resume: Continue in ``outdir`` even if the run there has finished.
         sinks: Where else rank 0's records go: "csv", "tensorboard", "wandb", "mlflow", "trackio",
             or objects like `Sink`. Each has a thread of its own; one that fails or hangs is left
-            behind, and can be made good from the file (``ezpz-obs replay``).
+            behind, and can be made good from the file (``ezpz-obs replay``). Where none is named
+            it is those of ``EZPZ_SINKS`` (``csv,wandb``; ``none``), else W&B's run if one is live.
+        backends: Another name of ``sinks``, and ``EZPZ_TRACKER_BACKENDS`` of ``EZPZ_SINKS``.
+        project_name: What W&B, MLflow and trackio group runs under; default: the script's name.
         cross_rank: Add each metric's mean, std, min, max and the ranks of these over all ranks,
             by one collective (two on more than 1,024): ``loss/mean``, ``loss/min_rank``, ...
         every: With ``cross_rank``, at one update in so many.
@@ -210,7 +219,10 @@ class History:
         self,
         outdir: str | os.PathLike[str] | None = None,
         *,
+        resume: bool = False,
         sinks: Iterable[str | Sink] = (),
+        backends: Iterable[str | Sink] = (),
+        project_name: str | None = None,
         cross_rank: bool = False,
         every: int = 1,
         per_rank: bool = False,
@@ -228,33 +240,31 @@ class History:
         self._place = place = find_place()
         first = place.rank == 0
         self.path: Path | None = None
-        self._progress = Progress() if first else None
         self._alarms = tuple(alarms)
         self._alone = cross_rank and place.world_size == 1  # write the statistics of one rank
         self._every, self._deferred, self._summary = every, deferred, summary
         self._last: dict[str, Any] = {}
         self._lock = RLock()  # a signal's handler may record, too
-        sinks = sinks if isinstance(sinks, str) else list(sinks)
-        chosen: list[Sink] = []
-        if sinks and first:
-            from ._sinks import Feeder, make_sinks
-
-            chosen = make_sinks(sinks)
+        chosen = _chosen(sinks or backends) if first else []
         before = Before()
         if outdir is None:
             self._kept = Kept()
         elif first or per_rank:
             file_name = FILE_NAME if first else rank_file_name(place.rank)
-            self.path = Path(outdir).absolute() / file_name
+            folder = find_folder(Path(outdir).absolute(), FILE_NAME, file_name, finished=resume)
+            self.path = folder / file_name
             self._writer = Writer(self.path, checksum=checksum, sync=sync)
             before = self._writer.before
+        self._progress = Progress() if first else None
         self._next = before.next_step
         self._replayed = before.next_step - 1
         try:
-            run = name or (Path(outdir).absolute().name if outdir is not None else "run")
+            run = name or ("run" if self.path is None else self.path.parent.name)
             header: dict[str, Any] = {}
             if self._writer is not None or chosen:  # elsewhere git need not look at the folder
-                header = make_header(place, before, run=run, config=config or {})
+                header = make_header(
+                    place, before, run=run, project=project_name, config=config or {}
+                )
             if self._writer is not None:
                 self._writer.put(header, header["time"])
                 _tell_launcher(self._writer.path, place.rank)
@@ -265,8 +275,8 @@ class History:
                 self._next = self._across.first_step  # rank 0 goes on in its file, all with it
             # Quick: nothing to wait for, nothing to add.
             self._quick = not (deferred or self._alone or self._across is not None)
-            folder = None if self.path is None else self.path.parent
-            self._feeders = [Feeder(sink, header, folder) for sink in chosen]
+            beside = None if self.path is None else self.path.parent
+            self._feeders = [_fed(sink, header, beside) for sink in chosen]
         except BaseException:  # also Ctrl-C: the file is to be free for the next attempt
             if self._writer is not None:
                 self._writer.close()
@@ -333,6 +343,15 @@ class History:
             # A folder that is gone when all is over was taken away on purpose.
             self._writer.put({**line, **fields}, now, look=kind != "end")
 
+    @property
+    def history(self) -> dict[str, list[float]]:
+        """What was recorded so far as lists, by metric; where there is a file it is read."""
+        from ._table import lists_of  # above this room: reads runs
+
+        if self._kept is not None:
+            return lists_of(self._kept)
+        return {} if self.path is None else lists_of(read_run(self.path).records())
+
     def flush(self) -> None:
         """Write what is deferred. Collective with ``cross_rank``."""
         self._settle()
@@ -372,13 +391,17 @@ class History:
 
         Statistics that are deferred are waited for 3 s; `flush` waits as `update` does.
         """
-        self._close("closed")
+        value = sys.exc_info()[1]  # in a `finally`, what is on its way
+        self._close("closed" if value is None else _say(value))
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, value: BaseException | None, trace: object) -> None:
         self._close("closed" if value is None else _say(value))
+
+    def _repr_html_(self) -> str:
+        return html_table([("file", self.path or "in memory"), ("last", summarize(self._last))])
 
     @staticmethod
     def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -490,7 +513,8 @@ class History:
         except HistoryError as error:
             # What failed is over; that the other ranks are gone is no reason to fail at the end.
             logger.warning("%s", error)
-        self.event("end", cause)
+        launch = find_launch()
+        self.event("end", cause, **({"launch": launch} if launch else {}))
         if self._progress is not None:
             self._progress.write()
         if self._writer is not None:
@@ -517,6 +541,22 @@ class History:
         # Of a script Python keeps the cause; of a function of multiprocessing it is on its way.
         value = getattr(sys, "last_value", None) or sys.exc_info()[1]
         self._close("exit" if value is None else _say(value))
+
+
+def _chosen(sinks: Iterable[str | Sink]) -> list[Sink]:
+    # Who wants none does not load them.
+    named = sinks or os.environ.get("EZPZ_SINKS") or os.environ.get("EZPZ_TRACKER_BACKENDS")
+    if not named and "wandb" not in sys.modules:
+        return []
+    from ._sinks import make_sinks
+
+    return make_sinks(sinks)
+
+
+def _fed(sink: Sink, header: Mapping[str, Any], folder: Path | None) -> Feeder:
+    from ._sinks import Feeder
+
+    return Feeder(sink, header, folder)
 
 
 def _say(value: BaseException) -> str:

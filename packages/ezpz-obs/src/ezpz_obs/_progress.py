@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -92,7 +93,7 @@ class Progress(Generic[T]):
         try:
             width = os.get_terminal_size(sys.stderr.fileno()).columns
         except (OSError, ValueError):
-            width = 0
+            width = shutil.get_terminal_size((0, 0)).columns  # COLUMNS, as ezpz-launch tells it
         # Some pseudo-terminals are 0 columns wide, where tqdm shows nothing.
         # An iterator, since tqdm would ask for the length itself.
         bar: Any = tqdm(

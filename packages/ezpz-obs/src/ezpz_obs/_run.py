@@ -16,7 +16,7 @@ import orjson
 from ezpz_topo import redact
 
 from ._errors import HistoryError
-from ._file import EVENT, HEADER, LONGEST_LINE, PLAIN, RECORD, SCHEMA, as_float, decode
+from ._file import EVENT, HEADER, LONGEST_LINE, PLAIN, RECORD, SCHEMA, as_float, decode, html_table
 
 if TYPE_CHECKING:
     import numpy as np
@@ -51,6 +51,11 @@ class Run:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+
+    def _repr_html_(self) -> str:
+        ends = [event.get("message", "") for event in self.events if event.get("event") == "end"]
+        rows = [("run", self.name), ("file", self.path), ("attempts", len(self.headers))]
+        return html_table([*rows, ("ended", ends[-1] if ends else "no end was written")])
 
     @property
     def name(self) -> str:

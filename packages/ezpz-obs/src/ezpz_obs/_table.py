@@ -77,6 +77,16 @@ def export(
     return count
 
 
+def lists_of(records: Iterable[Mapping[str, Any]]) -> dict[str, list[float]]:
+    """Return each metric's values, in order; a record that lacks it is left out."""
+    found: dict[str, list[float]] = {}
+    for record in records:
+        for name, value in record.items():
+            if name != "replay":
+                found.setdefault(name, []).append(value)
+    return found
+
+
 def _columns(run: Run) -> dict[str, str]:
     """Return step, time, all metrics, and what holds each: "bool", "int", "float" or "text"."""
     kinds: dict[str, set[str]] = {}

@@ -6,6 +6,7 @@ import io
 import logging
 import os
 import re
+import stat
 import sys
 import threading
 import time
@@ -327,10 +328,16 @@ class Terminal(_Target):
             return
         self._seen = stream
         try:
-            self._is_tty = stream is not None and stream.isatty()
+            self._is_tty = stream is not None and (stream.isatty() or _is_shown(stream))
         except (OSError, ValueError, AttributeError):  # closed, or hardly a stream
             self._is_tty = False
         self._colours = self._is_tty and not self._no_colours
+
+
+def _is_shown(stream: TextIO) -> bool:
+    """Say whether ezpz-launch shows on a terminal what is written there."""
+    told = bool(os.environ.get("EZPZ_TERMINAL"))
+    return told and not stat.S_ISREG(os.fstat(stream.fileno()).st_mode)
 
 
 def _descriptor(stream: TextIO) -> int | None:

@@ -180,8 +180,8 @@ def test_what_differs_is_marked(write_run, records):
     page, markdown, *_ = write_report(runs)
     assert page.parent == runs[0] / "comparison"
     text = page.read_text()
-    (row,) = re.findall(r"<tr[^>]*>(?=<th[^>]*><bdi>lr</bdi>)", text)
-    assert "marked" in row
+    rows = re.findall(r"<tr[^>]*>(?=<th[^>]*><bdi>lr</bdi>)", text)
+    assert ["marked" in row for row in rows] == [True, True], "first of all, and beside the others"
     (row,) = re.findall(r"<tr[^>]*>(?=<th[^>]*><bdi>seed</bdi>)", text)
     assert "marked" not in row
     said = "".join(Reading(text).text)

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from ezpz_obs import get_logger as get_logger
     from ezpz_obs import log_dict_as_bulleted_list as log_dict_as_bulleted_list
     from ezpz_obs import progress as progress
+    from ezpz_obs import setup_mlflow as setup_mlflow
     from ezpz_obs import setup_wandb as setup_wandb
     from ezpz_obs import verify_wandb as verify_wandb
     from ezpz_obs import write_report as write_report
@@ -75,6 +76,34 @@ if TYPE_CHECKING:
     from . import models as models
     from . import tp as tp
 else:
+    import sys
+
     from ezpz_topo import attach
 
-    __getattr__, __dir__ = attach(__name__)
+    _get, __dir__ = attach(__name__)
+
+    def __getattr__(name):
+        from importlib import import_module  # noqa: PLC0415 - importing ezpz loads nothing
+
+        try:
+            return _get(name)
+        except AttributeError:
+            _former = import_module(f"{__name__}._former")
+            if name in _get("__all__"):
+                raise
+            if name not in _former.MODULES:
+                raise _former.explain(__name__, name) from None
+        return import_module(f"{__name__}.{name}")
+
+    class _Former:
+        """Finds modules that the earlier ezpz had, of which there are no files: ``ezpz.log``."""
+
+        @staticmethod
+        def find_spec(name, *_):
+            if not name.startswith(f"{__name__}."):
+                return None
+            from ._former import find_spec  # noqa: PLC0415 - as above
+
+            return find_spec(name)
+
+    sys.meta_path.append(_Former)

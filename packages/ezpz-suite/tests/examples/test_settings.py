@@ -1,6 +1,8 @@
 """What cannot be is one line and exit status 2, before anything is done."""
 
 import importlib.util
+import os
+import subprocess
 import sys
 
 import pytest
@@ -60,11 +62,37 @@ def test_a_value_that_cannot_be(name, word, expected, alone, capsys, tmp_path): 
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
-    [("minimal", ["--epoch=2"]), ("minimal", ["3", "x"]), ("megatron_style", ["--step=3"])],
+    ("name", "words", "said"),
+    [
+        ("minimal", ["--epoch=2"], "unknown setting --epoch=2; did you mean --epochs?\n"),
+        ("minimal", ["--lr", "0.1", "x"], "unknown word 'x'; expected settings as --name=value\n"),
+        ("megatron_style", ["--step=3"], "Could not consume arg"),
+    ],
 )
-def test_an_unknown_setting(name, words, alone, capsys, tmp_path):
-    assert "Could not consume arg" in refused(alone, capsys, tmp_path, name, *words)
+def test_an_unknown_setting(name, words, said, alone, capsys, tmp_path):  # noqa: PLR0917
+    assert said in refused(alone, capsys, tmp_path, name, *words)
+    if name != "megatron_style":
+        for variable, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
+            alone.setenv(variable, value)
+        assert not refused(alone, capsys, tmp_path, name, *words), "once, not on every rank"
+
+
+def test_what_is_missing_is_said_before_torch_is_imported(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['sklearn'] = None\n")
+    ended = [
+        subprocess.run(
+            [sys.executable, "-X", "importtime", "-m", "ezpz.examples.minimal"],
+            env={**os.environ, **rank, "PYTHONPATH": str(tmp_path)}, text=True,
+            capture_output=True, check=False,
+        )
+        for rank in ({}, {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"})
+    ]  # fmt: skip
+    lines = [
+        [one for one in done.stderr.splitlines() if "import time:" not in one] for done in ended
+    ]
+    assert [done.returncode for done in ended] == [2, 2]
+    assert lines == [["minimal: needs sklearn: pip install 'ezpz-suite[examples]'"], []]
+    assert not [done for done in ended if "| torch" in done.stderr]
 
 
 @pytest.mark.parametrize("words", [["--outdir=2024_01"], ["--outdir", "2024_01"]])

@@ -118,7 +118,7 @@ def attach(module: str) -> "tuple[Callable[[str], object], Callable[[], list[str
 
     def listed() -> list[str]:
         get("__all__")
-        return sorted({*vars(sys.modules[module]), *homes})
+        return sorted(homes)
 
     return get, listed
 

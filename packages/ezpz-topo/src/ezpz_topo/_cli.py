@@ -6,9 +6,9 @@ import contextlib
 import io
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from ._errors import TopoError
+from ._errors import TopoError, did_you_mean
 from ._machine import known_machines
 from ._nodelist import expand_nodelist, fold_nodelist
 from ._topology import Topology, count_nodes, detect
@@ -81,7 +81,6 @@ def _answer(words: list[str]) -> str:
     import fire  # noqa: PLC0415  # 50 ms, and only this command pays for it
     from fire.core import FireExit  # noqa: PLC0415
 
-    _refuse_options(words)
     said: list[str] = []
 
     def show(*, json: bool = False, ask: bool = False) -> None:
@@ -107,6 +106,7 @@ def _answer(words: list[str]) -> str:
         "fold": fire.decorators.SetParseFn(str)(fold),
         "machines": machines,
     }
+    _refuse_unknown(words, commands)
     named = bool(words) and words[0] in commands
     command, rest = (commands[words[0]], words[1:]) if named else (show, words)
     complaint = io.StringIO()
@@ -123,11 +123,15 @@ def _answer(words: list[str]) -> str:
     return said[0]
 
 
-def _refuse_options(words: Sequence[str]) -> None:
+def _refuse_unknown(words: Sequence[str], commands: Iterable[str]) -> None:
     # Fire's own flags come after --, and - separates its commands; no host begins so either.
     for word in words:
         if word.startswith("-") and word not in ("--json", "--ask"):
-            raise UsageError(f"unknown option {word!r}; expected one of ezpz-topo --help")
+            hint = did_you_mean(word, ("--json", "--ask", "--shell", "--help", "--version"))
+            raise UsageError(f"unknown option {word!r}; {hint or 'see ezpz-topo --help'}")
+    if words and not words[0].startswith("-") and words[0] not in commands:
+        hint = did_you_mean(words[0], commands)
+        raise UsageError(f"unknown command {words[0]!r}; {hint or 'see ezpz-topo --help'}")
 
 
 def _some(hosts: Sequence[str]) -> Sequence[str]:
@@ -151,9 +155,23 @@ def _table(topology: Topology) -> str:
     # One long value (the hosts) must not push every source off the screen.
     values = max((len(value) for _, value, _ in rows if len(value) <= 40), default=0)
     lines = [
-        f"{name:<{names}}  {value:<{values}}  {source}".rstrip() for name, value, source in rows
+        _wrapped(f"{name:<{names}}  {value:<{values}}  ", source) for name, value, source in rows
     ]
     return "\n".join([*lines, *(f"note: {note}" for note in topology.notes)])
+
+
+def _wrapped(start: str, text: str) -> str:
+    """Return a row whose last column stays below itself on a terminal; elsewhere it is one line."""
+    if sys.stdout is None or not sys.stdout.isatty():
+        return f"{start}{text}".rstrip()
+    import shutil  # noqa: PLC0415 - only a terminal needs them
+    import textwrap  # noqa: PLC0415
+
+    width = max(shutil.get_terminal_size().columns, len(start) + 20)
+    return textwrap.fill(
+        text, width, initial_indent=start, subsequent_indent=" " * len(start),
+        break_on_hyphens=False, break_long_words=False,
+    ) or start.rstrip()  # fmt: skip
 
 
 def _json(topology: Topology) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class TopoError(Exception):
     """Base of every error that ezpz_topo raises on purpose."""
@@ -51,3 +53,11 @@ class LauncherConflictError(TopoError):
 
 class CheckError(TopoError):
     """What a check of ``ezpz doctor`` returned is no result."""
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return the end of an error's sentence that names what is nearest; empty where nothing is."""
+    import difflib  # noqa: PLC0415 - only a wrong word needs it
+
+    close = difflib.get_close_matches(word, list(known), 1)
+    return f"did you mean {close[0]!r}?" if close else ""

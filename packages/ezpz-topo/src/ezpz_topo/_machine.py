@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from ._allocation import scheduler_of
 from ._devices import DEVICE_TYPES, cores_of
 from ._env import FAMILIES
-from ._errors import MachineError
+from ._errors import MachineError, did_you_mean
 from ._hostfile import read_regular
 from ._nodelist import get_hostname, short_name
 
@@ -139,8 +139,10 @@ def get_machine_info(
     scheduler = scheduler_of(env)
     name = env.get("EZPZ_MACHINE", "")
     if name and name.lower() not in files:
-        names = ", ".join(sorted(files))
-        raise MachineError(f"EZPZ_MACHINE={name!r}; expected one of {names}; or add that file")
+        raise MachineError(
+            f"EZPZ_MACHINE={name}: no such machine; expected one of {', '.join(sorted(files))}; "
+            f"{did_you_mean(name.lower(), files) or 'or add that file'}"
+        )
     if name:
         machine, why = _read_machine(files[name.lower()]), f"EZPZ_MACHINE={name}"
         odd = _why_odd(machine, scheduler)
@@ -371,12 +373,9 @@ class _Reader:
     def fail(
         self, key: str, value: object, expected: str, word: str = "", known: Iterable[str] = ()
     ) -> NoReturn:
-        import difflib  # noqa: PLC0415 - only a wrong file needs it
-
         shown = repr(value)
         shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
-        close = difflib.get_close_matches(word, list(known), 1)
-        hint = f"did you mean {close[0]!r}?" if close else "mend this key"
+        hint = did_you_mean(word, known) or "mend this key"
         raise MachineError(
             f"{self.path}: {self.prefix}{key} = {shown}; expected {expected}; {hint}"
         )

@@ -74,6 +74,12 @@ class Topology:
             ("node index", *_or_why(_node_index, rank, job)),
         ]
 
+    def _repr_html_(self) -> str:
+        from html import escape  # noqa: PLC0415 - only a notebook needs it
+
+        rows = ("".join(f"<td>{escape(str(cell))}</td>" for cell in row) for row in self.explain())
+        return f"<table>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"
+
     @property
     def notes(self) -> tuple[str, ...]:
         """What was seen and set aside, in words for people."""

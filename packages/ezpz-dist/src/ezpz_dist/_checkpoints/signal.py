@@ -8,6 +8,7 @@ import logging
 import os
 import queue
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -319,7 +320,9 @@ class SnapshotOnSignal(AbstractContextManager["SnapshotOnSignal"]):
             )
         with suppress(*LOST):  # then no rank is left to wait for
             self._votes.leave()
-        raise SystemExit(EXIT_SAVED)
+        # Python forgets a SystemExit before what runs at exit, to which this run has not finished.
+        sys.last_value = SystemExit(EXIT_SAVED)
+        raise sys.last_value
 
     def _wait(self, event: threading.Event, what: str, step: int) -> None:
         world = self._world

@@ -99,7 +99,10 @@ def tiles(survey: Survey) -> list[Tile]:
         lowest = f"lowest {number(of.min[1])} at step {of.min[0]:,}" if of.min else "no number"
         found.append(Tile(loss, number(of.last and of.last[1]), lowest))
     times = survey.step_times
-    if times.count:
+    if (known := _known(survey, "step_s")) is not None:
+        note = f"mean of step_s, up to {seconds(_greatest(known))}"
+        found.append(Tile("step time", seconds(known.mean or 0.0), note))
+    elif times.count:
         high = times.quantile(0.99)
         found.append(
             Tile("step time", seconds(times.quantile(0.5)), f"99 % within {seconds(high)}")
@@ -190,8 +193,13 @@ def comparison(surveys: Sequence[Survey]) -> Table:
         ("last step", *(number(survey.last_step) for survey in surveys)),
         ("lasted", *(seconds(survey.span) for survey in surveys)),
         ("ranks", *(clean(survey.header.get("world_size", NOTHING)) for survey in surveys)),
-        ("step time, median", *(seconds(s.step_times.quantile(0.5)) for s in surveys)),
+        ("step time", *(_step_time(survey) for survey in surveys)),
     ]
+    configs = [_flat(survey.header.get("config")) for survey in surveys]
+    names = dict.fromkeys(name for config in configs for name in config)
+    differ = [(name, *(config.get(name, NOTHING) for config in configs)) for name in names]
+    # Why the runs differ comes before how.
+    rows[:0] = differ = [row for row in differ if len(set(row[1:])) > 1]
     for name in dict.fromkeys(name for survey in surveys for name in survey.groups):
         of = [_main(survey, name) if name in survey.groups else None for survey in surveys]
         cells = [
@@ -199,7 +207,21 @@ def comparison(surveys: Sequence[Survey]) -> Table:
             for one in of
         ]
         rows.append((name, *cells))
-    return Table(("", *(survey.label for survey in surveys)), rows)
+    marked = frozenset(range(len(differ)))
+    return Table(("", *(survey.label for survey in surveys)), rows, marked)
+
+
+def _is_timed(survey: Survey) -> bool:
+    """Say whether its step times are known from its records alone."""
+    return bool(survey.step_times.count) and _known(survey, "step_s") is None
+
+
+def _step_time(survey: Survey) -> str:
+    """Return the mean of what was measured, else the median from record to record."""
+    known = _known(survey, "step_s")
+    if known is not None:
+        return f"{seconds(known.mean or 0.0)} (mean of step_s)"
+    return f"{seconds(survey.step_times.quantile(0.5))} (median)"
 
 
 def ranks(survey: Survey) -> Table | None:
@@ -412,7 +434,7 @@ class Report(NamedTuple):
 def compose(surveys: Sequence[Survey], say: Callable[[str], None] | None = None) -> Report:
     panels = arrange(surveys)
     plots: dict[str, list[Plot]] = {"curves": [], "speed": [], "memory": []}
-    times = [(survey.label, survey.step_times) for survey in surveys if survey.step_times.count]
+    times = [(survey.label, survey.step_times) for survey in surveys if _is_timed(survey)]
     if times:
         title = "step times"
         histogram, notes = step_histogram(times, title=title)

@@ -99,13 +99,19 @@ def dress(axes: Any) -> None:
         labels.format_ticks = lambda values: tick_labels(list(map(float, values)))
         axis.set_major_formatter(labels)
     axes.xaxis.label.set(alpha=0.7, fontsize=10)
+    # No label of the vertical axis is cut: of 10.5 points a character takes 7 at most.
+    low, high = sorted(axes.get_ylim())
+    shown = [float(tick) for tick in axes.get_yticks() if low <= tick <= high]
+    longest = max(map(len, tick_labels(shown)), default=0)
+    left = max(_PLACE[0], (7 * longest + 9) / (72 * axes.figure.get_figwidth()))
+    axes.set_position((left, _PLACE[1], _PLACE[0] + _PLACE[2] - left, _PLACE[3]))
 
 
 def legend(figure: Any, axes: Any, handles: Sequence[Any], labels: Sequence[str]) -> None:
     """Above the curves, where it hides none."""
     count = len(handles)
     rows = -(-count // 3)
-    axes.set_position((*_PLACE[:3], _PLACE[3] - 0.065 * rows))
+    axes.set_position((*axes.get_position().bounds[:3], _PLACE[3] - 0.065 * rows))
     # Matplotlib leaves names out that begin with an underscore: so they come afterwards.
     made = figure.legend(
         handles, [f"{place}" for place in range(count)], loc="upper left",

@@ -24,9 +24,20 @@ NAMES: Final = ("csv", *LIBRARY_SINKS)
 
 
 def make_sinks(sinks: Iterable[str | Sink]) -> list[Sink]:
+    """Return the sinks that are named; else those of ``EZPZ_SINKS``, else W&B's live run."""
     if isinstance(sinks, str):
-        raise SinkError(f"sinks={sinks!r}; expected a list: sinks=[{sinks!r}]")
-    return [make_sink(sink) for sink in sinks if sink != "jsonl"]  # which History is itself
+        sinks = _names(sinks)
+    sinks = list(sinks) or _names(
+        os.environ.get("EZPZ_SINKS") or os.environ.get("EZPZ_TRACKER_BACKENDS") or ""
+    )
+    if not sinks and getattr(sys.modules.get("wandb"), "run", None) is not None:
+        sinks = ["wandb"]
+    # History is "jsonl" itself.
+    return [make_sink(sink) for sink in sinks if sink not in ("jsonl", "none")]
+
+
+def _names(text: str) -> list[str | Sink]:
+    return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def make_sink(sink: str | Sink, *, own: bool = False, close_seconds: float | None = None) -> Sink:

@@ -97,8 +97,10 @@ def run_key(header: Mapping[str, Any], folder: Path | None) -> str:
     return blake2b(repr(parts).encode(), digest_size=6).hexdigest()
 
 
-def project_of(header: Mapping[str, Any]) -> str:
-    """Return what runs are grouped under where nobody said: the script's name."""
+def project_of(header: Mapping[str, Any], variable: str) -> str:
+    """Return what runs are grouped under: as told, by the variable, else the script's name."""
+    if told := header.get("project") or os.environ.get(variable):
+        return str(told)
     argv = header.get("argv") or [""]
     stem = Path(str(argv[0])).stem
     return stem if stem and not stem.startswith("-") else "ezpz"

@@ -13,12 +13,29 @@ from typing import Any
 from ezpz_obs._errors import SinkError
 from ezpz_obs._file import as_float
 
-from .libraries import metrics_of, plain_config, project_of, run_key
+from .libraries import check_installed, metrics_of, plain_config, project_of, run_key
 
 _TAG = "ezpz_obs.run"
 _MOST = 1000  # metrics a request, MLflow's own limit
 _LONGEST_NAME, _LONGEST_VALUE = 250, 500
 _NOT_IN_NAMES = re.compile(r"[^\w\-. :/]")
+
+
+def setup_mlflow(project_name: str | None = None, *, tracking_uri: str | None = None) -> None:
+    """Have each `History` that this process makes from now on, and that names no sinks, use MLflow.
+
+    Args:
+        project_name: The experiment; default: ``MLFLOW_EXPERIMENT_NAME``, else the script's name.
+        tracking_uri: The server; default: ``MLFLOW_TRACKING_URI``, else the run's folder.
+
+    Raises:
+        SinkError: mlflow is not installed.
+    """
+    check_installed("mlflow")
+    told = {"MLFLOW_EXPERIMENT_NAME": project_name, "MLFLOW_TRACKING_URI": tracking_uri}
+    os.environ.update({name: value for name, value in told.items() if value is not None})
+    named = os.environ.get("EZPZ_SINKS")
+    os.environ["EZPZ_SINKS"] = f"{named},mlflow" if named else "mlflow"
 
 
 class MlflowSink:
@@ -50,7 +67,7 @@ class MlflowSink:
             # Plain files need no database; MLflow 3 wants to be told that they are meant.
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         self._client = client = self._make(tracking_uri=where)
-        experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME") or project_of(header)
+        experiment = project_of(header, "MLFLOW_EXPERIMENT_NAME")
         found = client.get_experiment_by_name(experiment)
         number = found.experiment_id if found else client.create_experiment(experiment)
         key = run_key(header, folder)

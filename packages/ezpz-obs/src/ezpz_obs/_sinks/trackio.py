@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ class TrackioSink:
         self._run: Any = None
 
     def open(self, header: Mapping[str, Any], folder: Path | None) -> None:
-        project = os.environ.get("TRACKIO_PROJECT") or project_of(header)
+        project = project_of(header, "TRACKIO_PROJECT")
         name = f"{header.get('run', 'run')}-{run_key(header, folder)[:6]}"
         self._run = self._init(
             project, name=name, config=plain_config(header), resume="allow", embed=False,

@@ -128,7 +128,7 @@ def setup_wandb(
         SinkError: wandb is not installed, or ``EZPZ_SINK_SECONDS`` is no time.
         ezpz_topo.TopoError: The rank cannot be known.
     """
-    if find_place().rank != 0:
+    if find_place().rank != 0 or find_mode(os.environ) == "disabled":
         return None
     check_installed("wandb")
     if outdir is not None:
@@ -136,7 +136,7 @@ def setup_wandb(
         options.setdefault("dir", str(outdir))
     if config is not None:
         options["config"] = redact(dict(config))
-    project = project_name or os.environ.get("WANDB_PROJECT") or project_of({"argv": sys.argv})
+    project = project_of({"argv": sys.argv, "project": project_name}, "WANDB_PROJECT")
     give_home(None if outdir is None else Path(outdir), HOMES)
     threading.Thread(target=_end_with_main, name="ezpz_obs wandb", daemon=True).start()
     run: Run | None = start_run(
@@ -317,7 +317,7 @@ class WandbSink:
             settings["x_stats_pid"] = os.getppid()
         self._run = start_run(
             self._warn, settings,
-            project=os.environ.get("WANDB_PROJECT") or project_of(header),
+            project=project_of(header, "WANDB_PROJECT"),
             id=key, name=os.environ.get("WANDB_NAME") or name, resume="allow",
             config=plain_config(header), **options,
         )  # fmt: skip

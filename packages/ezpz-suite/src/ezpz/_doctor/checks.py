@@ -378,6 +378,7 @@ def _write(answer: int, line: bytes) -> None:
 def _answer(entry: EntryPoint, answer: int, timeout: float) -> dict[str, Any]:
     try:
         check = entry.load()
+        getattr(check, "prepare", lambda: None)()
     except BaseException as error:  # noqa: BLE001  # whatever a package raises at its import
         return _failed(f"{entry.value} cannot be loaded: {_said(error)}")
     _end_after(timeout)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import importlib.util
 import inspect
 import sys
@@ -14,21 +15,13 @@ from typing import TypeVar
 import fire
 import torch
 
+from ezpz.examples import EXTRAS, said
 from ezpz.models import ModelError
 from ezpz_device import TORCH_DTYPES_MAP, DeviceError
 from ezpz_dist import CheckpointError, DataError, SetupError, WrapError
 from ezpz_obs import HistoryError
 from ezpz_topo import TopoError
 from ezpz_tp import DegreeError
-
-# What an example may import, and what to install for it.
-_EXTRAS = {
-    **dict.fromkeys(["PIL", "sklearn"], "ezpz-suite[examples]"),
-    **dict.fromkeys(["accelerate", "transformers"], "ezpz-suite[huggingface]"),
-    **dict.fromkeys(["jinja2", "matplotlib"], "ezpz-obs[report]"),
-    "deepspeed": "ezpz-suite[deepspeed]",
-    "lightning_fabric": "ezpz-suite[fabric]",
-}
 
 
 class UsageError(Exception):
@@ -107,6 +100,7 @@ def main(settings: type[S], train: Callable[[S], object]) -> None:
     name = Path(sys.argv[0]).stem
     try:
         texts = [one.name for one in dataclasses.fields(settings) if type(one.default) is str]
+        _refuse_unknown(settings, sys.argv[1:])
         words = _quoted(sys.argv[1:], texts)
         # Only the settings come from Fire: a misspelt one is refused before the training.
         given: S = fire.Fire(settings, words, name=name, serialize=lambda _settings: None)
@@ -114,20 +108,42 @@ def main(settings: type[S], train: Callable[[S], object]) -> None:
             folder = time.strftime(f"outputs/{name}-%Y%m%d-%H%M%S")
             given = dataclasses.replace(given, outdir=folder)
         train(given)
+    except UsageError as error:
+        sys.exit(said(name, str(error)))
     except (
-        UsageError, TopoError, DeviceError, SetupError, DataError, DegreeError, HistoryError,
+        TopoError, DeviceError, SetupError, DataError, DegreeError, HistoryError,
         ModelError, CheckpointError, WrapError,
     ) as error:  # fmt: skip
-        sys.exit(_said(name, str(error)))
+        sys.exit(_of_this_rank(name, str(error)))
     except OSError as error:
         if error.filename is None:
             raise
-        sys.exit(_said(name, f"{error.filename}: {error.strerror}"))
+        sys.exit(_of_this_rank(name, f"{error.filename}: {error.strerror}"))
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
-        if missing not in _EXTRAS:
+        if missing not in EXTRAS:
             raise
-        sys.exit(_said(name, f"needs {missing}: pip install '{_EXTRAS[missing]}'"))
+        sys.exit(said(name, f"needs {missing}: pip install '{EXTRAS[missing]}'"))
+
+
+def _refuse_unknown(settings: type[S], words: Sequence[str]) -> None:
+    """Refuse a misspelt setting, of which Fire would print a page on each rank."""
+    known = [field.name for field in dataclasses.fields(settings)]
+    takes = False  # whether a value may follow: --lr 0.1
+    for word in words:
+        name = word.partition("=")[0].lstrip("-").replace("-", "_")
+        if word.startswith("--") and name not in (*known, *(f"no{k}" for k in known), "help"):
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean --{close[0]}?" if close else f"expected --{', --'.join(known)}"
+            raise UsageError(f"unknown setting {word}; {hint}")
+        if not (word.startswith("-") or takes):
+            raise UsageError(f"unknown word {word!r}; expected settings as --name=value")
+        takes = word.startswith("--") and "=" not in word
+
+
+def _of_this_rank(name: str, what: str) -> int:
+    print(f"{name}: {what}", file=sys.stderr)
+    return 2
 
 
 def _quoted(words: Sequence[str], texts: Collection[str]) -> list[str]:
@@ -143,8 +159,3 @@ def _quoted(words: Sequence[str], texts: Collection[str]) -> list[str]:
         else:
             found.append(word)
     return found
-
-
-def _said(name: str, what: str) -> int:
-    print(f"{name}: {what}", file=sys.stderr)
-    return 2

@@ -63,7 +63,7 @@ def train(settings: Settings) -> None:
         ezpz.save_checkpoint(folder, step=step, **state)
 
     with (
-        ezpz.History(settings.outdir, cross_rank=True) as history,
+        ezpz.History(settings.outdir, cross_rank=True, resume=True) as history,
         ezpz.SnapshotOnSignal(save, within=60) as snapshot,
     ):
         for epoch in range(loader.epoch, settings.epochs):
@@ -77,6 +77,7 @@ def train(settings: Settings) -> None:
                 history.record({"epoch": epoch, "loss": loss.item()}, step=step)
                 if step % settings.save_every == 0 or step == steps:
                     save(step)
+                    logger.info("saved", step=step, of=steps, loss=round(loss.item(), 4))
                 # After a signal this saves, and ends the process.
                 snapshot.step(step)
         with torch.no_grad():
