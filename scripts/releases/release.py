@@ -72,6 +72,7 @@ class Release:
             cite = self.tree / "CITATION.cff"
             text = re.sub(r"(?m)^version: .*$", f"version: {self.version}", cite.read_text("utf-8"))
             cite.write_text(re.sub(r"(?m)^(date-released:) .*$", rf"\1 {today}", text), "utf-8")
+            run("git", "add", cite, cwd=self.tree)
         run(
             sys.executable, "-m", "towncrier", "build", "--yes", "--date", today,
             "--config", "scripts/releases/towncrier.toml", "--version", str(self.version),
@@ -97,7 +98,7 @@ class Release:
 
     def changes(self) -> str:
         """Return what the edits changed, as a patch."""
-        run("git", "add", "--all", "packages", "CITATION.cff", cwd=self.tree)
+        run("git", "add", "--all", "packages", cwd=self.tree)
         return run("git", "diff", "--cached", "--no-color", "--no-ext-diff", "-U1", cwd=self.tree)
 
     def build(self, out: Path) -> list[Path]:
@@ -160,7 +161,7 @@ class Release:
         title = f"{self.package.name} {self.version}"
         changelog = (self.package.folder / "CHANGELOG.md").read_text("utf-8")
         news = changelog.split("\n## ")[1].partition("\n")[2].strip()
-        run("git", "add", "--all", "packages", "CITATION.cff", cwd=self.tree)
+        run("git", "add", "--all", "packages", cwd=self.tree)
         run("git", "commit", "--quiet", "-m", f"Release {title}", cwd=self.tree)
         made = run("git", "rev-parse", "HEAD", cwd=self.tree)
         run("git", "tag", "-a", self.tag, "--cleanup=whitespace", "-m", title, "-m", news,

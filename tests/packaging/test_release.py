@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-COPIED = ("packages", "scripts", "LICENSE", ".gitignore")
+COPIED = ("packages", "scripts", "LICENSE", "CITATION.cff", ".gitignore")
 IDENTITY = {
     "GIT_AUTHOR_NAME": "A", "GIT_AUTHOR_EMAIL": "a@b", "GIT_COMMITTER_NAME": "A",
     "GIT_COMMITTER_EMAIL": "a@b", "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_SYSTEM": os.devnull,
@@ -120,6 +120,12 @@ def test_first_release_and_the_next_one_which_siblings_exclude(clone):
     # A dependent package is tried with what was released, the newest that its range allows.
     release(clone, "ezpz-launch", "0.1.0")
     assert "ezpz-launch-v0.1.0" in call("git", "tag", cwd=clone).split()
+
+
+def test_the_suite_s_version_and_date_are_those_of_the_citation(clone):
+    commit(clone, {"CITATION.cff": "version: 0.0.1\ndate-released: 2000-01-01\n"})
+    said = release(clone, "ezpz-suite", "0.9.0", "--dry-run")
+    assert re.search(r"^\+version: 0\.9\.0\n\+date-released: 20[2-9].-", said, re.MULTILINE), said
 
 
 def test_command_takes_words_and_options(clone):
