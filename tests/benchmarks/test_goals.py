@@ -30,6 +30,11 @@ def test_the_page_says_what_was_recorded(document):
     year, month, day = document["date"].split("-")
     assert f"Of {int(day)} {calendar.month_name[int(month)]} {year}, on " in page
     assert {f"`{name}`" for name in side_by_side.SECTIONS} <= set(re.findall("`[a-z_]+`", page))
+    readme = (BENCHMARKS.parent / "README.md").read_text(encoding="utf-8")
+    rows = {row["key"]: row for row in document["rows"]}
+    for peer in ("torchrun", "accelerate"):
+        ratio = rows[f"launch/first-line/{peer}"]["ratio"]["median"]
+        assert f"{1 / ratio:.0f} times sooner than under torchrun or accelerate" in readme
 
 
 @pytest.mark.parametrize(
