@@ -222,9 +222,10 @@ def _parse(
 
 def pick(entries: Sequence[Entry], word: str, env: Mapping[str, str]) -> Entry:
     """Return what is meant by a name or an id: of several of a name the newest."""
-    for entry in reversed(entries):
+    for entry in entries[::-1]:
         job, chain = entry.job, entry.chain
-        ids = [job.id, job.key, *(each["id"] for each in (chain.jobs if chain else ()))]
+        ids: list[str] = [job.id, job.key]
+        ids += [each["id"] for each in (chain.jobs if chain else ())]
         ids += [each.partition(".")[0] for each in ids]
         if word in (job.name, chain.id if chain else "", *ids):
             return entry

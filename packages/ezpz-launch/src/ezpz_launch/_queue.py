@@ -297,8 +297,8 @@ class _Pbs:
 
 def _pbs_job(job_id: str, told: Mapping[str, Any]) -> Job:
     resources = told.get("Resource_List") or {}
-    letter, comment = told.get("job_state", ""), told.get("comment", "")
-    state, why = _PBS_STATES.get(letter, "completed"), comment
+    letter, comment = told.get("job_state", ""), told.get("comment", "").strip()
+    state, why = _PBS_STATES.get(letter, "completed"), comment if letter in "QHWT" else ""
     status: int | None = None
     runs = _number(told.get("run_count", 0))
     start = told.get("stime")
@@ -314,6 +314,8 @@ def _pbs_job(job_id: str, told: Mapping[str, Any]) -> Job:
         state = "running" if "Running:0" not in why else "queued"
     elif letter not in _PBS_STATES:
         state, status = _pbs_end(told, comment)
+        # "Job run at ... and exceeded resource mem"; what else there is the state says.
+        why = comment.rpartition(" and ")[2] if " exceeded " in comment else ""
         end = told.get("obittime") or told.get("mtime")
     if state in WAITING:
         start, end = (told.get("estimated") or {}).get("start_time"), None
@@ -335,6 +337,8 @@ def _pbs_end(told: Mapping[str, Any], comment: str) -> tuple[str, int | None]:
     shown = status if status is None or status < 256 else 128 + status - 256
     if status is not None and status < 0:
         return _PBS_ENDS.get(status, "could not start"), None
+    if "terminated by Scheduler" in comment:
+        return "preempted", shown
     if "terminated" in comment or told.get("substate") == "91" or status is None:
         return "cancelled", shown
     return "failed" if status else "completed", shown

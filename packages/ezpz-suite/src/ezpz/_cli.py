@@ -26,7 +26,7 @@ jobs:
   jobs      yours: state, place in the queue, time left, last step and loss
   follow    print a job's output as it comes, until it ends
   kill      end a job, a chain of jobs, or a launch; ranks have time to save a checkpoint
-  launches  the launches so far, and how they ended (once: history)
+  launches  the launches so far, and how they ended (also: history)
 
 look:
   doctor    check scheduler, MPI, device, network, disk and versions, each with a remedy
@@ -62,7 +62,6 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "follow": ("ezpz_launch", "follow"),
     "kill": ("ezpz_launch", "kill"),
     "launches": ("ezpz_launch", "launches"),
-    "history": ("ezpz_launch", "launches"),
     "doctor": ("ezpz.doctor",),
     "topo": ("ezpz_topo._cli",),
     "report": ("ezpz_obs._cli", "report"),
@@ -74,6 +73,9 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 """By command the module that has ``main(words)``, as its own console script has it, and the words
 that come before the user's."""
 
+ALIASES = {"history": "launches"}
+"""Old names of commands."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``ezpz`` with these words (default: the process's) and return its exit status."""
@@ -82,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _page(words)
     if words == ["--version"]:
         return print_page(__version__, "ezpz")
-    found = COMMANDS.get(words[0])
+    found = COMMANDS.get(ALIASES.get(words[0], words[0]))
     if found is None:
         complain(_unknown(words[0]), "ezpz")
         return 2

@@ -1,0 +1,249 @@
+"""`ezpz-launch jobs`, `follow` and `kill` on a real Slurm: how each job ends, or does not start."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+ALL = ("-N", "4", "--exclusive")  # what a job in the partition high wants, too
+SLEEP = "sleep 300"
+
+
+class Jobs:
+    """Jobs of a test, and what our commands say of them."""
+
+    def __init__(self, slurm, command, folder):
+        self.slurm, self._command, self.folder = slurm, command, folder
+        self.env = {"EZPZ_STATE_DIR": str(folder / "state")}
+        self._started = []
+
+    def submit(self, text, *options):
+        """Submit a job that runs a text in the test's folder; return its id."""
+        script = f"#!/bin/bash\ncd {self.folder}\n{text}\n"
+        path = self.folder / f"job-{len(list(self.folder.iterdir()))}"
+        path.write_text(script)
+        words = ["sbatch", "--parsable", "-D", str(self.folder), *options, str(path)]
+        return self.slurm.run(words, env=self.env).stdout.strip()
+
+    def ours(self, *words, **more):
+        return self.slurm.run([self._command, *words], env=self.env, **more)
+
+    def start(self, *words):
+        """Start a command of ours without waiting for it."""
+        environment = {**self.slurm.environment, **self.env}
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(
+            [self._command, *words], env=environment, stdin=subprocess.DEVNULL, stdout=pipe,
+            stderr=pipe, text=True,
+        )  # fmt: skip
+        self._started.append(process)
+        return process
+
+    def until(self, job, *states, timeout=180):
+        """Wait until a job is in one of the states; return what is told of it."""
+        until = time.monotonic() + timeout
+        while (told := json.loads(self.ours("jobs", job, "--json").stdout))["state"] not in states:
+            assert time.monotonic() < until, told
+            time.sleep(0.3)
+        return told
+
+    def end(self):
+        for process in self._started:
+            process.kill()
+            process.communicate()
+        self.slurm.run(["scancel", "--user=root"])
+        nodes = "nid[001-004]"
+        for state in ("down", "idle"):
+            update = ["scontrol", "update", f"nodename={nodes}", f"state={state}", "reason=test"]
+            self.slurm.run(update, expect=None)
+
+
+@pytest.fixture
+def jobs(slurm, tool, tmp_path):
+    tmp_path.chmod(0o755)
+    ours = Jobs(slurm, tool("ezpz-launch"), tmp_path)
+    yield ours
+    ours.end()
+
+
+def control(*words):
+    return lambda jobs, job: jobs.slurm.run(["scontrol", *(w.format(job) for w in words)])
+
+
+def lose_the_node(jobs, job):
+    control("update", "nodename=nid003", "state=down", "reason=test")(jobs, job)
+
+
+def preempt(jobs, _):
+    jobs.submit("true", "-p", "high", *ALL)
+
+
+def cancel(jobs, job):
+    jobs.slurm.run(["scancel", job])
+
+
+ENDS = {
+    # script, options, what is done to it once it runs; state, exit status of follow
+    "completed": ("exit 0", [], None, "completed", 0),
+    "failed": ("exit 7", [], None, "failed", 7),
+    "killed by a signal": ("kill -9 $$", [], None, "failed", 137),
+    "scancel": (SLEEP, [], cancel, "cancelled", 143),
+    "time limit": (SLEEP, ["-t", "1"], None, "time limit", 143),
+    "preempted": (SLEEP, ["-p", "cancelled", *ALL], preempt, "preempted", 143),
+    "node failed": (SLEEP, ["-w", "nid003", "--no-requeue"], lose_the_node, "node failed", 137),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_how_a_job_ends(jobs, end):
+    text, options, act, state, status = ENDS[end]
+    job = jobs.submit(f"echo started; {text}", "-J", end, *options)
+    followed = jobs.start("follow", job)
+    if act:
+        jobs.until(job, "running")
+        assert followed.stdout.readline() == "started\n"
+        act(jobs, job)
+    told = jobs.until(job, state)
+    assert told["name"] == end
+    out, err = followed.communicate(timeout=120)
+    assert (followed.returncode, "started" in out or bool(act)) == (status, True), err
+    words = {"failed": f"failed with status {status}", "time limit": "ended by its time limit"}
+    assert f"job {job} ({end}): {words.get(state, state)}" in err
+    table = jobs.ours("jobs").stdout
+    assert words.get(state, state) in next(row for row in table.splitlines() if job in row)
+
+
+WAITS = {
+    "held": (["--hold"], None, "held", "JobHeldUser"),
+    "never starts": (["-d", "afterok:{ended}"], None, "cannot start", "DependencyNeverSatisfied"),
+    "preempted with requeue": (["-p", "requeued", *ALL], preempt, "requeued", ""),
+    "node failed with requeue": (["-w", "nid003", "--requeue"], lose_the_node, "requeued", ""),
+    "requeue": ([], control("requeue", "{}"), "requeued", ""),
+    "requeue and hold": ([], control("requeuehold", "{}"), "held", ""),
+    "suspended": ([], control("suspend", "{}"), "suspended", ""),
+}
+
+
+@pytest.mark.parametrize("wait", WAITS)
+def test_why_a_job_does_not_run(jobs, wait):
+    options, act, state, why = WAITS[wait]
+    ended = ""
+    if "-d" in options:
+        ended = jobs.submit("exit 1")
+        jobs.until(ended, "failed")
+    job = jobs.submit(SLEEP, *(word.format(ended=ended) for word in options))
+    if act:
+        jobs.until(job, "running")
+        act(jobs, job)
+    told = jobs.until(job, state)
+    assert why in told["why"]
+    assert told["exit_status"] is None
+
+
+def test_a_task_of_an_array_and_the_array(jobs):
+    array = jobs.submit('echo "task $SLURM_ARRAY_TASK_ID"; exit $SLURM_ARRAY_TASK_ID', "-a", "0-2")
+    told = jobs.until(f"{array}_2", "failed")
+    assert (told["id"], told["exit_status"]) == (f"{array}_2", 2)
+    followed = jobs.ours("follow", f"{array}_2", expect=2)
+    assert followed.stdout == "task 2\n"
+    told = jobs.until(array, "failed")
+    assert "2 failed" in told["why"]
+    assert "1 completed" in told["why"]
+
+
+def test_a_job_is_followed_from_the_queue_across_a_requeue_to_its_end(jobs):
+    text = 'echo "run ${SLURM_RESTART_COUNT:-0}"; [ "${SLURM_RESTART_COUNT:-0}" = 1 ] || sleep 300'
+    job = jobs.submit(text, "--hold", "-J", "twice")
+    followed = jobs.start("follow", "twice")
+    line = followed.stderr.readline()
+    assert f"job {job} (twice): held (JobHeldUser)" in line
+    jobs.slurm.run(["scontrol", "release", job])
+    assert followed.stdout.readline() == "run 0\n"
+    jobs.slurm.run(["scontrol", "requeue", job])
+    jobs.until(job, "requeued", "running", "completed")
+    # It would wait for two minutes.
+    jobs.slurm.run(["scontrol", "update", f"jobid={job}", "starttime=now"])
+    out, err = followed.communicate(timeout=180)
+    assert "run 1" in out.splitlines()  # beside what Slurm says of the requeue
+    assert followed.returncode == 0
+    assert f"job {job} (twice): completed" in err
+
+
+def test_ctrl_c_leaves_the_job_alone(jobs):
+    job = jobs.submit(f"echo started; {SLEEP}")
+    followed = jobs.start("follow")
+    assert followed.stdout.readline() == "started\n"
+    followed.send_signal(2)
+    _, err = followed.communicate(timeout=60)
+    assert followed.returncode == 130
+    assert f"job {job} goes on without us; ezpz kill {job} ends it" in err
+    assert jobs.until(job, "running")["id"] == job
+
+
+TRAINS = """
+import os, signal, sys, time
+from ezpz_obs import History
+history = History("run") if os.environ["RANK"] == "0" else None
+def save(*_):
+    time.sleep(2)
+    os.write(1, b"saved\\n")
+    sys.exit(75)
+signal.signal(signal.SIGTERM, save)
+for step in range(3):
+    if history:
+        history.update({"loss": 1.0 / (step + 1)})
+os.write(1, b"ready\\n")
+time.sleep(600)
+"""
+
+
+def test_killed_its_ranks_save_and_its_script_does_not_go_on(jobs, tool):
+    (jobs.folder / "train.py").write_text(TRAINS)
+    words = f"{tool('ezpz-launch')} --env MASTER_ADDR=127.0.0.1 {sys.executable} train.py"
+    job = jobs.submit(f"{words}; echo went on", "-N", "2", "-n", "2", "-J", "train")
+    followed = jobs.start("follow", "train")
+    assert [followed.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+    told = jobs.until(job, "running")
+    progress = told["progress"]
+    assert (progress["step"], progress["loss"]) == (2, 1 / 3)
+    assert progress["run"] == os.path.realpath(jobs.folder / "run" / "metrics.jsonl")
+    row = next(row for row in jobs.ours("jobs").stdout.splitlines() if job in row).split()
+    assert row[:4] == [job, "train", "running", "2"]
+    assert row[5:7] == ["2", "0.3333"]
+    jobs.ours("kill", "train")
+    out, _ = followed.communicate(timeout=120)
+    assert out.count("saved") == 2
+    assert "went on" not in out
+    assert followed.returncode == 143
+    assert jobs.until(job, "cancelled")["launches"]
+
+
+def test_a_launch_inside_an_allocation_is_ended_and_no_other(jobs, tool):
+    words = "--env MASTER_ADDR=127.0.0.1 sh -c 'echo up $1; exec sleep 300' -"
+    launch = f"{tool('ezpz-launch')} -n 2 {words}"
+    job = jobs.submit(f"{launch} a & {launch} b & wait -n; echo one is over; wait", "-N2", "-n4")
+    followed = jobs.start("follow", job)
+    assert sorted(followed.stdout.readline() for _ in range(4)) == ["up a\n"] * 2 + ["up b\n"] * 2
+    found = {one["command"][-1]: one for one in json.loads(jobs.ours("launches", "--json").stdout)}
+    done = jobs.ours("kill", found["a"]["id"])
+    assert "has ended, exit status 143" in done.stderr
+    while (line := followed.stdout.readline()) != "one is over\n":
+        assert line
+    left = {one["command"][-1]: one for one in json.loads(jobs.ours("launches", "--json").stdout)}
+    assert (left["a"]["exit_status"], left["b"]["end"]) == (143, None)
+    assert jobs.until(job, "running")
+
+
+def test_a_controller_that_hangs_is_named(jobs, slurm):
+    controller = slurm._daemons["slurmctld"]
+    controller.send_signal(19)  # SIGSTOP
+    try:
+        began = time.monotonic()
+        done = jobs.ours("jobs", expect=2)
+        assert "'squeue --noheader" in done.stderr
+        assert time.monotonic() - began < 15
+    finally:
+        controller.send_signal(18)
