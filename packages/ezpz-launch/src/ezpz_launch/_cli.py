@@ -207,7 +207,6 @@ EXAMPLES = (
     ("ezpz-launch -n 2 -m ezpz.examples.minimal", "two ranks of a module"),
     ("ezpz-launch --dry-run --machine aurora -N 4 python train.py", "what would be run, and why"),
     ("ezpz-launch --idle-timeout 10m --retries 3 python train.py", "stacks of a hang; start again"),
-    ("ezpz-launch launches", "the launches so far"),
 )
 
 
