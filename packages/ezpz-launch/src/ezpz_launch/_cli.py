@@ -250,7 +250,6 @@ EXAMPLES = (
     ("ezpz-launch --dry-run --machine aurora -N 4 python train.py", "what would be run, and why"),
     ("ezpz-launch --idle-timeout 10m --retries 3 python train.py", "stacks of a hang; start again"),
     ("ezpz-launch --spares 2 --retries 5 python train.py", "a spare host for one that fails"),
-    ("ezpz-launch launches", "the launches so far"),
 )
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -302,7 +303,10 @@ def _setup(request: Submission, machine: Machine, env: Mapping[str, str]) -> tup
         root = os.path.dirname(os.path.dirname(conda))
         lines.append(f"source {_quoted(os.path.join(root, 'bin', 'activate'))} {_quoted(prefix)}")
     else:
-        lines.append(f'export PATH={_quoted(os.path.dirname(sys.executable))}:"$PATH"')
+        here = os.path.dirname(sys.executable)
+        path = os.pathsep.join([here, env.get("PATH", os.defpath)])
+        found = shutil.which("ezpz-launch", path=path)
+        lines.append(f'export PATH={_quoted(os.path.dirname(found) if found else here)}:"$PATH"')
     return lines, " and ".join(filter(None, [why, "the Python of this ezpz"]))
 
 
