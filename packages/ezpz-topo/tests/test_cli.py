@@ -1,10 +1,14 @@
 """The command itself, as a process of its own."""
 
+import contextlib
+import fcntl
 import io
 import json
 import os
+import struct
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import pytest
@@ -33,6 +37,22 @@ def test_a_table_of_every_value_and_its_source():
     assert rows["nodes"] == ["1", "every rank is on this node"]
     assert (rows["machine"][0], rows["scheduler"][0]) == ("workstation", "none")
     assert "note: set aside: RANK=0 of the environment" in done.stdout
+
+
+def test_on_a_terminal_the_last_column_stays_below_itself():
+    ours, its = os.openpty()
+    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("4H", 24, 70, 0, 0))
+    with subprocess.Popen([COMMAND], env=CLEAN, stdin=its, stdout=its, stderr=its):
+        os.close(its)
+        text = b""
+        with contextlib.suppress(OSError):  # Linux' way to say that no one has it open
+            while data := os.read(ours, 4096):
+                text += data
+    os.close(ours)
+    lines = text.decode().splitlines()
+    start = next(line for line in lines if line.startswith("machine ")).index("no known machine")
+    assert max(map(len, lines)) <= 70
+    assert any(line[:start].isspace() and line[start:].strip() for line in lines)
 
 
 def test_json_says_the_same():

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import re
+from base64 import b64encode
 from collections.abc import Callable, Iterable
+from hashlib import sha256
 from importlib.resources import files
 from pathlib import Path
 
@@ -89,19 +91,22 @@ def _table(of: Table) -> list[str]:
 
 
 def _page(report: Report) -> str:
-    """Return the page: no script, no request; every name in it is text."""
+    """Return the page: no request, and no script but ours; every name in it is text."""
     jinja2 = require("jinja2", "a report")
     here = files(__package__)
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
     )
     environment.filters |= {"clean": clean, "shorten": shorten}
+    script = here.joinpath("page.js").read_text("utf-8")
     template = environment.from_string(here.joinpath("page.html.j2").read_text("utf-8"))
     said: str = template.render(
         report=report,
         version=__version__,
         style=f"{here.joinpath('page.css').read_text('utf-8')}{style(':root')}",
         colours=len(LIGHT),
+        script=script,
+        allowed=b64encode(sha256(script.encode()).digest()).decode(),
     )
     return said
 
@@ -166,7 +171,7 @@ def _alone(svg: str) -> str:
         f"{style('svg')}\nsvg {{ color: #1d1f24; stroke-linejoin: round }}\n"
         "@media screen and (prefers-color-scheme: dark) { svg { color: #e7e9ee } }"
     )
-    head, _, rest = svg.partition(">")
+    head, _, rest = re.sub(' data-curves="[^"]*"', "", svg, count=1).partition(">")
     return f"{head}>\n<style>{rules}</style>{rest}\n"
 
 

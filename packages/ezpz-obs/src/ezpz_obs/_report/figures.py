@@ -5,12 +5,13 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any, Final
 
 import numpy as np
+import orjson
 
 from ezpz_obs._errors import require
 
@@ -99,11 +100,11 @@ def dress(axes: Any) -> None:
         labels.format_ticks = lambda values: tick_labels(list(map(float, values)))
         axis.set_major_formatter(labels)
     axes.xaxis.label.set(alpha=0.7, fontsize=10)
-    # No label of the vertical axis is cut: of 10.5 points a character takes 7 at most.
+    # No label of the vertical axis is cut: on a phone a character takes 7.5 points at most.
     low, high = sorted(axes.get_ylim())
     shown = [float(tick) for tick in axes.get_yticks() if low <= tick <= high]
     longest = max(map(len, tick_labels(shown)), default=0)
-    left = max(_PLACE[0], (7 * longest + 9) / (72 * axes.figure.get_figwidth()))
+    left = max(_PLACE[0], (7.5 * longest + 9) / (72 * axes.figure.get_figwidth()))
     axes.set_position((left, _PLACE[1], _PLACE[0] + _PLACE[2] - left, _PLACE[3]))
 
 
@@ -129,8 +130,10 @@ _IDS = re.compile(r"<g id=\"[^\"]*\"")
 _FONT = re.compile(r"font-family: 'DejaVu Sans'[^;\"]*")
 
 
-def svg(figure: Any, title: str) -> str:
+def svg(figure: Any, title: str, data: Mapping[str, Any] | None = None) -> str:
     """Return a figure as SVG: text is text, colours are the page's, nothing has an address."""
+    # The data are for the page's script.
+    told = f' data-curves="{escape(orjson.dumps(data).decode())}"' if data else ""
     require("matplotlib.backends.backend_svg", "a plot").FigureCanvasSVG(figure)
     found = io.StringIO()
     with require("matplotlib", "a plot").rc_context({"svg.hashsalt": title}):
@@ -140,7 +143,7 @@ def svg(figure: Any, title: str) -> str:
     text = _SIZES.sub(
         lambda match: (
             f'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" '
-            f'viewBox="{match[1]}" role="img" aria-label="{escape(shorten(title, 200))}">'
+            f'viewBox="{match[1]}" role="img" aria-label="{escape(shorten(title, 200))}"{told}>'
         ),
         text,
         count=1,
@@ -257,7 +260,28 @@ def curves(lines: Sequence[Drawn], *, title: str) -> tuple[str, list[str]]:
         dress(axes)
         if len(lines) > 1:
             legend(figure, axes, drawn, [line.label for line in lines])
-        return svg(figure, title), notes
+        return svg(figure, title, _data(figure, axes, lines, tables)), notes
+
+
+def _data(
+    figure: Any, axes: Any, lines: Sequence[Drawn], tables: Sequence[Floats]
+) -> dict[str, Any]:
+    """Return what is drawn and where, in the picture's units: six digits, None for no number."""
+    place, (width, height) = axes.get_position(), 72 * figure.get_size_inches()
+    box = (place.x0 * width, (1 - place.y1) * height, place.x1 * width, (1 - place.y0) * height)
+
+    def plain(values: Floats) -> list[float | None]:
+        return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values]
+
+    return {
+        "box": [round(float(edge), 1) for edge in box],
+        "x": [float(end) for end in axes.get_xlim()],
+        "lines": [
+            {"label": shorten(line.label, 40), "place": line.place % len(LIGHT),
+             "x": plain((table[FROM] + table[TO]) / 2), "y": plain(table[MEAN])}
+            for line, table in zip(lines, tables, strict=True)
+        ],
+    }  # fmt: skip
 
 
 def step_histogram(of: Sequence[tuple[str, StepTimes]], *, title: str) -> tuple[str, list[str]]:

@@ -84,5 +84,7 @@ def batches(text: Text, settings: Settings, replicas: int) -> Iterator[tuple[int
         device=ezpz.get_torch_device(), **loader_options(),
     )  # fmt: skip
     endless = chain.from_iterable(repeat(loader))
-    for step, (tokens, targets) in enumerate(islice(endless, settings.steps), 1):
+    some = islice(endless, settings.steps)
+    shown = ezpz.progress(some, total=settings.steps, desc="train", unit="step", every=5.0)
+    for step, (tokens, targets) in enumerate(shown, 1):
         yield step, tokens, targets
