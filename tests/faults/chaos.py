@@ -119,7 +119,7 @@ class Case:
 
     @staticmethod
     def acked(folder):
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, IndexError):
             return int((folder / "acked").read_text().split()[-1])
         return -1
 
