@@ -76,6 +76,8 @@ ENDINGS = [
     ("143 after nobody knows what (predecessor: taken for the time limit)", ended(3, 143), b"",
      "unknown", "", "somebody sent"),
     ("segmentation fault of one rank (ours)", ended(3, 139), b"", "unknown", "n1", "SIGSEGV"),
+    ("the same, and the cascade (ours)", ended(3, 139, own={**ALL, 3: 139}), CASCADE * 7,
+     "unknown", "n1", "SIGSEGV"),
     ("the others of a segfault died from 11 and 15 (predecessor)",
      ended(3, 139, own={3: 139, 5: 143, 6: 143}), b"", "unknown", "n1", "rank 3"),
     ("the interpreter is not there on one node (ours)", ended(4, 127, own={4: 127, 5: 127}), b"",
@@ -86,7 +88,7 @@ ENDINGS = [
      "program", "", "status 2"),
     # Exceptions.
     ("an exception of one rank, and the cascade (ours, gloo)", ended(3, 1, own=ALL),
-     raised(BOO) + CASCADE * 7, "unknown", "n1", "ValueError"),
+     raised(BOO) + CASCADE * 7, "unknown", "", "not told which"),
     ("the same; an innocent was quicker to end, torch names the rank (ours)",
      ended(0, 1, own=ALL), raised(BOO, 5) + CASCADE, "unknown", "n2", "boo"),
     ("an exception of all (ours)", ended(3, 1, own=ALL), raised(BOO) * 8, "program", "", "8 ranks"),

@@ -14,6 +14,7 @@ import socket
 import struct
 import sys
 import time
+import traceback
 from pathlib import Path
 
 from ezpz_obs import History
@@ -30,6 +31,14 @@ PLAN = [
     and ATTEMPT in each.get("attempts", [ATTEMPT])
 ]
 
+
+def say_whose(kind, value, trace):
+    """As torch.distributed does it: each line of a traceback begins with its rank."""
+    lines = "".join(traceback.format_exception(kind, value, trace)).splitlines()
+    sys.stderr.write("".join(f"[rank{RANK}]: {line}\n" for line in lines))
+
+
+sys.excepthook = say_whose
 if any(each["kind"] == "import" for each in PLAN):
     import no_such_module  # noqa: F401
 

@@ -57,6 +57,7 @@ _KILLED, _BUS = 128 + signal.SIGKILL, 128 + signal.SIGBUS
 _SENT = tuple(128 + number for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
 """Statuses of ranks that somebody else told to end: they say nothing of who failed."""
 
+_CRASHED = tuple(128 + number for number in (signal.SIGSEGV, signal.SIGILL, signal.SIGFPE))
 _USAGE = 2
 _NOT_THERE = (126, 127)  # the program cannot be executed, or was not found
 
@@ -100,8 +101,10 @@ def _by_status(failure: Failure, own: Mapping[int, int], facts: Facts) -> Verdic
         return Verdict(PROGRAM, (), "SIGKILL ended ranks of several nodes: no memory, perhaps")
     if status in (_KILLED, _BUS):
         return Verdict(NODE, (host,), f"{_said(failure)}, not by ezpz-launch")
-    if status in _SENT:
-        return Verdict(UNKNOWN, (), f"{_said(failure)}, which somebody sent")
+    if status in (*_CRASHED, *_SENT):
+        is_sent = status in _SENT
+        why = f"{_said(failure)}{', which somebody sent' * is_sent}"
+        return Verdict(UNKNOWN, () if is_sent else (host,), why)
     if status in _NOT_THERE and alone:
         return Verdict(NODE, (host,), f"{_said(failure)}; on other nodes the program runs")
     if status in _NOT_THERE or (status == _USAGE and several):
@@ -125,6 +128,9 @@ def _by_exceptions(
     alike = len(known) > 1 or (not known and len(nodes) > 1 and len(ranks) > max(1, of_first))
     if alike or (len(facts.hosts) == 1 and len(ranks) > 1 and len(ranks) >= len(own)):
         return Verdict(PROGRAM, (), f"{len(ranks)} ranks raised {name}")
+    if not known and any(row.match.search(words) for row in patterns() if row.whose == _CASCADE):
+        # Who only followed may have been the quickest to end.
+        return Verdict(UNKNOWN, (), f"a rank raised {name}, it is not told which")
     node = known.pop() if known else rank // facts.ppn
     return Verdict(UNKNOWN, (facts.hosts[node],), f"{_said(failure)}: {name}")
 
@@ -214,13 +220,12 @@ class Suspects:
 
     def __init__(self) -> None:
         self._failed: dict[int, list[str]] = {}  # of each rank, where it failed first
-        self._last: tuple[str, ...] = ()
+        self._suspected: set[tuple[str, ...]] = set()
 
     def judge(self, found: Verdict, failure: Failure | None) -> Verdict:
         """Return the verdict in the light of the attempts before; call it once for each."""
         rank, host = failure[:2] if failure else (-1, "")
         places = self._failed.setdefault(rank, [])
-        before, self._last = self._last, found.hosts
         if found.whose == PROGRAM or not found.hosts:
             return found
         if host in found.hosts:
@@ -229,8 +234,9 @@ class Suspects:
             if elsewhere:
                 why = f"rank {rank} failed on {elsewhere[-1]}, and again on {host}; {found.why}"
                 return Verdict(PROGRAM, (), why)
-        if found.whose == UNKNOWN and before == found.hosts:
-            return Verdict(NODE, found.hosts, f"twice in a row there alone: {found.why}")
+        if found.whose == UNKNOWN and found.hosts in self._suspected:
+            return Verdict(NODE, found.hosts, f"twice there alone: {found.why}")
+        self._suspected.add(found.hosts)
         return found
 
 

@@ -59,8 +59,11 @@ class Pool:
 
 def sweep(
     hosts: Sequence[str], launch_id: str, planned: LaunchPlan, env: Mapping[str, str]
-) -> None:
-    """End what a launch left on hosts where its agent is gone: by a small launch, in background."""
+) -> Callable[[], object]:
+    """End what a launch left on hosts where its agent is gone: by a small launch, in background.
+
+    Return what waits for its end.
+    """
     import subprocess  # noqa: PLC0415 - only this needs it
 
     request, count = planned.request, str(len(hosts))
@@ -73,10 +76,16 @@ def sweep(
     words += ["--", sys.executable, "-I", "-S", agent, "--end", launch_id]
     null = subprocess.DEVNULL
     # It is no launch of the user's: no record of it is kept.
-    subprocess.Popen(
+    begun = subprocess.Popen(
         [sys.executable, "-m", "ezpz_launch", *words], stdin=null, stdout=null, stderr=null,
         env={**env, "EZPZ_STATE_DIR": os.devnull}, start_new_session=True,
     )  # fmt: skip
+
+    def wait() -> None:
+        with suppress(subprocess.TimeoutExpired):
+            begun.wait(_SWEPT)
+
+    return wait
 
 
 def warn_of_the_scheduler(job: Allocation, env: Mapping[str, str]) -> None:

@@ -42,6 +42,7 @@ class Attempts:
         self._pool, self._suspects = Pool(planned, replan), Suspects()
         self._began = self._first_step = self._failed = self._ended = 0.0
         self._allocation = allocation_of(topology.allocation, planned.request, env)
+        self._sweeps: list[Callable[[], object]] = []
         self._has_successor = bool(progress_file)
         self._planned, self._topology, self._env = planned, topology, env
         self._before = before
@@ -110,6 +111,8 @@ class Attempts:
                     say(f"exit status {REQUEUE} instead of {status}: the next job has other nodes")
                     status = REQUEUE
                 self._keeper.finish(status, outcome.failure)
+                for wait in self._sweeps:
+                    wait()
                 if self._terminal:
                     self._terminal.end(status)
                 if outcome.goes_with_job:
@@ -133,7 +136,8 @@ class Attempts:
         if several:
             found = self._suspects.judge(found, outcome.failure)
         if gone := [outcome.facts.hosts[node] for node in sorted(outcome.facts.gone)]:
-            sweep(gone, f"{self._keeper.launch_id}.{self._number}", self._planned, self._env)
+            launch = f"{self._keeper.launch_id}.{self._number}"
+            self._sweeps.append(sweep(gone, launch, self._planned, self._env))
         if several:
             say(describe(found))
             if found.whose == NODE:
