@@ -33,6 +33,7 @@ class Attempts:
         self._number = 0
         self._heard: Heard = ([], -1)
         self._sizes: Mapping[str, int] = {}
+        self._tmpdir = os.path.abspath(env.get("TMPDIR") or "/tmp")
         given = env.get("EZPZ_NODE_TIMEOUT")
         self._node_timeout = _node_timeout(given) if given else NODE_TIMEOUT
         if self._request.log_dir:
@@ -82,8 +83,7 @@ class Attempts:
         return outcome
 
     def _run(self) -> Outcome:
-        directory = self._env.get("TMPDIR") or "/tmp"
-        with _hostfile(replace(self._planned, control=True), directory) as ready:
+        with _hostfile(replace(self._planned, control=True), self._tmpdir) as ready:
             argv = tuple(argv_of(ready))
             kept = {name: value for name, value in self._env.items() if name not in ready.removed}
             placement, request = ready.placement, self._request
@@ -108,10 +108,12 @@ class Attempts:
         here = planned.on_this_host or same_host(first, job.node_name or "")
         # Into a file or a pipe, where no reader waits for half a line.
         whole_lines = planned.placement.nproc > 1 and not (os.isatty(1) and os.isatty(2))
+        launch_id = f"{self._keeper.launch_id}.{self._number}"
         return Control(
-            launch_id=f"{self._keeper.launch_id}.{self._number}", attempt=self._number,
+            launch_id=launch_id, attempt=self._number,
             hold=SETTLE + request.grace + 10, node_timeout=self._node_timeout,
             files=os.path.abspath(request.log_dir) if request.log_dir else "",
+            kept=f"{self._tmpdir}/ezpz-{launch_id}-logs" if request.node_logs else "",
             only_ranks=request.only_ranks, prefix=request.prefix, whole_lines=whole_lines,
             tee=request.tee, one_device=request.one_device,
             # Ours has been looked at; another host's is looked at there.
