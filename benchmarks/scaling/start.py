@@ -90,4 +90,6 @@ def agent() -> tuple[list[str], dict[str, str]]:
     """Return command and environment of a node's agent that finds nobody at its address."""
     nobody = CONTROL._replace(where=("127.0.0.1:9",))
     words = [sys.executable, "-I", "-S", str(Path(SHIM).with_name("_agent.py")), "0"]
+    # It stays for as long as what started its shim, which is gone at once here.
+    words = ["sh", "-c", '"$@" &', "sh", *words]
     return words, environment(**{VARIABLE: nobody.value()})
