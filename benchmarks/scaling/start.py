@@ -19,7 +19,7 @@ from .strace import MISSING, done
 NODES_IN_ALL, RANKS = NODES[-1], NODES[-1] * PER_NODE
 
 CONTROL = Control(
-    "20260101-000000-abcdef", 30.0, ("10.0.0.1:40000",), ("a" * 32, "b" * 32),
+    "20260101T000000000001Z-12345-abcdef.0", 30.0, ("10.0.0.1:40000",), "a" * 64,
     device_type="xpu", devices=PER_NODE, job_id="1234567.aurora-pbs-0001",
 )  # fmt: skip
 """Such as ezpz-launch gives its shims on several hosts of a machine with twelve devices a node."""
@@ -90,4 +90,6 @@ def agent() -> tuple[list[str], dict[str, str]]:
     """Return command and environment of a node's agent that finds nobody at its address."""
     nobody = CONTROL._replace(where=("127.0.0.1:9",))
     words = [sys.executable, "-I", "-S", str(Path(SHIM).with_name("_agent.py")), "0"]
+    # It stays for as long as what started its shim, which is gone at once here.
+    words = ["sh", "-c", '"$@" &', "sh", *words]
     return words, environment(**{VARIABLE: nobody.value()})

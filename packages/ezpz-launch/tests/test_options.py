@@ -89,18 +89,19 @@ def test_every_option_reaches_the_request():
     words = (
         "-n 4 --ppn=2 -N2 --hostfile h --include a[1-2] --exclude 0007 --launcher spawn "
         "--machine polaris --option depth --option nccl-ofi --cpu-bind 0-3 --env A=1 --env B=[1] "
-        "--one-device --log-dir 1e3 --tee --only-ranks 2,0-1 --prefix --idle-timeout 10m "
-        "--grace 2.5 --signal-before 1h --retries 3 --spares 2 --preflight --min-nodes 1 --nested "
+        "--one-device --log-dir 1e3 --node-logs --tee --only-ranks 2,0-1 --prefix "
+        "--idle-timeout 10m --grace 2.5 --signal-before 1h --retries 3 --spares 2 --preflight "
+        "--min-nodes 1 --nested "
         "--launcher-args \"-a 'b c'\" --dry-run --json"
     )
     request = requested(*shlex.split(words))
     assert request == Request(
         command=("true",), nproc=4, ppn=2, nodes=2, hostfile="h", include="a[1-2]", exclude="0007",
         launcher="spawn", machine="polaris", options=("depth", "nccl-ofi"), cpu_bind="0-3",
-        env=("A=1", "B=[1]"), one_device=True, log_dir="1e3", tee=True, only_ranks=(0, 1, 2),
-        prefix=True, idle_timeout=600.0, grace=2.5, signal_before=3600.0, retries=3, spares=2,
-        preflight=True, min_nodes=1, nested=True, launcher_args=("-a", "b c"), dry_run=True,
-        json=True,
+        env=("A=1", "B=[1]"), one_device=True, log_dir="1e3", node_logs=True, tee=True,
+        only_ranks=(0, 1, 2), prefix=True, idle_timeout=600.0, grace=2.5, signal_before=3600.0,
+        retries=3, spares=2, preflight=True, min_nodes=1, nested=True,
+        launcher_args=("-a", "b c"), dry_run=True, json=True,
     )  # fmt: skip
     plain = Request(("true",))
     unset = [f for f in dataclasses.fields(Request) if getattr(plain, f.name) != f.default]
@@ -147,6 +148,7 @@ def test_text_that_is_no_value_of_its_option(flag, texts, message):
     ({"env": ("A=1", "A")}, "--env 'A': expected NAME=VALUE"),
     ({"env": ("1A=b",)}, "--env '1A=b': expected NAME=VALUE"),
     ({"tee": True}, "--tee: expected --log-dir DIR beside it"),
+    ({"node_logs": True, "log_dir": "l", "idle_timeout": 9.0}, "--idle-timeout: no"),
     ({"json": True}, "--json: expected --dry-run beside it"),
     ({"command": ()}, "no command"),
 ])  # fmt: skip

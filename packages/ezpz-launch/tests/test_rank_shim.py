@@ -70,7 +70,7 @@ def held(words, process):
         env = environment(hold=hold, attempt=0)
         shim = process(*words("sh", "-c", script), env=env, stderr=-1)
         text = b""
-        while text.count(b"ezpz " + ID.encode() + b" end ") < 2 or not text.endswith(b"\n"):
+        while text.count(b"\x1etest.0 e ") < 2 or not text.endswith(b"\n"):
             more = os.read(shim.stderr.fileno(), 1 << 16)
             assert more, text
             text += more
@@ -91,12 +91,15 @@ def variables(shim):
     return seen
 
 
-REPORT = re.compile(rb"\x1eezpz " + ID.encode() + rb" (\w+) (\d+) (\d+)\|\1 \2 \3\x1f\n")
+REPORT = re.compile(rb"\x1etest.0 (\w) (\d+) (\d+)\|\1 \2 \3\x1f\n")
+WHAT = {"s": "start", "e": "end", "c": "cause", "t": "taken"}
 
 
 def reports(stderr):
     """Return what was reported, each once, and what else was written."""
-    found = [(what.decode(), int(rank), int(value)) for what, rank, value in REPORT.findall(stderr)]
+    found = [
+        (WHAT[what.decode()], int(rank), int(value)) for what, rank, value in REPORT.findall(stderr)
+    ]
     assert found[::2] == found[1::2]
     return found[::2], REPORT.sub(b"", stderr)
 
@@ -294,6 +297,27 @@ def test_files(shim, tmp_path):
     done = shim(*SAYS, control={"hold": 0, "files": str(tmp_path / "absent" / "logs")})
     made = (tmp_path / "absent" / "logs" / "rank-1.out").exists()
     assert made or b"absent" in done.stderr
+
+
+@pytest.mark.parametrize("tee", [False, True])
+def test_files_are_brought_from_this_node_when_the_command_ends(shim, tmp_path, tee):
+    kept = tmp_path / "a kept-1"
+    control = {"files": str(tmp_path / "a b"), "kept": str(tmp_path / "a kept"), "tee": tee}
+    looks = f"echo out; echo err >&2; stat -c %a '{kept}' >&2; ls '{tmp_path}' >&2; exit 3"
+    for _ in range(2):  # an attempt's after the other's
+        done = shim("sh", "-c", looks, control={"hold": 0, **control})
+        assert (done.returncode, kept.exists()) == (3, False), done.stderr
+    assert (tmp_path / "a b" / "rank-1.out").read_bytes() == b"out\n" * 2
+    said = b"err\n700\na kept-1\n", b"err\n700\na b\na kept-1\n"
+    assert (tmp_path / "a b" / "rank-1.err").read_bytes() == b"".join(said)
+    assert reports(done.stderr)[1] == (said[1] if tee else b"")
+    # one that cannot be written
+    (tmp_path / "file").touch()
+    done = shim(*SAYS, control={**control, "hold": 0, "files": str(tmp_path / "file")})
+    left = kept / "rank-1.out.going"
+    assert (done.returncode, left.read_bytes()) == (0, b"out\n")
+    assert f"it is {left} on ".encode() in done.stderr
+    assert [what for what, *_ in reports(done.stderr)[0]] == ["start", "end"]
 
 
 @pytest.mark.parametrize("tee", [False, True])

@@ -20,8 +20,8 @@ NO_PID = 1 << 30
 
 
 def report(what, rank, value, launch_id):
-    words = f"{what} {rank} {value}"
-    return f"\x1eezpz {launch_id} {words}|{words}\x1f\n" * 2
+    words = f"{what[0]} {rank} {value}"
+    return f"\x1e{launch_id.rpartition('-')[2]} {words}|{words}\x1f\n" * 2
 
 
 @pytest.fixture
@@ -53,6 +53,14 @@ def ran(capfd):
 
 
 # the loop
+
+
+def test_ranks_whose_files_no_agent_brings_are_named(ran):
+    control = {"files": "/logs", "kept": "/local/logs"}
+    said = "what these ranks wrote: 2 on beta, 3 on beta; if a node lives, it is in /local/logs-"
+    ended = [("end", 0, 0), ("end", 1, 0)]
+    assert said in ran(reports=ended, control=control)[2]
+    assert said not in ran(reports=ended)[2]
 
 
 def test_ranks_that_do_not_start_are_named_once_and_the_launch_goes_on(ran, monkeypatch):

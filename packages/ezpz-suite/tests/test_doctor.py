@@ -17,7 +17,7 @@ from ezpz._doctor import checks
 from ezpz.doctor import DoctorError, find_checks, main, run_checks
 
 OURS = {
-    "accelerator", "all-reduce", "disk", "hostfile", "mpi", "network", "scheduler",
+    "accelerator", "all-reduce", "disk", "environment", "hostfile", "mpi", "network", "scheduler",
     "shared-memory", "versions", "wandb",
 }  # fmt: skip
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 
-from ezpz_topo import RankInfo, get_hostname, get_machine_info
+from ezpz_topo import RankInfo, get_hostname
 
 from ._errors import SetupError
 
@@ -96,6 +96,8 @@ def is_reachable_by_name(host: str) -> bool:
 
 def on_fast_network(host: str, env: Mapping[str, str]) -> str:
     """Return a host's name on the machine's fast network, as ezpz-launch does; else the same."""
+    from ezpz_topo import get_machine_info  # noqa: PLC0415  # ezpz-launch has told the address
+
     suffix = get_machine_info(env).hsn_suffix
     if not suffix or ":" in host or host.replace(".", "").isdigit():
         return host

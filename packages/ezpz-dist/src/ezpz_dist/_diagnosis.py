@@ -6,8 +6,8 @@ import importlib
 import json
 import logging
 import os
+import site
 import sys
-import sysconfig
 import threading
 import time
 import traceback
@@ -240,9 +240,8 @@ def is_users(path: str) -> bool:
 
 @cache
 def _libraries() -> tuple[str, ...]:
-    # sysconfig reads a large file for it: not at import.
-    paths = {os.path.abspath(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")}
-    return (_OURS, *paths)
+    # sysconfig would know, and looks for 30 files: each rank asks when it cleans up.
+    return (_OURS, *map(os.path.abspath, (os.path.dirname(os.__file__), *site.getsitepackages())))
 
 
 def _line(frame: FrameType) -> str:

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 # Processes, as /proc shows them; where there is none, as ps does.
 
@@ -185,19 +185,81 @@ def send(target: int, number: int) -> None:
         os.kill(target, number)
 
 
+# The ranks' files on this node's own disk, on their way to the folder that was asked for.
+
+
+class Files:
+    """Brings what ranks wrote whose shims, which bring it else, are lost or killed."""
+
+    def __init__(self, kept: str, folder: str) -> None:
+        self._kept, self._folder = kept, folder
+        self._brought: dict[str, int] = {}  # of the files that are ours to bring, so many bytes
+        self.errors: list[str] = []
+
+    def bring(self, ranks: Iterable[int]) -> None:
+        """Bring what these ranks have written since we did so last."""
+        for rank in ranks if self._kept else ():
+            for name in (f"rank-{rank}.out", f"rank-{rank}.err"):
+                path = f"{self._kept}-{rank}/{name}"
+                try:
+                    self._append(path, os.path.join(self._folder, name))
+                except FileNotFoundError:
+                    continue  # it wrote nothing there, or its shim brings it
+                except OSError as error:
+                    self.errors.append(
+                        f"{self._folder}/{name} cannot be written ({error.strerror}); expected a "
+                        f"folder for the ranks' output; it is {path}.going on {os.uname().nodename}"
+                    )
+
+    def bring_within(self, seconds: float, ranks: Iterable[int]) -> bool:
+        """Do so, but let no file system that hangs save a rank; return whether it is done."""
+        if not self._kept:
+            return False
+        thread = threading.Thread(target=self.bring, args=(ranks,), daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # there is no room for one
+            return False
+        thread.join(seconds)
+        return not thread.is_alive()
+
+    def _append(self, path: str, target: str) -> None:
+        if path not in self._brought:
+            os.rename(path, f"{path}.going")
+            self._brought[path] = 0
+        os.makedirs(self._folder, exist_ok=True)
+        with open(f"{path}.going", "rb") as its, open(target, "ab", buffering=0) as ours:
+            its.seek(self._brought[path])
+            while data := its.read(1 << 20):
+                while data:
+                    written = ours.write(data)
+                    self._brought[path] += written
+                    data = data[written:]
+
+    def drop(self) -> None:
+        """Remove what has been brought whole."""
+        for path, size in self._brought.items():
+            with contextlib.suppress(OSError):  # it is gone, or something else is there
+                if os.path.getsize(f"{path}.going") == size:
+                    os.unlink(f"{path}.going")
+                    os.rmdir(os.path.dirname(path))
+
+
 # The ranks of one node: who has started, who is lost, and signals that reach them.
 
 _LOOK = 0.5  # seconds between two looks for ranks that are lost
 _FIRST_LOOK = 0.05  # the same while the command of a rank is still to be found
 _MOMENT = 1.0  # seconds that what a rank left behind has to end
 _NAMED = 8  # so many of these are named
+_BRINGS = 5.0  # seconds for what killed ranks have written to be brought, before they are
 
 
 class Ranks:
     """The ranks of one node that have started and not ended."""
 
-    def __init__(self, launch_id: str, launcher: int = 0) -> None:
+    def __init__(self, launch_id: str, launcher: int = 0, files: Files | None = None) -> None:
         self._launch_id, self._launcher = launch_id.encode(), launcher
+        self.files = files or Files("", "")
         self._pids: dict[int, int] = {}
         # Of each shim that has ever started: its group, its start, and what started it.
         self._groups: dict[int, int] = {}
@@ -241,6 +303,7 @@ class Ranks:
                 send(self._target(pid), self._ending)
         found = [rank for rank, pid in self._pids.items() if self._is_lost(rank, pid)]
         self._lost.update(found)
+        self.files.bring(found)
         return found
 
     def _is_lost(self, rank: int, pid: int) -> bool:
@@ -288,10 +351,15 @@ class Ranks:
             send(pid, signal.SIGTERM)
 
     def kill(self) -> None:
+        # First, for some launchers end us with our ranks.
+        is_brought = self.files.bring_within(_BRINGS, [*self._pids])
         self.signal(signal.SIGKILL)
         # What left its process group is found by its environment, where /proc shows it.
         for pid in _of_launch(self._launch_id):
             send(pid, signal.SIGKILL)
+        if is_brought:
+            self.files.bring([*self._pids])
+            self.files.drop()
 
     def end_left(self, tell: Callable[[str], None]) -> None:
         """Name what ranks that have all ended left running, of each once, and end it."""
@@ -460,6 +528,7 @@ class Agent:
         match order:
             case "start" | "end" | "signal" | "release" | "kill":
                 getattr(ranks, order)(*numbers)
+                self._tell_of_files()
             case "stacks":
                 # py-spy may take its time; signals are heard meanwhile.
                 thread = threading.Thread(
@@ -468,6 +537,11 @@ class Agent:
                 thread.start()
             case "end-left":
                 ranks.end_left(lambda names: self._answer("left", names))
+
+    def _tell_of_files(self) -> None:
+        errors, self._ranks.files.errors = self._ranks.files.errors, []
+        for error in dict.fromkeys(errors):
+            self._answer("unbrought", error)
 
     def _answer(self, what: str, text: str) -> None:
         data = text.encode(errors="replace")
@@ -490,6 +564,7 @@ class Agent:
             if not select.select([self._connection], [], [], self._ranks.next_look())[0]:
                 for rank in self._ranks.lost():
                     self._say(b"lost %d\n" % rank)
+                self._tell_of_files()
                 continue
             chunk = self._connection.recv(1 << 16)
             if not chunk:
@@ -511,7 +586,7 @@ def is_proof(shown: bytes, secret: str, node: int, *words: str) -> bool:
     return hmac.compare_digest(shown, proof(secret, node, *words).encode())
 
 
-def fork(launch_id: str, launcher: int, scratch: str) -> tuple[int, socket.socket]:
+def fork(launch_id: str, launcher: int, scratch: str, files: Files) -> tuple[int, socket.socket]:
     """Start the agent of this host as a child; return its process id and our connection to it."""
     ours, its = socket.socketpair()
     pid = os.fork()
@@ -521,7 +596,7 @@ def fork(launch_id: str, launcher: int, scratch: str) -> tuple[int, socket.socke
     try:
         os.dup2(its.fileno(), 3)
         _detach(4)
-        if not Agent(socket.socket(fileno=3), Ranks(launch_id)).serve():
+        if not Agent(socket.socket(fileno=3), Ranks(launch_id, files=files)).serve():
             send(-launcher, signal.SIGTERM)
             until = time.monotonic() + _TERMINATED
             while time.monotonic() < until and is_running(launcher):
@@ -563,7 +638,8 @@ def main() -> int:
     fields = os.environ["EZPZ_CONTROL"].split("\n")
     launch_id, addresses, secret, timeout = fields[0], *fields[4:6], int(fields[6])
     time.sleep(_SETTLED)
-    ranks = Ranks(launch_id, launcher)
+    kept, folder = ("" if field == "-" else field for field in (fields[18], fields[7]))
+    ranks = Ranks(launch_id, launcher, Files(kept, folder))
     # ezpz-launch is to say first that we are lost: our ranks' end is no failure of theirs.
     connection = _connect(addresses.split(), 2 * timeout)
     if connection is None:

@@ -17,7 +17,7 @@ from types import FrameType
 from typing import NamedTuple
 
 from . import rank_output
-from ._agent import PROTOCOL_LINE, fork, is_proof, keep_alive, proof
+from ._agent import PROTOCOL_LINE, Files, fork, is_proof, keep_alive, proof
 from ._errors import UsageError
 from ._options import GRACE, fold_ranks
 
@@ -56,6 +56,7 @@ class Control(NamedTuple):
     progress_file: str = ""  # where scripts report their progress
     job_id: str = ""  # the scheduler's; empty outside of a job
     run_file: str = ""  # where a History writes where its own file is
+    kept: str = ""  # a folder on each node's own disk, where these files are until a rank ends
 
     def value(self) -> str:
         """Return the variable's value; UsageError: a path holds a line break."""
@@ -75,7 +76,7 @@ class Control(NamedTuple):
             "all" if self.only_ranks is None else fold_ranks(self.only_ranks),
             program if pumped else "", "--prefix" if self.prefix else "", str(self.port or ""),
             self.device_type, str(self.devices), str(int(self.one_device)), str(self.attempt),
-            self.progress_file, self.job_id, self.run_file,
+            self.progress_file, self.job_id, self.run_file, self.kept,
         ]  # fmt: skip
         for field in fields:
             if "\n" in field:
@@ -229,6 +230,7 @@ class Nodes:
         self.answered: set[int] = set()  # nodes that said where their ranks are
         self.stacks: list[str] = []  # what nodes answer that are asked where their ranks are
         self.left: list[str] = []  # what ranks left running, by name
+        self.unbrought: list[str] = []  # why what ranks wrote stays on a node's disk
         if not launch.on_this_host:
             try:
                 self._server = _listen(*_own_address(launch.hosts))
@@ -243,7 +245,9 @@ class Nodes:
     def watch(self, launcher: int) -> None:
         """Start this host's agent; if we are killed, nothing outlives us, nor the scratch file."""
         launch = self._launch
-        pid, connection = fork(launch.control.launch_id, launcher, launch.scratch)
+        control = launch.control
+        files = Files(control.kept, control.files)
+        pid, connection = fork(control.launch_id, launcher, launch.scratch, files)
         self._here = pid, self._add(connection, _GUARD)
         if launch.on_this_host:
             self._greet(self._here[1], 0)
@@ -349,11 +353,10 @@ class Nodes:
                 agent.received = rest
                 if what != b"hello" or not self._welcome(agent, words):
                     self._drop(agent)
-            elif what in (b"stacks", b"left") and 0 <= number <= _LONGEST_ANSWER:
+            elif what in (b"stacks", b"left", b"unbrought") and 0 <= number <= _LONGEST_ANSWER:
                 if len(rest) < number:
                     return
-                text = rest[:number].decode(errors="replace")
-                (self.stacks if what == b"stacks" else self.left).append(text)
+                getattr(self, what.decode()).append(rest[:number].decode(errors="replace"))
                 self.answered.update({agent.node} if what == b"stacks" else ())
                 agent.received = rest[number:]
             elif what == b"lost" and number >= 0:

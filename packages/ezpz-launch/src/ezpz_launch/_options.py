@@ -174,6 +174,8 @@ class Request:
         says=("output", "{0}, there only"))
     tee: bool = _row("with --log-dir: show the output here as well", default=False,
         needs="log-dir", says=("output", "{request.log_dir}, there and here"))
+    node_logs: bool = _row("with --log-dir: on the nodes' own disks, in DIR when a rank ends",
+        default=False, needs="log-dir", says=("until a rank ends", "output is on its node's disk"))
     only_ranks: tuple[int, ...] | None = _row("show the output of these ranks only, such as 0,4-7",
         "LIST", default=None, read=_ranks, check=lambda ranks: ranks and min(ranks) >= 0,
         expected="ranks from 0", says=("output shown", "of ranks {ranks}"))
@@ -216,6 +218,11 @@ class Request:
             if option.needs and not getattr(self, option.needs.replace("-", "_")):
                 beside = f"--{option.needs} {rows[f'--{option.needs}'].value}".rstrip()
                 raise UsageError(f"{option.flag}: expected {beside} beside it")
+        if self.node_logs and self.idle_timeout and not self.tee:
+            raise UsageError(
+                "--idle-timeout: no output is seen while it is on the nodes' own disks "
+                "(--node-logs); expected --tee beside it"
+            )
         if not self.command:
             raise UsageError(
                 "no command; expected one after the options, such as: "

@@ -18,6 +18,9 @@ from .rank_output import write
 Report = tuple[str, int, int]
 """What happened, to which rank, with what value."""
 
+_WORDS = {b"s": "start", b"e": "end", b"c": "cause", b"t": "taken"}
+"""What happened, by the letter that a shim says: each of 120,960 ranks says it four times."""
+
 _LONGEST = 160  # bytes of the longest report: what is longer and not ended is none
 
 
@@ -25,7 +28,8 @@ class Reports:
     """Take the reports of one launch out of a stream of bytes."""
 
     def __init__(self, launch_id: str) -> None:
-        self._start = b"\x1eezpz " + launch_id.encode() + b" "
+        # The chance at its end, and the attempt: as much as tells one launch in another.
+        self._start = b"\x1e" + launch_id.rpartition("-")[2].encode() + b" "
         self._held = b""
         self._newline_follows = False
 
@@ -86,7 +90,7 @@ def _parse(text: bytes) -> Report | None:
     words = half.split(b" ")
     if half != again or len(words) != 3 or not all(word.isdigit() for word in words[1:]):
         return None
-    return words[0].decode("ascii", "replace"), int(words[1]), int(words[2])
+    return (_WORDS[words[0]], int(words[1]), int(words[2])) if words[0] in _WORDS else None
 
 
 # The launcher's output, on its way to ours: every byte, as it comes.

@@ -57,6 +57,7 @@ class Attempts:
         self._number = 0
         self._heard: Heard = ([], -1)
         self._sizes: Mapping[str, int] = {}
+        self._tmpdir = os.path.abspath(env.get("TMPDIR") or "/tmp")
         given = env.get("EZPZ_NODE_TIMEOUT")
         self._node_timeout = _node_timeout(given) if given else NODE_TIMEOUT
         if self._request.log_dir:
@@ -177,8 +178,7 @@ class Attempts:
         return outcome
 
     def _run(self) -> Outcome:
-        directory = self._env.get("TMPDIR") or "/tmp"
-        with _hostfile(replace(self._planned, control=True), directory) as ready:
+        with _hostfile(replace(self._planned, control=True), self._tmpdir) as ready:
             argv = tuple(argv_of(ready))
             kept = {name: value for name, value in self._env.items() if name not in ready.removed}
             placement, request = ready.placement, self._request
@@ -232,10 +232,12 @@ class Attempts:
         planned, request, job = self._planned, self._request, self._topology.allocation
         first = planned.placement.hosts[0]
         here = planned.on_this_host or same_host(first, job.node_name or "")
+        launch_id = f"{self._keeper.launch_id}.{self._number}"
         return Control(
-            launch_id=f"{self._keeper.launch_id}.{self._number}", attempt=self.count - 1,
+            launch_id=launch_id, attempt=self.count - 1,
             hold=SETTLE + request.grace + 10, node_timeout=self._node_timeout,
             files=os.path.abspath(request.log_dir) if request.log_dir else "",
+            kept=f"{self._tmpdir}/ezpz-{launch_id}-logs" if request.node_logs else "",
             only_ranks=request.only_ranks, prefix=request.prefix,
             whole_lines=planned.placement.nproc > 1,
             tee=request.tee, one_device=request.one_device,

@@ -21,6 +21,7 @@ SETTLE = 1.0
 
 _LAUNCHER_ENDS = 2.0  # seconds that a launcher has after its last rank, and again after SIGTERM
 _KILLED = 0.5  # seconds that it has once its ranks have been killed
+_BROUGHT = 5.5  # the same where the agents bring their files before that
 _LINGER = 10.0  # seconds that a launcher has to end after ranks that all ended well
 _STACKS = 15.0  # seconds that the nodes have to tell where their ranks hang
 _REACHED = 2.0  # seconds after which the launcher signals ranks whose node has no agent yet
@@ -180,6 +181,8 @@ class _Run:
             self.unanswered -= 1
             if text := nodes.stacks.pop(0).rstrip():
                 say(f"stacks\n{text}")
+        while nodes.unbrought:
+            say(nodes.unbrought.pop(0))
         self.say_what_was_left()
 
     def lose(self, nodes: Iterable[int], why: str) -> None:
@@ -197,6 +200,16 @@ class _Run:
             self.output.say(
                 f"a rank left {self.nodes.left.pop(0)} running; ended, as all of a launch "
                 "ends with it but what has no EZPZ_LAUNCH_ID in its environment"
+            )
+
+    def say_what_is_missing(self) -> None:
+        """Name the ranks whose files no one brings from their node's own disk."""
+        control, running = self.launch.control, self.status.running
+        lost = sorted({*self.on_lost_nodes, *self.nodes.unreached(running)})
+        if control.kept and lost:
+            self.output.say(
+                f"not in {control.files}, for their nodes are not reached, is what these ranks "
+                f"wrote: {self.name(lost)}; if a node lives, it is in {control.kept}-RANK there"
             )
 
     def hear(self) -> None:
@@ -277,7 +290,8 @@ class _Run:
         self.at["kill"] = self.now + SETTLE + self.launch.grace
 
     def is_silent(self) -> bool:
-        idle, files = self.launch.idle_timeout, self.launch.control.files
+        idle, control = self.launch.idle_timeout, self.launch.control
+        files = "" if control.kept else control.files
         if self.status.all_ended:
             return False
         if self.now - self.output.last >= idle and files and self.status.has_running:
@@ -313,7 +327,8 @@ class _Run:
         if self.is_due("kill", again=SETTLE):  # for those that come late
             self.output.killed = True
             end = self.at.get("end the launcher", NEVER)
-            self.at["end the launcher"] = min(end, self.now + _KILLED)
+            patience = _BROUGHT if self.launch.control.kept else _KILLED
+            self.at["end the launcher"] = min(end, self.now + patience)
             self.nodes.kill()
         if self.is_due("name the absent") and self.status.unstarted and not self.ending:
             absent = self.status.unstarted
@@ -357,6 +372,7 @@ class _Run:
         complete = self.status.all_ended and not self.ending
         if complete:
             self.serve(0)  # what agents have said last
+        self.say_what_is_missing()
         self.nodes.close(farewell=complete)
         self.say_what_was_left()
         if not complete:

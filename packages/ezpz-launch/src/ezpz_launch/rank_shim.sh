@@ -15,7 +15,7 @@
 #                      AGENT what starts this node's agent (two lines: Python, program)
 #                      WHERE host:port ... of ezpz-launch, a secret, and the seconds after which one
 #                            of both is lost to the other, for the agent (three lines)
-#                      FILES a folder for the output of each rank
+#                      FILES a folder for the output of each rank (see KEPT)
 #                      SHOWN ranks whose output is shown: 0,4-7; "all"
 #                      PUMP  program that labels, doubles or hides the output, and keeps lines whole
 #                      PREFIX --prefix, for it
@@ -24,6 +24,7 @@
 #                            rank is to see one only (three lines)
 #                      ATTEMPT from 0; PROGRESS, the file for it; JOB, the scheduler's id; RUN, a
 #                            file in which a History says where its own file is
+#                      KEPT  where FILES are until the command ends: in KEPT-RANK, on this node's disk
 # exit status: the command's own, 128 + signal; 2 when the launcher told us no rank, or another
 #              place than planned
 #
@@ -92,8 +93,9 @@ ezpz_read() {
   [ "$2" = - ] || export EZPZ_PROGRESS_FILE="$2"
   [ "$3" = - ] || export EZPZ_JOB_ID="$3"
   [ "$4" = - ] || export EZPZ_RUN_FILE="$4"
+  ezpz_kept=$5
 }
-ezpz_id=- ezpz_files=- ezpz_shown=all ezpz_pump=- ezpz_type=-
+ezpz_id=- ezpz_files=- ezpz_kept=- ezpz_shown=all ezpz_pump=- ezpz_type=-
 unset EZPZ_JOB_ID EZPZ_PROGRESS_FILE EZPZ_CAUSE_FILE EZPZ_RUN_FILE
 if [ -n "${EZPZ_CONTROL-}" ]; then
   set -f
@@ -110,10 +112,11 @@ fi
 # Ours alone: a launch inside the command would report to the wrong place.
 unset EZPZ_CONTROL
 
-# Twice, as a launcher may cut a stream into pieces, and put another rank's piece between.
+# Twice, as a launcher may cut a stream into pieces, and put another rank's piece between; and each
+# word again, to see that. Short, for every rank says it: _output.py knows the letters.
 ezpz_report() {
   [ "$ezpz_id" = - ] ||
-    printf '\036ezpz %s %s|%s\037\n\036ezpz %s %s|%s\037\n' "$ezpz_id" "$*" "$*" "$ezpz_id" "$*" "$*" >&2
+    printf '\036%s %s|%s\037\n\036%s %s|%s\037\n' "${ezpz_id##*-}" "$*" "$*" "${ezpz_id##*-}" "$*" "$*" >&2
 }
 
 # LOCAL_RANK indexes the devices that this rank sees, be they fewer than the ranks here.
@@ -190,15 +193,34 @@ ezpz_back() { [ "$ezpz_fd" = 0 ] || eval "exec 2>&$ezpz_fd $ezpz_fd>&-"; }
 ezpz_away() { [ "$ezpz_fd" = 0 ] || eval "exec $ezpz_fd>&2 2>/dev/null"; }
 ezpz_close() { [ "$ezpz_fd" = 0 ] || eval "exec $ezpz_fd>&-"; }
 
+if [ "$ezpz_kept" = - ]; then ezpz_kept=$ezpz_files; else ezpz_kept=$ezpz_kept-$RANK; fi
+# Who renames a file brings it: the agent does the same for ranks that are lost or killed.
+ezpz_bring() {
+  trap '' INT TERM HUP QUIT USR1 USR2
+  mkdir -p "$ezpz_files"
+  set -- "$ezpz_kept/rank-$RANK.out" "$ezpz_kept/rank-$RANK.err"
+  for ezpz_name; do
+    [ -s "$ezpz_name" ] || continue
+    mv "$ezpz_name" "$ezpz_name.going" || continue
+    if cat "$ezpz_name.going" >>"$ezpz_files/${ezpz_name##*/}"; then
+      set -- "$@" "$ezpz_name.going"
+    else
+      echo "ezpz-launch: rank $RANK: its output cannot be brought to $ezpz_files; expected a folder that can be written; it is $ezpz_name.going on $(uname -n)" >&2
+    fi
+  done
+  rm -f "$@"
+  rmdir "$ezpz_kept" 2>/dev/null # not where something stays
+}
+
 # exec in a subshell: the program of that name, never this shell's own echo or test.
 ezpz_run() {
   if [ "$ezpz_pump" = - ] && [ "$ezpz_files" != - ]; then
-    (ezpz_close && exec "$@") >>"$ezpz_files/rank-$RANK.out" 2>>"$ezpz_files/rank-$RANK.err"
+    (ezpz_close && exec "$@") >>"$ezpz_kept/rank-$RANK.out" 2>>"$ezpz_kept/rank-$RANK.err"
   elif [ "$ezpz_pump" = - ]; then
     (ezpz_back && exec "$@")
   else
     set -- -- "$@"
-    [ "$ezpz_files" = - ] || set -- --files "$ezpz_files" "$@"
+    [ "$ezpz_files" = - ] || set -- --files "$ezpz_kept" "$@"
     [ "$ezpz_prefix" = - ] || set -- --prefix "$@"
     ezpz_is_shown || set -- --hide "$@"
     set -- "$ezpz_pump" "$RANK" "${SLURMD_NODENAME:-$(uname -n)}" "$@"
@@ -219,7 +241,7 @@ ezpz_is_taken() {
   return 1
 }
 if [ "$ezpz_id" != - ] && [ "$RANK" = 0 ] && [ "$ezpz_port" != - ] && ezpz_is_taken "$ezpz_port"; then
-  ezpz_report "taken 0 $ezpz_port"
+  ezpz_report "t 0 $ezpz_port"
 fi
 
 # Launchers signal a rank's whole process group: the command gets the signal too, and
@@ -230,12 +252,13 @@ trap 'ezpz_told=143' TERM
 trap 'ezpz_told=129' HUP
 trap 'ezpz_told=131' QUIT
 trap : USR1 USR2
-ezpz_report "start $RANK $$"
+ezpz_report "s $RANK $$"
 # Told to end before there was anything to end.
 ezpz_status=$ezpz_told
 # On this node the folder may be missing, if it is no shared one. Why a file cannot be made is said
 # here; below it would not be heard.
-[ "$ezpz_files" = - ] || { mkdir -p "$ezpz_files" && true >>"$ezpz_files/rank-$RANK.out"; } ||
+# shellcheck disable=SC2174 # what is above it is there
+[ "$ezpz_files" = - ] || { mkdir -p -m 700 "$ezpz_kept" && true >>"$ezpz_kept/rank-$RANK.out"; } ||
   ezpz_status=${ezpz_status:-2}
 if [ -z "$ezpz_status" ]; then
   ezpz_away
@@ -243,13 +266,15 @@ if [ -z "$ezpz_status" ]; then
   ezpz_status=$?
   ezpz_back
 fi
+# Before its end is said: ezpz-launch looks into the files of a rank that failed.
+[ "$ezpz_kept" = "$ezpz_files" ] || (ezpz_bring)
 if [ "$ezpz_id" != - ] && [ -f "$EZPZ_CAUSE_FILE" ]; then
   ezpz_value=''
   read -r ezpz_value <"$EZPZ_CAUSE_FILE"
   rm -f "$EZPZ_CAUSE_FILE"
-  case $ezpz_value in '' | *[!0-9]*) ;; *) ezpz_report "cause $RANK $ezpz_value" ;; esac
+  case $ezpz_value in '' | *[!0-9]*) ;; *) ezpz_report "c $RANK $ezpz_value" ;; esac
 fi
-ezpz_report "end $RANK $ezpz_status"
+ezpz_report "e $RANK $ezpz_status"
 if [ "$ezpz_id" != - ] && [ "$ezpz_status" != 0 ]; then
   # Some launchers kill the others as soon as they see a failure: ezpz-launch gives them the time
   # that it promises, then releases us by SIGTERM.

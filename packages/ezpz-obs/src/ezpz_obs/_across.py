@@ -11,14 +11,16 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ._context import Place
 from ._errors import HistoryError
 from ._file import as_float, statistic_names
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 # torch.distributed as `History` finds it: set up by somebody else, on whatever device.
 

@@ -27,13 +27,13 @@ from typing import Any
 
 import orjson
 
-from ezpz_topo import TopoError, detect, fold_nodelist, redact
-
 from ._context import Place, is_at, open_to_append, to_json
 from ._errors import HistoryError
 
 RESERVED = frozenset({"step", "time", "replay", "event", "ezpz_obs", "crc"})
 """Names of the file's own: no metric may have one."""
+
+FILE_NAME = "metrics.jsonl"
 
 PLAIN = frozenset({int, float, bool})  # the types that JSON takes as they are
 
@@ -479,6 +479,8 @@ def make_header(
     place: Place, before: Before, *, run: str, project: str | None, config: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return what is known of this attempt. No command is started but rank 0's git, for 2 s."""
+    from ezpz_topo import redact  # as below
+
     loaded = {name: getattr(sys.modules.get(name), "__version__", None) for name in _WORTH_KNOWING}
     versions = {name: str(version) for name, version in loaded.items() if version is not None}
     return {
@@ -495,6 +497,9 @@ def make_header(
 
 
 def _surroundings() -> dict[str, Any]:
+    # Not above: a rank that writes nothing does without eight modules.
+    from ezpz_topo import TopoError, detect, fold_nodelist
+
     try:
         topology = detect(ask=False)
     except TopoError as error:  # the rank is known by now: what else there is can wait

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 from ._context import NOW, find_place, replacing
 from ._errors import HistoryError
 from ._file import (
+    FILE_NAME,
     RESERVED,
     Before,
     Writer,
@@ -34,7 +35,6 @@ from ._file import (
     refuse_statistics,
     statistic_names,
 )
-from ._run import FILE_NAME, rank_file_name, read_run
 
 if TYPE_CHECKING:
     from ._across import Across, Exchange
@@ -250,7 +250,7 @@ class History:
         if outdir is None:
             self._kept = Kept()
         elif first or per_rank:
-            file_name = FILE_NAME if first else rank_file_name(place.rank)
+            file_name = FILE_NAME if first else f"metrics-rank{place.rank:05d}.jsonl"
             folder = find_folder(Path(outdir).absolute(), FILE_NAME, file_name, finished=resume)
             self.path = folder / file_name
             self._writer = Writer(self.path, checksum=checksum, sync=sync)
@@ -371,6 +371,7 @@ class History:
         """
         from ._errors import ReportError
         from ._report import write_report  # above this room: reads runs
+        from ._run import read_run  # only who reads needs it
         from ._table import dataset_of  # above this room: reads runs
 
         self.close()
@@ -410,6 +411,8 @@ class History:
         Raises:
             HistoryError: There is no run, or a line other than the last is damaged.
         """
+        from ._run import read_run  # only who reads needs it
+
         return list(read_run(path).records())
 
     def _take(self, metrics: Mapping[str, Any], step: int | None) -> str | None:

@@ -16,21 +16,27 @@ import orjson
 from ezpz_topo import redact
 
 from ._errors import HistoryError
-from ._file import EVENT, HEADER, LONGEST_LINE, PLAIN, RECORD, SCHEMA, as_float, decode, html_table
+from ._file import (
+    EVENT,
+    FILE_NAME,
+    HEADER,
+    LONGEST_LINE,
+    PLAIN,
+    RECORD,
+    SCHEMA,
+    as_float,
+    decode,
+    html_table,
+)
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-FILE_NAME = "metrics.jsonl"
 _OF_RANKS = "metrics-rank*.jsonl"
 _BUFFER = 1 << 20
 _AT_ONCE = 1024
 _NUMBERS = 1 << 20  # of a block at most: of 10,000 metrics 16,384 rows are 5 GB
-
-
-def rank_file_name(rank: int) -> str:
-    return f"metrics-rank{rank:05d}.jsonl"
 
 
 @dataclass(frozen=True)

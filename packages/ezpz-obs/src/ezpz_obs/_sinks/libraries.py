@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol, runtime_checkable
 
 from ezpz_obs._errors import HistoryError, SinkError
-from ezpz_obs._file import HEADER, as_float, decode
-from ezpz_obs._run import FILE_NAME
+from ezpz_obs._file import FILE_NAME, HEADER, as_float, decode
 
 
 @runtime_checkable
