@@ -37,10 +37,10 @@ def test_what_was_written_is_brought_once_and_then_dropped(tmp_path):
             files.bring([2, 3])
         assert (folder / "rank-3.err").read_bytes() == b"one\ntwo\n"
         written.write(b"three\n")
-    files.drop()
+    files.drop([2, 3])
     assert (tmp_path / "kept-3" / "rank-3.err.going").exists()  # not all of it was brought
     files.bring([3])
-    files.drop()
+    files.drop([2, 3])
     assert (folder / "rank-3.err").read_bytes() == b"one\ntwo\nthree\n"
     assert (files.errors, [each.name for each in tmp_path.iterdir()]) == ([], ["logs"])
 
@@ -51,10 +51,14 @@ def test_what_cannot_be_brought_stays_and_is_said(tmp_path):
     (tmp_path / "logs").touch()
     files = Files(str(tmp_path / "kept"), str(tmp_path / "logs"))
     files.bring([3])
-    files.drop()
+    files.drop([2, 3])
     left = tmp_path / "kept-3" / "rank-3.out.going"
     assert left.read_text() == "kept"
     assert [f"it is {left} on" in error for error in files.errors] == [True]
+    (tmp_path / "kept-4").mkdir()
+    (tmp_path / "kept-4" / "rank-4.err.going").touch()  # its shim was killed meanwhile
+    files.drop([4])
+    assert "rank-4.err is not whole: its rank was killed while" in files.errors[1]
 
 
 # signals

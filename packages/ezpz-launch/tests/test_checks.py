@@ -324,6 +324,7 @@ NO_BYTECODE = "90% of its modules have no bytecode of this Python: each rank com
         (("lustre", 12, 0.0), {}, "lustre (which nodes share)", ""),
         (("lustre", 120_960, 0.0), {}, "would wait 11.4 hours", "ezpz-launch --stage python"),
         (("fuse.dfuse", 12_000, 0.0), {}, "would wait 68.0 min", "ezpz-launch --stage python"),
+        (("xfs", 1, 0.1), {}, "xfs", ""),
         (("xfs", 1, 0.9), {}, NO_BYTECODE, "once: "),
         (("xfs", 1, 0.9), {"PYTHONDONTWRITEBYTECODE": "1"}, NO_BYTECODE, "unset PYTHONDONTWRITE"),
         (("nfs", 120_960, 0.9), {}, NO_BYTECODE, "-m compileall -q -j 0 /env"),

@@ -61,7 +61,7 @@ def test_other_launchers_words_are_understood(words, options):
 
 
 @pytest.mark.parametrize(("words", "message"), [
-    (["--nproks", "2", "true"], "unknown option '--nproks'; did you mean --nproc? options of"),
+    (["--nproks", "2", "true"], "unknown option '--nproks'; did you mean --nprocs? options of"),
     (["--zzz", "true"], "unknown option '--zzz'; see ezpz-launch --help; options of"),
     (["-nfour", "true"], "unknown option '-nfour'"),
     (["-n"], "-n needs a value; expected -n N"),

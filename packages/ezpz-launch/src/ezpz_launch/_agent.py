@@ -198,18 +198,21 @@ class Files:
 
     def bring(self, ranks: Iterable[int]) -> None:
         """Bring what these ranks have written since we did so last."""
-        for rank in ranks if self._kept else ():
-            for name in (f"rank-{rank}.out", f"rank-{rank}.err"):
-                path = f"{self._kept}-{rank}/{name}"
-                try:
-                    self._append(path, os.path.join(self._folder, name))
-                except FileNotFoundError:
-                    continue  # it wrote nothing there, or its shim brings it
-                except OSError as error:
-                    self.errors.append(
-                        f"{self._folder}/{name} cannot be written ({error.strerror}); expected a "
-                        f"folder for the ranks' output; it is {path}.going on {os.uname().nodename}"
-                    )
+        for path, target in self._paths(ranks):
+            try:
+                self._append(path, target)
+            except FileNotFoundError:
+                continue  # it wrote nothing there, or its shim brings it
+            except OSError as error:
+                self.errors.append(
+                    f"{target} cannot be written ({error.strerror}); expected a folder for the "
+                    f"ranks' output; it is {path}.going on {os.uname().nodename}"
+                )
+
+    def _paths(self, ranks: Iterable[int]) -> list[tuple[str, str]]:
+        ranks = ranks if self._kept else ()
+        names = [(rank, f"rank-{rank}.{end}") for rank in ranks for end in ("out", "err")]
+        return [(f"{self._kept}-{rank}/{name}", f"{self._folder}/{name}") for rank, name in names]
 
     def bring_within(self, seconds: float, ranks: Iterable[int]) -> bool:
         """Do so, but let no file system that hangs save a rank; return whether it is done."""
@@ -236,8 +239,14 @@ class Files:
                     self._brought[path] += written
                     data = data[written:]
 
-    def drop(self) -> None:
-        """Remove what has been brought whole."""
+    def drop(self, killed: Iterable[int]) -> None:
+        """Remove what has been brought whole; what a killed shim had begun to bring is not."""
+        for path, target in self._paths(killed):
+            if path not in self._brought and os.path.exists(f"{path}.going"):
+                self.errors.append(
+                    f"{target} is not whole: its rank was killed while it was brought there; "
+                    f"whole it is {path}.going on {os.uname().nodename}"
+                )
         for path, size in self._brought.items():
             with contextlib.suppress(OSError):  # it is gone, or something else is there
                 if os.path.getsize(f"{path}.going") == size:
@@ -359,7 +368,7 @@ class Ranks:
             send(pid, signal.SIGKILL)
         if is_brought:
             self.files.bring([*self._pids])
-            self.files.drop()
+            self.files.drop([*self._pids])
 
     def end_left(self, tell: Callable[[str], None]) -> None:
         """Name what ranks that have all ended left running, of each once, and end it."""

@@ -334,7 +334,7 @@ _SHARED = re.compile(
 
 _FILES, _OF_A_FOLDER = 512, 8  # so many files are opened, and of a folder at most
 _LONG = 60.0  # seconds of waiting that are warned about
-_FEW = 0.05  # a part of modules that are not compiled, and not worth a word
+_SHORT = 1.0  # seconds of compiling that are not worth a word
 
 
 class Environment(NamedTuple):
@@ -450,7 +450,7 @@ def judge_environment(
         remedies.append(
             "have the environment on every node's own disk: ezpz-launch --stage python train.py"
         )
-    if seen.uncompiled > _FEW:
+    if compiling > _SHORT:
         said += (
             f"; {seen.uncompiled:.0%} of its modules have no bytecode of this Python: each rank "
             f"compiles them, {compiling:.1f} s of CPU"

@@ -55,8 +55,8 @@ class Control(NamedTuple):
     attempt: int = 0  # from 0
     progress_file: str = ""  # where scripts report their progress
     job_id: str = ""  # the scheduler's; empty outside of a job
-    run_file: str = ""  # where a History writes where its own file is
     kept: str = ""  # a folder on each node's own disk, where these files are until a rank ends
+    run_file: str = ""  # where a History writes where its own file is
 
     def value(self) -> str:
         """Return the variable's value; UsageError: a path holds a line break."""
@@ -76,7 +76,7 @@ class Control(NamedTuple):
             "all" if self.only_ranks is None else fold_ranks(self.only_ranks),
             program if pumped else "", "--prefix" if self.prefix else "", str(self.port or ""),
             self.device_type, str(self.devices), str(int(self.one_device)), str(self.attempt),
-            self.progress_file, self.job_id, self.run_file, self.kept,
+            self.progress_file, self.job_id, self.kept, self.run_file,
         ]  # fmt: skip
         for field in fields:
             if "\n" in field:

@@ -300,14 +300,8 @@ def split(
             raise UsageError(f"{flag} is given twice; expected once")
         if not option.value and is_attached:
             raise UsageError(f"{flag}={value!r}: {flag} takes no value")
-        if option.implied and not is_attached:
-            value = words.pop(0) if words and words[0].isdecimal() else option.implied
-        elif option.value and not is_attached:
-            if not words or words[0] == "--":
-                raise UsageError(f"{flag} needs a value; expected {flag} {option.value}")
-            value = words.pop(0)
-            if flag == "-genv" and "=" not in value and words:  # Hydra's: -genv NAME VALUE
-                value += f"={words.pop(0)}"
+        if option.value and not is_attached:
+            value = _value_of(option, flag, words)
         if option.last:
             value = _unquoted(value) if option.name == "code" else value
             return options, (sys.executable, f"-{option.short}", value, *words)
@@ -318,6 +312,19 @@ def split(
         else:
             options[option.name] = value if option.value else True
     return options, tuple(words[1:] if words[:1] == ["--"] else words)
+
+
+def _value_of(option: Option, flag: str, words: list[str]) -> str:
+    """Take an option's value off the words behind it."""
+    if option.implied:
+        follows = option.value == "N" and words and words[0].isdecimal()
+        return words.pop(0) if follows else option.implied
+    if not words or words[0] == "--":
+        raise UsageError(f"{flag} needs a value; expected {flag} {option.value}")
+    value = words.pop(0)
+    if flag == "-genv" and "=" not in value and words:  # Hydra's: -genv NAME VALUE
+        value += f"={words.pop(0)}"
+    return value
 
 
 def _letter_of(word: str, by_flag: Mapping[str, Option]) -> str:

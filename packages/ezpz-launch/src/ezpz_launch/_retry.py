@@ -111,14 +111,17 @@ class Attempts:
                 elif found and found.whose == NODE and self._has_successor:
                     say(f"exit status {REQUEUE} instead of {status}: the next job has other nodes")
                     status = REQUEUE
-                self._keeper.finish(status, outcome.failure)
-                for wait in self._sweeps:
-                    wait()
-                if self._terminal:
-                    self._terminal.end(status)
-                if outcome.goes_with_job:
-                    self._wait_to_go()
-                return status
+                return self._finish(status, outcome)
+
+    def _finish(self, status: int, outcome: Outcome) -> int:
+        self._keeper.finish(status, outcome.failure)
+        for wait in self._sweeps:
+            wait()
+        if self._terminal:
+            self._terminal.end(status)
+        if outcome.goes_with_job:
+            self._wait_to_go()
+        return status
 
     def _wait_to_go(self) -> None:
         """Wait for the job's end: its script shall not go on, and perhaps submit another."""

@@ -22,9 +22,9 @@
 #                      PORT  a port that must be free on rank 0's host
 #                      DEVICES their type (cuda, xpu), how many a node has, and whether each
 #                            rank is to see one only (three lines)
-#                      ATTEMPT from 0; PROGRESS, the file for it; JOB, the scheduler's id; RUN, a
-#                            file in which a History says where its own file is
+#                      ATTEMPT from 0; PROGRESS, the file for it; JOB, the scheduler's id
 #                      KEPT  where FILES are until the command ends: in KEPT-RANK, on this node's disk
+#                      RUN   a file in which a History says where its own file is
 # exit status: the command's own, 128 + signal; 2 when the launcher told us no rank, or another
 #              place than planned
 #
@@ -92,8 +92,8 @@ ezpz_read() {
   export EZPZ_ATTEMPT TORCHELASTIC_RESTART_COUNT
   [ "$2" = - ] || export EZPZ_PROGRESS_FILE="$2"
   [ "$3" = - ] || export EZPZ_JOB_ID="$3"
-  [ "$4" = - ] || export EZPZ_RUN_FILE="$4"
-  ezpz_kept=$5
+  ezpz_kept=$4
+  [ "$5" = - ] || export EZPZ_RUN_FILE="$5"
 }
 ezpz_id=- ezpz_files=- ezpz_kept=- ezpz_shown=all ezpz_pump=- ezpz_type=-
 unset EZPZ_JOB_ID EZPZ_PROGRESS_FILE EZPZ_CAUSE_FILE EZPZ_RUN_FILE

@@ -346,6 +346,7 @@ class History:
     @property
     def history(self) -> dict[str, list[float]]:
         """What was recorded so far as lists, by metric; where there is a file it is read."""
+        from ._run import read_run  # only who reads needs it
         from ._table import lists_of  # above this room: reads runs
 
         if self._kept is not None:
