@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from ezpz_topo import SchedulerError, TopoError, ask, get_pbs_folder
 
 from ._errors import LaunchError, UsageError, say
-from ._queue import schedulers
+from ._queue import SCHEDULERS, Scheduler
 from ._record import ID, dump, iso_time, read_progress, records_folder, write
 from ._retry import Attempts, Progress
 from ._version import __version__
@@ -134,139 +134,7 @@ def change_chain(path: str, **values: Any) -> Chain | None:
     return chain
 
 
-# What the two schedulers call things, and what they are asked.
-
-
-class Queue(NamedTuple):
-    name: str
-    seconds: float = float("inf")  # the longest that a job may run
-    fewest: float = 1
-    most: float = float("inf")  # nodes of a job
-    is_default: bool = False
-
-    def __str__(self) -> str:
-        nodes = f"{self.fewest:g} to {self.most:g} nodes" if self.most < float("inf") else ""
-        limit = f"up to {clock(self.seconds)}" if self.seconds < float("inf") else ""
-        limits = ", ".join(filter(None, [nodes, limit]))
-        return f"{self.name} ({limits})" if limits else self.name
-
-
-class Slurm:
-    name, directive = "slurm", "#SBATCH"
-    submit, depend = ("sbatch", "--parsable"), ("--dependency=afterany:{}",)
-    # By the labels of a dry run.
-    words: Mapping[str, str] = {
-        "name": "--job-name={}", "nodes": "--nodes={}", "sharing": "--exclusive",
-        "devices": "--gpus-per-node={}", "time": "--time={}", "queue": "--partition={}",
-        "account": "--account={}", "array": "--array={}", "after": "--dependency=afterok:{}",
-        "output": "--output={}", "requeue": "--requeue --open-mode=append",
-        "lost nodes": "--no-kill",
-    }  # fmt: skip
-
-    def queues(self, env: Mapping[str, str]) -> list[Queue]:
-        told = _ask(("sinfo", "--noheader", "--format=%P|%l|%s|%D|%a"), env)
-        found = []
-        for line in told.splitlines():
-            name, limit, sizes, nodes, state = line.split("|")
-            fewest, _, most = sizes.partition("-")
-            if state == "up":
-                most = nodes if most in ("", "infinite") else most
-                found.append(Queue(
-                    name.rstrip("*"), _seconds(limit), float(fewest),
-                    min(float(most), float(nodes)), name.endswith("*"),
-                ))  # fmt: skip
-        return found
-
-    def accounts(self, env: Mapping[str, str]) -> str:
-        user = env.get("USER") or env.get("LOGNAME") or str(os.getuid())
-        query = ("show", "associations", f"user={user}", "format=account")
-        told = _ask(("sacctmgr", "--noheader", "--parsable2", *query), env)
-        return ", ".join(sorted(set(told.split())))
-
-    def chunk(self, _nodes: int, _env: Mapping[str, str]) -> tuple[str, str]:
-        return "", ""
-
-
-class Pbs:
-    name, directive = "pbs", "#PBS"
-    # -f: without a helper in the background, which would hold our pipe open.
-    submit, depend = ("qsub", "-f"), ("-W", "depend=afterany:{}")
-    words: Mapping[str, str] = {
-        "name": "-N {}", "nodes": "-l select={}", "sharing": "-l place=scatter",
-        "time": "-l walltime={}", "queue": "-q {}", "account": "-A {}", "array": "-J {}",
-        "after": "-W depend=afterok:{}", "output": "-j oe -k doe", "requeue": "-r y",
-        "lost nodes": "-W tolerate_node_failures=all",
-    }  # fmt: skip
-
-    def queues(self, env: Mapping[str, str]) -> list[Queue]:
-        server = _ask_json(("qstat", "-B", "-f", "-F", "json"), env)["Server"]
-        default = {each.get("default_queue") for each in server.values()}
-        found = []
-        for name, queue in _ask_json(("qstat", "-Q", "-f", "-F", "json"), env)["Queue"].items():
-            most, least = queue.get("resources_max", {}), queue.get("resources_min", {})
-            if queue.get("enabled") == "True" and queue.get("from_route_only") != "True":
-                found.append(Queue(
-                    name, _seconds(str(most.get("walltime", "infinite"))),
-                    float(least.get("nodect", 1)), float(most.get("nodect", "inf")),
-                    name in default,
-                ))  # fmt: skip
-        return found
-
-    def accounts(self, _env: Mapping[str, str]) -> str:
-        return ""  # PBS keeps no list
-
-    def chunk(self, count: int, env: Mapping[str, str]) -> tuple[str, str]:
-        """Return what asks for all of a node, where all nodes are alike, and the source."""
-        nodes = _ask_json(("pbsnodes", "-a", "-F", "json"), env)["nodes"]
-        has = [node.get("resources_available", {}) for node in nodes.values()]
-        kinds = {(int(each.get("ncpus", 0)), int(each.get("ngpus", 0))) for each in has}
-        if len(kinds) != 1:
-            listed = "; ".join(f"{cpus} CPUs, {gpus} GPUs" for cpus, gpus in sorted(kinds))
-            raise UsageError(
-                f"the nodes here differ ({listed or 'pbsnodes tells of none'}); expected to be "
-                'told which are meant: --submit-args "-l select=2:ncpus=64:ngpus=4"'
-            )
-        if count > len(has):
-            raise UsageError(
-                f"-N {count}: there are {len(has)} nodes here; expected at most so many"
-            )
-        ((cpus, gpus),) = kinds
-        return f":ncpus={cpus}" + (f":ngpus={gpus}" if gpus else ""), "pbsnodes: all are alike"
-
-
-Scheduler = Slurm | Pbs
-SCHEDULERS: Mapping[str, Scheduler] = {"slurm": Slurm(), "pbs": Pbs()}
-
-
-def _ask(words: Sequence[str], env: Mapping[str, str]) -> str:
-    return ask(words, env=env, attempts=1, place=get_pbs_folder(env)).stdout
-
-
-def _ask_json(words: Sequence[str], env: Mapping[str, str]) -> dict[str, Any]:
-    told = _ask(words, env)
-    try:
-        return dict(json.loads(told, strict=False))
-    except ValueError as error:
-        raise SchedulerError(
-            f"{' '.join(words)} printed what is no JSON ({error}), {told[:60]!r}; expected some; "
-            "run it by hand"
-        ) from error
-
-
-def _seconds(text: str) -> float:
-    """Read a limit as sinfo and qstat print it: 30:00, 1:00:00, 1-00:00:00, infinite."""
-    days, _, rest = text.rpartition("-")
-    if not all(part.isdecimal() for part in rest.split(":")):
-        return float("inf")
-    seconds = 0
-    for part in rest.split(":"):
-        seconds = seconds * 60 + int(part)
-    return float(seconds + 86400 * int(days or 0))
-
-
-def clock(seconds: float) -> str:
-    minutes, rest = divmod(int(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
+# Into the queue.
 
 
 def keys_of(words: Sequence[str]) -> set[str]:
@@ -281,29 +149,26 @@ def keys_of(words: Sequence[str]) -> set[str]:
     return keys
 
 
-# Into the queue.
-
-
 def submit_words(chain: Chain, after: str) -> list[str]:
     """Return the words that submit one job, if any after another has ended."""
-    scheduler = SCHEDULERS[chain.scheduler]
+    scheduler = SCHEDULERS[chain.scheduler]({})
     depend = [word.format(after) for word in scheduler.depend] if after else []
     return [*scheduler.submit, *depend, chain.script]
 
 
-def choices(label: str, scheduler: Scheduler, env: Mapping[str, str]) -> str:
+def choices(label: str, scheduler: Scheduler) -> str:
     """Return what there is to choose from, where the scheduler tells."""
     try:
         if label == "queue":
-            return ", ".join(map(str, scheduler.queues(env)))
-        return scheduler.accounts(env) if label == "account" else ""
+            return ", ".join(map(str, scheduler.queues()))
+        return scheduler.accounts() if label == "account" else ""
     except TopoError:
         return ""  # it is a help, and no more
 
 
 def queue_one(chain: Chain, after: str, env: Mapping[str, str]) -> dict[str, Any]:
     """Submit one more job; return its entry. Raises LaunchError with the scheduler's words."""
-    words, scheduler = submit_words(chain, after), SCHEDULERS[chain.scheduler]
+    words, scheduler = submit_words(chain, after), SCHEDULERS[chain.scheduler](env)
     # A job's variables are not its successor's; and what sbatch reads there outranks the script.
     mine = {
         name: value
@@ -329,7 +194,7 @@ def queue_one(chain: Chain, after: str, env: Mapping[str, str]) -> dict[str, Any
         said = " ".join((told.stderr.strip() or told.stdout.strip() or "nothing").split())
         asked = ", ".join(f"{name} {value}" for name, value in chain.options.items() if value)
         hints = [f"{name}s: {found}" for name in ("queue", "account")
-                 if (found := choices(name, scheduler, env))]  # fmt: skip
+                 if (found := choices(name, scheduler))]  # fmt: skip
         raise LaunchError(
             f"{shlex.join(words)} was refused: {said}; asked for {asked}; expected what the site "
             f"allows ({'; '.join([*hints, f'more words for {words[0]}: --submit-args'])})"
@@ -341,8 +206,8 @@ def delete_jobs(chain: Chain, ids: Sequence[str], env: Mapping[str, str]) -> Non
     """Take jobs out of the queue; those that stay will find nothing to do."""
     if ids:
         try:
-            schedulers(env, chain.scheduler)[0].end(ids[::-1], now=False)
-        except (TopoError, LookupError) as error:
+            SCHEDULERS[chain.scheduler](env).end(ids[::-1], now=False)
+        except TopoError as error:
             say(f"{' '.join(ids)}: still queued, to end at once when begun ({error})")
 
 
@@ -487,8 +352,8 @@ class _Link:
     def _state_of(self, job_id: str) -> str:
         """Return how a job ended, or that it runs; empty where it is not told."""
         try:
-            job = schedulers(self._mine, self.chain.scheduler)[0].job(job_id)
-        except (TopoError, LookupError):
+            job = SCHEDULERS[self.chain.scheduler](self._mine).job(job_id)
+        except TopoError:
             return ""  # the limit and the progress bound what follows
         return job.state if job else ""
 

@@ -265,7 +265,7 @@ def help_page() -> str:
     lines += [f"  {words:<59} {what}" for words, what in EXAMPLES]
     lines += [
         "",
-        f"instead of a command: {', '.join(c for c in COMMANDS if c != "history")}; each has --help.",
+        f"instead of a command: {', '.join(COMMANDS)}; each has --help.",
         "",
         "exit status: 0; that of the first rank that failed (128 + signal if it was killed; 75:",
         "checkpointed, requeue); 2 usage; 124 hang; 126, 127 the command cannot be executed or",

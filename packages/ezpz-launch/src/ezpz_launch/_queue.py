@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import time
@@ -19,7 +20,7 @@ from ezpz_topo import (
     get_pbs_jobs,
 )
 
-from ._errors import say
+from ._errors import UsageError, say
 
 # One job, as its scheduler tells of it.
 
@@ -59,8 +60,42 @@ def _number(text: object) -> int:
     return int(found[0]) if found else 0
 
 
+class Queue(NamedTuple):
+    name: str
+    seconds: float = float("inf")  # the longest that a job may run
+    fewest: float = 1
+    most: float = float("inf")  # nodes of a job
+    is_default: bool = False
+
+    def __str__(self) -> str:
+        nodes = f"{self.fewest:g} to {self.most:g} nodes" if self.most < float("inf") else ""
+        limit = f"up to {clock(self.seconds)}" if self.seconds < float("inf") else ""
+        limits = ", ".join(filter(None, [nodes, limit]))
+        return f"{self.name} ({limits})" if limits else self.name
+
+
+def _seconds(text: str) -> float:
+    """Read a limit as sinfo and qstat print it: 30:00, 1:00:00, 1-00:00:00, infinite."""
+    days, _, rest = text.rpartition("-")
+    if not all(part.isdecimal() for part in rest.split(":")):
+        return float("inf")
+    seconds = 0
+    for part in rest.split(":"):
+        seconds = seconds * 60 + int(part)
+    return float(seconds + 86400 * int(days or 0))
+
+
+def clock(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
+
+
 class Scheduler(Protocol):
     name: str
+    directive: str
+    submit: Sequence[str]  # words that submit a script
+    depend: Sequence[str]  # those that have it wait for the end of another
+    words: Mapping[str, str]  # of the batch script, by what they ask for
 
     def jobs(self, since: float) -> list[Job]:
         """Return the user's jobs that wait or run, and those that ended since, as it tells."""
@@ -70,6 +105,15 @@ class Scheduler(Protocol):
 
     def end(self, job_ids: Sequence[str], *, now: bool) -> None:
         """End jobs, each in the order given: with the grace that the scheduler has, or without."""
+
+    def queues(self) -> list[Queue]:
+        """Return the queues that take jobs."""
+
+    def accounts(self) -> str:
+        """Return the accounts that are the user's, where there is a list."""
+
+    def chunk(self, count: int) -> tuple[str, str]:
+        """Return what asks for all of each of so many nodes, beside their number, and why."""
 
 
 # Slurm.
@@ -107,7 +151,17 @@ _NO_REASON = ("completed", "cancelled", "preempted", "time limit")
 
 
 class _Slurm:
-    name = "slurm"
+    name, directive = "slurm", "#SBATCH"
+    submit: Sequence[str] = ("sbatch", "--parsable")
+    depend: Sequence[str] = ("--dependency=afterany:{}",)
+    # By the labels of a dry run.
+    words: Mapping[str, str] = {
+        "name": "--job-name={}", "nodes": "--nodes={}", "sharing": "--exclusive",
+        "devices": "--gpus-per-node={}", "time": "--time={}", "queue": "--partition={}",
+        "account": "--account={}", "array": "--array={}", "after": "--dependency=afterok:{}",
+        "output": "--output={}", "requeue": "--requeue --open-mode=append",
+        "lost nodes": "--no-kill",
+    }  # fmt: skip
 
     def __init__(self, env: Mapping[str, str]) -> None:
         changing = ("SLURM_TIME_FORMAT", "SLURM_BITSTR_LEN", "SQUEUE_", "SACCT_", "SCANCEL_")
@@ -139,6 +193,29 @@ class _Slurm:
     def end(self, job_ids: Sequence[str], *, now: bool) -> None:
         for words in (["--full", "--signal=KILL"], []) if now else ([],):
             self._ask("scancel", *words, *job_ids, good=(0, 1))
+
+    def queues(self) -> list[Queue]:
+        told = self._ask("sinfo", "--noheader", "--format=%P|%l|%s|%D|%a").stdout
+        found = []
+        for line in told.splitlines():
+            name, limit, sizes, nodes, state = line.split("|")
+            fewest, _, most = sizes.partition("-")
+            if state == "up":
+                most = nodes if most in ("", "infinite") else most
+                found.append(Queue(
+                    name.rstrip("*"), _seconds(limit), float(fewest),
+                    min(float(most), float(nodes)), name.endswith("*"),
+                ))  # fmt: skip
+        return found
+
+    def accounts(self) -> str:
+        user = self._env.get("USER") or self._env.get("LOGNAME") or str(os.getuid())
+        query = ("show", "associations", f"user={user}", "format=account")
+        told = self._ask("sacctmgr", "--noheader", "--parsable2", *query).stdout
+        return ", ".join(sorted(set(told.split())))
+
+    def chunk(self, _count: int) -> tuple[str, str]:
+        return "", ""
 
     def _ask(self, *argv: str, good: tuple[int, ...] = (0,)) -> Answer:
         return ask(argv, env=self._env, attempts=1, good=good)
@@ -277,7 +354,16 @@ _PBS_HISTORY = 50
 
 
 class _Pbs:
-    name = "pbs"
+    name, directive = "pbs", "#PBS"
+    # -f: without a helper in the background, which would hold our pipe open.
+    submit: Sequence[str] = ("qsub", "-f")
+    depend: Sequence[str] = ("-W", "depend=afterany:{}")
+    words: Mapping[str, str] = {
+        "name": "-N {}", "nodes": "-l select={}", "sharing": "-l place=scatter",
+        "time": "-l walltime={}", "queue": "-q {}", "account": "-A {}", "array": "-J {}",
+        "after": "-W depend=afterok:{}", "output": "-j oe -k doe", "requeue": "-r y",
+        "lost nodes": "-W tolerate_node_failures=all",
+    }  # fmt: skip
 
     def __init__(self, env: Mapping[str, str]) -> None:
         self._env = env
@@ -305,6 +391,51 @@ class _Pbs:
 
     def end(self, job_ids: Sequence[str], *, now: bool) -> None:
         self._ask("qdel", *["-W", "force"] * now, *job_ids, good=_GONE)
+
+    def queues(self) -> list[Queue]:
+        server = self._ask_json("qstat", "-B", "-f", "-F", "json")["Server"]
+        default = {each.get("default_queue") for each in server.values()}
+        found = []
+        for name, queue in self._ask_json("qstat", "-Q", "-f", "-F", "json")["Queue"].items():
+            most, least = queue.get("resources_max", {}), queue.get("resources_min", {})
+            if queue.get("enabled") == "True" and queue.get("from_route_only") != "True":
+                found.append(Queue(
+                    name, _seconds(str(most.get("walltime", "infinite"))),
+                    float(least.get("nodect", 1)), float(most.get("nodect", "inf")),
+                    name in default,
+                ))  # fmt: skip
+        return found
+
+    def accounts(self) -> str:
+        return ""  # PBS keeps no list
+
+    def chunk(self, count: int) -> tuple[str, str]:
+        """Return what asks for all of a node, where all nodes are alike."""
+        nodes = self._ask_json("pbsnodes", "-a", "-F", "json")["nodes"]
+        has = [node.get("resources_available", {}) for node in nodes.values()]
+        kinds = {(int(each.get("ncpus", 0)), int(each.get("ngpus", 0))) for each in has}
+        if len(kinds) != 1:
+            listed = "; ".join(f"{cpus} CPUs, {gpus} GPUs" for cpus, gpus in sorted(kinds))
+            raise UsageError(
+                f"the nodes here differ ({listed or 'pbsnodes tells of none'}); expected to be "
+                'told which are meant: --submit-args "-l select=2:ncpus=64:ngpus=4"'
+            )
+        if count > len(has):
+            raise UsageError(
+                f"-N {count}: there are {len(has)} nodes here; expected at most so many"
+            )
+        ((cpus, gpus),) = kinds
+        return f":ncpus={cpus}" + (f":ngpus={gpus}" if gpus else ""), "pbsnodes: all are alike"
+
+    def _ask_json(self, *argv: str) -> dict[str, Any]:
+        told = self._ask(*argv).stdout
+        try:
+            return dict(json.loads(told, strict=False))
+        except ValueError as error:
+            raise SchedulerError(
+                f"{' '.join(argv)} printed what is no JSON ({error}), {told[:60]!r}; expected "
+                "some; run it by hand"
+            ) from error
 
     def _ask(self, *argv: str, good: tuple[int, ...] = (0,)) -> Answer:
         place = get_pbs_folder(self._env)
@@ -382,7 +513,10 @@ def _pbs_files(job_id: str, told: Mapping[str, Any], hosts: Sequence[str]) -> tu
     return paths["o"], paths["e"], hosts[0] if spooled and hosts else ""
 
 
-def schedulers(env: Mapping[str, str], only: str = "") -> list[Scheduler]:
-    """Return those whose commands are on this host; or that one alone, if it is there."""
-    kinds: dict[str, Callable[[Mapping[str, str]], Scheduler]] = {"slurm": _Slurm, "pbs": _Pbs}
-    return [kinds[name](env) for name in find_schedulers(env) if only in ("", name)]
+SCHEDULERS: Mapping[str, Callable[[Mapping[str, str]], Scheduler]] = {"slurm": _Slurm, "pbs": _Pbs}
+"""By name, to be given the environment."""
+
+
+def schedulers(env: Mapping[str, str]) -> list[Scheduler]:
+    """Return those whose commands are on this host."""
+    return [SCHEDULERS[name](env) for name in find_schedulers(env)]

@@ -18,12 +18,9 @@ from ezpz_topo import Machine, SchedulerError, find_schedulers, get_machine_info
 from ._chain import (
     CHAIN,
     NAMES,
-    SCHEDULERS,
     Chain,
-    Scheduler,
     change_chain,
     choices,
-    clock,
     delete_jobs,
     jobs_folder,
     keys_of,
@@ -45,6 +42,7 @@ from ._options import (
     rows_of,
     split,
 )
+from ._queue import SCHEDULERS, Scheduler, clock
 from ._record import dump, iso_time, make_folder, new_id, prune, write
 from ._version import __version__
 
@@ -183,13 +181,13 @@ def _machine(request: Submission, env: Mapping[str, str]) -> Machine:
 def _make_job(
     request: Submission, options: Options, machine: Machine, env: Mapping[str, str]
 ) -> Job:
-    scheduler, cwd = SCHEDULERS[machine.scheduler], os.getcwd()
+    scheduler, cwd = SCHEDULERS[machine.scheduler](env), os.getcwd()
     name = request.name or _name_of(request.command)
     queue = ""
     if _is_here(request):
         _check_command(request, env)
-        queue = _check_queue(request, machine, scheduler, env)
-    rows = _rows(request, machine, scheduler, name, env)
+        queue = _check_queue(request, machine, scheduler)
+    rows = _rows(request, machine, scheduler, name)
     if queue and not request.queue:
         rows.append(Row("queue", queue, "the scheduler's default"))
     # A dry run leaves nothing behind, not even a number.
@@ -235,16 +233,14 @@ def _name_of(command: Sequence[str]) -> str:
     return name[:60] if re.match("[A-Za-z]", name) else f"job-{name}"[:60]
 
 
-def _rows(
-    request: Submission, machine: Machine, scheduler: Scheduler, name: str, env: Mapping[str, str]
-) -> list[Row]:
+def _rows(request: Submission, machine: Machine, scheduler: Scheduler, name: str) -> list[Row]:
     """Return what the scheduler is asked for; not what ``--submit-args`` asks for already."""
     given, words = keys_of(request.submit_args), dict(scheduler.words)
     if machine.queue_flag:
         words["queue"] = f"{machine.queue_flag}={{}}"
     for label in machine.submit_required:
         if not getattr(request, label) and given.isdisjoint(keys_of(words[label].split())):
-            known = choices(label, scheduler, env) if _is_here(request) else ""
+            known = choices(label, scheduler) if _is_here(request) else ""
             raise UsageError(
                 f"--{label} is missing; {machine.name} refuses jobs without: expected one"
                 f"{known and f' of {known}'}"
@@ -253,7 +249,7 @@ def _rows(
     # Of a machine that we know a job has whole nodes.
     is_known = machine.devices_per_node or machine.cores_per_node
     if _is_here(request) and not is_known and "-l select" not in given:
-        chunk, source = scheduler.chunk(request.nodes or 1, env)
+        chunk, source = scheduler.chunk(request.nodes or 1)
         why += f"; {source}" if source else ""
     devices = machine.devices_per_node if "devices" in words else 0
     # Slurm counts an array's tasks as jobs of their own, too.
@@ -381,14 +377,12 @@ def _node_local(path: str) -> str:
     return f"{kind} at {best}" if kind in _IN_MEMORY else ""
 
 
-def _check_queue(
-    request: Submission, machine: Machine, scheduler: Scheduler, env: Mapping[str, str]
-) -> str:
+def _check_queue(request: Submission, machine: Machine, scheduler: Scheduler) -> str:
     """Return the queue that the job goes into, by its limits it fits; empty where none is known."""
     own = keys_of(scheduler.words["queue"].split())
     if machine.queue_flag or own & keys_of(request.submit_args):
         return ""  # not one of the scheduler's list, or in words that are the user's
-    queues = scheduler.queues(env)
+    queues = scheduler.queues()
     listed = ", ".join(map(str, queues)) or "none that takes jobs"
     name = request.queue
     queue = next((q for q in queues if (q.name == name if name else q.is_default)), None)
