@@ -71,13 +71,13 @@ def survey(env: Mapping[str, str], since: float) -> list[Entry]:
         launches.setdefault(stored["job_id"] or "", []).append(stored)
     entries = []
     for chain in read_chains(env, KEPT)[0]:
-        ids = {job["id"] for job in chain.jobs}
+        ids = [job["id"] for job in chain.jobs]
         jobs = [job for job in told.values() if _of_array(job.id) in ids or job.id in ids]
         for job in jobs:
             del told[job.key]
         if jobs or moment(chain.end or chain.start) >= since:
-            its = [each for job_id in (*ids, *(j.key for j in jobs))
-                   for each in launches.pop(job_id, [])]  # fmt: skip
+            keys = dict.fromkeys([*ids, *(job.key for job in jobs)])
+            its = [each for key in keys for each in launches.pop(key, [])]
             entries.append(Entry(_current(chain, jobs), chain, tuple(its)))
     arrays: dict[str, list[Job]] = {}
     for job in told.values():
@@ -119,6 +119,7 @@ def _current(chain: Chain, jobs: Sequence[Job]) -> Job:
         job_id = str(last["id"])
         job = Job(chain.scheduler, job_id, job_id, chain.name, "unknown", end=end)
     why = chain.why or (job.why if chain.outcome else "no job of the chain is left")
+    status = job.exit_status if status is None else status
     return job._replace(state=state or job.state, why=why, exit_status=status)
 
 
@@ -377,9 +378,9 @@ def _successor(entry: Entry, env: Mapping[str, str]) -> Entry | None:
     if entry.chain is None or entry.chain.limit == 1:
         return None
     path = os.path.join(jobs_folder(env), f"{entry.chain.id}.json")
-    if (chain := read_chain(path)) is None or chain.outcome is not None:
+    if (chain := read_chain(path)) is None:
         return None
-    ids = [job["id"] for job in chain.jobs]
+    ids = [job["id"] for job in chain.jobs if job["start"] or chain.outcome is None]
     later = ids[ids.index(entry.job.id) + 1 :] if entry.job.id in ids else []
     if not later:
         return None

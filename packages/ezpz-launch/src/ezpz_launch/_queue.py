@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 from ezpz_topo import (
     Answer,
+    NoSchedulerError,
     SchedulerError,
     ask,
     find_schedulers,
@@ -293,11 +294,15 @@ def _slurm_job(told: Mapping[str, str]) -> Job:
     )  # fmt: skip
 
 
+_LAST_SIGNAL = 64
+
+
 def _slurm_status(text: str) -> int | None:
     """Read an exit status: sacct's ``status:signal``, or squeue's, which is what wait(2) gives."""
     if ":" in text:
         status, number = map(_number, text.split(":")[:2])
-        return 128 + number if number else status
+        # 0:125 is no signal: memory was out.
+        return None if number > _LAST_SIGNAL else 128 + number if number else status
     if not text.isdecimal():
         return None
     status = os.waitstatus_to_exitcode(int(text) & 0xFFFF)
@@ -343,6 +348,10 @@ _GONE = (0, 35, 153)
 """Exit statuses of qdel: done, has finished, is unknown."""
 
 
+_PBS_HISTORY = 50
+"""So many jobs that are over are asked for, the newest: each takes qstat 20 ms, and more."""
+
+
 class _Pbs:
     name, directive = "pbs", "#PBS"
     # -f: without a helper in the background, which would hold our pipe open.
@@ -360,15 +369,22 @@ class _Pbs:
     def jobs(self, since: float) -> list[Job]:
         import getpass  # noqa: PLC0415 - only PBS needs the name
 
-        user = ("-u", getpass.getuser())
+        user = getpass.getuser()
+        told = get_pbs_jobs((), self._env)
+        told = {key: job for key, job in told.items() if job["Job_Owner"].startswith(f"{user}@")}
         after = time.strftime("%Y%m%d%H%M", time.gmtime(since))
-        ids = self._ask("qselect", *user).stdout.split()
-        ids += self._ask("qselect", "-x", "-s", "FMX", "-tm.gt." + after, *user).stdout.split()
-        told = get_pbs_jobs(list(dict.fromkeys(ids)), self._env) if ids else {}
+        which = ("-x", "-s", "FMX", f"-tm.gt.{after}", "-u", user)
+        try:
+            over = self._ask("qselect", *which).stdout.split()[-_PBS_HISTORY:]
+            told |= get_pbs_jobs(over, self._env) if over else {}
+        except NoSchedulerError:
+            raise
+        except SchedulerError as error:
+            say(f"{error}; jobs that are over are not shown")
         return [_pbs_job(job_id, job) for job_id, job in told.items()]
 
     def job(self, job_id: str) -> Job | None:
-        told = get_pbs_jobs([job_id], self._env)
+        told = get_pbs_jobs((job_id,), self._env)
         return next((_pbs_job(key, job) for key, job in told.items()), None)
 
     def end(self, job_ids: Sequence[str], *, now: bool) -> None:
@@ -445,7 +461,8 @@ def _pbs_job(job_id: str, told: Mapping[str, Any]) -> Job:
     elif letter not in _PBS_STATES:
         state, status = _pbs_end(told, comment)
         # "Job run at ... and exceeded resource mem"; what else there is the state says.
-        why = comment.rpartition(" and ")[2] if " exceeded " in comment else ""
+        _, exceeded, what = comment.rpartition(" exceeded resource ")
+        why = f"exceeded {what}" if exceeded and state not in _NO_REASON else ""
         end = told.get("obittime") or told.get("mtime")
     if state in WAITING:
         start, end = (told.get("estimated") or {}).get("start_time"), None

@@ -133,44 +133,47 @@ def get_pbs_folder(env: Mapping[str, str] | None = None) -> str:
 
 
 def get_pbs_jobs(
-    job_ids: Sequence[str], env: Mapping[str, str] | None = None
+    job_ids: Sequence[str] = (), env: Mapping[str, str] | None = None
 ) -> dict[str, dict[str, Any]]:
-    """Return what ``qstat -xf`` tells of jobs, by full id: also of those that are over, if it does.
+    """Return what ``qstat -fw`` tells of jobs, by full id.
 
     Args:
-        job_ids: At least one, as qselect or qsub prints them.
+        job_ids: As qselect or qsub prints them; of those that are over PBS tells where it has a
+            history. Each takes it 20 ms. Default: all that wait or run, whosever they are.
         env: The environment to ask in; default ``os.environ``.
 
     Returns:
         The attributes by the names that qstat gives them: moments (``qtime``, ``stime``, ``mtime``,
         ``obittime``, ``estimated.start_time``) as seconds since 1970, ``Resource_List.walltime`` in
-        seconds, all else as text, or as more of such. Jobs that the server does not know are left
-        out.
+        seconds, all else as text; ``Resource_List`` and its like hold more of such. Jobs that the
+        server does not know are left out.
 
     Raises:
         InvalidVariableError: A job id is none.
         SchedulerError: qstat is missing, failed, or did not answer in time.
     """
     env = os.environ if env is None else env
-    _, jobs = _jobs(job_ids, env, "-x", attempts=1)
-    if len(job_ids) > 1 and len(jobs) <= 1:
-        for job_id in job_ids[1:]:  # some builds tell only the first (openpbs issue 2672)
-            jobs.update(_jobs([job_id], env, "-x", attempts=1)[1])
-    return {key: _with_numbers(job) for key, job in jobs.items()}
+    # Not its JSON, which tells only the first of several (OpenPBS 23.06).
+    option = "-xfw" if job_ids else "-fw"
+    answer = _ask_qstat(("qstat", option), job_ids, env, attempts=1)
+    found: dict[str, dict[str, Any]] = {}
+    for part in re.split(r"(?m)^Job Id: ", answer.stdout)[1:]:
+        job_id, _, lines = part.partition("\n")
+        job = found.setdefault(job_id.strip(), {})
+        for name, text in re.findall(r"(?m)^ {4}([\w.]+) = (.*)", lines):
+            group, _, key = name.rpartition(".")
+            place = job.setdefault(group, {}) if group else job
+            place.setdefault(key, _number_of(key, text))  # what a value's own lines say comes later
+    return found
 
 
-def _with_numbers(job: Attributes) -> dict[str, Any]:
-    told: dict[str, Any] = dict(job)
-    for place in (told, told.get("estimated"), told.get("Resource_List")):
-        for key in ("qtime", "stime", "mtime", "obittime", "start_time", "walltime"):
-            if isinstance(place, dict) and (text := _text(place, key)):
-                with contextlib.suppress(ValueError, OverflowError):  # it stays the text that it is
-                    place[key] = (
-                        _walltime(text).total_seconds()
-                        if key == "walltime"
-                        else _moment(text).timestamp()
-                    )
-    return told
+def _number_of(key: str, text: str) -> str | float:
+    with contextlib.suppress(ValueError, OverflowError):  # it stays the text that it is
+        if key in ("qtime", "stime", "mtime", "obittime", "start_time"):
+            return _moment(text).timestamp()
+        if key == "walltime":
+            return _walltime(text).total_seconds()
+    return text
 
 
 def job_by_id(job_id: str, env: Mapping[str, str]) -> Allocation:
@@ -236,9 +239,18 @@ def _job(job_id: str, env: Mapping[str, str]) -> Attributes:
     )
 
 
-def _jobs(
-    job_ids: Sequence[str], env: Mapping[str, str], *options: str, attempts: int = 2
-) -> tuple[int, dict[str, Attributes]]:
+def _jobs(job_ids: Sequence[str], env: Mapping[str, str]) -> tuple[int, dict[str, Attributes]]:
+    answer = _ask_qstat(QSTAT.split(), job_ids, env)
+    if answer.status and not answer.stdout.strip():
+        return answer.status, {}
+    told = _parse(answer.stdout).get("Jobs")
+    jobs = told if isinstance(told, dict) else {}
+    return answer.status, {key: job for key, job in jobs.items() if isinstance(job, dict)}
+
+
+def _ask_qstat(
+    argv: Sequence[str], job_ids: Sequence[str], env: Mapping[str, str], attempts: int = 2
+) -> _commands.Answer:
     for job_id in job_ids:
         if not _JOB_ID.fullmatch(job_id):
             raise InvalidVariableError(
@@ -246,15 +258,10 @@ def _jobs(
                 "unset PBS_JOBID, or give it as qstat prints it"
             )
     # qstat itself makes text of times, with ctime (OpenPBS, qstat.c): the zone is ours to choose.
-    answer = _commands.ask(
-        (*QSTAT.split(), *options, *job_ids), env={**env, "TZ": "UTC0"},
-        good=(0, _UNKNOWN, _FINISHED), attempts=attempts, place=get_pbs_folder(env),
+    return _commands.ask(
+        (*argv, *job_ids), env={**env, "TZ": "UTC0"}, good=(0, _UNKNOWN, _FINISHED),
+        attempts=attempts, place=get_pbs_folder(env),
     )  # fmt: skip
-    if answer.status and not answer.stdout.strip():
-        return answer.status, {}
-    told = _parse(answer.stdout).get("Jobs")
-    jobs = told if isinstance(told, dict) else {}
-    return answer.status, {key: job for key, job in jobs.items() if isinstance(job, dict)}
 
 
 def _parse(text: str) -> Attributes:

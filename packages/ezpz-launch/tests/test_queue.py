@@ -1,0 +1,106 @@
+"""Jobs as Slurm 22.05.8 and OpenPBS 23.06 told of them, in our words; sacct's as documented."""
+
+import pytest
+
+from ezpz_launch._queue import _pbs_job, _slurm_job, array_of
+
+SLURM = {
+    # state, reason, exit code, restarts
+    ("COMPLETED", "None", "0", "0"): ("completed", 0),
+    ("FAILED", "NonZeroExitCode", "768", "0"): ("failed", 3),
+    ("FAILED", "JobLaunchFailure", "9", "0"): ("failed", 137),
+    ("CANCELLED", "None", "15", "0"): ("cancelled", 143),
+    ("TIMEOUT", "TimeLimit", "15", "0"): ("time limit", 143),
+    ("PREEMPTED", "None", "15", "0"): ("preempted", 143),
+    ("NODE_FAIL", "NodeDown", "15", "0"): ("node failed", 143),
+    ("PENDING", "BeginTime", "0", "1"): ("requeued", None),
+    ("PENDING", "BeginTime", "0", "0"): ("queued", None),
+    ("PENDING", "JobHeldUser", "0", "0"): ("held", None),
+    ("PENDING", "DependencyNeverSatisfied", "0", "0"): ("cannot start", None),
+    ("SUSPENDED", "None", "0", "0"): ("suspended", None),
+    ("RUNNING", "None", "0", "1"): ("running", None),
+    ("CANCELLED by 1000", "", "0:15", ""): ("cancelled", 143),  # sacct's
+    ("OUT_OF_MEMORY", "", "0:125", ""): ("out of memory", None),
+    ("FAILED", "", "3:0", ""): ("failed", 3),
+}
+
+
+@pytest.mark.parametrize("told", SLURM)
+def test_what_slurm_tells(told):
+    state, why, status, restarts = told
+    job = _slurm_job({
+        "id": "12_3", "key": "15", "name": "a b\nc|d", "state": state, "why": why, "queue": "all",
+        "nodes": "2", "submitted": "2026-11-24T15:23:14", "start": "N/A", "status": status,
+        "end": "2026-11-24T15:24:17", "restarts": restarts,
+    })  # fmt: skip
+    assert (job.state, job.exit_status) == SLURM[told]
+    assert (job.id, job.key, job.name, job.nodes) == ("12_3", "15", "a b\nc|d", 2)
+    assert (job.submitted, job.start) == (1795533794.0, None)
+    assert job.end == (None if job.state in ("requeued", "queued", "held", "cannot start")
+                       else 1795533857.0)  # fmt: skip
+
+
+RUN = "Job run at Tue Nov 24 at 15:35 on (x1n0:ncpus=1)"
+PBS = {
+    "running": ({"job_state": "R", "comment": RUN}, None),
+    "suspended": ({"job_state": "S", "comment": RUN}, None),
+    "queued": ({"job_state": "Q", "comment": "Not Running: Insufficient amount of resource"}, None),
+    "queued, depends": ({"job_state": "H", "Hold_Types": "s", "depend": "afterany:1.s@s"}, None),
+    "held": ({"job_state": "H", "Hold_Types": "u"}, None),
+    "cannot start": ({"job_state": "Q", "comment": "Can Never Run: Insufficient amount"}, None),
+    "requeued": ({"job_state": "Q", "run_count": "1", "Exit_status": "-20"}, None),
+    "completed": ({"job_state": "F", "Exit_status": "0", "comment": f"{RUN} and finished"}, 0),
+    "failed": ({"job_state": "F", "Exit_status": "5", "comment": f"{RUN} and failed"}, 5),
+    "failed, SIGKILL": ({"job_state": "F", "Exit_status": "265", "comment": RUN}, 137),
+    "cancelled": ({"job_state": "F", "Exit_status": "271", "substate": "91"}, 143),
+    "cancelled, waiting": ({"job_state": "F", "substate": "91"}, None),
+    "preempted": ({"job_state": "F", "Exit_status": "271", "substate": "91",
+                   "comment": f"{RUN} and terminated by Scheduler@pbs-0001"}, 143),
+    "time limit": ({"job_state": "F", "Exit_status": "-29",
+                    "comment": f"{RUN} and exceeded resource walltime"}, None),
+    "node failed": ({"job_state": "F", "Exit_status": "-20", "comment": RUN}, None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("state", PBS)
+def test_what_pbs_tells(state):
+    told, status = PBS[state]
+    job = _pbs_job("7.pbs-0001", {
+        "Job_Name": "e-spool", "queue": "workq", "exec_host": "x1n0/0*2+x1n1/0*2", "stime": 1000.0,
+        "Resource_List": {"nodect": "2", "walltime": 300.0}, "obittime": 1100.0,
+        "Output_Path": "pbs-0001:/home/alice/e-spool.o7", "Join_Path": "oe", **told,
+    })  # fmt: skip
+    assert (job.state, job.exit_status) == (state.partition(",")[0], status)
+    assert (job.nodes, job.hosts) == (2, "x1n[0-1]")
+    assert (job.stdout, job.stderr) == ("/home/alice/e-spool.o7",) * 2
+    ends = {"R": 1300.0, "S": 1300.0, "F": 1100.0}
+    assert job.end == ends.get(told["job_state"])
+
+
+@pytest.mark.parametrize(
+    ("job_id", "attributes", "path", "keeper"),
+    [
+        ("7.s", {"Keep_Files": "n"}, "/d/n.o7", "x1n0"),
+        ("7.s", {"Keep_Files": "doe"}, "/d/n.o7", ""),
+        ("7.s", {"Keep_Files": "oe"}, "~/n.o7", ""),
+        ("7[3].s", {"Output_Path": "h:/d/n.o7.^array_index^"}, "/d/n.o7.3", "x1n0"),
+        ("7.s", {"Output_Path": "h:/d/"}, "/d/7.s.OU", "x1n0"),
+    ],
+)
+def test_where_pbs_puts_the_output(monkeypatch, job_id, attributes, path, keeper):
+    monkeypatch.setenv("HOME", "~")
+    told = {"job_state": "R", "Job_Name": "n", "exec_host": "x1n0/0", "Output_Path": "h:/d/n.o7"}
+    job = _pbs_job(job_id, {**told, **attributes})
+    assert (job.stdout, job.keeper) == (path, keeper)
+
+
+def test_an_array_is_one_job_in_the_state_of_those_that_are_not_over():
+    tasks = [
+        _slurm_job({**dict.fromkeys(("key", "name", "queue", "submitted", "start", "end"), ""),
+                    "id": f"12_{at}", "state": state, "status": "0", "nodes": "1"})
+        for at, state in enumerate(["COMPLETED", "RUNNING", "PENDING", "FAILED", "COMPLETED"])
+    ]  # fmt: skip
+    whole = array_of(tasks)
+    assert (whole.id, whole.state) == ("12", "running")
+    assert whole.why == "array: 2 completed, 1 running, 1 queued, 1 failed"
+    assert array_of([tasks[0], tasks[3]]).state == "failed"
