@@ -19,7 +19,11 @@ def ours(pbs):
     """Run a command of ours on the login node; return what it prints, its exit status last."""
 
     def run(*words):
-        return pbs.on("pbs-0001", f"{pbs.home}/env/bin/ezpz-launch {shlex.join(words)}; echo $?")
+        words = f"{pbs.home}/env/bin/ezpz-launch {shlex.join(words)} 2>{pbs.home}/err"
+        said = pbs.on("pbs-0001", f"{words}; echo $?")
+        if said.endswith("2\n"):
+            print(pbs.on("pbs-0001", f"cat {pbs.home}/err"))  # pytest shows it where a test fails
+        return said
 
     return run
 
