@@ -428,25 +428,30 @@ class _Follower:
             self._copy()
             time.sleep(_LOOK)
         until = time.monotonic() + _LATE
-        while self._copy() or (self._tails and not any(tail.found for tail in self._tails)):
+        while self._copy() or self._lacks_output():
             if time.monotonic() > until:
-                paths = ", ".join(tail.path for tail in self._tails)
-                say(f"job {self._job.id}: {paths} is not on this host; see {self._job.hosts}")
                 break
             time.sleep(_LOOK)
+        if self._lacks_output():
+            path = self._tails[0].path
+            say(f"job {self._job.id}: {path} is not on this host; see {self._job.hosts}")
         return self._job
+
+    def _lacks_output(self) -> bool:
+        began = bool(self._job.hosts)
+        return began and bool(self._tails) and not any(tail.found for tail in self._tails)
 
     def _look(self) -> None:
         """Ask the scheduler how it stands, and say what is new."""
         try:
             job = self._scheduler.job(self._job.id) if self._scheduler else None
+            self._job = job = job or self._recorded()
             self._silent = False
         except SchedulerError as error:
             if not self._silent:
                 say(f"{error}; following goes on")
             self._silent = True
             return
-        self._job = job = job or self._recorded()
         entry = self._entry._replace(job=job)
         if not self._tails and any(paths := _output(entry)):
             out, err = paths
