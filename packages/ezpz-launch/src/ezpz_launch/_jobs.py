@@ -341,6 +341,7 @@ _LATE = 10.0  # seconds that a file has to appear after its job's end (NFS, PBS'
 _STATUS = {"completed": 0, "failed": 1, "unknown": 1, "node failed": 137, "out of memory": 137}
 """What is returned of a job that has no exit status of its own; of all others 143."""
 
+_BEFORE = 64  # bytes by which a file is known to be the one that was read
 _FROM = 1 << 16  # bytes: of a longer file only the end is printed at first
 
 
@@ -496,6 +497,7 @@ class Tail:
         self.path, self._fd = path, fd
         self.found = False
         self._at, self._file = 0, -1
+        self._last = b""  # what stood right before there
 
     def copy(self) -> bool:
         """Copy what is new; return whether there was anything."""
@@ -512,13 +514,13 @@ class Tail:
         if before >= 0:
             if not os.path.samestat(status, os.fstat(before)):
                 copied = self._take(before)  # it was renamed: its end, then the new one
-                self._at = 0
+                self._at, self._last = 0, b""
             os.close(before)
         elif status.st_size > _FROM:
             self._at = status.st_size - _FROM
             say(f"the end of {self.path}, of which {self._at} bytes stand before this:")
-        if status.st_size < self._at:
-            self._at = 0  # it was begun again: a requeued job writes it anew
+        if os.pread(file, len(self._last), self._at - len(self._last)) != self._last:
+            self._at, self._last = 0, b""  # a requeued job has begun it again
         self.found, self._file = True, file
         return self._take(file) or copied
 
@@ -526,7 +528,7 @@ class Tail:
         copied = False
         while chunk := os.pread(file, 1 << 16, self._at):
             self._at += len(chunk)
-            copied = True
+            copied, self._last = True, (self._last + chunk)[-_BEFORE:]
             while chunk:
                 chunk = chunk[os.write(self._fd, chunk) :]
         return copied
