@@ -167,7 +167,7 @@ def test_a_job_is_followed_from_the_queue_across_a_requeue_to_its_end(jobs):
     # It would wait for two minutes.
     jobs.slurm.run(["scontrol", "update", f"jobid={job}", "starttime=now"])
     out, err = followed.communicate(timeout=180)
-    assert "run 1" in out.splitlines()  # beside what Slurm says of the requeue
+    assert "run 1" in out.splitlines(), err  # beside what Slurm says of the requeue
     assert followed.returncode == 0
     assert f"job {job} (twice): completed" in err
 

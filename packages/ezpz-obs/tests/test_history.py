@@ -292,6 +292,18 @@ def test_progress_is_told_to_the_launcher(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == ["progress"]
 
 
+def test_the_launcher_is_told_where_the_file_is(tmp_path, monkeypatch):
+    monkeypatch.setenv("EZPZ_RUN_FILE", str(tmp_path / "said"))
+    History().close()  # it has no file
+    assert os.listdir(tmp_path) == []
+    monkeypatch.chdir(tmp_path)
+    History("run").close()
+    assert (tmp_path / "said").read_text() == f"{tmp_path}/run/metrics.jsonl\n"
+    assert sorted(os.listdir(tmp_path)) == ["run", "said"]
+    monkeypatch.setenv("EZPZ_RUN_FILE", str(tmp_path / "none" / "said"))
+    History("run").close()  # where that cannot be written, all goes on
+
+
 def train(folder, error):
     History(folder).record({"loss": 1.0})
     if error is not None:

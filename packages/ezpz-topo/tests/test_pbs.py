@@ -15,10 +15,12 @@ from ezpz_topo import (
     SchedulerError,
     _pbs,
     detect,
+    find_schedulers,
     get_allocation,
     get_hostname,
     get_hosts,
     get_num_nodes,
+    get_pbs_jobs,
     get_world_size_total,
     short_name,
 )
@@ -427,3 +429,52 @@ def test_a_hostfile_of_the_users_does_not_win_there(tmp_path, pbs):
     env = {**BATCH, **pbs(**{"1_pbs-0001": JOB}), "PBS_NODEFILE": f"{tmp_path}/nowhere",
            "HOSTFILE": f"{tmp_path}/stale"}  # fmt: skip
     assert [entry.host for entry in get_hosts(env=env).entries] == ["x1n0", "x1n1"]
+
+
+# Jobs as they are listed.
+
+TOLD = """\
+Job Id: 6.pbs-0001
+    Job_Name = 007
+    Job_Owner = alice@pbs-0001
+    job_state = R
+    Resource_List.nodect = 2
+    Resource_List.walltime = 01:00:05
+    stime = Sat Nov 21 02:10:43 2026
+    estimated.start_time = Sat Nov 21 02:10:43 2026
+    Variable_List = PBS_O_HOME=/home/alice,X=1
+    job_state = F
+    comment = Job run at Tue Nov 24 at 15:33 on (x1n0:ncpus=2)
+
+Job Id: 8[1].pbs-0001
+    Job_Name = a = b
+    qtime = yesterday
+"""  # as OpenPBS 23.06 prints, but for the last time; the second job_state is in a variable
+
+
+def test_jobs_that_are_listed(tmp_path, command):
+    command("qstat", f"cat <<'END'\n{TOLD}END\necho \"$TZ $*\" >>{tmp_path}/asked; exit 153")
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    told = get_pbs_jobs(["6.pbs-0001", "8[1].pbs-0001"], env)
+    start = datetime(2026, 11, 21, 2, 10, 43, tzinfo=UTC).timestamp()
+    assert told["6.pbs-0001"] == {
+        "Job_Name": "007", "Job_Owner": "alice@pbs-0001", "job_state": "R",
+        "Resource_List": {"nodect": "2", "walltime": 3605.0}, "stime": start,
+        "estimated": {"start_time": start}, "Variable_List": "PBS_O_HOME=/home/alice,X=1",
+        "comment": "Job run at Tue Nov 24 at 15:33 on (x1n0:ncpus=2)",
+    }  # fmt: skip
+    assert told["8[1].pbs-0001"] == {"Job_Name": "a = b", "qtime": "yesterday"}
+    get_pbs_jobs(env=env)
+    asked = (tmp_path / "asked").read_text()
+    assert asked == "UTC0 -xfw 6.pbs-0001 8[1].pbs-0001\nUTC0 -fw\n"
+    with pytest.raises(InvalidVariableError, match="PBS job id '6;rm'"):
+        get_pbs_jobs(["6;rm"], env)
+
+
+def test_whose_commands_are_here(tmp_path, command):
+    env = {"PATH": str(tmp_path), "PBS_EXEC": str(tmp_path / "pbs")}
+    assert find_schedulers(env) == ()
+    command("squeue", "exit 1")
+    (tmp_path / "pbs" / "bin").mkdir(parents=True)
+    command("pbs/bin/qselect", "exit 1")
+    assert find_schedulers(env) == ("slurm", "pbs")

@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import signal
+import stat
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ from ezpz_topo import NoSchedulerError, SchedulerError, find_schedulers, get_hos
 
 from ._agent import send
 from ._chain import Chain, change_chain, jobs_folder, read_chain, read_chains
-from ._errors import LaunchError, UsageError, say
+from ._errors import LaunchError, UsageError, discard, say
 from ._queue import RUNNING, WAITING, Job, array_of, schedulers
 from ._record import (
     KEPT,
@@ -52,10 +53,6 @@ class Entry(NamedTuple):
     def first_failure(self) -> Mapping[str, Any] | None:
         return self.launches[-1].get("first_failure") if self.launches else None
 
-    @property
-    def is_over(self) -> bool:
-        return self.job.is_over and (self.chain is None or self.chain.outcome is not None)
-
 
 def survey(env: Mapping[str, str], since: float) -> list[Entry]:
     """Return what waits or runs, and what ended since then, as it was submitted."""
@@ -69,10 +66,14 @@ def survey(env: Mapping[str, str], since: float) -> list[Entry]:
     launches: dict[str, list[Stored]] = {}
     for stored in records:
         launches.setdefault(stored["job_id"] or "", []).append(stored)
+    by_id: dict[str, list[Job]] = {}
+    for job in told.values():
+        for job_id in {job.id, _of_array(job.id)}:
+            by_id.setdefault(job_id, []).append(job)
     entries = []
     for chain in read_chains(env, KEPT)[0]:
         ids = [job["id"] for job in chain.jobs]
-        jobs = [job for job in told.values() if _of_array(job.id) in ids or job.id in ids]
+        jobs = [job for job_id in ids for job in by_id.get(job_id, ())]
         for job in jobs:
             del told[job.key]
         if jobs or moment(chain.end or chain.start) >= since:
@@ -118,7 +119,8 @@ def _current(chain: Chain, jobs: Sequence[Job]) -> Job:
         end = moment(last["end"] or chain.end or chain.start)
         job_id = str(last["id"])
         job = Job(chain.scheduler, job_id, job_id, chain.name, "unknown", end=end)
-    why = chain.why or (job.why if chain.outcome else "no job of the chain is left")
+    ended = chain.outcome is not None or chain.limit == 1
+    why = chain.why or (job.why if ended else "no job of the chain is left")
     status = job.exit_status if status is None else status
     return job._replace(state=state or job.state, why=why, exit_status=status)
 
@@ -132,10 +134,11 @@ def _recorded(stored: Stored) -> Job:
         state = "unknown"
     why = "" if state != "unknown" else "no scheduler tells of it, and its launch not how it ended"
     start, end = moment(stored["start"]), stored["end"] and moment(stored["end"])
-    name = os.path.basename(stored["command"][-1]) if stored["command"] else ""
+    words = stored["command"]
+    named = next((word for word in words if word.endswith((".py", ".sh"))), (*words, "")[0])
     job_id = str(stored["job_id"])
     return Job(
-        stored["scheduler"], job_id, job_id, name, state, why=why,
+        stored["scheduler"], job_id, job_id, os.path.basename(named), state, why=why,
         hosts=stored["hosts"], submitted=start, start=start, end=end, exit_status=status,
     )  # fmt: skip
 
@@ -240,7 +243,7 @@ def pick(entries: Sequence[Entry], word: str, env: Mapping[str, str]) -> Entry:
 
 
 def state_in_words(job: Job) -> str:
-    if job.state == "failed":
+    if job.state == "failed" and job.exit_status is not None:
         return f"failed with status {job.exit_status}"
     if job.state in ("time limit", "deadline"):
         return f"ended by its {job.state}"
@@ -335,9 +338,10 @@ examples:
 _LOOK = 0.3  # seconds between two looks at the files
 _ASKED = (2.0, 20.0)  # seconds between two questions to the scheduler, at first and later
 _LATE = 10.0  # seconds that a file has to appear after its job's end (NFS, PBS's staging)
-_STATUS = {"completed": 0, "failed": 1, "node failed": 137, "out of memory": 137}
+_STATUS = {"completed": 0, "failed": 1, "unknown": 1, "node failed": 137, "out of memory": 137}
 """What is returned of a job that has no exit status of its own; of all others 143."""
 
+_BEFORE = 64  # bytes by which a file is known to be the one that was read
 _FROM = 1 << 16  # bytes: of a longer file only the end is printed at first
 
 
@@ -354,6 +358,9 @@ def follow(argv: Sequence[str], env: Mapping[str, str]) -> str | int:
             if (following := _successor(entry, env)) is None:
                 return _ended(entry._replace(job=job))
             entry, job_id = following, following.job.id
+    except BrokenPipeError:
+        discard(1)
+        return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
         say(f"job {job_id} goes on without us; ezpz kill {job_id} ends it")
         return 130
@@ -363,7 +370,7 @@ def _meant(words: Sequence[str], env: Mapping[str, str]) -> Entry:
     entries = survey(env, time.time() - _LATELY)
     if words:
         return pick(entries, words[0], env)
-    alive = [entry for entry in entries if not entry.is_over]
+    alive = [entry for entry in entries if not entry.job.is_over]
     if len(alive) != 1:
         ids = ", ".join(f"{entry.job.id} ({entry.job.name})" for entry in alive[-8:])
         raise UsageError(
@@ -402,7 +409,7 @@ class _Follower:
     """Follows one job to its end."""
 
     def __init__(self, entry: Entry, env: Mapping[str, str]) -> None:
-        self._entry, self._job = entry, entry.job
+        self._entry, self._job, self._env = entry, entry.job, env
         kind = entry.job.scheduler
         self._scheduler = next((one for one in schedulers(env) if one.name == kind), None)
         self._tails: list[Tail] = []
@@ -422,30 +429,30 @@ class _Follower:
             self._copy()
             time.sleep(_LOOK)
         until = time.monotonic() + _LATE
-        while self._copy() or (self._tails and not any(tail.found for tail in self._tails)):
+        while self._copy() or self._lacks_output():
             if time.monotonic() > until:
-                paths = ", ".join(tail.path for tail in self._tails)
-                say(f"job {self._job.id}: {paths} is not on this host; see {self._job.hosts}")
                 break
             time.sleep(_LOOK)
+        if self._lacks_output():
+            path = self._tails[0].path
+            say(f"job {self._job.id}: {path} is not on this host; see {self._job.hosts}")
         return self._job
+
+    def _lacks_output(self) -> bool:
+        began = bool(self._job.hosts)
+        return began and bool(self._tails) and not any(tail.found for tail in self._tails)
 
     def _look(self) -> None:
         """Ask the scheduler how it stands, and say what is new."""
         try:
             job = self._scheduler.job(self._job.id) if self._scheduler else None
+            self._job = job = job or self._recorded()
             self._silent = False
         except SchedulerError as error:
             if not self._silent:
                 say(f"{error}; following goes on")
             self._silent = True
             return
-        if job is None:
-            job = self._job
-            if not job.is_over:
-                why = "its scheduler tells no more of it"
-                job = job._replace(state="unknown", why=why)
-        self._job = job
         entry = self._entry._replace(job=job)
         if not self._tails and any(paths := _output(entry)):
             out, err = paths
@@ -454,6 +461,16 @@ class _Follower:
         if (text := self._in_words(job)) != self._said and not job.is_over:
             say(text)
         self._said = text
+
+    def _recorded(self) -> Job:
+        """Return what our records tell of a job that its scheduler tells no more of."""
+        if self._job.is_over:
+            return self._job
+        with contextlib.suppress(LaunchError):
+            found = pick(survey(self._env, time.time() - _LATELY), self._job.id, self._env).job
+            if found.is_over:
+                return found
+        return self._job._replace(state="unknown", why="its scheduler tells no more of it")
 
     def _in_words(self, job: Job) -> str:
         text = f"job {job.id} ({job.name}): {state_in_words(job)}"
@@ -480,6 +497,7 @@ class Tail:
         self.path, self._fd = path, fd
         self.found = False
         self._at, self._file = 0, -1
+        self._last = b""  # what stood right before there
 
     def copy(self) -> bool:
         """Copy what is new; return whether there was anything."""
@@ -489,17 +507,20 @@ class Tail:
         except OSError:
             return False
         status, before = os.fstat(file), self._file
+        if not stat.S_ISREG(status.st_mode):
+            os.close(file)
+            return False
         copied = False
         if before >= 0:
             if not os.path.samestat(status, os.fstat(before)):
                 copied = self._take(before)  # it was renamed: its end, then the new one
-                self._at = 0
+                self._at, self._last = 0, b""
             os.close(before)
         elif status.st_size > _FROM:
             self._at = status.st_size - _FROM
             say(f"the end of {self.path}, of which {self._at} bytes stand before this:")
-        if status.st_size < self._at:
-            self._at = 0  # it was begun again: a requeued job writes it anew
+        if os.pread(file, len(self._last), self._at - len(self._last)) != self._last:
+            self._at, self._last = 0, b""  # a requeued job has begun it again
         self.found, self._file = True, file
         return self._take(file) or copied
 
@@ -507,7 +528,7 @@ class Tail:
         copied = False
         while chunk := os.pread(file, 1 << 16, self._at):
             self._at += len(chunk)
-            copied = True
+            copied, self._last = True, (self._last + chunk)[-_BEFORE:]
             while chunk:
                 chunk = chunk[os.write(self._fd, chunk) :]
         return copied
@@ -572,15 +593,21 @@ def _end_launches(
 ) -> list[Stored | None]:
     """Have launches end on all of their nodes; return the records of those that have."""
     folder = records_folder(env)
+    asked = []
     for one in launches:
         if same_host(one["host"], get_hostname()) and how != "with the job":
             for _ in range(REQUESTS[how]):  # the second means: now
                 send(one["pid"], signal.SIGTERM)
                 time.sleep(_LOOK)
         else:
-            write(os.path.join(folder, f"{one['id']}.end"), f"{how}\n")
+            try:
+                write(os.path.join(folder, f"{one['id']}.end"), f"{how}\n")
+            except OSError as error:
+                say(f"{folder} cannot be written ({error.strerror}): {one['id']} is not asked")
+                continue
+        asked.append(one)
     began = time.monotonic()
-    return [_ended_record(os.path.join(folder, one["id"]), began) for one in launches]
+    return [_ended_record(os.path.join(folder, one["id"]), began) for one in asked] or [None]
 
 
 def _ended_record(beside: str, began: float) -> Stored | None:
@@ -601,7 +628,7 @@ def _ended_record(beside: str, began: float) -> Stored | None:
 
 def _end_job(entry: Entry, env: Mapping[str, str], *, now: bool) -> int:
     job, chain = entry.job, entry.chain
-    if entry.is_over:
+    if job.is_over:
         raise LaunchError(
             f"job {job.id} ({job.name}) is over: {state_in_words(job)}; expected one that waits "
             "or runs"
@@ -612,9 +639,13 @@ def _end_job(entry: Entry, env: Mapping[str, str], *, now: bool) -> int:
     ids = [job.id]
     if chain is not None:
         path = os.path.join(jobs_folder(env), f"{chain.id}.json")
-        chain = change_chain(path, outcome="killed", why="ezpz kill", end=iso_time(time.time()))
+        end = iso_time(time.time())
+        try:
+            chain = change_chain(path, outcome="killed", why="ezpz kill", end=end) or chain
+        except OSError as error:
+            say(f"{path} cannot be written ({error.strerror}); jobs that follow may start")
         # The last first: no successor begins meanwhile.
-        ids = [each["id"] for each in reversed(chain.jobs)] if chain else ids
+        ids = [each["id"] for each in reversed(chain.jobs)]
     launches = [] if now else [one for one in entry.launches if one["end"] is None]
     what = "its ranks save what they have, and then it goes" if launches else "ending it"
     say(f"job {', '.join(ids)}: {what}")

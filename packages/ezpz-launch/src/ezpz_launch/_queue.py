@@ -269,7 +269,9 @@ class _Slurm:
             counts[queue] = counts.get(queue, 0) + 1
             places[job_id, queue] = counts[queue]
         return [
-            job._replace(place=places.get((job.id, job.queue))) if job.state == "queued" else job
+            job._replace(place=places.get((job.id, job.queue)))
+            if job.state == "queued" and "," not in job.queue  # of several it has several places
+            else job
             for job in jobs
         ]
 
