@@ -95,8 +95,7 @@ class Attempts:
                 outcome = self._attempt()
                 if outcome.failure and folder:
                     self._say_what_is_in_the_files(outcome.failure[0])
-                status, seconds = outcome.exit_status, None
-                found = self._judge(outcome)
+                status, seconds, found = outcome.exit_status, None, self._judge(outcome)
                 if found and found.whose == NODE and self._pool.replaces:
                     seconds = self._replace(found)
                 elif status and self._request.retries:
@@ -108,17 +107,20 @@ class Attempts:
                         self._number += 1
                         continue
                     status = 128 + told
-                elif found and found.whose == NODE and self._has_successor:
+                elif self._has_successor and found and found.whose == NODE:
                     say(f"exit status {REQUEUE} instead of {status}: the next job has other nodes")
                     status = REQUEUE
-                self._keeper.finish(status, outcome.failure)
-                for wait in self._sweeps:
-                    wait()
-                if self._terminal:
-                    self._terminal.end(status)
-                if outcome.goes_with_job:
-                    self._wait_to_go()
+                self._end(status, outcome)
                 return status
+
+    def _end(self, status: int, outcome: Outcome) -> None:
+        for wait in self._sweeps:
+            wait()
+        self._keeper.finish(status, outcome.failure)
+        if self._terminal:
+            self._terminal.end(status)
+        if outcome.goes_with_job:
+            self._wait_to_go()
 
     def _wait_to_go(self) -> None:
         """Wait for the job's end: its script shall not go on, and perhaps submit another."""
