@@ -20,7 +20,7 @@ from ._faults import NODE, UNKNOWN, Suspects, Verdict, describe, verdict
 from ._launch import NEVER, NODE_TIMEOUT, Control, Heard, Launch, Outcome, pause, signals
 from ._launchers import argv as argv_of
 from ._launchers import hostfile_of, needs_hostfile
-from ._nodes import Pool, Replan, allocation_of, remember, sweep, warn_of_the_scheduler
+from ._nodes import Pool, Replan, allocation_of, forget, remember, sweep, warn_of_the_scheduler
 from ._plan import LaunchPlan
 from ._record import Keeper, read_progress
 from ._run import REQUEUE, SETTLE, run
@@ -143,6 +143,7 @@ class Attempts:
             self._sweeps.append(sweep(gone, launch, self._planned, self._env))
         if several:
             say(describe(found))
+            forget(self._suspects.cleared, self._env)
             if found.whose == NODE:
                 remember(found.hosts, found.why, self._allocation, self._env)
         told = {"whose": found.whose, "bad": list(found.hosts), "why": found.why}
