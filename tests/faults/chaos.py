@@ -334,6 +334,7 @@ def main(seed=1, faults=10, jobs=2, on="hydra", *, kind="", torch=False):
     """Run so many cases; exit 1 where an invariant does not hold."""
     failed, began = 0, time.monotonic()
     place = {"hydra": Hydra, "srun": Srun}[on]
+    load("hosts.sandbox" if on == "hydra" else "slurm.sandbox")  # before there are threads
     signal.signal(signal.SIGTERM, signal.default_int_handler)
 
     def work(numbers):

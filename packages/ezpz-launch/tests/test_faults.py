@@ -183,6 +183,7 @@ def test_once_more_there_then_another_node_then_it_is_the_program():
     assert (second.whose, second.hosts) == ("node", ("n1",))
     third = suspects.judge(ONE._replace(hosts=("n4",)), (3, "n4", 1))
     assert (third.whose, third.hosts) == ("program", ())
+    assert suspects.cleared == ["n1", "n1"]
     assert "rank 3 failed on n1, and again on n4" in third.why
 
 

@@ -221,6 +221,7 @@ class Suspects:
     def __init__(self) -> None:
         self._failed: dict[int, list[str]] = {}  # of each rank, where it failed first
         self._suspected: set[tuple[str, ...]] = set()
+        self.cleared: list[str] = []  # hosts that were blamed, and are innocent
 
     def judge(self, found: Verdict, failure: Failure | None) -> Verdict:
         """Return the verdict in the light of the attempts before; call it once for each."""
@@ -232,6 +233,7 @@ class Suspects:
             elsewhere = [each for each in places if each != host]
             places.append(host)
             if elsewhere:
+                self.cleared += elsewhere
                 why = f"rank {rank} failed on {elsewhere[-1]}, and again on {host}; {found.why}"
                 return Verdict(PROGRAM, (), why)
         if found.whose == UNKNOWN and found.hosts in self._suspected:

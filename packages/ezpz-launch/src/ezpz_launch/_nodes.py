@@ -50,7 +50,7 @@ class Pool:
         if len(left) < len(hosts):
             if self._replan is None or len(left) < (self._least or len(hosts)) or not left:
                 return None, "no spare host is left"
-            done.append(f"{len(left)} hosts are left, of which --min-nodes allows")
+            done.append(f"it goes on with {len(left)} hosts (--min-nodes)")
         if self._replan is None or not done:
             return None, "it is not among the hosts of this launch"
         again = self._replan(left, (min(planned.nproc, ppn * len(left)), ppn))
@@ -143,6 +143,12 @@ def remember(hosts: Sequence[str], why: str, allocation: str, env: Mapping[str, 
             write(_path(host, env), dump(bad._asdict()))
     except (OSError, LaunchError) as error:
         say(f"{', '.join(hosts)} cannot be remembered as bad: {error}")
+
+
+def forget(hosts: Sequence[str], env: Mapping[str, str]) -> None:
+    for host in hosts:
+        with suppress(FileNotFoundError, NotADirectoryError, LaunchError):  # it is not there
+            os.unlink(_path(host, env))
 
 
 def recall(env: Mapping[str, str]) -> list[Bad]:

@@ -20,7 +20,7 @@ from ._faults import NODE, UNKNOWN, Suspects, Verdict, describe, verdict
 from ._launch import NEVER, NODE_TIMEOUT, Control, Heard, Launch, Outcome, pause, signals
 from ._launchers import argv as argv_of
 from ._launchers import hostfile_of, needs_hostfile
-from ._nodes import Pool, Replan, allocation_of, remember, sweep, warn_of_the_scheduler
+from ._nodes import Pool, Replan, allocation_of, forget, remember, sweep, warn_of_the_scheduler
 from ._plan import LaunchPlan
 from ._record import Keeper, read_progress
 from ._run import REQUEUE, SETTLE, run
@@ -95,8 +95,7 @@ class Attempts:
                 outcome = self._attempt()
                 if outcome.failure and folder:
                     self._say_what_is_in_the_files(outcome.failure[0])
-                status, seconds = outcome.exit_status, None
-                found = self._judge(outcome)
+                status, seconds, found = outcome.exit_status, None, self._judge(outcome)
                 if found and found.whose == NODE and self._pool.replaces:
                     seconds = self._replace(found)
                 elif status and self._request.retries:
@@ -108,20 +107,20 @@ class Attempts:
                         self._number += 1
                         continue
                     status = 128 + told
-                elif found and found.whose == NODE and self._has_successor:
+                elif self._has_successor and found and found.whose == NODE:
                     say(f"exit status {REQUEUE} instead of {status}: the next job has other nodes")
                     status = REQUEUE
-                return self._finish(status, outcome)
+                self._end(status, outcome)
+                return status
 
-    def _finish(self, status: int, outcome: Outcome) -> int:
-        self._keeper.finish(status, outcome.failure)
+    def _end(self, status: int, outcome: Outcome) -> None:
         for wait in self._sweeps:
             wait()
+        self._keeper.finish(status, outcome.failure)
         if self._terminal:
             self._terminal.end(status)
         if outcome.goes_with_job:
             self._wait_to_go()
-        return status
 
     def _wait_to_go(self) -> None:
         """Wait for the job's end: its script shall not go on, and perhaps submit another."""
@@ -144,6 +143,7 @@ class Attempts:
             self._sweeps.append(sweep(gone, launch, self._planned, self._env))
         if several:
             say(describe(found))
+            forget(self._suspects.cleared, self._env)
             if found.whose == NODE:
                 remember(found.hosts, found.why, self._allocation, self._env)
         told = {"whose": found.whose, "bad": list(found.hosts), "why": found.why}
