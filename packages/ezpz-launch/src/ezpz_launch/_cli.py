@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from typing import TYPE_CHECKING
 
 from ezpz_topo import TopoError, Topology, detect, fold_nodelist, get_allocation
 
@@ -18,6 +19,9 @@ from ._launchers import hostfile_of, needs_hostfile
 from ._options import OPTIONS, Request, request_of, split
 from ._plan import LaunchPlan, explain, explain_json, plan
 from ._version import __version__
+
+if TYPE_CHECKING:
+    from ._stage import Alone
 
 HOSTFILE = "HOSTFILE"
 """Stands in a dry run for the file that a launch would write."""
@@ -48,12 +52,23 @@ def _main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         from ._record import command as history  # noqa: PLC0415  # only this needs it
 
         return _print(history(argv[1:], env))
+    if argv[:1] == ["stage"]:
+        from ._stage import Alone  # noqa: PLC0415  # only this needs it
+
+        alone = Alone.of(argv[1:])
+        if alone.page:
+            return _print(alone.page)
+        return _start(request_of(alone.options, (sys.executable,)), env, alone)
     options, command = split(argv)
     if "help" in options:
         return _print(help_page())
     if "version" in options:
         return _print(__version__)
-    request = request_of(options, command)
+    return _start(request_of(options, command), env)
+
+
+def _start(request: Request, env: Mapping[str, str], alone: Alone | None = None) -> int:
+    """Start a launch, or explain it; or only stage, for what starts later."""
     if request.dry_run and request.machine:
         if request.hostfile:
             why = "its hosts are hypothetical; expected no --hostfile"
@@ -84,11 +99,19 @@ def _main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     require_command(request.command[0], {**env, **dict(pair.split("=", 1) for pair in request.env)})
     planned = _planned(topology, request, env)
     _hint_at_a_job(topology, request, env)
+    staging = None
+    if request.stage:
+        from ._stage import prepare  # noqa: PLC0415  # few launches need it
+
+        staging = prepare(planned, env, lambda other: _planned(topology, other, env), alone)
+        planned = staging.planned
     if request.dry_run:
         return _print(_explained(planned))
+    if staging and alone:
+        return _print(staging.question(alone.question)) if alone.question else staging.alone()
     from ._retry import Attempts  # noqa: PLC0415  # a dry run does without
 
-    return Attempts(planned, topology, env).run()
+    return Attempts(planned, topology, env, staging).run()
 
 
 def _planned(

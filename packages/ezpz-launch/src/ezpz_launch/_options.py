@@ -93,6 +93,7 @@ class Option(NamedTuple):
     """Whether a value other than the default is one (of what can be repeated: each)."""
     expected: str = ""  # what the check expects, in words
     needs: str = ""  # an option without which it means nothing
+    bare: str = ""  # its value where none is attached by "="; then it takes no word
     says: tuple[str, str] | None = None
     """How a dry run says it, unless a decision does: a label, and a format of the value."""
     field: str = ""  # its attribute of `Request`; empty where there is none
@@ -126,6 +127,7 @@ KINDS = tuple(sorted(f[:-3] for f in _FILES if f.endswith(".py") and not f.start
 """The kinds of launchers: each has a file of its own."""
 
 _LAUNCHERS = ("auto", "mpiexec", *KINDS)
+_STAGES = ("python", "all", "copper")
 
 GRACE = 7.0
 """Seconds from SIGTERM to SIGKILL. PBS kills all of a job 8 to 10 s after SIGTERM (measured)."""
@@ -186,6 +188,11 @@ class Request:
         says=("SIGUSR1 before end", "{0:g} s"))
     retries: int = _row("start again after a failure, up to N times", "N", default=0, read=_number,
         check=lambda n: n >= 0, expected="0 or more", says=("retries", "up to {0}"))
+    stage: str = _row("first bring the environment to the nodes' own disks; =all: the site's, too;"
+        " =copper", "WHAT", default="", bare="python", check=_STAGES.__contains__,
+        expected=f"one of {', '.join(_STAGES)}", says=("staged first", "{0}"))
+    stage_data: tuple[str, ...] = _row("with --stage: this file or folder as well; repeatable",
+        "PATH", default=(), many=True, needs="stage")
     nested: bool = _row("allow a launch inside a rank of another", default=False,
         says=("inside a launch", "allowed"))
     launcher_args: tuple[str, ...] = _row("words for the launcher itself, quoted as one",
@@ -274,7 +281,9 @@ def split(argv: Sequence[str]) -> tuple[Options, tuple[str, ...]]:
             raise UsageError(f"{flag} is given twice; expected once")
         if not option.value and is_attached:
             raise UsageError(f"{flag}={value!r}: {flag} takes no value")
-        if option.value and not is_attached:
+        if option.value and not is_attached and option.bare:
+            value = option.bare
+        elif option.value and not is_attached:
             if not words or words[0] == "--":
                 raise UsageError(f"{flag} needs a value; expected {flag} {option.value}")
             value = words.pop(0)

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from typing import Protocol
 
 from ezpz_topo import Allocation, TopoError, Topology, get_allocation, same_host
 
 from ._environment import free_port
 from ._errors import LaunchError, UsageError, say
 from ._launch import NEVER, NODE_TIMEOUT, Control, Heard, Launch, Outcome, pause, signals
+from ._launchers import PROGRAMS, SHIM, hostfile_of, needs_hostfile
 from ._launchers import argv as argv_of
-from ._launchers import hostfile_of, needs_hostfile
 from ._plan import LaunchPlan
 from ._record import Keeper, read_progress
 from ._run import SETTLE, run
@@ -25,9 +27,26 @@ _PORTS = 5
 """So many ports are tried where another program holds the first ones on rank 0's host."""
 
 
+class Preparation(Protocol):
+    """What is done once, before the first attempt, and undone after the last one."""
+
+    def bring(self, heard: Heard) -> int:
+        """Do it; return an exit status, 0 if there are to be attempts."""
+
+    def end(self) -> None: ...
+
+    def moved(self, path: str) -> str:
+        """Return where the ranks find a program of ours."""
+
+
 class Attempts:
-    def __init__(self, planned: LaunchPlan, topology: Topology, env: Mapping[str, str]) -> None:
+    def __init__(
+        self, planned: LaunchPlan, topology: Topology, env: Mapping[str, str],
+        preparation: Preparation | None = None,
+    ) -> None:  # fmt: skip
         self._planned, self._topology, self._env = planned, topology, env
+        self._preparation = preparation
+        self._moved = preparation.moved if preparation else str
         self._request = planned.request
         self._retries = Retries(self._request.retries)
         self._number = 0
@@ -46,7 +65,12 @@ class Attempts:
 
     def run(self) -> int:
         """Attempt until it succeeds or must not be tried again; return the exit status."""
-        with signals() as self._heard:
+        with ExitStack() as stack:
+            self._heard = stack.enter_context(signals())
+            if self._preparation:
+                stack.callback(self._preparation.end)
+                if status := self._preparation.bring(self._heard):
+                    return status
             while True:
                 folder = self._request.log_dir
                 self._sizes = _sizes(folder) if folder else {}
@@ -84,7 +108,7 @@ class Attempts:
     def _run(self) -> Outcome:
         directory = self._env.get("TMPDIR") or "/tmp"
         with _hostfile(replace(self._planned, control=True), directory) as ready:
-            argv = tuple(argv_of(ready))
+            argv = tuple(self._moved(w) if w == SHIM else w for w in argv_of(ready))
             kept = {name: value for name, value in self._env.items() if name not in ready.removed}
             placement, request = ready.placement, self._request
             launch = Launch(
@@ -119,6 +143,7 @@ class Attempts:
             device_type="" if planned.device_type in ("cpu", "mps") else planned.device_type,
             devices=self._topology.accelerators.count, job_id=job.job_id or "",
             progress_file=self._keeper.progress_file if request.retries else "",
+            python=self._moved(sys.executable), programs=self._moved(PROGRAMS),
         )  # fmt: skip
 
     def _pause_after(self, outcome: Outcome) -> float | None:
