@@ -87,29 +87,26 @@ def model(
 
 def calls(folder: Path) -> int:
     """Stage this environment; return how many calls of a rank of `minimal` name files elsewhere."""
-    env = environment(HOME=os.path.expanduser("~"), TMPDIR=str(folder))
+    disk, job = folder / "disk", folder / "job"
+    disk.mkdir(), job.mkdir()
+    env = environment(HOME=os.path.expanduser("~"), TMPDIR=str(disk))
     launch = [sys.executable, "-m", "ezpz_launch", "--launcher", "spawn", "-n", "1", "--stage"]
     command = ["-m", "ezpz.examples.minimal", "--epochs", "1"]
-    subprocess.run([*launch, *command], env=env, cwd=folder, check=True)  # and compiled
+    subprocess.run([*launch, *command], env=env, cwd=job, check=True)  # and compiled
     words = [*launch, "--dry-run", "--json", *command]
-    told = subprocess.run(words, env=env, cwd=folder, check=True, capture_output=True)
+    told = subprocess.run(words, env=env, cwd=job, check=True, capture_output=True)
     plan = json.loads(told.stdout)
     tree = plan["environment"]["EZPZ_STAGED"]
     start = next(at for at, word in enumerate(plan["argv"]) if word.endswith("rank_shim.sh"))
     # The launch has the shim from the tree, too.
     argv = ["sh", f"{tree}{os.path.realpath(plan['argv'][start])}", *plan["argv"][start + 1 :]]
     env |= {**plan["environment"], "EZPZ_SPAWN_RANK": "0", "EZPZ_SPAWN_SIZE": "1"}
-    found = looked_at(traced(argv, "%file", env, str(folder)), str(folder))
+    found = looked_at(traced(argv, "%file", env, str(job)), str(job))
     # The system's own files are of the node's image, and above the tree is the way to it.
-    home = tree.partition("/ezpz-")[0] + "/ezpz-"
-    node = (home, "/proc/", "/sys/", "/dev/", "/usr/", "/lib", "/etc/", "/bin/", "/tmp/")  # noqa: S108 - no file of ours
-    above = set(map(str, Path(tree).parents)) - {str(folder)}
-    elsewhere = [
-        call.path
-        for call in found
-        if call.by_name and (call.path.startswith(str(folder)) or not call.path.startswith(node))
-    ]
-    return sum(not path.startswith(home) and path not in above for path in elsewhere)
+    node = (str(disk), "/proc/", "/sys/", "/dev/null", "/dev/fd", "/usr/", "/lib", "/etc/", "/bin/")
+    above = set(map(str, disk.parents))
+    named = [call.path for call in found if call.by_name and call.path not in above]
+    return sum(not path.startswith(node) for path in named)
 
 
 def main(*, files: int = 400, size: float = 24, disk: float = 4, read: float = 1.0,

@@ -204,7 +204,8 @@ def help_page() -> str:
     lines.append("options:")
     for option in OPTIONS:
         flags = ", ".join([*([f"-{option.short}"] if option.short else []), f"--{option.name}"])
-        lines.append(f"  {f'{flags} {option.value}'.rstrip():<24} {option.help}")
+        value = f"[={option.value}]" if option.bare else f" {option.value}".rstrip()
+        lines.append(f"  {flags + value:<24} {option.help}")
     lines += ["", "examples:"]
     lines += [f"  {words:<59} {what}" for words, what in EXAMPLES]
     lines += [

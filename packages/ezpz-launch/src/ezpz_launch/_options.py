@@ -188,8 +188,8 @@ class Request:
         says=("SIGUSR1 before end", "{0:g} s"))
     retries: int = _row("start again after a failure, up to N times", "N", default=0, read=_number,
         check=lambda n: n >= 0, expected="0 or more", says=("retries", "up to {0}"))
-    stage: str = _row("first bring the environment to the nodes' own disks; =all: the site's, too;"
-        " =copper", "WHAT", default="", bare="python", check=_STAGES.__contains__,
+    stage: str = _row("start from the nodes' own disks: =python (default), =all, =copper",
+        "WHAT", default="", bare="python", check=_STAGES.__contains__,
         expected=f"one of {', '.join(_STAGES)}", says=("staged first", "{0}"))
     stage_data: tuple[str, ...] = _row("with --stage: this file or folder as well; repeatable",
         "PATH", default=(), many=True, needs="stage")

@@ -20,8 +20,8 @@ Train with PyTorch anywhere, from a laptop to a supercomputer.
 run:
   launch    start a command on every rank of this job, or of this host (ezpz-launch)
   test      train a small model on all ranks: does this machine work, and how fast is it?
-  stage     bring the environment to every node's own disk (ezpz-launch stage)
   history   the launches so far, and how they ended (ezpz-launch history)
+  stage     bring the environment to every node's own disk (ezpz-launch stage)
 
 look:
   doctor    check scheduler, MPI, device, network, disk and versions, each with a remedy
@@ -50,8 +50,8 @@ exit status: that of the command; 2 there is no such command"""
 COMMANDS: dict[str, tuple[str, ...]] = {
     "launch": ("ezpz_launch",),
     "test": ("ezpz._test.command",),
-    "stage": ("ezpz_launch", "stage"),
     "history": ("ezpz_launch", "history"),
+    "stage": ("ezpz_launch", "stage"),
     "doctor": ("ezpz.doctor",),
     "topo": ("ezpz_topo._cli",),
     "report": ("ezpz_obs._cli", "report"),
