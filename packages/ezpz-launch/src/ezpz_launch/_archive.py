@@ -384,7 +384,7 @@ def _scan(folders: Sequence[str]) -> list[_Found]:
 
 def _file(path: str, status: os.stat_result) -> File:
     mode = status.st_mode
-    if not (mode & 0o400 and status.st_uid == _UID) and not os.access(path, os.R_OK):
+    if not (mode & 0o400 and status.st_uid == os.getuid()) and not os.access(path, os.R_OK):
         raise UsageError(
             f"{path} cannot be read (Permission denied); expected what the user may read"
         )

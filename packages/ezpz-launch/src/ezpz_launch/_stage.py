@@ -18,9 +18,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ezpz_topo import fold_nodelist
+
 from ._archive import Source, ask, is_below, is_users, survey
 from ._errors import LaunchError, UsageError, say
-from ._launch import ENDING, Control, Heard, Launch, signals
+from ._launch import ENDING, Control, Heard, Launch, Outcome, signals
 from ._launchers import LAUNCHERS, PROGRAMS
 from ._launchers import argv as argv_of
 from ._options import GRACE, Options, split
@@ -42,14 +44,18 @@ class StageError(LaunchError):
 
     exit_status = 1
 
-    def __init__(self, hosts: Mapping[str, str]) -> None:
+    def __init__(self, hosts: Mapping[str, str], nodes: int) -> None:
         self.hosts = dict(hosts)
-        named = [f"{host}: {why}" for host, why in list(hosts.items())[:8]]
-        more = f"; and {len(hosts) - 8} more hosts" if len(hosts) > 8 else ""
-        super().__init__(
-            f"not staged on {'; '.join(named)}{more}; the other nodes have it now: start again "
-            f"with --exclude {','.join(hosts)}"
-        )
+        whys = list(dict.fromkeys(hosts.values()))
+        text = f"not staged on any of {nodes} nodes: {whys[0]}"
+        if len(hosts) < nodes or len(whys) > 1:
+            named = [f"{host}: {why}" for host, why in list(hosts.items())[:8]]
+            more = f"; and {len(hosts) - 8} more hosts" if len(hosts) > 8 else ""
+            text = f"not staged on {'; '.join(named)}{more}"
+        if len(hosts) < nodes:
+            text += "; the other nodes have it now: start again with --exclude "
+            text += fold_nodelist(list(hosts))
+        super().__init__(text)
 
 
 # What a launch does.
@@ -146,11 +152,13 @@ class Staging:
             StageError: Some hosts do not have it; the others do.
         """
         every = max(0.5, len(self._planned.placement.hosts) / 2000)
-        tree, status = self._on_nodes(("stage", self.source.name, every), heard, self.source)
+        tree, outcome = self._on_nodes(("stage", self.source.name, every), heard, self.source)
+        if outcome.told:
+            return outcome.exit_status
         if tree.bad:
-            raise StageError(tree.failed())
-        if status:
-            return status
+            raise StageError(tree.failed(), len(self._planned.placement.hosts))
+        if outcome.exit_status:
+            return outcome.exit_status
         new = len(self._planned.placement.hosts) - len(tree.had)
         what = f"{self.source.size / 1e6:,.0f} MB in {self.source.count:,} files"
         say(
@@ -163,11 +171,11 @@ class Staging:
     def question(self, what: str) -> str:
         """Return what the nodes have; ``what`` is ``"status"``, or ``"clean"`` to remove it."""
         with signals() as heard:
-            tree, status = self._on_nodes((what,), heard)
+            tree, outcome = self._on_nodes((what,), heard)
         if tree.bad:
-            raise StageError(tree.failed())
-        if status:
-            raise LaunchError(f"the nodes did not answer (exit status {status})")
+            raise StageError(tree.failed(), len(self._planned.placement.hosts))
+        if outcome.exit_status:
+            raise LaunchError(f"the nodes did not answer (exit status {outcome.exit_status})")
         rows, gone = dict[str, tuple[dict[str, Any], int]](), 0
         for trees, removed in tree.answers.values():
             gone += len(removed)
@@ -185,7 +193,7 @@ class Staging:
 
     def _on_nodes(
         self, order: tuple[object, ...], heard: Heard, source: Source | None = None
-    ) -> tuple[Tree, int]:
+    ) -> tuple[Tree, Outcome]:
         """Run `_stage_node.py` once a node, by the launch's own launcher."""
         planned, given = self._planned, self._env.get("EZPZ_STAGE_FANOUT", "0")
         if not given.isdecimal():
@@ -216,7 +224,7 @@ class Staging:
                 outcome = run(launch, heard)
         finally:
             tree.stop()
-        return tree, 128 + outcome.told if outcome.told else outcome.exit_status
+        return tree, outcome
 
     @property
     def scratch(self) -> str:

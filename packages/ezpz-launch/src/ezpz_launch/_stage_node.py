@@ -418,7 +418,7 @@ class Node:
         self._missing: set[int] = set()  # chunks that are not on the disk yet
         self._skip: set[int] = set()  # files that an older tree had
         self._fetched: set[int] = set()
-        self._queue: SimpleQueue[tuple[int, bytes | bytearray] | None] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[int, bytes | bytearray]] = SimpleQueue()
         self._done, self._turn = threading.Lock(), threading.Lock()
         self._parent: socket.socket | None = None
         self.store = Store(self._read)
@@ -613,8 +613,8 @@ class Node:
         manifest = self._manifest
         assert manifest
         try:
-            while (item := self._queue.get()) is not None:
-                number, data = item
+            while self._part:
+                number, data = self._queue.get()
                 at = 0
                 view = memoryview(data)
                 for which, offset, length in manifest.chunks[number]:
@@ -625,7 +625,8 @@ class Node:
                 with self._done:
                     self._missing.discard(number)
         except OSError as error:
-            self.fail(f"{self._home}: {error.strerror}")
+            if self._part:
+                self.fail(f"{self._home}: {error.strerror}")
 
     def _write(self, file: File, offset: int, data: memoryview) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW
@@ -756,7 +757,8 @@ def main() -> int:
     me = int(os.environ["RANK"])
     introduce(control, secret, me)
     session = _Session(control, secret, me, sys.argv[1])
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
         while True:
             what, *words = hear(control)
