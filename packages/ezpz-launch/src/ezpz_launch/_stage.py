@@ -65,24 +65,29 @@ class Staging:
     """What a launch stages, and how its ranks find it.
 
     Args:
-        request: The launch's own; its ``stage`` is ``"python"``, ``"all"`` or ``"copper"``.
-        machine: Where, unless ``to`` names a folder.
+        planned: The launch.
+        env: The user's environment.
         replan: Plans another launch on the same hosts.
+        to: A folder of each node; empty for the machine's local disk.
+        python: Whose environment; empty for the Python of the command.
     """
 
     def __init__(
         self, planned: LaunchPlan, env: Mapping[str, str],
         replan: Callable[[Request], LaunchPlan], to: str = "", python: str = "",
     ) -> None:  # fmt: skip
-        self._planned, self._env, self._replan, self._to = planned, env, replan, to
+        self._planned, self._env, self._replan = planned, env, replan
         request = planned.request
         self._user_env = {**env, **dict(pair.split("=", 1) for pair in request.env)}
         machine = planned.machine
-        self.folder, self.why = to, "--to"
-        if not to:
-            self.folder, self.why = machine.local_disk, f"local_disk of {machine.name}.toml"
-        if not self.folder:
-            self.folder, self.why = self._user_env.get("TMPDIR") or "/tmp", "TMPDIR, or /tmp"
+        places = (
+            (to, "--to"),
+            (env.get("EZPZ_STAGE_DIR", ""), "EZPZ_STAGE_DIR"),
+            (machine.local_disk, f"local_disk of {machine.name}.toml"),
+            (self._user_env.get("TMPDIR", ""), "TMPDIR"),
+            ("/tmp", "no other is known"),
+        )
+        self.folder, self.why = next(place for place in places if place[0])
         self.folder = os.path.abspath(self.folder)
         told = ask(python or _program(request.command[0], self._user_env), self._user_env)
         what = survey(told, self._user_env, request.stage_data, everything=request.stage == "all")
@@ -157,9 +162,10 @@ class Staging:
             return outcome.exit_status
         if tree.bad:
             raise StageError(tree.failed(), len(self._planned.placement.hosts))
-        if outcome.exit_status:
-            return outcome.exit_status
-        new = len(self._planned.placement.hosts) - len(tree.had)
+        nodes = len(self._planned.placement.hosts)
+        if outcome.exit_status or tree.whole < nodes:
+            return outcome.exit_status or 1  # the run has said why
+        new = nodes - len(tree.had)
         what = f"{self.source.size / 1e6:,.0f} MB in {self.source.count:,} files"
         say(
             f"staged {what}: {new} node{'s' * (new != 1)} got {tree.bytes / 1e6:,.0f} MB in "
@@ -353,7 +359,8 @@ Bring an environment, by default the active one, to every node's own disk; ezpz-
 finds it there.
 
 options:
-  --to FOLDER          where; default: the machine's local disk, else TMPDIR, else /tmp
+  --to FOLDER          where; default: EZPZ_STAGE_DIR, which launches heed as well, else the
+                       machine's local disk, else TMPDIR, else /tmp
   --stage-data PATH    this file or folder as well; repeatable
   --stage=all          what is the site's, too
   --status             what the nodes have, and whether it is in use
