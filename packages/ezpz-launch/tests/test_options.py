@@ -91,7 +91,7 @@ def test_every_option_reaches_the_request():
         "--machine polaris --option depth --option nccl-ofi --cpu-bind 0-3 --env A=1 --env B=[1] "
         "--one-device --log-dir 1e3 --node-logs --tee --only-ranks 2,0-1 --prefix "
         "--idle-timeout 10m --grace 2.5 --signal-before 1h --retries 3 --spares 2 --preflight "
-        "--min-nodes 1 --nested "
+        "--min-nodes 1 --nested --stage=all --stage-data d "
         "--launcher-args \"-a 'b c'\" --dry-run --json"
     )
     request = requested(*shlex.split(words))
@@ -100,8 +100,8 @@ def test_every_option_reaches_the_request():
         launcher="spawn", machine="polaris", options=("depth", "nccl-ofi"), cpu_bind="0-3",
         env=("A=1", "B=[1]"), one_device=True, log_dir="1e3", node_logs=True, tee=True,
         only_ranks=(0, 1, 2), prefix=True, idle_timeout=600.0, grace=2.5, signal_before=3600.0,
-        retries=3, spares=2, preflight=True, min_nodes=1, nested=True,
-        launcher_args=("-a", "b c"), dry_run=True, json=True,
+        retries=3, spares=2, preflight=True, min_nodes=1, nested=True, stage="all",
+        stage_data=("d",), launcher_args=("-a", "b c"), dry_run=True, json=True,
     )  # fmt: skip
     plain = Request(("true",))
     unset = [f for f in dataclasses.fields(Request) if getattr(plain, f.name) != f.default]
@@ -181,22 +181,26 @@ VALUES = {"N": "2", "TIME": "10m", "K=V": "A=1", "KIND": "spawn", "LIST": "0-3"}
 @pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name)
 def test_every_option_is_on_the_page_and_taken_as_it_is_written(option):
     start = f"-{option.short}, --{option.name}" if option.short else f"--{option.name}"
+    start += f"[={option.value}]" if option.bare else f" {option.value}".rstrip()
     (row,) = [line for line in LINES if line.strip().startswith(f"{start} ")]
     flags, _, text = row.strip().partition("  ")
-    assert flags == f"{start} {option.value}".rstrip()
+    assert flags == start
     assert text.strip() == option.help != ""
     value = [VALUES.get(option.value, "x")] if option.value else []
     for flag in filter(None, (f"--{option.name}", option.short and f"-{option.short}")):
-        options, command = split([flag, *value, "--", "true"])
+        words = [f"{flag}={value[0]}"] if option.bare else [flag, *value]
+        options, command = split([*words, "--", "true"])
         if option.last:
             assert command[1:] == (f"-{option.short}", *value, "--", "true")
         else:
             text = value[0] if value else True
             assert (options, command) == ({option.name: [text] if option.many else text}, ("true",))
+        if option.bare:
+            assert split([flag, "python"]) == ({option.name: option.bare}, ("python",))
 
 
 def test_the_page_fits_the_screen():
-    assert len(LINES) <= 50
+    assert len(LINES) <= 52
     assert max(map(len, LINES)) <= 100
     assert all(line == line.rstrip() for line in LINES)
     assert LINES[0] == f"usage: {USAGE}"

@@ -23,12 +23,14 @@ from ._version import __version__
 
 if TYPE_CHECKING:
     from ._retry import Attempts
+    from ._stage import Alone, CopperView, Staging
 
 COMMANDS = {
     "launches": "_record:command",
     "history": "_record:command",
     "nodes": "_nodes:command",
     "preflight": "_preflight:command",
+    "stage": "_cli:stage",
     "submit": "_submit:command",
     "jobs": "_jobs:jobs",
     "follow": "_jobs:follow",
@@ -90,7 +92,9 @@ def _main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         own = {name: value for name, value in env.items() if name != CHAIN}
         return see_through(env, lambda *before: _prepared(request, own, *before))
     if request.dry_run:
-        return _print(_explained(_looked_at(request, env)[0]))
+        planned, topology, env = _looked_at(request, env)
+        planned = _staging(planned, topology, env).planned if request.stage else planned
+        return _print(_explained(planned))
     return _prepared(request, env).run()
 
 
@@ -101,8 +105,11 @@ def _prepared(
     from ._retry import Attempts  # noqa: PLC0415  # a dry run does without
 
     planned, topology, own = _looked_at(request, env)
-    replan = partial(_replanned, topology, request, own)
-    return Attempts(planned, topology, own, before, progress_file, replan=replan)
+    return Attempts(
+        planned, topology, own, before, progress_file,
+        replan=partial(_replanned, topology, request, own),
+        prepare=(lambda ready: _staging(ready, topology, own)) if request.stage else None,
+    )  # fmt: skip
 
 
 def _looked_at(
@@ -137,6 +144,33 @@ def _looked_at(
             planned = _planned(topology, request, env)
     _hint_at_a_job(topology, request, env)
     return planned, topology, env
+
+
+def stage(argv: Sequence[str], env: Mapping[str, str]) -> int:
+    """Do ``ezpz stage``: what ``--stage`` does before a launch, without one."""
+    from ._stage import Alone  # noqa: PLC0415  # only this needs it
+
+    alone = Alone.of(argv)
+    if alone.page:
+        return _print(alone.page)
+    request = request_of(alone.options, (sys.executable,))
+    planned, topology, own = _looked_at(request, env)
+    staging = _staging(planned, topology, own, alone)
+    if request.dry_run:
+        return _print(_explained(staging.planned))
+    return _print(staging.question(alone.question)) if alone.question else staging.alone()
+
+
+def _staging(
+    planned: LaunchPlan, topology: Topology, env: Mapping[str, str], alone: Alone | None = None
+) -> Staging | CopperView:
+    from ._stage import prepare  # noqa: PLC0415  # few launches need it
+
+    def replan(request: Request) -> LaunchPlan:
+        every = replace(request, include="", exclude="", nodes=None, spares=0, min_nodes=None)
+        return _planned(topology, every, env, only=planned.placement.hosts)
+
+    return prepare(planned, env, replan, alone)
 
 
 def _planned(
@@ -260,7 +294,8 @@ def help_page() -> str:
     lines.append("options:")
     for option in OPTIONS:
         flags = ", ".join([*([f"-{option.short}"] if option.short else []), f"--{option.name}"])
-        lines.append(f"  {f'{flags} {option.value}'.rstrip():<24} {option.help}")
+        value = f"[={option.value}]" if option.bare else f" {option.value}".rstrip()
+        lines.append(f"  {flags + value:<24} {option.help}")
     lines += ["", "examples:"]
     lines += [f"  {words:<59} {what}" for words, what in EXAMPLES]
     lines += [

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
+
+from ezpz_topo import fold_nodelist
 
 
 class LaunchError(Exception):
@@ -26,6 +29,25 @@ class CommandNotExecutableError(LaunchError):
     """The user's program is there but cannot be executed: 126, as in a shell."""
 
     exit_status = 126
+
+
+class StageError(LaunchError):
+    """Staging failed on some hosts; ``hosts`` has the reason for each."""
+
+    exit_status = 1
+
+    def __init__(self, hosts: Mapping[str, str], nodes: int) -> None:
+        self.hosts = dict(hosts)
+        whys = list(dict.fromkeys(hosts.values()))
+        text = f"not staged on any of {nodes} nodes: {whys[0]}"
+        if len(hosts) < nodes or len(whys) > 1:
+            named = [f"{host}: {why}" for host, why in list(hosts.items())[:8]]
+            more = f"; and {len(hosts) - 8} more hosts" if len(hosts) > 8 else ""
+            text = f"not staged on {'; '.join(named)}{more}"
+        if len(hosts) < nodes:
+            text += "; the other nodes have it now: start again with --exclude "
+            text += fold_nodelist(list(hosts))
+        super().__init__(text)
 
 
 def say(message: str) -> None:

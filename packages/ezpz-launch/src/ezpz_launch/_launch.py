@@ -57,6 +57,8 @@ class Control(NamedTuple):
     job_id: str = ""  # the scheduler's; empty outside of a job
     kept: str = ""  # a folder on each node's own disk, where these files are until a rank ends
     run_file: str = ""  # where a History writes where its own file is
+    python: str = sys.executable  # that runs our programs beside the ranks
+    programs: str = _HERE  # the folder of these
 
     def value(self) -> str:
         """Return the variable's value; UsageError: a path holds a line break."""
@@ -65,13 +67,19 @@ class Control(NamedTuple):
             (self.prefix or self.only_ranks is not None or self.whole_lines) and not self.files
         )
         program, compiled = rank_output.__file__, getattr(rank_output, "__cached__", "")
+        if self.programs != _HERE:
+            program = os.path.join(self.programs, "rank_output.py")
         # A program that is given by its source is compiled at each start, 4 ms of a rank's.
         with contextlib.suppress(OSError):  # where nothing is compiled, or not here
-            if not self.where and os.path.getmtime(compiled) > os.path.getmtime(program):
+            if (
+                not self.where
+                and self.programs == _HERE
+                and os.path.getmtime(compiled) > os.path.getmtime(program)
+            ):
                 program = compiled
         fields = [
-            self.launch_id, f"{self.hold:.0f}", sys.executable,
-            os.path.join(_HERE, "_agent.py") if self.where else "", " ".join(self.where),
+            self.launch_id, f"{self.hold:.0f}", self.python,
+            os.path.join(self.programs, "_agent.py") if self.where else "", " ".join(self.where),
             self.secret, str(self.node_timeout), self.files,
             "all" if self.only_ranks is None else fold_ranks(self.only_ranks),
             program if pumped else "", "--prefix" if self.prefix else "", str(self.port or ""),
@@ -98,6 +106,7 @@ class Launch(NamedTuple):
     signal_at: Callable[[], float] = lambda: NEVER  # when SIGUSR1 is due, since the epoch
     scratch: str = ""  # a file or folder of the launch, to be removed also if we are killed
     end_file: str = ""  # where another host asks us to end the launch
+    goes_on: bool = False  # whether the others are to end by themselves where a rank fails
 
     def host_of(self, rank: int) -> str:
         host = self.hosts[rank // self.ppn]

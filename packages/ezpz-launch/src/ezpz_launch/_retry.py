@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from ezpz_topo import Allocation, TopoError, Topology, get_allocation, same_host
 
 from ._environment import free_port
-from ._errors import LaunchError, UsageError, say
+from ._errors import LaunchError, StageError, UsageError, say
 from ._faults import NODE, UNKNOWN, Suspects, Verdict, describe, verdict
 from ._launch import NEVER, NODE_TIMEOUT, Control, Heard, Launch, Outcome, pause, signals
+from ._launchers import PROGRAMS, SHIM, hostfile_of, needs_hostfile
 from ._launchers import argv as argv_of
-from ._launchers import hostfile_of, needs_hostfile
 from ._nodes import Pool, Replan, allocation_of, forget, remember, sweep, warn_of_the_scheduler
 from ._plan import LaunchPlan
 from ._record import Keeper, read_progress
@@ -33,10 +34,27 @@ _PORTS = 5
 """So many ports are tried where another program holds the first ones on rank 0's host."""
 
 
+class Preparation(Protocol):
+    """What is done on the hosts before the first attempt, and undone after the last one."""
+
+    @property
+    def planned(self) -> LaunchPlan:
+        """The launch, with what its ranks need then."""
+
+    def bring(self, heard: Heard) -> int:
+        """Do it; return an exit status, 0 if there are to be attempts."""
+
+    def end(self) -> None: ...
+
+    def moved(self, path: str) -> str:
+        """Return where the ranks find a program of ours."""
+
+
 class Attempts:
     def __init__(
         self, planned: LaunchPlan, topology: Topology, env: Mapping[str, str],
         before: int = 0, progress_file: str = "", *, replan: Replan | None = None,
+        prepare: Callable[[LaunchPlan], Preparation] | None = None,
     ) -> None:  # fmt: skip
         """See a plan through; ``before`` attempts were earlier jobs', with a file for all."""
         self._pool, self._suspects = Pool(planned, replan), Suspects()
@@ -44,15 +62,16 @@ class Attempts:
         self._allocation = allocation_of(topology.allocation, planned.request, env)
         self._sweeps: list[Callable[[], object]] = []
         self._has_successor = bool(progress_file)
-        self._planned, self._topology, self._env = planned, topology, env
+        self._topology, self._env = topology, env
         self._before = before
+        self._prepare = prepare
+        self._preparation: Preparation | None = None
         self._request = planned.request
         self._keeper = Keeper(env)
         self._terminal: Terminal | None = None
         if os.isatty(1) and os.isatty(2) and not self._request.log_dir:
             self._terminal = Terminal(planned, env, self._keeper.run_file)
-            added = {**self._terminal.environment, **planned.environment}
-            self._planned = replace(planned, environment=added)
+        self._planned = self._fit(planned)
         self._retries = Retries(self._request.retries)
         self._number = 0
         self._heard: Heard = ([], -1)
@@ -75,6 +94,17 @@ class Attempts:
             job = topology.allocation, env
             threading.Thread(target=warn_of_the_scheduler, args=job, daemon=True).start()
 
+    def _fit(self, planned: LaunchPlan) -> LaunchPlan:
+        """Return a plan with what its ranks need where they start, and are told of a terminal."""
+        if self._prepare:
+            self._end_preparation()
+            self._preparation = self._prepare(planned)
+            planned = self._preparation.planned
+        if self._terminal:
+            added = {**self._terminal.environment, **planned.environment}
+            planned = replace(planned, environment=added)
+        return planned
+
     @property
     def launch_id(self) -> str:
         return self._keeper.launch_id
@@ -86,9 +116,10 @@ class Attempts:
 
     def run(self) -> int:
         """Attempt until it succeeds or must not be tried again; return the exit status."""
-        with signals() as self._heard:
-            if self._terminal:
-                self._terminal.begin()
+        with signals() as self._heard, ExitStack() as stack:
+            stack.callback(self._end_preparation)
+            if status := self._begin():
+                return status
             while True:
                 folder = self._request.log_dir
                 self._sizes = _sizes(folder) if folder else {}
@@ -112,6 +143,26 @@ class Attempts:
                     status = REQUEUE
                 self._end(status, outcome)
                 return status
+
+    def _begin(self) -> int:
+        """Prepare the hosts; return 0, or the exit status of a launch that is not to be."""
+        if self._terminal:
+            self._terminal.begin()
+        while self._preparation:
+            try:
+                return self._preparation.bring(self._heard)
+            except StageError as error:
+                planned, done = self._pool.without(list(error.hosts), self._planned)
+                if not self._pool.replaces or planned is None:
+                    raise
+                say(f"{error}; {done}")
+                remember(list(error.hosts), "staging failed", self._allocation, self._env)
+                self._planned = self._fit(planned)
+        return 0
+
+    def _end_preparation(self) -> None:
+        if self._preparation:
+            self._preparation.end()
 
     def _end(self, status: int, outcome: Outcome) -> None:
         for wait in self._sweeps:
@@ -162,8 +213,8 @@ class Attempts:
             say(f"no other attempt: {done}")
             return None
         say(f"{done}; attempt {self._number + 2} begins")
-        self._planned = planned
-        return 0.0
+        self._planned = self._fit(planned)
+        return None if self._begin() else 0.0
 
     def _attempt(self) -> Outcome:
         """Run the plan once, on another port if a program holds the first one."""
@@ -182,7 +233,8 @@ class Attempts:
 
     def _run(self) -> Outcome:
         with _hostfile(replace(self._planned, control=True), self._tmpdir) as ready:
-            argv = tuple(argv_of(ready))
+            moved = self._preparation.moved if self._preparation else str
+            argv = tuple(moved(word) if word == SHIM else word for word in argv_of(ready))
             kept = {name: value for name, value in self._env.items() if name not in ready.removed}
             placement, request = ready.placement, self._request
             launch = Launch(
@@ -249,6 +301,7 @@ class Attempts:
             device_type="" if planned.device_type in ("cpu", "mps") else planned.device_type,
             devices=self._topology.accelerators.count, job_id=job.job_id or "",
             progress_file=self._progress_file, run_file=self._keeper.run_file,
+            python=moved(sys.executable), programs=moved(PROGRAMS),
         )  # fmt: skip
 
     def _pause_after(self, outcome: Outcome, found: Verdict | None) -> float | None:

@@ -248,7 +248,7 @@ class _Run:
         if not self.ending:
             if self.port_taken:
                 self.end_within(0.0)
-            elif self.status.first_failure:
+            elif self.status.first_failure and (self.status.all_ended or not self.launch.goes_on):
                 self.settle()
             elif self.launch.idle_timeout and self.is_silent():
                 self.ending = self.hangs = True

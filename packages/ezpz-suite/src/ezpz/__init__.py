@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from ezpz_topo import get_nodes_from_hostfile as get_nodes_from_hostfile
     from ezpz_topo import get_num_nodes as get_num_nodes
     from ezpz_topo import get_rank as get_rank
+    from ezpz_topo import get_staged_path as get_staged_path
     from ezpz_topo import get_world_size as get_world_size
     from ezpz_topo import get_world_size_in_use as get_world_size_in_use
     from ezpz_topo import get_world_size_total as get_world_size_total

@@ -20,6 +20,7 @@ Train with PyTorch anywhere, from a laptop to a supercomputer.
 run:
   launch    start a command on every rank of this job, or of this host (ezpz-launch)
   test      train a small model on all ranks: does this machine work, and how fast is it?
+  stage     bring the environment to every node's own disk, for the launches that follow
 
 jobs:
   submit    queue one that launches, by Slurm or PBS; and the next, until it is done
@@ -59,6 +60,7 @@ exit status: that of the command; 2 there is no such command"""
 COMMANDS: dict[str, tuple[str, ...]] = {
     "launch": ("ezpz_launch",),
     "test": ("ezpz._test.command",),
+    "stage": ("ezpz_launch", "stage"),
     "submit": ("ezpz_launch", "submit"),
     "jobs": ("ezpz_launch", "jobs"),
     "follow": ("ezpz_launch", "follow"),

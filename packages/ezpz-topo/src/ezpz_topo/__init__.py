@@ -75,6 +75,7 @@ if TYPE_CHECKING:
     from ._topology import get_gpus_per_node as get_gpus_per_node
     from ._topology import get_node_index as get_node_index
     from ._topology import get_num_nodes as get_num_nodes
+    from ._topology import get_staged_path as get_staged_path
     from ._topology import get_world_size as get_world_size
     from ._topology import get_world_size_in_use as get_world_size_in_use
     from ._topology import get_world_size_total as get_world_size_total

@@ -339,3 +339,17 @@ def _node_index(rank: RankInfo, job: Allocation | None) -> tuple[int, str]:
         family=rank.launcher,
         missing=("NODE_RANK",),
     )
+
+
+def get_staged_path(path: str | os.PathLike[str], env: Mapping[str, str] | None = None) -> str:
+    """Return where a file or folder is on this node's own disk; the path itself where it is not.
+
+    ``ezpz-launch --stage`` brings the environment there, and ``--stage-data`` what it names.
+
+    Args:
+        path: As it is on the shared file system; a relative one is of the working directory.
+        env: The environment to read; default ``os.environ``.
+    """
+    tree = (os.environ if env is None else env).get("EZPZ_STAGED", "")
+    staged = tree + os.path.realpath(path)
+    return staged if tree and os.path.lexists(staged) else os.fspath(path)

@@ -1,0 +1,414 @@
+"""``--stage``, and `ezpz stage`: the environment on each node's own disk before the ranks start.
+
+What is staged is found and read by `_archive`, and handed on by a tree of nodes: `_tree` is its
+root, `_stage_node` what runs on each of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ._archive import Source, ask, is_below, is_users, survey
+from ._errors import LaunchError, StageError, UsageError, say
+from ._launch import ENDING, Control, Heard, Launch, Outcome, signals
+from ._launchers import LAUNCHERS, PROGRAMS
+from ._launchers import argv as argv_of
+from ._options import GRACE, Options, split
+from ._record import new_id
+from ._retry import _hostfile
+from ._run import run
+from ._stage_node import VARIABLE
+from ._tree import Tree
+
+if TYPE_CHECKING:
+    from ezpz_topo._machine import Copper
+
+    from ._options import Request
+    from ._plan import LaunchPlan
+
+
+# What a launch does.
+
+
+class Staging:
+    """What a launch stages, and how its ranks find it.
+
+    Args:
+        planned: The launch.
+        env: The user's environment.
+        replan: Plans another launch on the same hosts.
+        to: A folder of each node; empty for the machine's local disk.
+        python: Whose environment; empty for the Python of the command.
+    """
+
+    def __init__(
+        self, planned: LaunchPlan, env: Mapping[str, str],
+        replan: Callable[[Request], LaunchPlan], to: str = "", python: str = "",
+    ) -> None:  # fmt: skip
+        self._planned, self._env, self._replan = planned, env, replan
+        request = planned.request
+        self._user_env = {**env, **dict(pair.split("=", 1) for pair in request.env)}
+        machine = planned.machine
+        places = (
+            (to, "--to"),
+            (env.get("EZPZ_STAGE_DIR", ""), "EZPZ_STAGE_DIR"),
+            (machine.local_disk, f"local_disk of {machine.name}.toml"),
+            (self._user_env.get("TMPDIR", ""), "TMPDIR"),
+            ("/tmp", "no other is known"),
+        )
+        self.folder, self.why = next(place for place in places if place[0])
+        self.folder = os.path.abspath(self.folder)
+        told = ask(python or _program(request.command[0], self._user_env), self._user_env)
+        what = survey(told, self._user_env, request.stage_data, everything=request.stage == "all")
+        self.source = Source(what, self.folder)
+
+    @property
+    def planned(self) -> LaunchPlan:
+        """The launch, with what its ranks need to be the staged environment's."""
+        planned, what, moved = self._planned, self.source.what, self.source.moved
+        base = {**self._user_env, **planned.environment}
+        added = dict[str, str]()
+        for name in ("VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONHOME"):
+            if base.get(name):
+                added[name] = moved(base[name])
+        for name in ("PYTHONPATH", "LD_LIBRARY_PATH"):
+            if base.get(name):
+                added[name] = os.pathsep.join(map(moved, base[name].split(os.pathsep)))
+        there = moved(what.python.prefix)
+        entries = base.get("PATH", os.defpath).split(os.pathsep)
+        own = [moved(entry) for entry in entries if moved(entry) != entry]
+        if there != what.python.prefix:
+            own.insert(0, f"{there}/bin")
+            if what.python.prefix != what.python.base_prefix:
+                added["VIRTUAL_ENV"] = there
+        # The others stay: a folder of the interpreter's has programs that are not staged.
+        added["PATH"] = os.pathsep.join(dict.fromkeys([*own, *entries]))
+        if moved(what.python.user_site) != what.python.user_site:
+            added["PYTHONUSERBASE"] = moved(what.python.user_base)
+        changed = {name: value for name, value in added.items() if value != base.get(name)}
+        for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+            if not base.get(name):
+                changed[name] = os.path.join(
+                    self.source.home, "caches", name.partition("_")[0].lower()
+                )
+        changed["EZPZ_STAGED"] = self.source.root
+        environment = {**planned.environment, **changed}
+        sources = {**planned.sources, **dict.fromkeys(changed, "--stage")}
+        kind = LAUNCHERS[planned.launcher.kind]
+        first, *words = planned.command
+        staged = [f"staged: {root.path}: {root.why}" for root in what.roots]
+        kept = [f"not staged: {stays}" for stays in what.stays]
+        size = f"{self.source.size / 1e6:,.0f} MB in {self.source.count:,} files"
+        return replace(
+            planned, command=(moved(first), *words), environment=environment, sources=sources,
+            exported=kind.exported(planned.machine, environment, self._env),
+            notes=(*planned.notes, f"staged to {self.folder} ({self.why}): {size}", *staged, *kept),
+        )  # fmt: skip
+
+    def moved(self, path: str) -> str:
+        return self.source.moved(path)
+
+    def end(self) -> None:
+        """Keep it: the next start finds it there."""
+
+    def alone(self) -> int:
+        """Stage without a launch; print where."""
+        with signals() as heard:
+            status = self.bring(heard)
+        if not status:
+            print(self.source.root)
+        return status
+
+    def bring(self, heard: Heard) -> int:
+        """Stage; return 0, or the exit status of a launch that is not to be.
+
+        Raises:
+            StageError: Some hosts do not have it; the others do.
+        """
+        every = max(0.5, len(self._planned.placement.hosts) / 2000)
+        tree, outcome = self._on_nodes(("stage", self.source.name, every), heard, self.source)
+        if outcome.told:
+            return outcome.exit_status
+        if tree.bad:
+            raise StageError(tree.failed(), len(self._planned.placement.hosts))
+        nodes = len(self._planned.placement.hosts)
+        if outcome.exit_status or tree.whole < nodes:
+            return outcome.exit_status or 1  # the run has said why
+        new = nodes - len(tree.had)
+        what = f"{self.source.size / 1e6:,.0f} MB in {self.source.count:,} files"
+        say(
+            f"staged {what}: {new} node{'s' * (new != 1)} got {tree.bytes / 1e6:,.0f} MB in "
+            f"{tree.seconds:.1f} s ({self.source.bytes_read / 1e6:,.0f} MB were read), "
+            f"{len(tree.had)} had it already: {self.source.root}"
+        )
+        return 0
+
+    def question(self, what: str) -> str:
+        """Return what the nodes have; ``what`` is ``"status"``, or ``"clean"`` to remove it."""
+        with signals() as heard:
+            tree, outcome = self._on_nodes((what,), heard)
+        if tree.bad:
+            raise StageError(tree.failed(), len(self._planned.placement.hosts))
+        if outcome.exit_status:
+            raise LaunchError(f"the nodes did not answer (exit status {outcome.exit_status})")
+        rows, gone = dict[str, tuple[dict[str, Any], int]](), 0
+        for trees, removed in tree.answers.values():
+            gone += len(removed)
+            for row in trees:
+                rows[row["name"]] = row, rows.get(row["name"], (row, 0))[1] + 1
+        nodes = len(tree.answers)
+        lines = [f"removed on {nodes} nodes: {gone} trees"] if what == "clean" else []
+        for row, count in rows.values():
+            used = "in use" if row["used"] else f"last used {row['age'] / 3600:.1f} h ago"
+            size = f"{row['size'] / 1e6:,.0f} MB"
+            lines.append(
+                f"{row['name']}  {size:>10}  {count} of {nodes} nodes  {used}  {row['about']}"
+            )
+        return "\n".join(lines or [f"nothing is staged in {self.source.home} on {nodes} nodes"])
+
+    def _on_nodes(
+        self, order: tuple[object, ...], heard: Heard, source: Source | None = None
+    ) -> tuple[Tree, Outcome]:
+        """Run `_stage_node.py` once a node, by the launch's own launcher."""
+        planned, given = self._planned, self._env.get("EZPZ_STAGE_FANOUT", "0")
+        if not given.isdecimal():
+            raise UsageError(
+                f"EZPZ_STAGE_FANOUT={given!r}: expected a number of children of a node"
+            )
+        hosts = planned.placement.hosts
+        tree = Tree(hosts, order, source, here=planned.on_this_host, fan_out=int(given))
+        words = (sys.executable, "-I", "-S", os.path.join(PROGRAMS, "_stage_node.py"), self.folder)
+        request = replace(
+            planned.request, command=words, nproc=None, ppn=1, nodes=len(hosts), cpu_bind="none",
+            env=(*planned.request.env, f"{VARIABLE}={tree.where} {tree.secret}"), log_dir="",
+            tee=False, only_ranks=None, prefix=False, one_device=False, idle_timeout=0.0,
+            signal_before=0.0, retries=0, stage="", stage_data=(), dry_run=False, json=False,
+        )  # fmt: skip
+        tree.start()
+        try:
+            with _hostfile(replace(self._replan(request), control=True), self.scratch) as ready:
+                kept = {name: v for name, v in self._env.items() if name not in ready.removed}
+                control = Control(f"{new_id(time.time())}.stage", _HOLD)
+                launch = Launch(
+                    argv=tuple(argv_of(ready)), nproc=len(hosts), hosts=hosts, ppn=1,
+                    on_this_host=ready.on_this_host, environment={**kept, **ready.environment},
+                    control=control, grace=GRACE, goes_on=True,
+                    scratch="" if ready.hostfile == self._planned.hostfile else ready.hostfile,
+                )  # fmt: skip
+                threading.Thread(target=_show, args=(tree, len(hosts), source), daemon=True).start()
+                outcome = run(launch, heard)
+        finally:
+            tree.stop()
+        return tree, outcome
+
+    @property
+    def scratch(self) -> str:
+        return self._env.get("TMPDIR") or "/tmp"
+
+
+_HOLD = 86400.0  # seconds for which a node's shim stays: its launcher would end the others
+
+
+def _program(word: str, env: Mapping[str, str]) -> str:
+    """Return the Python that a command starts; our own where it starts something else."""
+    if not re.fullmatch(r"(pypy|python)[0-9.]*", os.path.basename(word)):
+        return sys.executable
+    return shutil.which(word, path=env.get("PATH")) or sys.executable
+
+
+def _show(tree: Tree, nodes: int, source: Source | None) -> None:
+    """Tell how far it is: on a terminal in one line, else in a line now and then."""
+    if source is None or sys.stderr is None:
+        return
+    terminal = sys.stderr.isatty()
+    before, at, shown = 0, time.monotonic(), False
+    while not tree.join(0.5 if terminal else 10.0):
+        got, now = tree.bytes, time.monotonic()
+        rate, before, at = (got - before) / (now - at), got, now
+        lacking = nodes - len(tree.had)
+        left = f", {max(0, lacking * source.size - got) / rate:,.0f} s left" if rate else ""
+        line = f"staging: {tree.whole} of {nodes} nodes, {rate / 1e9:.2f} GB/s in sum{left}"
+        if terminal:
+            shown = True
+            with contextlib.suppress(OSError):
+                print(f"\r\x1b[Kezpz-launch: {line}", end="", file=sys.stderr, flush=True)
+        else:
+            say(line)
+    if shown:
+        with contextlib.suppress(OSError):
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+# What a site has of its own: ALCF's Copper, a read-only view that the nodes share. Not run there.
+
+
+class CopperView:
+    """The site's service, as the machine's file has it: started, used by the ranks, stopped.
+
+    Source: docs.alcf.anl.gov/aurora/data-management/copper: of a venv or conda environment only
+    the folders of packages go through it, by PYTHONPATH.
+    """
+
+    def __init__(self, planned: LaunchPlan, env: Mapping[str, str], copper: Copper) -> None:
+        self._planned, self._env, self._copper = planned, env, copper
+        user = env.get("USER") or str(os.getuid())
+        self._mount = copper.mount.replace("$USER", user)
+        told = ask(_program(planned.command[0], env), env)
+        what = survey(told, env, (), everything=False)
+        self._path = [
+            path for path in told.path
+            if os.path.isdir(path) and not is_below(path, told.stdlib)
+            and any(is_below(os.path.realpath(path), root.path) for root in what.roots)
+        ]  # fmt: skip
+        site = [p for p in told.path if p == f"{told.stdlib}/site-packages"]
+        self._path += [path for path in site if is_users(path, env)]
+        self._start, self._stop = self._script(copper.start), self._script(copper.stop)
+
+    def _script(self, names: Sequence[str]) -> str:
+        for name in names:
+            if found := shutil.which(name, path=self._env.get("PATH")):
+                return found
+        raise UsageError(
+            f"--stage=copper: no {' or '.join(names)} on PATH; expected the site's module: "
+            f"module load {' '.join(self._copper.modules)}"
+        )
+
+    @property
+    def planned(self) -> LaunchPlan:
+        planned = self._planned
+        own = planned.environment.get("PYTHONPATH", self._env.get("PYTHONPATH", ""))
+        there = [self._mount + path for path in self._path]
+        path = os.pathsep.join(dict.fromkeys([*there, *filter(None, own.split(os.pathsep))]))
+        environment = {**planned.environment, "PYTHONPATH": path}
+        kind = LAUNCHERS[planned.launcher.kind]
+        return replace(
+            planned, environment=environment,
+            sources={**planned.sources, "PYTHONPATH": "--stage=copper"},
+            exported=kind.exported(planned.machine, environment, self._env),
+            notes=(*planned.notes, f"{self._start} before the ranks, {self._stop} after them"),
+        )  # fmt: skip
+
+    def moved(self, path: str) -> str:
+        return path
+
+    def _words(self, script: str) -> list[str]:
+        logs = os.path.join(self._env.get("HOME") or os.getcwd(), "copper-logs")
+        return [script, "-d", logs, "-v", self._mount]
+
+    def bring(self, heard: Heard) -> int:
+        say(f"starting {self._start}")
+        done = subprocess.run(self._words(self._start), env=self._env, check=False,
+                              stdin=subprocess.DEVNULL, stdout=sys.stderr)  # fmt: skip
+        if done.returncode:
+            raise LaunchError(
+                f"{self._start} ended with {done.returncode}; expected 0; see its output"
+            )
+        told = next((number for number in heard[0] if number in ENDING), None)
+        return 128 + told if told else 0
+
+    def end(self) -> None:
+        done = subprocess.run(self._words(self._stop), env=self._env, check=False,
+                              stdin=subprocess.DEVNULL, stdout=sys.stderr)  # fmt: skip
+        if done.returncode:
+            say(f"{self._stop} ended with {done.returncode}; Copper may still run on the nodes")
+
+    def question(self, _what: str) -> str:
+        raise UsageError("ezpz stage --stage=copper: expected python or all; Copper keeps nothing")
+
+    def alone(self) -> int:
+        return int(bool(self.question("")))
+
+
+# `ezpz stage`: the same without a launch.
+
+PAGE = """\
+usage: ezpz stage [OPTION...] [ENVIRONMENT]
+
+Bring an environment, by default the active one, to every node's own disk; ezpz-launch --stage then
+finds it there.
+
+options:
+  --to FOLDER          where; default: EZPZ_STAGE_DIR, which launches heed as well, else the
+                       machine's local disk, else TMPDIR, else /tmp
+  --stage-data PATH    this file or folder as well; repeatable
+  --stage=all          what is the site's, too
+  --status             what the nodes have, and whether it is in use
+  --clean              remove what is not in use
+  --dry-run            say what would be staged, and why
+  and those of ezpz-launch that choose hosts: -N, --hostfile, --include, --exclude, --launcher
+
+examples:
+  ezpz stage                          once, at the job's start
+  ezpz stage --status"""
+
+
+class Alone(NamedTuple):
+    """What ``ezpz stage`` was told."""
+
+    options: Options
+    environment: str = ""
+    to: str = ""
+    question: str = ""
+    page: str = ""
+
+    @classmethod
+    def of(cls, words: Sequence[str]) -> Alone:
+        rest, own, left = list[str](), {"to": "", "question": ""}, list(words)
+        while left:
+            word = left.pop(0)
+            name, attached, value = word.partition("=")
+            if word in ("--status", "--clean"):
+                own["question"] = word[2:]
+            elif name == "--to" and (attached or left):
+                own["to"] = value if attached else left.pop(0)
+            else:
+                rest.append(word)
+        options, found = split(rest)
+        if len(found) > 1:
+            raise UsageError(
+                f"stage: {' '.join(found)}: expected one environment; other files: --stage-data"
+            )
+        page = PAGE if "help" in options else ""
+        return cls({"stage": "python", **options}, "".join(found), page=page, **own)
+
+    @property
+    def python(self) -> str:
+        """The environment's interpreter; empty for the active one."""
+        folder = self.environment
+        if not folder:
+            return ""
+        python = os.path.join(os.path.abspath(folder), "bin", "python")
+        marks = [os.path.join(folder, name) for name in ("pyvenv.cfg", "conda-meta")]
+        if not any(map(os.path.exists, marks)) or not os.access(python, os.X_OK):
+            raise UsageError(
+                f"stage: {folder} is no environment (no pyvenv.cfg or conda-meta, or no "
+                f"bin/python); expected a venv or conda's; for other files: --stage-data {folder}"
+            )
+        return python
+
+
+def prepare(
+    planned: LaunchPlan, env: Mapping[str, str], replan: Callable[[Request], LaunchPlan],
+    alone: Alone | None = None,
+) -> Staging | CopperView:  # fmt: skip
+    """Return what a launch with ``--stage`` prepares; nothing is started yet."""
+    machine = planned.machine
+    if planned.request.stage != "copper":
+        to, python = (alone.to, alone.python) if alone else ("", "")
+        return Staging(planned, env, replan, to, python)
+    if machine.copper is None:
+        raise UsageError(
+            f"--stage=copper: {machine.name}.toml has no [copper]; expected a machine that has it; "
+            "use --stage"
+        )
+    return CopperView(planned, env, machine.copper)

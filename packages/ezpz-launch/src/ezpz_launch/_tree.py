@@ -1,0 +1,306 @@
+"""The root of a tree of nodes that are staged to: who is there, who asks whom, who has failed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ._launch import _listen, _own_address
+from ._stage_node import is_introduced, say, serve
+
+if TYPE_CHECKING:
+    from ._archive import Source
+
+_PATIENCE = 60.0
+"""Seconds without a sign of a node, or behind the others, after which it is left out."""
+
+_ROOT = -1  # ezpz-launch itself, as a parent
+_PARENTS = 8  # so many parents are tried before a node is the one that fails
+
+
+class _Peer:
+    """A node's connection; ``node`` is None until it has proved whose it is."""
+
+    def __init__(self, its: socket.socket) -> None:
+        its.settimeout(10)
+        self.socket, self.fd = its, its.fileno()
+        self.node: int | None = None
+        self.challenge, self.since, self.received = os.urandom(16).hex(), time.monotonic(), b""
+        self.state = ""  # "lacking", "whole", "failed"
+        self.assigned = 0.0
+        self.address = ""
+        self.parent: int | None = None
+        self.children = set[int]()
+        self.tried = set[int]()
+        self.bytes = 0
+
+
+class Tree:
+    """The nodes of one staging, or of one question; it works in a thread until all have answered.
+
+    Args:
+        hosts: A name for each node.
+        order: What each is told: ``("stage", name, seconds between reports)``, ``("status",)``.
+        source: What is staged.
+        here: Whether all nodes are on this host.
+        fan_out: Children of a node; 0 for a number that fits.
+        patience: As `_PATIENCE`.
+    """
+
+    def __init__(
+        self, hosts: Sequence[str], order: tuple[object, ...], source: Source | None = None, *,
+        here: bool, fan_out: int = 0, patience: float = _PATIENCE,
+    ) -> None:  # fmt: skip
+        self._hosts, self._order, self._source, self._patience = hosts, order, source, patience
+        # Unpacking is slower than sending: at scale a flat tree costs less than it saves.
+        self._fan_out = fan_out or (2 if len(hosts) <= 64 else 4)
+        self.secret = os.urandom(32).hex()
+        family, address = (socket.AF_INET, "127.0.0.1") if here else _own_address(hosts)
+        self._server, self._data = _listen(family, address), _listen(family, address)
+        self._data.setblocking(True)
+        host = f"[{address}]" if ":" in address else address
+        self.where = f"{host}:{self._server.getsockname()[1]}"
+        self._data_address = f"{host}:{self._data.getsockname()[1]}"
+        self._wake = os.pipe()
+        self._connections, self._peers = dict[int, _Peer](), dict[int, _Peer]()
+        self._open = deque([_ROOT])
+        self._of_root = set[int]()
+        self.bad = dict[int, str]()
+        self.had = set[int]()
+        self.answers = dict[int, Any]()
+        self.began = time.monotonic()
+        self.arrived = 0.0  # when the first node did
+        self.half = self.seconds = 0.0  # until half the nodes had it; until all
+        self._poll = select.poll()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def start(self) -> None:
+        if self._source:
+            words = (self._data, self.secret, self._source.get, self._source.wanted)
+            threading.Thread(target=serve, args=words, daemon=True).start()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Wait for no node any more."""
+        os.write(self._wake[1], b"!")
+        self._thread.join()
+        for each in (self._server, self._data):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)  # wakes who accepts
+            each.close()
+        for end in self._wake:
+            os.close(end)
+
+    def join(self, timeout: float | None = None) -> bool:
+        """Return whether all nodes have answered, or failed, within so many seconds."""
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    @property
+    def whole(self) -> int:
+        return sum(peer.state == "whole" for peer in list(self._peers.values()))
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that the nodes have got, in sum."""
+        return sum(peer.bytes for peer in list(self._peers.values()))
+
+    def failed(self) -> dict[str, str]:
+        return {self._hosts[node]: why for node, why in sorted(self.bad.items())}
+
+    def _run(self) -> None:
+        for fd in (self._server.fileno(), self._wake[0]):
+            self._poll.register(fd, select.POLLIN)
+        while not self._is_over():
+            for fd, _ in self._poll.poll(250):
+                if fd == self._wake[0]:
+                    break
+                self._handle(fd)
+            else:
+                self._look()
+                continue
+            break
+        self.seconds = time.monotonic() - self.began
+        for peer in list(self._connections.values()):
+            with contextlib.suppress(OSError):
+                say(peer.socket, "bye")
+            peer.socket.close()
+
+    def _is_over(self) -> bool:
+        done = len(self.answers) if self._source is None else self.whole
+        return done + len(self.bad) >= len(self._hosts)
+
+    def _handle(self, fd: int) -> None:
+        if fd == self._server.fileno():
+            with contextlib.suppress(BlockingIOError, ConnectionError):
+                while True:
+                    new = _Peer(self._server.accept()[0])
+                    self._connections[new.fd] = new
+                    self._poll.register(new.fd, select.POLLIN)
+                    self._say(new, "challenge", new.challenge)
+        elif peer := self._connections.get(fd):
+            try:
+                received = peer.socket.recv(1 << 16)
+            except OSError as error:
+                self._drop(peer, error.strerror or str(error))
+                return
+            *lines, peer.received = (peer.received + received).split(b"\n")
+            for line in lines:
+                try:
+                    self._take(peer, json.loads(line))
+                except (ValueError, TypeError, KeyError, IndexError, AttributeError):
+                    self._drop(peer, "it says what no node of ours would")
+            if not received or len(peer.received) > 1 << 24:
+                self._drop(peer, "its process has ended")
+
+    def _take(self, peer: _Peer, words: list[Any]) -> None:
+        if peer.node is None:
+            answer = is_introduced(words, self.secret, peer.challenge)
+            node = words[1]
+            if not answer or not 0 <= node < len(self._hosts) or node in self._peers:
+                self._drop(peer, "")
+                return
+            peer.node = node
+            self.arrived = self.arrived or time.monotonic()
+            self._peers[node] = peer
+            self._say(peer, "welcome", answer)
+            self._say(peer, *self._order)
+            return
+        what, *values = words
+        peer.since = time.monotonic()
+        # Of a dialogue with strangers it would be a hole; these have proved who they are.
+        handle: Callable[..., None] | None = getattr(self, f"_on_{what}", None)
+        if handle is None:
+            self._drop(peer, f"it says {what!r}")
+        elif peer.state != "failed":
+            handle(peer, *values)
+
+    def _on_at(self, peer: _Peer, port: int, is_whole: bool) -> None:
+        assert peer.node is not None
+        host = peer.socket.getpeername()[0]
+        peer.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        peer.state = "whole" if is_whole else "lacking"
+        if is_whole:
+            self.had.add(peer.node)
+        else:
+            self._assign(peer)
+        self._open.append(peer.node)
+
+    def _on_got(self, peer: _Peer, size: int) -> None:
+        peer.bytes = size
+
+    def _on_whole(self, peer: _Peer, size: int) -> None:
+        peer.bytes, peer.state = size, "whole"
+        if 2 * self.whole >= len(self._hosts):
+            self.half = self.half or time.monotonic() - self.arrived
+
+    def _on_orphan(self, peer: _Peer, parent: int, why: str) -> None:
+        if peer.parent == parent and peer.state == "lacking":
+            peer.tried.add(parent)
+            self._assign(peer, why)
+
+    def _on_corrupt(self, peer: _Peer, parent: int, why: str) -> None:
+        if parent == _ROOT:
+            self._fail(peer, f"what ezpz-launch sends arrives damaged: {why}")
+        elif parent == peer.parent:
+            self._fail(self._peers[parent], f"it sent on what was damaged: {why}")
+
+    def _on_failed(self, peer: _Peer, why: str) -> None:
+        self._fail(peer, why)
+
+    def _on_status(self, peer: _Peer, trees: list[Any], removed: list[str]) -> None:
+        assert peer.node is not None
+        self.answers[peer.node] = trees, removed
+
+    def _assign(self, peer: _Peer, why: str = "") -> None:
+        """Tell a node whom to ask."""
+        assert peer.node is not None
+        if self._source is None:
+            return
+        if len(peer.tried) >= _PARENTS:
+            self._fail(peer, f"it gets nothing from {len(peer.tried)} other nodes: {why}")
+            return
+        if peer.parent is not None:
+            self._children(peer.parent).discard(peer.node)
+        while self._open and not self._has_room(self._open[0]):
+            self._open.popleft()
+        candidates = (*list(self._open)[:64], _ROOT, *self._peers)
+        chosen = next((each for each in candidates if self._serves(each, peer)), _ROOT)
+        peer.parent, peer.assigned = chosen, time.monotonic()
+        self._children(chosen).add(peer.node)
+        address = self._data_address if chosen == _ROOT else self._peers[chosen].address
+        try:
+            self._say(peer, "from", address, chosen, self._source.digest)
+        except OSError as error:
+            self._source.error = f"{error.filename}: {error.strerror}"
+
+    def _has_room(self, node: int) -> bool:
+        # The shared file system is read for one node, and once.
+        return len(self._children(node)) < (1 if node == _ROOT else self._fan_out)
+
+    def _children(self, node: int) -> set[int]:
+        return self._of_root if node == _ROOT else self._peers[node].children
+
+    def _serves(self, node: int, peer: _Peer) -> bool:
+        """Return whether a node can be a parent: it is well, and asks not this one in the end."""
+        if node in peer.tried or node == peer.node:
+            return False
+        if node != _ROOT and self._peers[node].state not in ("lacking", "whole"):
+            return False
+        above: int | None = node
+        while above not in (None, _ROOT) and above != peer.node:
+            above = self._peers[above].parent if self._peers[above].state == "lacking" else None
+        return above != peer.node
+
+    def _fail(self, peer: _Peer, why: str) -> None:
+        if peer.node is None or peer.state == "failed":
+            return
+        peer.state = "failed"
+        self.bad[peer.node] = why
+        for child in sorted(peer.children):
+            if self._peers[child].state == "lacking":
+                self._peers[child].tried.add(peer.node)
+                self._assign(self._peers[child], why)
+
+    def _say(self, peer: _Peer, *words: object) -> None:
+        try:
+            say(peer.socket, *words)
+        except OSError as error:
+            self._drop(peer, error.strerror or str(error))
+
+    def _drop(self, peer: _Peer, why: str) -> None:
+        if self._connections.pop(peer.fd, None) is not None:
+            self._poll.unregister(peer.fd)
+            peer.socket.close()
+            self._fail(peer, why)
+
+    def _look(self) -> None:
+        """Leave out nodes that are not there, do not go on, or are far behind the others."""
+        now, source = time.monotonic(), self._source
+        if source and source.error:
+            for node in range(len(self._hosts)):
+                self.bad.setdefault(node, source.error)
+        if not self.arrived or now - self.arrived < self._patience:
+            return
+        for node in set(range(len(self._hosts))) - self._peers.keys() - self.bad.keys():
+            self.bad[node] = f"no sign of it within {self._patience:g} s"
+        for peer in list(self._peers.values()):
+            parent = self._peers.get(peer.parent) if peer.parent not in (None, _ROOT) else None
+            # Who waits for a slow one is not slow.
+            if peer.state in ("whole", "failed") or (parent and parent.state == "lacking"):
+                continue
+            quiet, took = now - max(peer.since, peer.assigned), now - self.arrived
+            if quiet > self._patience and not (source and source.busy):
+                self._fail(peer, f"nothing new from it for {quiet:.0f} s")
+            elif self.half and took > 3 * self.half + self._patience < now - peer.assigned:
+                self._fail(
+                    peer, f"too slow: not done in {took:.0f} s, half were in {self.half:.0f} s"
+                )

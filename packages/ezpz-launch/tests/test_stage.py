@@ -1,0 +1,513 @@
+"""Staging: real node processes on loopback, each with a disk of its own; and the command."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+import ezpz_launch
+import ezpz_topo
+from ezpz_launch import UsageError, _stage_node
+from ezpz_launch._archive import Python, Root, Source, What
+from ezpz_launch._tree import Tree
+
+SOURCES = [str(Path(package.__file__).parents[1]) for package in (ezpz_launch, ezpz_topo)]
+
+
+@pytest.fixture
+def disk():
+    """A folder in memory where there is one: what 64 nodes write is for no real disk."""
+    shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(dir=shared, prefix="ezpz-stage-") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def data(tmp_path):
+    """What is staged: 400 small files, one of several chunks, an empty one, links."""
+    folder, some = tmp_path / "data", random.Random(7)
+    for number in range(400):
+        path = folder / f"p{number % 9}" / f"{number}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(some.randbytes(some.randrange(4000)))
+    (folder / "big.so").write_bytes(some.randbytes(9 << 20))
+    (folder / "empty").touch()
+    (folder / "near").symlink_to("p1/1.py")
+    (folder / "whole").symlink_to(folder / "p1")
+    (folder / "outside").symlink_to("/usr/bin/env")
+    return folder
+
+
+class Nodes:
+    """Node processes of one staging, and its root."""
+
+    def __init__(self, data, disk, count, *, patience=60.0, order=None, source=Source):
+        python = Python(str(data), str(data), "", "", "", "", [])
+        what = What([Root(str(data), "test")], {str(data): str(data)}, [], python)
+        self.source = source(what, str(disk / "0"))
+        self.disk = disk
+        order = order or ("stage", self.source.name, 0.1)
+        hosts = [f"host{node}" for node in range(count)]
+        self.tree = Tree(hosts, order, self.source, here=True, patience=patience)
+        self.processes = []
+
+    def __enter__(self):
+        self.tree.start()
+        return self
+
+    def start(self, *which, folder=None, **options):
+        for node in which:
+            place = self.disk / str(node if folder is None else folder)
+            place.mkdir(exist_ok=True)
+            told = {"EZPZ_STAGE": f"{self.tree.where} {self.tree.secret}", "RANK": str(node)}
+            words = [sys.executable, "-I", "-S", _stage_node.__file__, str(place)]
+            self.processes.append(subprocess.Popen(words, env=told, **options))
+        return self
+
+    def done(self):
+        assert self.tree.join(300)
+        return self.tree
+
+    def root(self, node=0):
+        home = self.disk / str(node) / f"ezpz-{os.getuid()}"
+        trees = [each for each in home.iterdir() if ".part-" not in each.name]
+        newest = max(trees, key=lambda each: (each / ".ezpz").stat().st_mtime)
+        return newest / "root"
+
+    def __exit__(self, *_):
+        self.tree.stop()
+        for process in self.processes:
+            try:
+                process.wait(30)
+            finally:
+                process.kill()
+                process.wait()
+
+
+@pytest.fixture
+def staged(data, disk):
+    """Stage to so many nodes, each with a disk of its own that stays from one call to the next."""
+
+    def stage(count, **options):
+        with Nodes(data, disk, count, **options) as nodes:
+            nodes.start(*range(count)).done()
+        return nodes
+
+    return stage
+
+
+def is_same(data, copy):
+    compared = subprocess.run(["diff", "-r", "--no-dereference", data, copy], check=False,
+                              capture_output=True, text=True)  # fmt: skip
+    lines = [line for line in compared.stdout.splitlines() if "whole differ" not in line]
+    times = all(
+        (copy / path.relative_to(data)).lstat().st_mtime_ns == path.lstat().st_mtime_ns
+        for path in data.rglob("*")
+        if path.is_file() and not path.is_symlink()
+    )
+    return not lines and times
+
+
+@pytest.mark.parametrize("count", [1, 4, 16])
+def test_the_source_is_read_once_whatever_the_number_of_nodes(*, staged, data, count):
+    nodes = staged(count)
+    assert nodes.tree.failed() == {}
+    assert nodes.source.bytes_read <= 1.02 * nodes.source.size
+    for node in range(count):
+        copy = Path(str(nodes.root(node)) + str(data))
+        assert is_same(data, copy)
+        # A link into what is staged stays in it.
+        assert (copy / "whole").resolve() == (copy / "p1").resolve()
+
+
+def test_a_second_start_sends_nothing_and_a_changed_environment_what_changed(*, staged, data):
+    staged(3)
+    again = staged(3)
+    assert len(again.tree.had) == 3
+    assert again.source.bytes_read == 0
+    (data / "p1" / "1.py").write_text("changed")
+    (data / "p2" / "2.py").unlink()
+    # Of the same size and time, as packages of reproducible builds are.
+    status = (data / "p3" / "3.py").stat()
+    (data / "p3" / "3.py").write_bytes(b"x" * status.st_size)
+    os.utime(data / "p3" / "3.py", ns=(status.st_atime_ns, status.st_mtime_ns))
+    changed = staged(3)
+    assert changed.tree.had == set()
+    assert 0 < changed.source.bytes_read < changed.source.size / 2
+    assert is_same(data, Path(str(changed.root(2)) + str(data)))
+
+
+def test_a_node_that_lost_a_file_gets_it_from_one_that_has_it(*, staged, data):
+    nodes = staged(2)
+    Path(f"{nodes.root(1)}{data}/p4/4.py").unlink()
+    with Nodes(data, nodes.disk, 2) as again:
+        again.start(0)
+        while not again.tree.had:
+            time.sleep(0.01)
+        again.start(1).done()
+    assert again.tree.had == {0}
+    assert is_same(data, Path(f"{again.root(1)}{data}"))
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_64_nodes_of_which_some_are_killed_at_random_moments(*, data, disk, seed, until):
+    chance = random.Random(seed)
+    with Nodes(data, disk, 64) as nodes:
+        nodes.start(*range(64))
+        total = 64 * nodes.source.size
+        until(lambda: len(nodes.tree._peers) == 64, seconds=120)
+        victims = chance.sample(range(64), 6)
+        for victim, moment in zip(victims, sorted(chance.random() for _ in victims), strict=True):
+            until(lambda moment=moment: nodes.tree.bytes >= 0.8 * moment * total, seconds=200)
+            nodes.processes[victim].kill()
+        tree = nodes.done()
+    killed = {f"host{victim}" for victim in victims}
+    assert set(tree.failed()) == killed
+    assert tree.whole == 64 - len(killed)
+    assert nodes.source.bytes_read <= 2 * nodes.source.size
+    for node in set(range(64)) - set(victims):
+        assert list((disk / str(node) / f"ezpz-{os.getuid()}").glob("*.part-*")) == []
+    # What a killed one left is not taken for whole, and goes when it starts again.
+    with Nodes(data, disk, 64) as again:
+        again.start(*range(64)).done()
+    assert again.tree.failed() == {}
+    for victim in victims:
+        assert is_same(data, Path(f"{again.root(victim)}{data}"))
+        assert list((disk / str(victim) / f"ezpz-{os.getuid()}").glob("*.part-*")) == []
+
+
+class Damaged(Source):
+    """A source of which a chunk arrives damaged, so many times."""
+
+    times = 1
+
+    def get(self, number):
+        sums, chunk = super().get(number)
+        if number == 1 and self.times:
+            self.times -= 1
+            chunk = bytes(len(chunk))
+        return sums, chunk
+
+
+def test_a_damaged_chunk_is_asked_for_again(*, staged, data):
+    nodes = staged(2, source=Damaged)
+    assert nodes.tree.failed() == {}
+    assert is_same(data, Path(f"{nodes.root(1)}{data}"))
+
+
+def test_who_keeps_sending_damaged_chunks_is_named(*, data, disk, staged):
+    path = Path(f"{staged(1).root()}{data}/big.so")
+    status = path.stat()
+    with path.open("r+b") as file:
+        file.write(b"not what was staged")
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    with Nodes(data, disk, 3) as nodes:
+        nodes.start(0)
+        while not nodes.tree.had:
+            time.sleep(0.01)
+        nodes.start(1, 2).done()
+    assert list(nodes.tree.failed()) == ["host0"]
+    assert "damaged" in nodes.tree.failed()["host0"]
+    assert is_same(data, Path(f"{nodes.root(2)}{data}"))
+
+
+def test_a_node_that_cannot_write_is_named_and_its_children_get_another_parent(*, data, disk):
+    import resource
+
+    def small():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8 << 20, 8 << 20))
+
+    with Nodes(data, disk, 6) as nodes:
+        nodes.start(0, preexec_fn=small)
+        until_there = time.monotonic() + 60
+        while not nodes.tree._peers and time.monotonic() < until_there:
+            time.sleep(0.01)
+        nodes.start(*range(1, 6)).done()
+    assert list(nodes.tree.failed()) == ["host0"]
+    assert "File too large" in nodes.tree.failed()["host0"]
+    assert nodes.tree.whole == 5
+    assert list((disk / "0" / f"ezpz-{os.getuid()}").iterdir()) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts a disk")
+def test_a_disk_without_room_is_told_before_anything_is_written(*, data, disk):
+    (disk / "0").mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=70m", "none", str(disk / "0")]
+    if subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("no tmpfs can be mounted here")
+    try:
+        with Nodes(data, disk, 2) as nodes:
+            nodes.start(0, 1).done()
+        assert list(nodes.tree.failed()) == ["host0"]
+        assert "MB free; expected" in nodes.tree.failed()["host0"]
+        assert list((disk / "0" / f"ezpz-{os.getuid()}").iterdir()) == []
+    finally:
+        subprocess.run(["umount", disk / "0"], check=True)
+
+
+def test_a_node_that_does_not_go_on_is_left_out(*, data, disk, until):
+    with Nodes(data, disk, 3, patience=1.5) as nodes:
+        nodes.start(0)
+        until(lambda: nodes.tree._peers)
+        nodes.processes[0].send_signal(signal.SIGSTOP)
+        nodes.start(1, 2).done()
+        nodes.processes[0].kill()
+    assert "host0" in nodes.tree.failed()
+    assert nodes.tree.whole == 2
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become a user who may not read")
+def test_what_the_user_may_not_read_is_told_before_anything_is_copied(*, data, disk):
+    shutil.copytree(data, disk / "data", symlinks=True)
+    (disk / "data" / "p1" / "1.py").chmod(0o600)
+    disk.chmod(0o755)
+    read, write = os.pipe()
+    if os.fork() == 0:
+        os.setuid(65534)
+        try:
+            Nodes(disk / "data", disk, 1)
+        except UsageError as error:
+            os.write(write, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    os.wait()
+    with os.fdopen(read) as said:
+        assert said.read().startswith(f"{disk}/data/p1/1.py cannot be read (Permission denied); ")
+
+
+def test_two_launches_at_once_on_one_disk_make_one_tree(*, data, disk):
+    with Nodes(data, disk, 3) as one, Nodes(data, disk, 3) as other:
+        for nodes in (one, other):
+            nodes.start(0, 1, 2, folder="shared")
+        for nodes in (one, other):
+            assert nodes.done().failed() == {}
+    home = disk / "shared" / f"ezpz-{os.getuid()}"
+    assert [each.name for each in home.iterdir()] == [one.source.name]
+    assert is_same(data, Path(f"{home}/{one.source.name}/root{data}"))
+
+
+@pytest.mark.parametrize("what", ["a link", "a file"])
+def test_a_folder_that_is_not_our_own_is_not_used(*, data, disk, what):
+    (disk / "0").mkdir()
+    home = disk / "0" / f"ezpz-{os.getuid()}"
+    home.symlink_to(disk) if what == "a link" else home.touch()
+    with Nodes(data, disk, 1) as nodes:
+        nodes.start(0).done()
+    assert "expected a folder of this user's own" in nodes.tree.failed()["host0"]
+
+
+def test_old_trees_go_but_not_those_in_use(*, staged, data, disk):
+    first = staged(1).root()
+    (data / "p1" / "1.py").write_text("second")
+    second = staged(1).root()
+    (data / "p1" / "1.py").write_text("third")
+    long_ago = time.time() - 30 * 86400
+    for root in (first, second):
+        os.utime(root.parent / ".ezpz", (long_ago, long_ago))
+    user = subprocess.Popen(["sleep", "600"], env={"EZPZ_STAGED": str(first)})
+    try:
+        third = staged(1).root()
+    finally:
+        user.kill()
+        user.wait()
+    home = disk / "0" / f"ezpz-{os.getuid()}"
+    assert {each.name for each in home.iterdir()} == {first.parent.name, third.parent.name}
+
+
+# The command, on this host.
+
+SAYS = """
+import json, multiprocessing, os, subprocess, sys
+def prefix(queue):
+    queue.put(sys.prefix)
+if __name__ == "__main__":
+    import project
+    spawn = multiprocessing.get_context("spawn")
+    queue = spawn.Queue()
+    child = spawn.Process(target=prefix, args=(queue,))
+    child.start()
+    print(json.dumps({
+        "prefix": sys.prefix, "base": sys.base_prefix, "json": json.__file__,
+        "project": project.__file__, "spawned": queue.get(), "tree": os.environ["EZPZ_STAGED"],
+        "script": subprocess.run(["says-prefix"], capture_output=True, text=True).stdout.strip(),
+        "child": subprocess.run(["python", "-c", "import sys; print(sys.prefix)"],
+                                capture_output=True, text=True).stdout.strip(),
+        "caches": os.environ["TORCHINDUCTOR_CACHE_DIR"],
+    }))
+    child.join()
+"""
+
+
+@pytest.fixture(scope="session")
+def home(tmp_path_factory):
+    """A home with an interpreter of the user's own in it, as uv, pyenv and conda make one."""
+    home = tmp_path_factory.mktemp("home")
+    version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
+    (home / "python" / "bin").mkdir(parents=True)
+    shutil.copy(os.path.realpath(sys.executable), home / "python" / "bin" / version)
+    (home / "python" / "bin" / "python").symlink_to(version)
+    left_out = shutil.ignore_patterns("site-packages", "dist-packages", "test", "tests", "idlelib",
+                                      "lib2to3", "tkinter", "config-*", "*.a")  # fmt: skip
+    library = Path(json.__file__).parents[1]
+    shutil.copytree(library, home / "python" / "lib" / version, ignore=left_out)
+    (home / "python" / "lib" / version / "site-packages").mkdir(exist_ok=True)
+    return home
+
+
+@pytest.fixture
+def environment(home, tmp_path, clean_env):
+    """Make an environment, of a kind, with an editable project and a console script."""
+    project = tmp_path / "project" / "src"
+    (project / "project").mkdir(parents=True)
+    (project / "project" / "__init__.py").touch()
+    version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
+
+    def make(kind):
+        prefix = tmp_path / "env"
+        if kind == "conda":
+            shutil.copytree(home / "python", prefix, symlinks=True)
+            (prefix / "conda-meta").mkdir()
+        else:
+            python = sys.executable if kind == "site" else home / "python" / "bin" / "python"
+            words = [python, "-m", "venv", "--without-pip", "--symlinks", prefix]
+            subprocess.run(words, check=True)
+        packages = prefix / "lib" / version / "site-packages"
+        (packages / "project.pth").write_text("\n".join([str(project), *SOURCES]))
+        script = prefix / "bin" / "says-prefix"
+        script.write_text(f"#!{prefix}/bin/python\nimport sys; print(sys.prefix)\n")
+        script.chmod(0o755)
+        local = tmp_path / "local"
+        local.mkdir(exist_ok=True)
+        # Of conda's the user's home is where it lies.
+        own = home if kind == "venv" else tmp_path if kind == "conda" else tmp_path / "elsewhere"
+        env = {**clean_env, "HOME": str(own), "PATH": f"{prefix}/bin:/usr/bin:/bin",
+               "TMPDIR": str(local)}  # fmt: skip
+        return prefix, env
+
+    return make
+
+
+def run(prefix, env, *words, **options):
+    words = [prefix / "bin" / "python", "-m", "ezpz_launch", *words]
+    return subprocess.run(words, env=env, capture_output=True, text=True, timeout=300, check=False,
+                          **options)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["venv", "site", "conda"])
+def test_the_ranks_are_in_the_staged_environment_and_all_that_they_start(
+    *, environment, tmp_path, kind
+):
+    prefix, env = environment(kind)
+    script = tmp_path / "says.py"
+    script.write_text(SAYS)
+    done = run(prefix, env, "--launcher", "spawn", "-n", "1", "--stage", "python", script)
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    tree = said["tree"]
+    assert tree.startswith(f"{tmp_path}/local/ezpz-{os.getuid()}/")
+    there = f"{tree}{prefix}"
+    assert [said[each] for each in ("prefix", "spawned", "script", "child")] == [there] * 4
+    assert said["project"].startswith(f"{tree}{tmp_path}/project/src/")
+    assert said["json"].startswith(tree) == (kind != "site")
+    assert said["caches"].startswith(f"{tmp_path}/local/")
+    assert "1 node got" in done.stderr
+    # What the first launch compiled is sent to the second, and nothing to the third.
+    for _ in range(2):
+        again = run(prefix, env, "--launcher", "spawn", "-n", "1", "--stage", "python", "-c", "0")
+    assert "0 nodes got 0 MB" in again.stderr
+    assert ", 1 had it already" in again.stderr
+    dry = run(prefix, env, "--launcher", "spawn", "--stage", "--dry-run", "--json", "python")
+    assert json.loads(dry.stdout)["environment"]["PATH"].startswith(f"{tmp_path}/local/")
+    status = run(prefix, env, "stage", "--launcher", "spawn", "--status")
+    assert f"1 of 1 nodes  last used 0.0 h ago  {prefix}" in status.stdout
+    run(prefix, env, "stage", "--launcher", "spawn", "--clean")
+    status = run(prefix, env, "stage", "--launcher", "spawn", "--status")
+    assert "nothing is staged" in status.stdout
+
+
+def test_data_lies_beside_it_and_a_function_finds_it(*, environment, data, tmp_path):
+    prefix, env = environment("site")
+    code = f"from ezpz_topo import get_staged_path as p; print(p({str(data / 'big.so')!r}))"
+    words = (
+        "--launcher",
+        "spawn",
+        "-n",
+        "1",
+        "--stage",
+        "--stage-data",
+        data,
+        "python",
+        "-c",
+        code,
+    )
+    done = run(prefix, env, *words)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip().startswith(f"{tmp_path}/local/ezpz-")
+    assert ezpz_topo.get_staged_path(data, {}) == str(data)
+    assert ezpz_topo.get_staged_path("/nowhere", {"EZPZ_STAGED": "/tmp"}) == "/nowhere"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--stage", "--stage-data", "/nowhere", "true"], "/nowhere: no such file or folder"),
+        (["--stage=some", "true"], "expected one of python, all, copper"),
+        (["--stage-data", "/tmp", "true"], "expected --stage WHAT beside it"),
+        (["--stage=copper", "true"], "workstation.toml has no [copper]"),
+        (["stage", "/usr/share"], "/usr/share is no environment"),
+        (["stage", "one", "two"], "expected one environment"),
+        (["stage", "--to", "/nowhere"], "/nowhere/ezpz-"),
+    ],
+)
+def test_what_cannot_be_is_told_in_one_line(*, environment, words, said):
+    prefix, env = environment("site")
+    first = ["stage", "--launcher", "spawn"] if words[0] == "stage" else ["--launcher", "spawn"]
+    done = run(prefix, env, *first, *(words[1:] if words[0] == "stage" else words))
+    assert done.returncode in (1, 2)
+    assert said in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+COPPER = """
+extends = "workstation"
+[copper]
+modules = ["copper"]
+start = ["start-copper"]
+stop = ["stop-copper"]
+mount = "/mount/$USER"
+cores = [2, 3]
+"""
+
+
+def test_copper_is_started_used_and_stopped(*, environment, program, tmp_path):
+    prefix, env = environment("venv")
+    (tmp_path / "machines").mkdir()
+    (tmp_path / "machines" / "here.toml").write_text(COPPER)
+    calls = tmp_path / "calls"
+    for name in ("bin/start-copper", "bin/stop-copper"):
+        program(name, f'echo "{name} $*" >> {calls}')
+    env |= {"EZPZ_MACHINES": str(tmp_path / "machines"), "EZPZ_MACHINE": "here", "USER": "alice",
+            "PATH": f"{env['PATH']}:{tmp_path}/bin"}  # fmt: skip
+    code = "import os; print(os.environ['PYTHONPATH'], open(%r).read())" % str(calls)  # noqa: UP031
+    done = run(
+        prefix, env, "--launcher", "spawn", "-n", "1", "--stage=copper", "python", "-c", code
+    )
+    assert done.returncode == 0, done.stderr
+    path, first = done.stdout.split(" ", 1)
+    assert path.startswith(f"/mount/alice{prefix}/lib/")
+    logs = f"-d {env['HOME']}/copper-logs -v /mount/alice"
+    assert first.strip() == f"bin/start-copper {logs}"
+    assert calls.read_text().splitlines() == [f"bin/start-copper {logs}", f"bin/stop-copper {logs}"]
+    words = ("--dry-run", "--machine", "aurora", "--cpu-bind", "running-jobs", "true")
+    bound = [run(prefix, env, *more, *words).stdout for more in ((), ("--stage=copper",))]
+    assert ":41-48:" in bound[0]
+    assert ":41-47:" in bound[1]

@@ -1,0 +1,72 @@
+"""An environment comes to the disks of nodeA and nodeB; a host that cannot take it is named."""
+
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+CODE = "import os, sys; print(os.uname().nodename, sys.prefix, os.environ['EZPZ_STAGED'])"
+
+
+@pytest.fixture
+def place(hosts, tool, tmp_path):
+    """A venv over this Python's packages, and how its ezpz-launch is started on nodeA."""
+    prefix = tmp_path / "env"
+    words = [sys.executable, "-m", "venv", "--without-pip", prefix]
+    subprocess.run(words, check=True)
+    packages = next(prefix.glob("lib/*/site-packages"))
+    # As a site's packages are: by a path that no venv has of its own.
+    hostfile = tmp_path / "hostfile"
+    hostfile.write_text("nodeA\nnodeB\n")
+    environment = {
+        **hosts.environment,
+        "PATH": f"{prefix}/bin:{Path(tool('mpiexec')).parent}:{hosts.environment['PATH']}",
+        "PYTHONPATH": os.pathsep.join([sysconfig.get_path("purelib"), *_editable()]),
+        "HOME": str(tmp_path / "home"),
+        "TMPDIR": str(hosts.directory / "local"),
+        "EZPZ_STATE_DIR": str(tmp_path / "state"),
+    }
+    (packages / "mine.py").touch()
+
+    def run(*options, **more):
+        words = [prefix / "bin" / "python", "-m", "ezpz_launch", "--hostfile", hostfile, *options]
+        return hosts.run(list(map(str, words)), env=environment, timeout=300, **more)
+
+    return run, prefix
+
+
+def _editable():
+    import ezpz_launch
+    import ezpz_topo
+
+    return [str(Path(package.__file__).parents[1]) for package in (ezpz_launch, ezpz_topo)]
+
+
+def test_each_host_has_it_on_its_own_disk_and_the_second_start_sends_nothing(*, hosts, place):
+    run, prefix = place
+    done = run("--ppn", "2", "--stage", "python", "-c", CODE)
+    said = sorted(line.split() for line in done.stdout.splitlines())
+    assert [host for host, _, _ in said] == ["nodeA", "nodeA", "nodeB", "nodeB"]
+    tree = said[0][2]
+    assert tree.startswith(f"{hosts.directory}/local/ezpz-")
+    assert {where for _, where, _ in said} == {f"{tree}{prefix}"}
+    for host in ("nodeA", "nodeB"):
+        below = tree.removeprefix(f"{hosts.directory}/local")
+        there = Path(f"{hosts.directory}/{host}{below}{prefix}")
+        assert next(there.glob("lib/*/site-packages/mine.py")).exists()
+    again = run("--ppn", "1", "--stage", "python", "-c", CODE)
+    assert "0 nodes got 0 MB" in again.stderr
+    assert "2 had it already" in again.stderr
+
+
+def test_a_host_that_cannot_take_it_is_named(*, hosts, place):
+    run, _ = place
+    (hosts.directory / "nodeB" / f"ezpz-{os.getuid()}").write_text("in the way")
+    done = run("--ppn", "1", "--stage", "python", "-c", CODE, expect=1)
+    assert "ezpz-launch: not staged on nodeB: " in done.stderr
+    assert "expected a folder of this user's own" in done.stderr
+    assert "--exclude nodeB" in done.stderr
+    assert done.stdout == ""
