@@ -153,7 +153,7 @@ def stage(argv: Sequence[str], env: Mapping[str, str]) -> int:
     alone = Alone.of(argv)
     if alone.page:
         return _print(alone.page)
-    request = request_of(alone.options, (sys.executable,))
+    request: Request = request_of(alone.options, (sys.executable,))
     planned, topology, own = _looked_at(request, env)
     staging = _staging(planned, topology, own, alone)
     if request.dry_run:
@@ -294,7 +294,7 @@ def help_page() -> str:
     lines.append("options:")
     for option in OPTIONS:
         flags = ", ".join([*([f"-{option.short}"] if option.short else []), f"--{option.name}"])
-        value = f"[={option.value}]" if option.bare else f" {option.value}".rstrip()
+        value = f"[={option.value}]" if option.implied else f" {option.value}".rstrip()
         lines.append(f"  {flags + value:<24} {option.help}")
     lines += ["", "examples:"]
     lines += [f"  {words:<59} {what}" for words, what in EXAMPLES]

@@ -160,6 +160,9 @@ class Attempts:
                 self._planned = self._fit(planned)
         return 0
 
+    def _moved(self, path: str) -> str:
+        return self._preparation.moved(path) if self._preparation else path
+
     def _end_preparation(self) -> None:
         if self._preparation:
             self._preparation.end()
@@ -233,8 +236,7 @@ class Attempts:
 
     def _run(self) -> Outcome:
         with _hostfile(replace(self._planned, control=True), self._tmpdir) as ready:
-            moved = self._preparation.moved if self._preparation else str
-            argv = tuple(moved(word) if word == SHIM else word for word in argv_of(ready))
+            argv = tuple(self._moved(word) if word == SHIM else word for word in argv_of(ready))
             kept = {name: value for name, value in self._env.items() if name not in ready.removed}
             placement, request = ready.placement, self._request
             launch = Launch(
@@ -301,7 +303,7 @@ class Attempts:
             device_type="" if planned.device_type in ("cpu", "mps") else planned.device_type,
             devices=self._topology.accelerators.count, job_id=job.job_id or "",
             progress_file=self._progress_file, run_file=self._keeper.run_file,
-            python=moved(sys.executable), programs=moved(PROGRAMS),
+            python=self._moved(sys.executable), programs=self._moved(PROGRAMS),
         )  # fmt: skip
 
     def _pause_after(self, outcome: Outcome, found: Verdict | None) -> float | None:
