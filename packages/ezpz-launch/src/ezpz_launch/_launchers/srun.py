@@ -39,10 +39,12 @@ class Srun(Kind):
         # Each of these has a variable or a line of slurm.conf that would say otherwise. Survivors
         # of a failure are ours to end, with the grace that was promised; srun gives none.
         words += ["--export=ALL", "--kill-on-bad-exit=0", "--wait=0"]
-        if plan.request.spares or plan.request.min_nodes:
+        survives = plan.request.spares or plan.request.min_nodes
+        if survives:
             words += ["--no-kill"]  # what a lost node means is ours to decide
-        if plan.in_step:
-            # The step that we are in holds the cores: without it this one would wait for its end.
+        if plan.in_step or survives:
+            # The step that we are in holds the cores, or one that lost a node and is not cleared
+            # away: without it this one would wait for its end.
             words += ["--overlap"]
         if plan.by_rank:
             # Left to itself srun would even the hosts out, or sort them: the file names one a rank.
