@@ -324,7 +324,7 @@ def _length(begin: bytes | bytearray) -> int:
 
 # How all ranks' words come to rank 0, and its verdict to them.
 
-# Rank 0 has a desk: a port at which a thread of its serves calls, which are connections.
+# Rank 0 has a desk: a port at which it serves calls, which are connections; later from a thread.
 # 1. The first rank of a node to come holds a name, by which the node's others call it. It speaks
 #    for them. It calls the desk, which greets with rank 0's job, so that strangers are told apart.
 # 2. It says which processes of its node are there, with their facts; each time all of them.
@@ -335,7 +335,7 @@ def _length(begin: bytes | bytearray) -> int:
 # 6. Each rank connects to torch's store, which the backend wants. Events are posted there.
 # 7. Who posts one rings: a message by its node's call. The desk sends a byte down all calls of this
 #    set-up, or why all are to end. It wakes the responders of all ranks that have the call: `Bell`.
-# 8. A process that comes later is told the verdict, or that its rank is there twice.
+# 8. Who comes later, until clean-up, is told the verdict, or that its rank is there twice.
 # Each rank calls the desk itself where all are on one node, where no other is found (a network
 # namespace of its own), and where there are no such names (macOS).
 
@@ -516,7 +516,7 @@ class Line:
     meeting: str  # the set-up's name, the same on every rank
     # Returns a call that was greeted, rank 0's host, and the port of torch's store.
     call: Callable[[], tuple[socket.socket, str, int]]
-    # Connects to torch's store, at an address and port.
+    # Connects to torch's store, at an address and port: while a verdict is awaited.
     ahead: Callable[[tuple[str, int]], object]
     name: str = ""  # by what this node's ranks find each other; empty: each calls rank 0 itself
     desk: Desk | None = None

@@ -17,7 +17,6 @@ import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
-from datetime import timedelta
 from functools import cache
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
@@ -270,7 +269,6 @@ def last_collectives(number: int) -> list[str]:
 
 # The side store: what ranks tell each other when something is wrong, and nothing before.
 
-_FOREVER = timedelta(days=3650)
 _BUSY = 0.3  # seconds after which the main thread's connection is taken to be in a long request
 
 
@@ -311,6 +309,8 @@ class Bell:
             try:
                 flags = socket.MSG_DONTWAIT | (socket.MSG_PEEK if self._edges else 0)
                 heard = self._call.recv(1 << 17, flags)
+            except BlockingIOError:
+                return ""
             except OSError:
                 heard = b""
             self._heard = heard if self._edges else self._heard.lstrip(b"!") + heard
@@ -338,10 +338,10 @@ class SideStore:
 
     rank: int
     hosts: Sequence[str]
-    store: Store  # the main thread's; it serves one caller, so the responder has one of its own
+    store: Store  # the main thread's; it serves one caller, see `reach`
     # Makes a connection whose requests wait so many seconds; raises one of `LOST`.
     connect: Callable[[float], Store]
-    bell: Bell
+    bell: Bell  # by which the responders are woken
     holder: tuple[int, int] = (0, 0)  # process and PID namespace of rank 0, which holds the store
 
     @property

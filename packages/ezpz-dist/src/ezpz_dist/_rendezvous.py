@@ -12,6 +12,7 @@ import socket
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Self
@@ -76,7 +77,8 @@ class Rendezvous:
 
         def ahead(door: tuple[str, int]) -> None:
             if self.store is None and info.world_size < _MANY:
-                self.join(door, info, timedelta(seconds=seconds))
+                with suppress(DistNetworkError):  # what rank 0 says then is the better explanation
+                    self.join(door, info, timedelta(seconds=seconds))
 
         return Line(
             meeting, lambda: find_desk(place, info, seconds), ahead, name, self.desk, store
