@@ -38,6 +38,9 @@ def preloaded():
     ]  # fmt: skip
 
 
+SAYS = {"http": b"HTTP/1.1 400 Bad Request\r\n\r\n", "ssh": b"SSH-2.0-OpenSSH_9.6\r\n"}
+
+
 @pytest.fixture
 def listener():
     """Listen as a foreign program does, that is no store, and return the port."""
@@ -55,7 +58,7 @@ def listener():
             with connection, contextlib.suppress(OSError):  # who asked may have gone
                 if kind == "http":
                     connection.recv(1000)
-                    connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+                connection.sendall(SAYS.get(kind, b""))
                 if kind == "resets":
                     gone = struct.pack("ii", 1, 0)
                     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, gone)

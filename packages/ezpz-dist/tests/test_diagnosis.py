@@ -1,16 +1,19 @@
 """The roll call of more ranks than a test can start, and its requests to the store."""
 
 import json
+import socket
 import threading
 import time
 import zlib
 from types import SimpleNamespace
 
+import pytest
 import torch.distributed as dist
 from torch.distributed import DistNetworkError, HashStore
 
 from ezpz_dist import _diagnosis, _watch
 from ezpz_dist._diagnosis import (
+    Bell,
     Location,
     Responder,
     RollCall,
@@ -22,7 +25,25 @@ from ezpz_dist._diagnosis import (
 )
 
 
-def test_a_node_that_is_gone_is_told_in_time(monkeypatch):
+@pytest.fixture
+def side():
+    """Make side stores; each rings at its own bell, as if rank 0 passed it on."""
+    bells = []
+
+    def make(rank, hosts, store, connect=None):
+        ours, theirs = socket.socketpair()
+        bell = Bell(ours, shared=False)
+        bell.ring = lambda *_: theirs.send(b"!")
+        bells.append((bell, theirs))
+        return SideStore(rank, hosts, store, connect or (lambda seconds: store), bell)
+
+    yield make
+    for bell, theirs in bells:
+        bell.close()
+        theirs.close()
+
+
+def test_a_node_that_is_gone_is_told_in_time(monkeypatch, side):
     # 0.05 s for each of its ranks, one after the other, took longer than there is.
     monkeypatch.setattr(_diagnosis, "_LONGEST", 30.0)  # 1.8 s are of an idle machine
     size = 2000
@@ -31,7 +52,7 @@ def test_a_node_that_is_gone_is_told_in_time(monkeypatch):
         store.set(f"facts/{rank}", json.dumps([f"n{rank // 100}", 1000 + rank, 1, {}]))
     store.set("left/120", "cleanup() at train.py:9")
     hosts = [f"n{rank // 100}" for rank in range(size)]
-    responder = Responder(SideStore(0, hosts, store, lambda seconds: store))
+    responder = Responder(side(0, hosts, store))
     began = time.monotonic()
     call = call_roll(responder)
     assert time.monotonic() - began < 60
@@ -70,8 +91,12 @@ def test_another_threads_collective_is_not_the_main_threads():
     assert _diagnosis._waits == []
 
 
-def test_a_responder_that_finds_no_store_at_first_tries_again():
+def test_a_responder_that_finds_no_store_at_first_tries_again(side):
     store, tries = dist.HashStore(), []
+
+    class Busy(HashStore):
+        def add(self, key: str, more: int) -> int:
+            raise DistNetworkError("the main thread is in a long request")
 
     def connect(seconds):
         tries.append(seconds)
@@ -79,9 +104,9 @@ def test_a_responder_that_finds_no_store_at_first_tries_again():
             raise DistNetworkError("the server stands still")
         return store
 
-    responder = Responder(SideStore(0, ["a", "b"], store, connect))
+    responder = Responder(side(1, ["a", "b"], Busy(), connect))
     responder.start()
-    responder.side.post(store, "closed", [0])
+    SideStore(0, ["a", "b"], store, connect, responder.side.bell).post(store, "closed")
     responder.join(120)
     assert not responder.is_alive()
     assert (responder.lost, len(tries)) == (True, 2)
@@ -124,8 +149,8 @@ def test_no_request_grows_with_the_number_of_ranks():
     store = filled(MANY)
     assert arrived(store, MANY, 1.0) == MANY
     assert [value.decode() for value in values(store, MANY)] == MANY
-    set_all(store, MANY, "!")
-    assert set(store.multi_get(MANY[:1000])) == {b"!"}
+    set_all(store, MANY, MANY[::-1])
+    assert [value.decode() for value in store.multi_get(MANY[:1000])] == MANY[:-1001:-1]
     assert max(store.asked) <= 1024
     assert len(store.asked) < 3 * len(MANY) / 1000 + 2
     store = filled(MANY[1:])

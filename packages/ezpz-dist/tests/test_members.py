@@ -14,6 +14,15 @@ from ezpz_dist._members import fold_hosts, pack, unfold_hosts
 
 HOST = socket.gethostname()
 SET_UP = "import ezpz_dist\nezpz_dist.setup_torch(timeout=300)\n"
+# However long each takes to import torch: those that come, come together.
+COME = """
+import os, time
+from pathlib import Path
+here = Path(os.environ["MEETING"])
+(here / f"pid-{os.getpid()}").touch()
+while len(list(here.glob("pid-*"))) < int(os.environ["SIZE"]):
+    time.sleep(0.01)
+"""
 SMALL = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
 
 
@@ -61,22 +70,18 @@ print("set up")
     assert allowed[0][2].count("the ranks differ: rank 1: script train.py") == 1
 
 
-def test_a_rank_that_never_comes_is_named_on_all_others(programs, tmp_path):
-    # However long each takes to import torch: those that come, come together.
-    script = """
-import os, sys, time, ezpz_dist
-from pathlib import Path
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_rank_that_never_comes_is_named_on_all_others(programs, tmp_path, nodes):
+    script = f"""
+import os, sys, ezpz_dist
 from ezpz_dist import _members as agreement
 agreement.FIRST_WORD = 1.0
 if os.environ["RANK"] == "2":
     sys.exit(0)
-here = Path(os.environ["MEETING"])
-(here / f"rank-{os.environ['RANK']}").touch()
-while len(list(here.glob("rank-*"))) < 3:
-    time.sleep(0.01)
+{COME}
 ezpz_dist.setup_torch(timeout=6)
 """
-    ends = programs(4, script, env={"MEETING": str(tmp_path)})
+    ends = programs(4, script, env={"MEETING": str(tmp_path), "SIZE": "3"}, nodes=nodes)
     assert [status for status, _, _ in ends] == [1, 1, 0, 1]
     there = rf"\(there: 0-1, 3 on {HOST}\)"
     assert re.search(rf"^rank 2 of 4 did not come to setup_torch in [1-5] s {there}", ends[0][2])
@@ -93,37 +98,101 @@ ezpz_dist.setup_torch(timeout=6)
         ([2], {0: SMALL, 1: SMALL}, "was started in a world of 3, rank 0 on {HOST} in one of 2"),
     ],
 )
-def test_worlds_of_different_size(programs, told, each, said):
-    ends = programs(max(told) + 1, f"{SET_UP}ezpz_dist.barrier()\n", each=each)
+def test_worlds_of_different_size(programs, told, each, said, tmp_path):
+    script = """
+import os, time, ezpz_dist
+try:
+    ezpz_dist.setup_torch(timeout=300)
+except ezpz_dist.SetupError:
+    open(os.environ["TOLD"], "w").close()
+    raise
+while not os.path.exists(os.environ["TOLD"]):  # whose ranks agree stay until the other was told
+    time.sleep(0.01)
+"""
+    ends = programs(max(told) + 1, script, each=each, env={"TOLD": str(tmp_path / "told")})
     for rank in told:
         assert ends[rank][0] == 1
         assert said.format(HOST=HOST) in ends[rank][2]
 
 
-def test_a_rank_that_is_there_twice(programs):
+@pytest.mark.parametrize(("n", "nodes"), [(3, 1), (3, 3), (4, 2)])
+def test_a_rank_that_is_there_twice(programs, tmp_path, n, nodes):
     began = time.monotonic()
-    ends = programs(3, SET_UP, each={2: {"RANK": "1"}})
-    assert time.monotonic() - began < 120, "told at once, though rank 2 is missing"
-    twice = rf"rank 1 of 3 is duplicate: process \d+ on {HOST}, and process \d+ on {HOST};"
+    env, twice = {"MEETING": str(tmp_path), "SIZE": str(n)}, n - 2
+    ends = programs(n, COME + SET_UP, env=env, each={n - 1: {"RANK": str(twice)}}, nodes=nodes)
+    assert time.monotonic() - began < 120, "told at once, though the last rank is missing"
+    twice = rf"rank {twice} of {n} is duplicate: process \d+ on {HOST}, and process \d+ on {HOST};"
     assert all(status == 1 and re.search(twice, errors) for status, _, errors in ends), ends
 
 
-@pytest.mark.parametrize("guilty", [0, 1])
-def test_a_rank_that_cannot_take_part_tells_the_others(programs, guilty):
-    script = f"""
-import os, time, ezpz_dist
+@pytest.mark.parametrize(("guilty", "n", "nodes"), [(0, 3, 1), (1, 3, 1), (3, 4, 2)])
+def test_a_rank_that_cannot_take_part_tells_the_others(programs, tmp_path, guilty, n, nodes):
+    script = f"""{COME}
+import ezpz_dist
 rank = int(os.environ["RANK"])
 time.sleep(0.5 * (rank == {guilty}))
 ezpz_dist.setup_torch(timeout=300, backend="smoke" if rank == {guilty} else None)
 """
     began = time.monotonic()
-    ends = programs(3, script)
+    ends = programs(n, script, env={"MEETING": str(tmp_path), "SIZE": str(n)}, nodes=nodes)
     assert time.monotonic() - began < 120
     why = "SetupError: backend 'smoke' is not in this torch"
     for rank, (status, _, errors) in enumerate(ends):
         assert status == 1
-        told = f"rank {rank} of 3 on {HOST}: rank {guilty} on {HOST} cannot take part: {why}"
+        told = f"rank {rank} of {n} on {HOST}: rank {guilty} on {HOST} cannot take part: {why}"
         assert (why if rank == guilty else told) in errors
+
+
+# Ranks of several nodes: one of each speaks for the others.
+
+CALLS = """
+import ezpz_dist as ez
+port = int(os.environ["MASTER_PORT"])
+rank = ez.setup_torch(timeout=300)
+lines = [line.split() for kind in ("tcp", "tcp6") for line in open(f"/proc/net/{kind}")]
+calls = [words for words in lines if words[1].endswith(f":{port:04X}") and words[3] == "01"]
+if rank == 0:
+    print(len(calls))
+assert ez.all_reduce(1) == 8
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="each rank calls rank 0 itself")
+def test_rank_0_is_called_once_by_each_node(programs):
+    ends = programs(8, f"import os\n{CALLS}", nodes=4)
+    assert [one.status for one in ends] == [0] * 8, ends
+    assert ends[0].out == "4\n"
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="no rank speaks for another")
+def test_a_speaker_that_dies_is_missing_and_another_one_speaks(programs, tmp_path):
+    script = """
+import os, sys, time, ezpz_dist
+from pathlib import Path
+here, rank = Path(os.environ["MEETING"]), int(os.environ["RANK"])
+def names():
+    return [line.split()[-1] for line in open("/proc/net/unix") if "@ezpz-" in line]
+def until(there):
+    while not there():
+        time.sleep(0.01)
+if rank == 3:
+    until(lambda: (here / "2").exists() and names())
+    (here / "3").touch()
+elif rank == 2:
+    from ezpz_dist import _addresses
+    def end(*_):
+        until((here / "3").exists)
+        time.sleep(0.2)
+        os.kill(os.getpid(), 9)
+    _addresses._Speaker._converse = end
+    (here / "2").touch()
+ezpz_dist.setup_torch(timeout=8)
+"""
+    ends = programs(4, script, env={"MEETING": str(tmp_path)}, nodes=2)
+    assert [status for status, _, _ in ends] == [1, 1, -9, 1], ends
+    for rank in (0, 1, 3):
+        told = rf"rank {rank} of 4 .*: rank 2 of 4 did not come .* \(there: 0-1, 3 on {HOST}\)"
+        assert re.search(told, ends[rank].err)
 
 
 @pytest.mark.parametrize("guilty", [0, 1])

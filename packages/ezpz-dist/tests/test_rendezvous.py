@@ -9,34 +9,69 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
 from torch.distributed import DistNetworkError, TCPStore
 
 from ezpz_dist import SetupError, _addresses, _mpi, _rendezvous
-from ezpz_dist._addresses import gloo_interface
+from ezpz_dist._addresses import gloo_interface, listen
+from ezpz_dist._members import agree
 from ezpz_dist._rendezvous import (
-    JOB_KEY,
     PORTS,
     Job,
+    NotOurStoreError,
     Place,
     RefusedError,
     candidates,
     connect,
     derived_port,
-    open_store,
-    probe,
+    find_desk,
+    open_desk,
     rendezvous,
     warn_of_a_foreign_address,
 )
 from ezpz_topo import RankInfo, get_hostname
 
 SECOND = timedelta(seconds=1)
+MINUTE = timedelta(seconds=60)
+
+
+def meet(infos, env, timeout=MINUTE):
+    """Have ranks of this process agree, and return the rendezvous that each has joined."""
+    met = [rendezvous(each, timeout, env) for each in infos]
+
+    def join(one, each):
+        process, seconds = (get_hostname(), each.rank, 1), timeout.total_seconds()
+        agreed = agree(one.line(each, "test", seconds), each, seconds, {}, process)
+        agreed.bell.close()
+        return one.join(agreed.store, each, timeout)
+
+    with ThreadPoolExecutor(len(met)) as pool:
+        return list(pool.map(join, met, infos))
 
 
 def info(launcher="torchrun", rank=1, world_size=2, local_world_size=2, local_rank=0):
     return RankInfo(rank, world_size, local_rank, local_world_size, None, launcher)
+
+
+@pytest.fixture
+def opened():
+    """Open rank 0's desk, as `open_desk` does, and serve there."""
+    desks = []
+
+    def opens(where, zero=None):
+        met = open_desk(where, zero or info(rank=0), SECOND)
+        desks.append(met.desk)
+        met.desk.start()
+        return met
+
+    yield opens
+    for desk in desks:
+        desk.close()
+        for key in list(desk._selector.get_map().values()):
+            key.fileobj.close()
 
 
 TWO_NODES = info(local_world_size=1)
@@ -235,14 +270,14 @@ def test_no_address(monkeypatch, launcher, env, said):
 def test_a_slurm_steps_ranks_derive_the_same_address():
     first = rendezvous(info("slurm", rank=0, world_size=1), SECOND, STEP)
     assert first.source == "a world of one"
-    zero = rendezvous(info("slurm", rank=0, local_world_size=1), SECOND, STEP)
-    one = rendezvous(info("slurm", rank=1, local_world_size=1), SECOND, STEP)
+    found = [info("slurm", rank=rank, local_world_size=1) for rank in (0, 1)]
+    zero, one = meet(found, STEP)
     assert (zero.master_addr, zero.master_port) == (one.master_addr, one.master_port)
     assert zero.master_addr == "localhost"
     zero.store.set("k", "v")
     assert one.store.get("k") == b"v"
     # Were rank 0 to open another, the others could still meet the first.
-    assert rendezvous(info("slurm", rank=0, local_world_size=1), SECOND, STEP) is zero
+    assert rendezvous(found[0], SECOND, STEP) is rendezvous(found[0], SECOND, STEP)
     others = [{**STEP, "SLURM_STEP_ID": str(step)} for step in range(1, 6)]
     ports = {rendezvous(info("slurm", rank=0), SECOND, step).master_port for step in others}
     assert len(ports) == 5
@@ -253,17 +288,24 @@ def test_a_slurm_port_that_is_taken_is_passed_over():
     port = derived_port("7.99")
     with socket.create_server(("127.0.0.1", port)):  # and it says nothing
         zero = rendezvous(info("slurm", rank=0), SECOND, step)
-        one = rendezvous(info("slurm", rank=1), timedelta(seconds=30), step)
-    assert zero.master_port == one.master_port == candidates(port)[1]
+        zero.desk.start()
+        call, *_ = find_desk(rendezvous(info("slurm"), SECOND, step).place, info("slurm"), 30.0)
+    with call:
+        assert call.getpeername()[1] == zero.master_port == candidates(port)[1]
 
 
 MEET = """
     import logging, time
     from datetime import timedelta
+    from ezpz_dist._members import agree
     from ezpz_dist._rendezvous import rendezvous
     from ezpz_topo import get_rank_info
     logging.basicConfig(stream=sys.stdout, format="%(message)s")
     info, sixty = get_rank_info(), timedelta(seconds=60)
+    def meet(env):
+        met = rendezvous(info, sixty, env)
+        agreed = agree(met.line(info, "test", 60), info, 60, {}, ("h", os.getpid(), 1))
+        return met.join(agreed.store, info, sixty)
     def leave(store):  # rank 0 last: the stores end with it
         store.set(f"{info.rank} leaves", "")
         if info.rank == 0:
@@ -282,38 +324,40 @@ HOLDERS = {
     "resets": GONE,
     "closes": GONE,
     "http": r"a listener that is no store of torch \(it answers b'HTTP'\)",
+    "ssh": r"a listener that is not rank 0 \(it says b'SSH-'\)",
     "silent": r"a listener that says nothing for 0.5 s",
     "torch": "a store of torch that no ezpz_dist opened",
-    "another job": rf"the store of another job, by process {os.getpid()} on \S+ \(Slurm job 8, not",
+    "another job": rf"rank 0 of another job, process {os.getpid()} on \S+ \(Slurm job 8, not",
 }
 
 
-def test_whoever_holds_the_port_the_ranks_meet_elsewhere(ranks, listener, store):
-    others = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+def test_whoever_holds_the_port_the_ranks_meet_elsewhere(ranks, listener, store, opened):
     # As the same user's, on a port that he gave to two jobs.
-    job = Job.of(info(), others.port, {"SLURM_JOB_ID": "8"})
-    others.set(JOB_KEY, job.written().decode())
+    with listen("127.0.0.1", 0) as free:
+        port = free.getsockname()[1]
+    job = Job.of(info(), port, {"SLURM_JOB_ID": "8"})
+    others = opened(place(port, 0, job=job))
     ports = {
-        **{kind: listener(kind) for kind in ("resets", "closes", "http", "silent")},
+        **{kind: listener(kind) for kind in ("resets", "closes", "http", "ssh", "silent")},
         "torch": store.port,
-        "another job": others.port,
+        "another job": others.master_port,
     }
     script = f"""
     for kind, port in {ports}.items():
         env = {{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "SLURM_JOB_ID": "7"}}
         start = time.monotonic()
-        met = rendezvous(info, sixty, env)
+        port = rendezvous(info, sixty, env).master_port if info.rank == 0 else "?"
+        met = meet(env)
         met.store.set(f"rank {{info.rank}}", kind)
         assert met.store.get("rank 0") == met.store.get("rank 1") == kind.encode()
         assert met.connect(sixty).get("rank 1") == kind.encode()
-        print("met", kind, met.master_port, time.monotonic() - start)
+        print("met", kind, port, time.monotonic() - start)
     leave(met.store)
     """
     said = ranks(2, MEET + script)
-    met = [re.findall(r"met (.+) (\d+) (\S+)", one) for one in said]
-    for zero, one in zip(*met, strict=True):
-        assert zero[:2] == one[:2]
-        kind, port, took = one
+    met = [re.findall(r"met (.+) (\S+) (\S+)", one) for one in said]
+    for (kind, port, _), (same, _, took) in zip(*met, strict=True):
+        assert kind == same
         assert int(port) == candidates(ports[kind])[1]
         assert float(took) < 20  # torch's own client: 22 s, or for ever
         logged = f"rank 0 listens on port {port}, for 127.0.0.1:{ports[kind]} (MASTER_ADDR and MAS"
@@ -328,7 +372,7 @@ def test_addresses_of_ipv6_and_names(ranks):
     script = """
     for host, port in ("[::1]", 0), ("::1", 0), ("localhost", 1):
         port += int(os.environ["MASTER_PORT"])
-        met = rendezvous(info, sixty, {"MASTER_ADDR": host, "MASTER_PORT": str(port)})
+        met = meet({"MASTER_ADDR": host, "MASTER_PORT": str(port)})
         met.store.set(f"{host} {info.rank}", host)
         assert met.store.get(f"{host} 0") == met.store.get(f"{host} 1") == host.encode()
         print(met.master_addr)
@@ -346,10 +390,10 @@ def test_rank_0_never_comes(monkeypatch, caplog):
     monkeypatch.setattr(_rendezvous, "SAY_AFTER", 0.1)
     start = time.monotonic()
     with pytest.raises(SetupError) as caught, caplog.at_level(logging.WARNING):
-        rendezvous(info(), SECOND, env)
+        find_desk(rendezvous(info(), SECOND, env).place, info(), 1.0)
     assert 1 <= time.monotonic() - start < 120
     waits = (
-        f"for rank 0's store at 127.0.0.1:{port} (MASTER_ADDR and MASTER_PORT), and finds at "
+        f"for rank 0 at 127.0.0.1:{port} (MASTER_ADDR and MASTER_PORT), and finds at "
         f"127.0.0.1:{port}: connection refused; "
     )
     here = f"rank 1 of 2 on {get_hostname()} has waited"
@@ -358,8 +402,9 @@ def test_rank_0_never_comes(monkeypatch, caplog):
     (record,) = caplog.records
     assert record.getMessage().startswith(f"{here} 0 s {waits[:-2]}")
     caplog.clear()
+    third = info(rank=3, world_size=4, local_world_size=4, local_rank=1)
     with pytest.raises(SetupError):
-        rendezvous(info(rank=3, world_size=4, local_rank=1), SECOND / 5, env)
+        find_desk(rendezvous(third, SECOND, env).place, third, 0.2)
     assert not caplog.records, "one rank a node says it"
 
 
@@ -368,13 +413,13 @@ def test_torchruns_agent_holds_the_store(store):
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",
     }  # fmt: skip
-    first = [rendezvous(info(rank=rank), SECOND, env) for rank in (0, 1)]
+    first = meet([info(rank=rank) for rank in (0, 1)], env)
     first[0].store.set("k", "old")
     assert first[1].store.get("k") == b"old"
     assert first[1].connect(SECOND).get("k") == b"old"
+    assert first[0].master_port == first[1].master_port == store.port
     again = rendezvous(info(rank=0), SECOND, {**env, "TORCHELASTIC_RESTART_COUNT": "1"})
     assert not again.store.check(["k"])
-    assert again.master_port == store.port
     # A leftover of torchrun below another launcher: rank 0 opens a store of its own.
     other = rendezvous(info("ezpz", rank=0), SECOND, env)
     assert other.master_port == candidates(store.port)[1]
@@ -384,7 +429,12 @@ def test_a_store_that_is_gone():
     store = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
     port = store.port
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    met = rendezvous(info(), SECOND, {**env, "TORCHELASTIC_USE_AGENT_STORE": "True"})
+    env["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    with pytest.raises(
+        SetupError, match=r"rank 1 of 2 on \S+ heard nothing from rank 0 by torchrun"
+    ):
+        rendezvous(info(), SECOND, env)
+    met = rendezvous(info(rank=0), SECOND, env)
     del store
     said = rf"rank 0's store at 127.0.0.1:{port} \(MASTER_ADDR and MASTER_PORT\) is gone: connecti"
     with pytest.raises(DistNetworkError, match=said):
@@ -453,35 +503,34 @@ def test_candidates_are_the_same_everywhere(port):
 
 
 @pytest.mark.parametrize("local_world_size", [1, 2])
-def test_a_taken_port_is_passed_over(listener, caplog, local_world_size):
+def test_a_taken_port_is_passed_over(listener, caplog, opened, local_world_size):
     port = listener("http")
     zero = info(rank=0, local_world_size=local_world_size)
-    opened, address, found = open_store(place(port, 0), zero, SECOND)
-    assert address == "127.0.0.1"
-    assert found == opened.port != port
+    met = opened(place(port, 0), zero)
+    assert met.reached == "127.0.0.1"
+    assert port != met.master_port != met.desk.store_port
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         with pytest.raises(RefusedError, match="connection refused"):
-            probe("127.0.0.1", bound.getsockname()[1], 1.0)
-        open_store(place(bound.getsockname()[1], 0), ZERO, SECOND)
+            connect("127.0.0.1", bound.getsockname()[1], 1.0, OURS)
+        opened(place(bound.getsockname()[1], 0))
     assert "held by a process that does not listen" in caplog.text
 
 
-def test_a_second_rank_0_is_an_error_that_names_the_first():
-    first, _, port = open_store(place(0), ZERO, SECOND)
+def test_a_second_rank_0_is_an_error_that_names_the_first(opened):
+    port = opened(place(0)).master_port
     with pytest.raises(SetupError) as caught:
-        open_store(place(port, 0), ZERO, SECOND)
+        open_desk(place(port, 0), ZERO, SECOND)
     said = str(caught.value)
     assert said.startswith(f"rank 0 of 2 is duplicate: process 3 on h holds port {port}, and")
     assert f"process {os.getpid()} on {get_hostname()}; expected one" in said
-    del first
 
 
 def test_no_port_is_left(listener, monkeypatch):
     monkeypatch.setattr(_rendezvous, "_PATIENCE", 30.0)  # 0.5 s are of an idle machine
     ports = listener("http"), listener("http")
     with pytest.raises(SetupError) as caught:
-        open_store(place(*ports), ZERO, SECOND)
+        open_desk(place(*ports), ZERO, SECOND)
     said = str(caught.value)
     who = f"rank 0 of 2 on {get_hostname()}"
     assert said.startswith(f"{who} finds no free port for there:{ports[0]}")
@@ -491,22 +540,22 @@ def test_no_port_is_left(listener, monkeypatch):
     def no(address, port):
         raise OSError(errno.EMFILE, "Too many open files")
 
-    monkeypatch.setattr(_rendezvous, "_listen", no)
+    monkeypatch.setattr(_rendezvous, "listen", no)
     with pytest.raises(SetupError, match=r"cannot listen on port 5 \(a test\): Too many open file"):
-        open_store(place(5), ZERO, SECOND)
+        open_desk(place(5), ZERO, SECOND)
 
 
-def test_on_one_node_no_one_outside_reaches_the_store():
-    opened, _, port = open_store(place(0), ZERO, SECOND)
+def test_on_one_node_no_one_outside_reaches_rank_0(opened):
+    met = opened(place(0))
     # What is bound to every address is in the way of every other.
-    with socket.socket() as other:
-        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        other.bind(("127.0.0.2", port))
-    del opened
-    opened, _, port = open_store(place(0), info(rank=0, local_world_size=1), SECOND)
-    with socket.socket() as other, pytest.raises(OSError, match="in use"):
-        other.bind(("127.0.0.2", port))
-    del opened
+    for port in met.master_port, met.desk.store_port:
+        with socket.socket() as other:
+            other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            other.bind(("127.0.0.2", port))
+    met = opened(place(0), info(rank=0, local_world_size=1))
+    for port in met.master_port, met.desk.store_port:
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.2", port))
 
 
 def test_rank_0_on_another_host_than_it_is_looked_for(caplog):
@@ -526,32 +575,30 @@ def test_rank_0_may_hold_connections_of_all_ranks(ranks):
             return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (600, hard))
-        assert (raised(10), raised(200)) == (600, 1112)
+        assert (raised(10), raised(200)) == (600, 912)
         resource.setrlimit(resource.RLIMIT_NOFILE, (600, 700))
         assert raised(1000) == 700
         """
     ((_, _, errors),) = ranks(1, script, check=False)
-    assert "rank 0 may open 700 files, and holds up to three connections" in errors
+    assert "rank 0 may open 700 files, and holds up to two connections" in errors
     assert "Error" not in errors
 
 
-# What is behind a port: a store of torch, or rank 0's own.
+# What is behind a port.
 
 
 # Both of torch's servers: they answer by their own code.
 @pytest.mark.parametrize("use_libuv", [True, False])
-def test_this_jobs_store_and_any(use_libuv):
+def test_this_jobs_rank_0_and_a_store_of_torch(use_libuv, opened):
     store = TCPStore(
         "127.0.0.1", 0, None, is_master=True, wait_for_workers=False, use_libuv=use_libuv
     )
-    client, found = connect("127.0.0.1", store.port, 5.0, SECOND, None)
-    assert found is None
-    store.set(JOB_KEY, OURS.written().decode())
-    client, found = connect("127.0.0.1", store.port, 5.0, SECOND, OURS)
-    assert found == OURS
-    assert client.timeout == SECOND
-    client.set("k", "v")
-    assert store.get("k") == b"v"
+    with pytest.raises(NotOurStoreError, match="a store of torch that no ezpz_dist opened"):
+        connect("127.0.0.1", store.port, 0.2, OURS)
+    met = opened(place(0))
+    call, found = connect("127.0.0.1", met.master_port, 5.0, OURS)
+    call.close()
+    assert (found.facts, found.store_port) == (OURS.facts, met.desk.store_port)
 
 
 # What a name stands for, and which address of this host others can reach.

@@ -1,16 +1,25 @@
-"""Names and addresses: what a name stands for, which address is ours, and which to tell others."""
+"""Names, addresses, calls: what a name stands for, and how all ranks' words come to rank 0."""
 
 from __future__ import annotations
 
+import errno
 import ipaddress
+import json
 import os
+import select
+import selectors
 import socket
 import struct
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.distributed import Store  # type: ignore[attr-defined]  # torch exports it so
 
 from ezpz_topo import RankInfo, get_hostname
 
@@ -189,3 +198,439 @@ def _interfaces() -> Iterator[tuple[str, str]]:
         return  # no IPv6 here
     for fields in found:
         yield fields[5], socket.inet_ntop(socket.AF_INET6, bytes.fromhex(fields[0]))
+
+
+# Sockets: one that listens, one that a node's processes find by name, and messages in one piece.
+
+_BACKLOG = 1 << 16  # connections that wait, as far as the system lets us: all nodes come at once
+_HEAD = struct.Struct("!4sI")  # a message's mark, and how many bytes follow
+_MARK, _LONGEST_MESSAGE = b"ezpz", 1 << 26
+
+
+def listen(address: str, port: int) -> socket.socket:
+    """Return a socket that listens; an empty address is every one of this host, as torch does."""
+    families = [(socket.AF_INET6, "::"), (socket.AF_INET, "")]
+    if address:
+        families = [(socket.AF_INET6 if ":" in address else socket.AF_INET, address)]
+    for family, host in families:
+        try:
+            listener = socket.socket(family)
+        except OSError:
+            if family == socket.AF_INET:
+                raise
+            continue  # a kernel without IPv6
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if host == "::":
+                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+            listener.bind((host, port))
+            # Two may hold the same port until one listens: the other must learn of it now.
+            listener.listen(_BACKLOG)
+        except OSError as error:
+            listener.close()
+            if host == "::" and error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                continue
+            raise
+        return listener
+    raise AssertionError("IPv4 was tried last")
+
+
+def hold_name(name: str) -> socket.socket | None:
+    """Return a socket that listens by a name within this node; None if another process does."""
+    # Linux's abstract names are no files: with their process they are gone (unix(7)).
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        listener.bind(f"\0{name}")
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        if error.errno != errno.EADDRINUSE:
+            raise
+        return None
+    return listener
+
+
+def call_name(name: str) -> socket.socket:
+    """Connect to who holds a name; ConnectionError: no one does; PermissionError: a stranger."""
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.connect(f"\0{name}")
+        peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        if struct.unpack("3i", peer)[1] != os.getuid():
+            raise PermissionError(f"{name} is held by another user")
+    except OSError:
+        connection.close()
+        raise
+    return connection
+
+
+def peer_of(connection: socket.socket) -> str:
+    """Return the numeric address of a connection's other end; empty: within this process."""
+    if connection.family == socket.AF_UNIX:
+        return ""
+    address, _, *more = connection.getpeername()
+    return f"{address}%{more[1]}" if more and more[1] else str(address)
+
+
+def message(said: Mapping[str, Any] | bytes) -> bytes:
+    payload = said if isinstance(said, bytes) else json.dumps(said).encode()
+    return _HEAD.pack(_MARK, len(payload)) + payload
+
+
+def pack(verdict: Mapping[str, Any]) -> bytes:
+    """Return it short: it goes from one host to every node."""
+    return zlib.compress(json.dumps(verdict, separators=(",", ":")).encode(), 9)
+
+
+def read_message(connection: socket.socket, until: float) -> tuple[bytes, list[int]]:
+    """Return the next message, and no byte beyond, with the descriptors that came with it.
+
+    Raises TimeoutError, another OSError, EOFError, or ValueError with what is no message.
+    """
+    descriptors: list[int] = []
+
+    def read(length: int) -> bytes:
+        found = b""
+        while len(found) < length:
+            connection.settimeout(max(until - time.monotonic(), 1e-3))
+            if connection.family == socket.AF_UNIX:
+                flags = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+                piece, more, _, _ = socket.recv_fds(connection, length - len(found), 1, flags)
+                descriptors.extend(more)
+            else:
+                piece = connection.recv(length - len(found))
+            if not piece:
+                raise EOFError
+            found += piece
+        return found
+
+    return read(_length(read(_HEAD.size))), descriptors
+
+
+def take_messages(received: bytearray) -> Iterator[bytes]:
+    """Take whole messages off the front of what was received; ValueError if it is no message."""
+    while len(received) >= _HEAD.size:
+        end = _HEAD.size + _length(received)
+        if len(received) < end:
+            return
+        yield bytes(received[_HEAD.size : end])
+        del received[:end]
+
+
+def _length(begin: bytes | bytearray) -> int:
+    mark, length = _HEAD.unpack_from(begin)
+    if mark != _MARK or length > _LONGEST_MESSAGE:
+        raise ValueError(bytes(begin[: len(_MARK)]))
+    return int(length)
+
+
+# How all ranks' words come to rank 0, and its verdict to them.
+
+# Rank 0 has a desk: a port at which it serves calls, which are connections; later from a thread.
+# 1. The first rank of a node to come holds a name, by which the node's others call it. It speaks
+#    for them. It calls the desk, which greets with rank 0's job, so that strangers are told apart.
+# 2. It says which processes of its node are there, with their facts; each time all of them.
+# 3. If a call ends before the verdict, those for whom it spoke are not there. If a speaker ends,
+#    its node's ranks begin again: one of them holds the name.
+# 4. Rank 0 compares, and tells a verdict: who takes part, or what is wrong.
+# 5. A speaker passes on the verdict, and the call itself, a descriptor: it may end from then on.
+# 6. Each rank connects to torch's store, which the backend wants. Events are posted there.
+# 7. Who posts one rings: a message by its node's call. The desk sends a byte down all calls of this
+#    set-up, or why all are to end. It wakes the responders of all ranks that have the call: `Bell`.
+# 8. Who comes later, until clean-up, is told the verdict, or that its rank is a duplicate.
+# Each rank calls the desk itself where all are on one node, where no other is found (a network
+# namespace of its own), and where there are no such names (macOS).
+
+Process = tuple[str, int, int]  # a rank's host, process and PID namespace
+_SENDING = 1.0  # seconds for the other end to take what is sent, or to send all of a message
+
+
+@dataclass(slots=True)
+class Meeting:
+    """One set-up, as rank 0's desk hears of it."""
+
+    said: dict[int, tuple[Process, str]] = field(default_factory=dict)  # process and facts, by rank
+    calls: dict[socket.socket, list[int]] = field(default_factory=dict)  # for whom each speaks
+    trouble: str = ""
+    verdict: bytes = b""
+
+
+class Desk:
+    """Rank 0's: serves one call of each node, while ranks meet and then from a thread."""
+
+    def __init__(self, greeting: bytes, size: int, store_port: int) -> None:
+        self.store_port = store_port  # torch's
+        self._meetings: dict[str, Meeting] = {}
+        self._greeting, self._size = message(greeting), size
+        self._listener: socket.socket | None = None
+        self._thread: threading.Thread | None = None
+        self._selector = selectors.DefaultSelector()
+
+    @property
+    def is_open(self) -> bool:
+        return self._listener is not None
+
+    def open(self, listener: socket.socket) -> None:
+        self.close()
+        self._listener = listener
+        self._selector.register(listener, selectors.EVENT_READ)
+
+    def close(self) -> None:
+        """Leave the port to others. Who was greeted is served once it is open again."""
+        self._pause()
+        if self._listener is not None:
+            self._selector.unregister(self._listener)
+            self._listener.close()
+            self._listener = None
+
+    def meeting(self, name: str) -> Meeting:
+        return self._meetings.setdefault(name, Meeting())
+
+    def join(self, name: str, said: Mapping[str, Any]) -> socket.socket:
+        """Return a call of rank 0's own, which has said this."""
+        self._pause()
+        mine, call = socket.socketpair()
+        call.settimeout(_SENDING)
+        meeting = self.meeting(name)
+        self._take(call, meeting, said)
+        self._selector.register(call, selectors.EVENT_READ, (bytearray(), [meeting]))
+        return mine
+
+    def serve(self, is_over: Callable[[], bool], seconds: float) -> None:
+        """Serve in this thread, at most so long."""
+        self._pause()
+        until = time.monotonic() + seconds
+        while not is_over() and (left := until - time.monotonic()) > 0:
+            self._serve(left)
+
+    def tell(self, meeting: Meeting, verdict: bytes) -> None:
+        meeting.verdict = verdict
+        for call in meeting.calls:
+            _send(call, message(verdict))
+
+    def start(self) -> None:
+        """Serve in a thread from now on."""
+        self._stop = socket.socketpair()
+        self._selector.register(self._stop[1], selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._run, name="ezpz-desk", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while self._serve(None):
+            pass
+
+    def _pause(self) -> None:
+        if self._thread is not None:
+            self._stop[0].send(b"!")
+            self._thread.join()
+            self._thread = None
+            self._selector.unregister(self._stop[1])
+            for each in self._stop:
+                each.close()
+
+    def _serve(self, seconds: float | None) -> bool:
+        goes_on = True
+        for key, _ in self._selector.select(seconds):
+            if key.data is not None:
+                self._hear(key.fileobj, *key.data)  # type: ignore[arg-type]  # a socket
+            elif key.fileobj is self._listener:
+                self._accept(self._listener)
+            else:
+                goes_on = False  # once what is here was heard
+        return goes_on
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            call, _ = listener.accept()
+        except OSError:  # too many open files, of which rank 0 has warned
+            time.sleep(0.1)
+            return
+        call.settimeout(_SENDING)
+        _send(call, self._greeting)
+        self._selector.register(call, selectors.EVENT_READ, (bytearray(), []))
+
+    def _hear(self, call: socket.socket, received: bytearray, of: list[Meeting]) -> None:
+        try:
+            piece = call.recv(1 << 16)
+            received += piece
+            for each in take_messages(received):
+                said = json.loads(each or b'{"ring": ""}')
+                if "ring" in said:
+                    rung = f"{said['ring']}\n".encode() if said["ring"] else b"!"
+                    for other in of[0].calls if of else ():
+                        _send(other, rung)
+                else:
+                    of[:] = [self.meeting(said["meeting"])]
+                    self._take(call, of[0], said)
+        except (OSError, ValueError, LookupError, TypeError, AttributeError):
+            piece = b""  # it is no one of ours, or has gone
+        if not piece:
+            for meeting in of:
+                self._forget(call, meeting)
+            self._selector.unregister(call)
+            call.close()
+
+    def _take(self, call: socket.socket, meeting: Meeting, said: Mapping[str, Any]) -> None:
+        twice = ""
+        if "trouble" in said:
+            meeting.trouble = meeting.trouble or said["trouble"]
+        else:
+            self._forget(call, meeting)
+            ranks = meeting.calls[call] = []
+            for facts, processes in said["said"].items():
+                for rank, host, pid, namespace in processes:
+                    if rank < self._size:  # else of another world, as the verdict tells it
+                        here = host, pid, namespace
+                        first, _ = meeting.said.setdefault(rank, (here, facts))
+                        if first == here:
+                            ranks.append(rank)
+                        else:
+                            twice = _describe_twice(rank, self._size, first, here)
+        if meeting.verdict:  # it comes late
+            _send(call, message(pack({"trouble": twice}) if twice else meeting.verdict))
+        else:
+            meeting.trouble = meeting.trouble or twice
+
+    def _forget(self, call: socket.socket, meeting: Meeting) -> None:
+        for rank in meeting.calls.pop(call, ()):
+            if not meeting.verdict:
+                del meeting.said[rank]
+
+
+def _send(call: socket.socket, sent: bytes) -> None:
+    with suppress(OSError):  # that it has ended is seen by who reads from it
+        call.sendall(sent)
+
+
+def _describe_twice(rank: int, world_size: int, first: Process, second: Process) -> str:
+    return (
+        f"rank {rank} of {world_size} is duplicate: process {first[1]} on {first[0]}, and "
+        f"process {second[1]} on {second[0]}; expected every rank once; two jobs share a "
+        "MASTER_ADDR and MASTER_PORT, or the ranks were numbered by hand: start them by one "
+        "launcher"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """How a rank takes part in a set-up: rank 0 by its desk, the others by calls."""
+
+    meeting: str  # the set-up's name, the same on every rank
+    # Returns a call that was greeted, rank 0's host, and the port of torch's store.
+    call: Callable[[], tuple[socket.socket, str, int]]
+    # Connects to torch's store, at an address and port: while a verdict is awaited.
+    ahead: Callable[[tuple[str, int]], object]
+    name: str = ""  # by what this node's ranks find each other; empty: each calls rank 0 itself
+    desk: Desk | None = None
+    store: Store | None = None  # torch's, on rank 0
+
+
+def say(
+    line: Line, said: Mapping[str, Any], info: RankInfo, patience: float, look: float
+) -> tuple[bytes, socket.socket | None, bool]:
+    """Return rank 0's verdict, the call to its desk, and whether it is shared. Not for rank 0."""
+    name = line.name
+    while name:
+        if (listener := hold_name(name)) is not None:
+            with listener, ExitStack() as ends:
+                return _Speaker(listener, ends).speak(line, said, info, patience, look)
+        try:
+            with call_name(name) as speaker:
+                speaker.sendall(message(said))
+                # It may itself look for rank 0 first.
+                told, passed = read_message(speaker, time.monotonic() + 2 * patience)
+            return told, socket.socket(fileno=passed[0]) if passed else None, True
+        except TimeoutError as error:
+            raise _unheard(info, "the rank that speaks for this node", error) from error
+        except (ConnectionError, EOFError):
+            time.sleep(1e-3)  # it has ended
+        except OSError:  # another user's, or the system does not allow it
+            name = ""
+    return _Speaker(None, ExitStack()).speak(line, said, info, patience, look)
+
+
+def _unheard(info: RankInfo, who: str, error: Exception) -> SetupError:
+    late = isinstance(error, TimeoutError)
+    return SetupError(
+        f"rank {info.rank} of {info.world_size} on {get_hostname()} heard nothing from {who} "
+        f"({'it is stopped, or cut off' if late else 'the connection has ended'}); expected it to "
+        "come to setup_torch; check that it has not failed"
+    )
+
+
+class _Speaker:
+    """Speaks for a node's ranks, this one and those that call, until rank 0 tells its verdict."""
+
+    def __init__(self, listener: socket.socket | None, ends: ExitStack) -> None:
+        self._listener, self._ends = listener, ends
+        self._others: dict[socket.socket, dict[str, list[Any]]] = {}
+
+    def speak(
+        self, line: Line, said: Mapping[str, Any], info: RankInfo, patience: float, look: float
+    ) -> tuple[bytes, socket.socket, bool]:
+        try:
+            call, host, port = line.call()
+            # Rank 0 speaks for itself.
+            most = (info.local_world_size or 0) - (host == get_hostname())
+            try:
+                if self._listener is None:
+                    call.sendall(message(said))
+                    line.ahead((peer_of(call), port))
+                    told, _ = read_message(call, time.monotonic() + patience)
+                else:
+                    told = self._converse(call, said, most, patience, look)
+            except (OSError, EOFError) as error:
+                call.close()
+                raise _unheard(info, "rank 0", error) from error
+        except SetupError as error:
+            while self._listener is not None and select.select([self._listener], [], [], 0)[0]:
+                self._accept()
+            self._pass_on(pack({"trouble": str(error)}), [])
+            raise
+        self._pass_on(told, [call.fileno()])
+        return told, call, bool(self._others)
+
+    def _converse(
+        self, call: socket.socket, said: Mapping[str, Any], most: int, patience: float, look: float
+    ) -> bytes:
+        until = time.monotonic() + patience
+        unsent, send_at = True, time.monotonic() + look
+        with selectors.DefaultSelector() as waiting:
+            waiting.register(call, selectors.EVENT_READ)
+            assert self._listener is not None
+            waiting.register(self._listener, selectors.EVENT_READ)
+            while (now := time.monotonic()) < until:
+                there = 1 + sum(map(bool, self._others.values()))
+                if unsent and (there >= most or now >= send_at):
+                    every: dict[str, list[Any]] = {}
+                    for each in (said["said"], *self._others.values()):
+                        for facts, processes in each.items():
+                            every.setdefault(facts, []).extend(processes)
+                    call.sendall(message({**said, "said": every}))
+                    unsent, send_at = False, now + look
+                for key, _ in waiting.select((send_at if unsent else until) - now):
+                    other: socket.socket = key.fileobj  # type: ignore[assignment]
+                    if other is call:
+                        return read_message(call, until)[0]
+                    if other is self._listener:
+                        waiting.register(self._accept(), selectors.EVENT_READ)
+                        continue
+                    unsent = True
+                    try:
+                        heard, _ = read_message(other, now + _SENDING)
+                        self._others[other] = json.loads(heard)["said"]
+                    except (OSError, EOFError, ValueError):  # it has ended
+                        waiting.unregister(other)
+                        del self._others[other]
+        raise TimeoutError
+
+    def _accept(self) -> socket.socket:
+        assert self._listener is not None
+        other = self._ends.enter_context(self._listener.accept()[0])
+        self._others[other] = {}
+        return other
+
+    def _pass_on(self, told: bytes, call: list[int]) -> None:
+        for other in self._others:
+            with suppress(OSError):  # it has ended
+                socket.send_fds(other, [message(told)], call)

@@ -6,21 +6,24 @@ import importlib
 import json
 import logging
 import os
+import select
 import site
+import socket
 import sys
 import threading
 import time
 import traceback
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
-from datetime import timedelta
 from functools import cache
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
 from torch.distributed import DistNetworkError, DistStoreError, Store  # type: ignore[attr-defined]  # torch exports them so
+
+from ._addresses import message
 
 logger = logging.getLogger(__name__)
 
@@ -76,9 +79,9 @@ def values(store: Store, keys: Sequence[str]) -> list[bytes]:
     return [value for part in _parts(keys) for value in store.multi_get(part)]
 
 
-def set_all(store: Store, keys: Sequence[str], value: str) -> None:
-    for part in _parts(keys):
-        store.multi_set(part, [value] * len(part))  # type: ignore[attr-defined]  # not in its stub
+def set_all(store: Store, keys: Sequence[str], said: Sequence[str]) -> None:
+    for part, those in zip(_parts(keys), _parts(said), strict=True):
+        store.multi_set(part, those)  # type: ignore[attr-defined]  # not in its stub
 
 
 def all_there(store: Store, keys: Sequence[str]) -> bool:
@@ -265,8 +268,67 @@ def last_collectives(number: int) -> list[str]:
 
 # The side store: what ranks tell each other when something is wrong, and nothing before.
 
-_FOREVER = timedelta(days=3650)
 _BUSY = 0.3  # seconds after which the main thread's connection is taken to be in a long request
+
+
+class Bell:
+    """Wakes the responders of all ranks, by this node's call to rank 0's desk."""
+
+    def __init__(self, call: socket.socket, *, shared: bool) -> None:
+        self._call, self._stop, self._heard = call, socket.socketpair(), b""
+        self._edges: Any = None
+        call.settimeout(None)
+        if shared:
+            # What the desk sends is there for all ranks that have this call, so none takes it out:
+            # each hears that there is more. The system holds 100,000 rings.
+            self._edges = select.epoll()
+            self._edges.register(call, select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLET)
+            self._edges.register(self._stop[0], select.EPOLLIN)
+
+    def ring(self, last: str = "") -> None:
+        """Wake all; the last time with a text, which needs no answer of the store's."""
+        with suppress(OSError):  # rank 0 has gone, as the store tells
+            self._call.send(message({"ring": last} if last else b""), socket.MSG_DONTWAIT)
+
+    def wait(self) -> str:
+        """Return the last text, or none, once it has rung or `stop` was called.
+
+        Raises one of `LOST` if rank 0 has gone.
+        """
+        if self._edges is None:
+            poll = select.poll()
+            for each in (self._call, self._stop[0]):
+                poll.register(each, select.POLLIN)
+            rung, gone = any(fd == self._call.fileno() for fd, _ in poll.poll()), False
+        else:
+            events = dict(self._edges.poll())
+            rung = self._call.fileno() in events
+            gone = rung and bool(events[self._call.fileno()] & ~select.EPOLLIN)
+        if rung:
+            try:
+                flags = socket.MSG_DONTWAIT | (socket.MSG_PEEK if self._edges else 0)
+                heard = self._call.recv(1 << 17, flags)
+            except BlockingIOError:
+                return ""
+            except OSError:
+                heard = b""
+            self._heard = heard if self._edges else self._heard.lstrip(b"!") + heard
+            gone = gone or not heard
+        begin, end, _ = self._heard.partition(b"\n")
+        if end:
+            return begin.lstrip(b"!").decode()
+        if gone:
+            raise DistNetworkError("rank 0 has closed the connection")
+        return ""
+
+    def stop(self) -> None:
+        self._stop[1].send(b"!")
+
+    def close(self) -> None:
+        for each in (self._call, *self._stop):
+            each.close()
+        if self._edges is not None:
+            self._edges.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,9 +337,10 @@ class SideStore:
 
     rank: int
     hosts: Sequence[str]
-    store: Store  # the main thread's; it serves one caller, so the responder has one of its own
+    store: Store  # the main thread's; it serves one caller, see `reach`
     # Makes a connection whose requests wait so many seconds; raises one of `LOST`.
     connect: Callable[[float], Store]
+    bell: Bell  # by which the responders are woken
     holder: tuple[int, int] = (0, 0)  # process and PID namespace of rank 0, which holds the store
 
     @property
@@ -294,12 +357,13 @@ class SideStore:
             return self.connect(1.0)
         return self.store
 
-    def post(self, store: Store, kind: str, wake: Iterable[int] | None = None, **event: Any) -> int:
-        """Put an event into the log, wake ranks (None: all others), and return its number."""
+    def post(self, store: Store, kind: str, **event: Any) -> int:
+        """Put an event into the log, wake all ranks, and return its number."""
         number = store.add("events", 1)
-        store.set(f"event/{number}", json.dumps({"kind": kind, "from": self.rank, **event}))
-        others = (rank for rank in range(self.size) if rank != self.rank)
-        set_all(store, [f"wake/{rank}" for rank in (others if wake is None else wake)], "!")
+        text = json.dumps({"kind": kind, "from": self.rank, **event})
+        store.set(f"event/{number}", text)
+        # A rank's own connection to the store may be in a long request, as in torch's set-up.
+        self.bell.ring(text if kind == "end" else "")
         return number
 
 
@@ -331,46 +395,44 @@ class Responder(threading.Thread):
         self.pinned: Location | None = None  # where this rank stands while it asks for the others
 
     def run(self) -> None:
+        bell, seen = self.side.bell, 0
         try:
-            # Not on the caller's time: set-up need not wait for this connection.
-            store, wake, seen = self._connect(), f"wake/{self.side.rank}", 0
             while not self._leaving.is_set():
-                if seen < store.add("events", 0):
+                last = bell.wait()
+                if self._leaving.is_set():
+                    break
+                if last:
+                    self._serve(self.side.store, json.loads(last))
+                    break
+                store = self._reach()
+                while not self._leaving.is_set() and store.check([f"event/{seen + 1}"]):
                     seen += 1
-                    # It is announced a moment before it can be read: `get` waits for it.
                     self._serve(store, json.loads(store.get(f"event/{seen}")))
-                else:
-                    # Nothing is sent meanwhile.
-                    store.wait([wake], _FOREVER)
-                    store.delete_key(wake)
         except LOST as error:
             self.lost = not self._leaving.is_set()
             logger.debug("rank %d: the side store is gone: %s", self.side.rank, error)
 
-    def _connect(self) -> Store:
+    def _reach(self) -> Store:
         until = time.monotonic() + _CONNECTING
         while True:
             try:
-                return self.side.connect(_FOREVER.total_seconds())
+                return self.side.reach()
             except LOST as error:
                 if self._leaving.wait(1.0):
                     raise
                 if time.monotonic() > until:
                     logger.warning(
-                        "rank %d will not hear of the other ranks' failures: %s",
+                        "rank %d does not hear of the other ranks' failures any more: %s",
                         self.side.rank, error,
                     )  # fmt: skip
                     raise
 
-    def stop(self, store: Store) -> None:
-        """End the thread, if it has not ended; its sleep is ended through a connection."""
+    def stop(self) -> None:
+        """End the thread, if it has not ended."""
         self._leaving.set()
         self._stopped.set()
-        if self.lost:
-            return
-        # Where this fails, its own connection is gone as well.
-        with suppress(*LOST):
-            store.set(f"wake/{self.side.rank}", "!")
+        self.side.bell.stop()
+        if self.is_alive() and threading.current_thread() is not self:
             self.join(0.5)
 
     def _serve(self, store: Store, event: dict[str, Any]) -> None:
@@ -384,7 +446,7 @@ class Responder(threading.Thread):
             for silent, _, pid, namespace in here:
                 if state := state_of(pid, namespace):
                     store.set(f"state/{event['roll']}/{silent}", state)
-        elif kind == "closed":
+        elif kind == "closed" and event["from"] != rank:
             self.lost = True
             self._leaving.set()
         elif kind == "end":
@@ -555,7 +617,8 @@ def _without_store(side: SideStore, mine: Location, error: Exception) -> RollCal
     pid, namespace = side.holder
     state = state_of(pid, namespace) if side.hosts[0] == mine.host else ""
     words = str(error)
-    fate = f"does not answer in {_LONGEST:g} s: it is stopped, cut off or overloaded"
+    fate = f"does not answer in {_LONGEST:g} s: it is stopped, cut off, overloaded, or in native "
+    fate += "code that keeps Python's lock"
     if state == "ended" or "refused" in words or "onnection was likely closed" in words:
         fate = "has ended"
     elif state.startswith("stopped"):
@@ -566,11 +629,13 @@ def _without_store(side: SideStore, mine: Location, error: Exception) -> RollCal
 
 def _ask(side: SideStore, store: Store, roll: str, mine: Location, stack: bool) -> RollCall:
     others = [rank for rank in range(side.size) if rank != side.rank]
-    side.post(store, "roll", others, roll=roll, stack=stack)
+    side.post(store, "roll", roll=roll, stack=stack)
     there = arrived(store, [f"location/{roll}/{rank}" for rank in others], _ANSWER)
     found = [mine, *(Location.from_json(json.loads(text)) for text in values(store, there))]
     locations = {each.rank: each for each in sorted(found, key=lambda each: each.rank)}
     silent = [rank for rank in others if rank not in locations]
+    if len(silent) == len(others) and side.rank != 0:
+        raise DistStoreError("rank 0 does not wake the others")
     fates = _fates(side, store, roll, silent[:_LOOKED_FOR]) if silent else {}
     fates |= dict.fromkeys(silent[_LOOKED_FOR:], _NO_ANSWER)
     return RollCall(locations, fates, {rank: side.hosts[rank] for rank in silent})
@@ -579,7 +644,7 @@ def _ask(side: SideStore, store: Store, roll: str, mine: Location, stack: bool) 
 def _fates(side: SideStore, store: Store, roll: str, silent: list[int]) -> dict[int, str]:
     facts = values(store, [f"facts/{rank}" for rank in silent])  # as told at set-up
     at = [(rank, *json.loads(fact)[:3]) for rank, fact in zip(silent, facts, strict=True)]
-    side.post(store, "look", range(side.size), roll=roll, at=at)
+    side.post(store, "look", roll=roll, at=at)
     left = _those(store, "left", silent, 0.0)
     states = _those(store, f"state/{roll}", [rank for rank in silent if rank not in left], _LOOK)
     fates = {}

@@ -12,7 +12,7 @@ import struct
 import sys
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,11 +22,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Store  # type: ignore[attr-defined]  # torch exports it so
 
 from ezpz_topo import RankInfo
 
-from ._diagnosis import LOST, arrived, calling_line, values, within
+from ._addresses import Line, Process, message, pack, peer_of, read_message, say
+from ._diagnosis import LOST, Bell, calling_line, set_all
 from ._errors import CollectiveError, MismatchError, NotSetUpError, SetupError, fold
 from ._watch import finish, waiting
 from ._world import World, current_world
@@ -47,8 +47,6 @@ _LIBRARIES = (  # whose versions are compared between those ranks that have impo
     "ezpz", "ezpz_device", "ezpz_dist", "ezpz_obs", "ezpz_topo", "ezpz_tp",
     "accelerate", "deepspeed", "lightning", "mpi4py", "numpy", "transformers",
 )  # fmt: skip
-
-Process = tuple[str, int, int]  # a rank's host, process and PID namespace
 
 
 def common_facts(**more: object) -> dict[str, Any]:
@@ -77,101 +75,104 @@ def _script() -> str:
     return f"{name} {hashlib.blake2b(text, digest_size=4).hexdigest()}"
 
 
+class Agreement(NamedTuple):
+    hosts: tuple[str, ...]  # by rank
+    holder: tuple[int, int]  # rank 0's process and PID namespace
+    store: tuple[str, int]  # address and port of torch's
+    bell: Bell
+
+
 def agree(
-    store: Store, info: RankInfo, timeout: float, common: Mapping[str, Any], process: Process
-) -> tuple[tuple[str, ...], tuple[int, int]]:
-    """Return the hosts by rank, and rank 0's process and PID namespace. Collective."""
-    # Rank 0 reads what each has put into the store, and tells all who takes part, or what is
-    # wrong: a rank is missing, there twice, or differs.
-    host, rank = process[0], info.rank
-    who = f"rank {rank} of {info.world_size} on {host}"
-
-    def arrive() -> None:
-        if store.add(f"there/{rank}", 1) > 1:
-            twice = _describe_twice(store, info, process)
-            store.compare_set("trouble", "", twice)
-            raise SetupError(twice)
-        facts = [*process, {"world_size": info.world_size, **common}]
-        store.set(f"facts/{rank}", json.dumps(facts))
-
-    def ask() -> dict[str, Any]:
-        arrive()
-        store.wait(["verdict"], timedelta(seconds=timeout + _GRACE))
-        found: dict[str, Any] = json.loads(zlib.decompress(store.get("verdict")))
-        if found["trouble"]:
-            store.add("heard", 1)
-        return found
-
-    try:
-        if rank == 0:
-            arrive()
-            verdict = judge(store, info, timeout, process)
-        else:
-            # In a thread: torch's wait serves no Ctrl-C, nor ends where rank 0 is stopped.
-            verdict = within(timeout + 2 * _GRACE, ask)
-    except LOST as error:
-        raise SetupError(
-            f"{who} heard nothing from rank 0, which holds the store "
-            f"({str(error).partition(chr(10))[0]}); expected it to come to setup_torch within "
-            f"{timeout:g} s; check that it has not failed earlier"
-        ) from error
+    line: Line, info: RankInfo, timeout: float, common: Mapping[str, Any], process: Process
+) -> Agreement:
+    """Return who takes part, once all ranks are there, once each, and the same. Collective."""
+    # Rank 0 compares what each has said at its desk, and tells all who takes part, or what is
+    # wrong: a rank is missing, duplicate, or differs.
+    rank, who = info.rank, f"rank {info.rank} of {info.world_size} on {process[0]}"
+    facts = json.dumps({"world_size": info.world_size, **common})
+    said = {"meeting": line.meeting, "said": {facts: [[rank, *process]]}}
+    if line.desk is None:
+        told, call, shared = say(line, said, info, timeout + 2 * _GRACE, _LOOK)
+    else:
+        call, shared = line.desk.join(line.meeting, said), False
+        told = judge(line, info, timeout, process, facts)
+        line.desk.start()
+        read_message(call, time.monotonic() + timeout)
+    verdict = json.loads(zlib.decompress(told))
     if verdict["trouble"]:
-        raise SetupError(f"{who}: {verdict['trouble']}")
-    hosts = unfold_hosts(verdict["hosts"])
-    if verdict["world_size"] != info.world_size:
-        raise SetupError(
-            f"rank {rank} on {host} was started in a world of {info.world_size}, rank 0 on "
-            f"{hosts[0]} in one of {verdict['world_size']}; expected one world; "
-            "start all ranks by one launcher, or give each job a MASTER_PORT of its own"
+        trouble = f"{who}: {verdict['trouble']}"
+    elif verdict["world_size"] != info.world_size:
+        trouble = (
+            f"rank {rank} on {process[0]} was started in a world of {info.world_size}, rank 0 on "
+            f"{unfold_hosts(verdict['hosts'])[0]} in one of {verdict['world_size']}; expected one "
+            "world; start all ranks by one launcher, or give each job a MASTER_PORT of its own"
         )
-    return hosts, tuple(verdict["holder"])
+    else:
+        assert call is not None
+        hosts, holder = unfold_hosts(verdict["hosts"]), tuple(verdict["holder"])
+        return Agreement(hosts, holder, (peer_of(call), verdict["port"]), Bell(call, shared=shared))
+    if call is not None:
+        call.close()
+    _linger(line)
+    raise SetupError(trouble)
 
 
-def withdraw(store: Store, info: RankInfo, process: Process, why: str) -> None:
+def withdraw(line: Line, info: RankInfo, process: Process, why: str) -> None:
     """Tell those who come to `agree` that this rank cannot take part. Not collective."""
-    store.compare_set("trouble", "", f"rank {info.rank} on {process[0]} cannot take part: {why}")
-    if info.rank == 0:
-        judge(store, info, _LOOK, process)
+    trouble = f"rank {info.rank} on {process[0]} cannot take part: {why}"
+    if line.desk is not None:
+        meeting = line.desk.meeting(line.meeting)
+        meeting.trouble = trouble
+        line.desk.serve(lambda: len(meeting.said) >= info.world_size - 1, _LOOK)
+        judge(line, info, _LOOK, process, "{}")
+        _linger(line)
+    else:
+        with line.call()[0] as call:
+            call.sendall(message({"meeting": line.meeting, "trouble": trouble}))
 
 
-def judge(store: Store, info: RankInfo, timeout: float, process: Process) -> dict[str, Any]:
+def judge(line: Line, info: RankInfo, timeout: float, process: Process, facts: str) -> bytes:
     """Tell all who takes part, or what is wrong. For rank 0; returns the same."""
-    said: dict[int, list[Any]] = {}
+    assert line.desk is not None
+    desk, size = line.desk, info.world_size
+    meeting, said = desk.meeting(line.meeting), dict[int, tuple[Process, str]]()
     start, next_word, trouble = time.monotonic(), FIRST_WORD, ""
-    while not trouble and len(said) < info.world_size:
-        left = start + timeout - time.monotonic()
-        keys = {f"facts/{rank}": rank for rank in range(info.world_size) if rank not in said}
-        there = arrived(store, list(keys), min(_LOOK, max(left, 0.0)))
-        found = zip(there, values(store, there), strict=True)
-        fresh = {keys[key]: json.loads(text) for key, text in found}
-        said |= fresh
-        if len(said) < info.world_size and store.check(["trouble"]):
-            trouble = store.get("trouble").decode()
-        elif 0 in said and any(each[3] != said[0][3] for each in fresh.values()):
-            trouble = _describe_differences(said[0], fresh)
+    mine, kinds = [*process, json.loads(facts)], dict[str, Any]()
+    while not trouble and len(said) < size:
+        left = max(start + timeout - time.monotonic(), 0.0)
+        desk.serve(lambda: meeting.trouble != "" or len(meeting.said) == size, min(_LOOK, left))
+        before, said, trouble = said, dict(meeting.said), meeting.trouble
+        fresh = sorted(rank for rank in said if said[rank][1] != facts and rank not in before)
+        kinds |= {said[rank][1]: json.loads(said[rank][1]) for rank in fresh}
         waited = time.monotonic() - start
-        if trouble or len(said) == info.world_size:
+        if not trouble:
+            others = {rank: [*said[rank][0], kinds[said[rank][1]]] for rank in fresh}
+            trouble = _describe_differences(mine, others)
+        if trouble or len(said) == size:
             break
         if waited >= timeout:
-            trouble = _describe_absent(said, info.world_size, waited)
+            trouble = _describe_absent(said, size, waited)
         elif waited >= next_word:
-            logger.warning("%s", _describe_absent(said, info.world_size, waited))
+            logger.warning("%s", _describe_absent(said, size, waited))
             next_word *= 2
-    verdict = {
-        "trouble": trouble, "world_size": info.world_size, "holder": process[1:],
-        "hosts": fold_hosts([] if trouble else [said[rank][0] for rank in range(info.world_size)]),
-    }  # fmt: skip
-    store.set("verdict", pack(verdict))
-    if trouble:
-        until = time.monotonic() + _READING
-        while store.add("heard", 0) < len(said.keys() - {0}) and time.monotonic() < until:
-            time.sleep(0.01)
-    return verdict
+    hosts = [] if trouble else [said[rank][0][0] for rank in range(size)]
+    told = pack({
+        "trouble": trouble, "world_size": size, "holder": process[1:], "port": desk.store_port,
+        "hosts": fold_hosts(hosts),
+    })  # fmt: skip
+    desk.tell(meeting, told)
+    if not trouble and line.store is not None:
+        # For who looks what became of a silent rank.
+        keys = [f"facts/{rank}" for rank in said]
+        set_all(line.store, keys, [json.dumps(each) for each, _ in said.values()])
+    return told
 
 
-def pack(verdict: Mapping[str, Any]) -> Any:  # bytes, which the stub of Store.set lacks
-    """Return it short: it goes from one server to every rank."""
-    return zlib.compress(json.dumps(verdict, separators=(",", ":")).encode(), 9)
+def _linger(line: Line) -> None:
+    """Stay until the others have read what is wrong, and so have closed their calls. For rank 0."""
+    if line.desk is not None:
+        meeting = line.desk.meeting(line.meeting)
+        line.desk.serve(lambda: not meeting.calls, _READING)
 
 
 def fold_hosts(hosts: Sequence[str]) -> dict[str, Any]:
@@ -199,11 +200,13 @@ def unfold_hosts(folded: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(names[place] for place in accumulate(folded["steps"]))
 
 
-def _describe_absent(said: Mapping[int, list[Any]], world_size: int, waited: float) -> str:
+def _describe_absent(
+    said: Mapping[int, tuple[Process, str]], world_size: int, waited: float
+) -> str:
     missing = [rank for rank in range(world_size) if rank not in said]
     hosts: dict[str, list[int]] = {}
     for rank in sorted(said):
-        hosts.setdefault(said[rank][0], []).append(rank)
+        hosts.setdefault(said[rank][0][0], []).append(rank)
     there = ", ".join(f"{fold(ranks)} on {host}" for host, ranks in list(hosts.items())[:_SHOWN])
     more = f" and {len(hosts) - _SHOWN} hosts more" if len(hosts) > _SHOWN else ""
     plural = "s" if len(missing) > 1 else ""
@@ -219,25 +222,20 @@ def _describe_differences(mine: list[Any], others: Mapping[int, list[Any]]) -> s
     refused: dict[str, list[int]] = {}
     allowed: dict[str, list[int]] = {}
     soft = _SOFT if os.environ.get(AGREEMENT) == "warn" else ()
+    found: dict[int, list[tuple[bool, str, Any]]] = {}  # by facts, which many ranks have in common
     for rank, (host, _, _, facts) in others.items():
-        if facts == mine[3]:
-            continue
-        for name in sorted({*mine[3], *facts}):
-            here, there = mine[3].get(name), facts.get(name)
-            if not (isinstance(here, dict) and isinstance(there, dict)):
-                here, there = {name.replace("_", " "): here}, {name.replace("_", " "): there}
-            # Rank 0 alone may have imported what it reports with.
-            for key in here:
-                if key in there and here[key] != there[key]:
-                    text = f"{key} {there[key]} on {host}, rank 0 {here[key]}"
-                    (allowed if name in soft else refused).setdefault(text, []).append(rank)
+        if id(facts) not in found:
+            found[id(facts)] = list(_differences(mine[3], facts, soft))
+        for is_allowed, difference, here in found[id(facts)]:
+            text = f"{difference} on {host}, rank 0 {here}"
+            (allowed if is_allowed else refused).setdefault(text, []).append(rank)
 
-    def told(found: Mapping[str, list[int]]) -> str:
+    def told(texts: Mapping[str, list[int]]) -> str:
         said = [
             f"rank{'s' if len(ranks) > 1 else ''} {fold(ranks)}: {text} on {mine[0]}"
-            for text, ranks in list(found.items())[:_SHOWN]
+            for text, ranks in list(texts.items())[:_SHOWN]
         ]
-        more = [f"and {len(found) - _SHOWN} differences more"] if len(found) > _SHOWN else []
+        more = [f"and {len(texts) - _SHOWN} differences more"] if len(texts) > _SHOWN else []
         return "; ".join(said + more)
 
     if allowed:
@@ -251,19 +249,18 @@ def _describe_differences(mine: list[Any], others: Mapping[int, list[Any]]) -> s
     )
 
 
-def _describe_twice(store: Store, info: RankInfo, process: Process) -> str:
-    host, pid, _ = process
-    try:
-        store.wait([f"facts/{info.rank}"], timedelta(seconds=1))
-        other, its_pid, *_ = json.loads(store.get(f"facts/{info.rank}"))
-        first = f"process {its_pid} on {other}"
-    except LOST:
-        first = "another process"
-    return (
-        f"rank {info.rank} of {info.world_size} is duplicate: {first}, and process {pid} on "
-        f"{host}; expected every rank once; two jobs share a MASTER_ADDR and MASTER_PORT, or the "
-        "ranks were numbered by hand: start them by one launcher"
-    )
+def _differences(
+    mine: Mapping[str, Any], facts: Mapping[str, Any], soft: Sequence[str]
+) -> Iterator[tuple[bool, str, Any]]:
+    """Yield whether it may be, what a rank has, and what rank 0 has instead."""
+    for name in sorted({*mine, *facts}):
+        here, there = mine.get(name), facts.get(name)
+        if not (isinstance(here, dict) and isinstance(there, dict)):
+            here, there = {name.replace("_", " "): here}, {name.replace("_", " "): there}
+        # Rank 0 alone may have imported what it reports with.
+        for key in here:
+            if key in there and here[key] != there[key]:
+                yield name in soft, f"{key} {there[key]}", here[key]
 
 
 # The ranks of a collective, and how torch carries what they tell each other.

@@ -1,8 +1,9 @@
-"""How ranks find each other: rank 0 keeps a store, and the others look for it."""
+"""How ranks find each other: rank 0 listens, one rank of each node looks for it."""
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import logging
 import os
@@ -11,23 +12,42 @@ import socket
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Self
 
-from torch.distributed import DistNetworkError, HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # torch exports them so
+from torch.distributed import (  # type: ignore[attr-defined]  # torch exports them so
+    DistNetworkError,
+    HashStore,
+    PrefixStore,
+    Store,
+    TCPStore,
+)
 
 from ezpz_topo import RankInfo, first_host, get_hostname
 
 from . import _mpi
-from ._addresses import advertised, is_loopback, is_one_node, is_own, on_fast_network, resolve
+from ._addresses import (
+    Desk,
+    Line,
+    advertised,
+    is_loopback,
+    is_one_node,
+    is_own,
+    listen,
+    on_fast_network,
+    read_message,
+    resolve,
+)
+from ._diagnosis import LOST, within
 from ._errors import SetupError
 from ._mpi import SAY_AFTER, speaks
 
 logger = logging.getLogger(__name__)
 
 
-# An address that all ranks know, and the store behind it.
+# An address that all ranks know, and rank 0's desk behind it: where it hears who is here.
 
 # Launchers whose ranks form one MPI world, so that MPI can carry the address.
 MPI_LAUNCHERS = frozenset({"openmpi", "mvapich2", "pals", "pmi", "flux", "jsrun"})
@@ -36,39 +56,80 @@ _LOST_AFTER = 5.0  # seconds for a store that was there to answer once more
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    store: Store  # for ``init_process_group``
+    place: Place  # where rank 0 is looked for
     master_addr: str  # host name or address of rank 0
-    master_port: int  # its TCP port; 0 in a world of one, which listens nowhere
+    master_port: int  # its TCP port, from `join` on that of torch's store; 0 in a world of one
     source: str  # how the address came to be known, for people
+    # torch's store; None until `join`, except on rank 0 and where torchrun's agent holds it.
+    store: Store | None = None
+    desk: Desk | None = None  # rank 0's own
     reached: str = ""  # the numeric address by which this rank reaches the store
     prefix: str = ""  # under which this job's keys are in the server; empty if they are alone in it
+
+    def line(self, info: RankInfo, meeting: str, seconds: float) -> Line:
+        """Return how this rank takes part in a set-up; to find rank 0 it has so many seconds."""
+        place, name = self.place, ""
+        if hasattr(socket, "SO_PEERCRED") and info.local_world_size not in (1, info.world_size):
+            node = get_hostname(), info.node_rank, place.host, place.ports, meeting
+            text = repr((node, sorted(place.job.facts.items()))).encode()
+            name = f"ezpz-{hashlib.blake2b(text, digest_size=12).hexdigest()}"
+        store = None if self.store is None else PrefixStore(meeting, self.store)
+
+        def ahead(door: tuple[str, int]) -> None:
+            if self.store is None and info.world_size < _MANY:
+                with suppress(DistNetworkError):  # what rank 0 says then is the better explanation
+                    self.join(door, info, timedelta(seconds=seconds))
+
+        return Line(
+            meeting, lambda: find_desk(place, info, seconds), ahead, name, self.desk, store
+        )  # fmt: skip
+
+    def join(self, door: tuple[str, int], info: RankInfo, timeout: timedelta) -> Self:
+        """Return this with torch's store, for a set-up whose ranks have all come."""
+        reached, port = door
+        if self.store is not None:
+            return replace(self, master_port=port)
+        if info.world_size >= _MANY:
+            time.sleep(_chance() * info.world_size * _SPREAD_A_CALL)
+        if door not in _clients:
+            # Rank 0 has just been there; but others may be before this one, a millisecond each.
+            limit = timedelta(seconds=max(30.0, info.world_size * 1e-3))
+            _clients[door] = _client(reached, port, min(timeout, limit))
+        _clients[door].set_timeout(timeout)
+        return replace(self, store=_clients[door], master_port=port, reached=reached)
 
     def connect(self, timeout: timedelta) -> Store:
         """Return a second connection to the store, for another thread. Not collective."""
         limit = min(timeout.total_seconds(), _LOST_AFTER)
         try:
-            store, _ = connect(self.reached, self.master_port, limit, timeout, job=None)
-        except (RefusedError, NotOurStoreError) as error:
+            # torch would try again and again where no one listens any more.
+            socket.create_connection((self.reached, self.master_port), limit).close()
+            store = _client(self.reached, self.master_port, timeout)
+        except (OSError, DistNetworkError) as error:
+            why = (getattr(error, "strerror", None) or str(error)).lower()
             raise DistNetworkError(
                 f"rank 0's store at {_name(self.master_addr, self.master_port)} "
-                f"({self.source}) is gone: {error}"
+                f"({self.source}) is gone: {why}"
             ) from error
         return PrefixStore(self.prefix, store) if self.prefix else store
 
 
 _met: dict[tuple[str, int, str, int], Rendezvous] = {}
-"""By host, port, source and rank, kept until exit: were rank 0 to close its store and
-open it again for a second set-up, a faster rank could still meet the first and be cut off."""
+"""By host, port, source and rank, kept until exit: rank 0's desk and store serve later set-ups."""
+_clients: dict[tuple[str, int], TCPStore] = {}  # of torch's stores, by address and port
+_turns: dict[int, int] = {}  # how often each rank of this process has met over torchrun's agent
 
 
 def rendezvous(
     info: RankInfo, timeout: timedelta, env: Mapping[str, str] | None = None
 ) -> Rendezvous:
-    """Find the store at which this job's ranks meet. Collective: every rank calls this."""
+    """Find out where this job's ranks meet. Collective: every rank calls this."""
     # Where the port is taken, rank 0 takes another one, which the others look at too.
     env = os.environ if env is None else env
     if info.world_size == 1:
-        return Rendezvous(HashStore(), "127.0.0.1", 0, "a world of one")
+        nowhere, source = "127.0.0.1", "a world of one"
+        place = Place(nowhere, (nowhere,), (0,), Job.of(info, 0, env), source)
+        return Rendezvous(place, nowhere, 0, source, HashStore())
     addr, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT")
     if addr and port:
         return _at_master(info, timeout, env, addr, port)
@@ -92,13 +153,10 @@ def _at_master(
     if addr.startswith("[") and addr.endswith("]"):
         addr = addr[1:-1]  # an IPv6 address, as in URLs
     addresses = resolve(addr, info, "MASTER_ADDR")
+    place = Place(addr, addresses, candidates(port), Job.of(info, port, env), source)
     if info.launcher == "torchrun" and env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        # torchrun's agent holds the store, through restarts of the ranks too.
-        prefix = f"ezpz-restart-{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-        tcp, reached, _ = find_store(Place(addr, addresses, (port,), None, source), info, timeout)
-        return Rendezvous(PrefixStore(prefix, tcp), addr, port, source, reached, prefix)
-    job = Job.of(info, port, env)
-    return _meet_at(Place(addr, addresses, candidates(port), job, source), info, timeout)
+        return _over_agent(place, info, timeout, env)
+    return _meet_at(place, info, timeout)
 
 
 def _of_slurm_step(info: RankInfo, timeout: timedelta, env: Mapping[str, str]) -> Rendezvous:
@@ -115,44 +173,83 @@ def _of_slurm_step(info: RankInfo, timeout: timedelta, env: Mapping[str, str]) -
 
 
 def _meet_at(place: Place, info: RankInfo, timeout: timedelta) -> Rendezvous:
-    """Meet at a place that every rank knows; rank 0 opens the store, there or nearby."""
+    """Meet at a place that every rank knows; rank 0 listens there or nearby."""
     key = place.host, place.ports[0], place.source, info.rank
-    if key not in _met:
-        if info.rank == 0:
-            warn_of_a_foreign_address(place)
-        look = open_store if info.rank == 0 else find_store
-        store, reached, port = look(place, info, timeout)
-        _met[key] = Rendezvous(store, place.host, port, place.source, reached)
-    return _met[key]
+    met = _met.get(key) or Rendezvous(place, place.host, place.ports[0], place.source)
+    if info.rank == 0 and not (met.desk and met.desk.is_open):
+        warn_of_a_foreign_address(place)
+        met = open_desk(place, info, timeout, met)
+    _met[key] = met
+    return met
+
+
+def leave() -> None:
+    """Listen no more where a script's own process group may want to: for after a set-up."""
+    for met in _met.values():
+        if met.desk is not None:
+            met.desk.close()
+
+
+def _over_agent(
+    place: Place, info: RankInfo, timeout: timedelta, env: Mapping[str, str]
+) -> Rendezvous:
+    """Meet where rank 0 says by the store of torchrun's agent, which may be on another node."""
+    # The agent holds the store through restarts of the ranks too.
+    prefix = f"ezpz-restart-{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    key, addr, port = (prefix, place.ports[0], place.source, info.rank), place.host, place.ports[0]
+    turn = _turns[info.rank] = _turns.get(info.rank, 0) + 1
+    known, reached = _met.get(key), place.addresses[0]
+    if known is None:
+        client = PrefixStore(prefix, _client(reached, port, timeout))
+        known = Rendezvous(place, addr, port, place.source, client, None, reached, prefix)
+    store = known.store
+    assert store is not None
+    if info.rank == 0:
+        host = addr if any(map(is_own, place.addresses)) else advertised(info, env)
+        opened = open_desk(replace(place, host=host, ports=(0,)), info, timeout, known)
+        known = replace(known, desk=opened.desk)
+        store.set(f"ezpz-desk/{turn}", json.dumps([host, opened.master_port]))
+    _met[key] = known
+
+    def ask() -> bytes:
+        store.wait([f"ezpz-desk/{turn}"], timeout)
+        return bytes(store.get(f"ezpz-desk/{turn}"))
+
+    try:
+        host, at = json.loads(within(timeout.total_seconds() + 1.0, ask))
+    except LOST as error:
+        raise SetupError(
+            f"rank {info.rank} of {info.world_size} on {get_hostname()} heard nothing from rank 0 "
+            f"by torchrun's store at {place} within {timeout.total_seconds():g} s; expected it to "
+            "call setup_torch; look whether it failed earlier"
+        ) from error
+    addresses = resolve(host, info, "the address that rank 0 told")
+    return replace(known, place=replace(place, host=host, addresses=addresses, ports=(at,)))
 
 
 def _over_mpi(info: RankInfo, timeout: timedelta, env: Mapping[str, str]) -> Rendezvous:
     source, job = "bound by rank 0, broadcast over MPI", Job.of(info, 0, env)
-    store: Store | None = None
-    host, port, reached, trouble = "", 0, "", ""
-    addresses: tuple[str, ...] = ()
+    met, trouble, host, port = _met.get(("", 0, source, info.rank)), "", "", 0
     if info.rank == 0:
         try:
             host = advertised(info, env)
-            addresses = (host,) if is_one_node(info) else addresses
-            place = Place(host, addresses, (0,), job, source)
-            store, reached, port = open_store(place, info, timeout)
+            here = Place(host, (host,) if is_one_node(info) else (), (0,), job, source)
+            met = _met["", 0, source, 0] = open_desk(here, info, timeout, met)
+            port = met.master_port
         except SetupError as error:
             # Told to all of them: they would wait for an address that never comes.
             trouble = str(error)[:600]
     host, port, trouble = _mpi.broadcast_once((host, port, trouble), info, timeout.total_seconds())
     if trouble:
         raise SetupError(trouble)
-    if store is None:
+    if met is None:
         addresses = resolve(host, info, "the address that rank 0 broadcast")
-        place = Place(host, addresses, (port,), job, source)
-        store, reached, _ = find_store(place, info, timeout)
-    return Rendezvous(store, host, port, source, reached)
+        met = Rendezvous(Place(host, addresses, (port,), job, source), host, port, source)
+    return met
 
 
-# Which job a store belongs to, and where its ranks were told to meet.
+# Which job a desk belongs to, and where its ranks were told to meet.
 
-JOB_KEY = "ezpz-job"  # where rank 0 writes its job, before anything else
 _OF_ANY = {
     # The parts of a heterogeneous Slurm job have numbers of their own, and one in common.
     "Slurm job": ("SLURM_HET_JOB_ID", "SLURM_JOB_ID"), "PBS job": ("PBS_JOBID",),
@@ -176,6 +273,7 @@ class Job:
     facts: Mapping[str, str]  # such as ``{"user": "1000", "PBS job": "7.pbs"}``
     host: str  # where the process runs that wrote this
     pid: int
+    store_port: int = 0  # where rank 0 has torch's store
 
     @classmethod
     def of(cls, info: RankInfo, port: int, env: Mapping[str, str]) -> Self:
@@ -190,13 +288,14 @@ class Job:
     @classmethod
     def read(cls, written: bytes) -> Self | None:
         try:
-            facts, host, pid = json.loads(written)
-            return cls({key: str(value) for key, value in facts.items()}, str(host), int(pid))
+            facts, host, pid, port = json.loads(written)
+            facts = {key: str(value) for key, value in facts.items()}
+            return cls(facts, str(host), int(pid), int(port))
         except (ValueError, TypeError, AttributeError):
             return None
 
     def written(self) -> bytes:
-        return json.dumps([dict(self.facts), self.host, self.pid]).encode()
+        return json.dumps([dict(self.facts), self.host, self.pid, self.store_port]).encode()
 
     def differs(self, other: Job) -> str:
         """Return by what this is another job than the other; an empty text if it is the same."""
@@ -212,7 +311,7 @@ class Place:
     host: str  # rank 0's, by name or address
     addresses: tuple[str, ...]  # what the name stands for here, numeric
     ports: tuple[int, ...]  # where rank 0 may listen, in the order in which it tries them; 0: any
-    job: Job | None  # what the store must be of; None: whatever store is there
+    job: Job  # what rank 0 must be of
     source: str  # how all this came to be known, for people
 
     def __str__(self) -> str:
@@ -241,16 +340,16 @@ def _name(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-# Rank 0's part: hold a port, and keep the store behind it open.
+# Rank 0's part: hold a port, and open its desk there, and torch's store beside it.
 
-_BACKLOG = 1 << 16  # connections that wait, as far as the system lets us: all ranks come at once
 _OTHER_FILES = 512  # files that rank 0 may have open beside its connections
-_PATIENCE = 0.5  # seconds for whoever holds a port to answer, and for a rank 0 to write its job
+_PATIENCE = 0.5  # seconds for whoever holds a port to answer
 
 
-def open_store(place: Place, info: RankInfo, timeout: timedelta) -> tuple[TCPStore, str, int]:
-    """Open the store at the first port that is free; return it, with its address and port here."""
-    assert place.job is not None
+def open_desk(
+    place: Place, info: RankInfo, timeout: timedelta, known: Rendezvous | None = None
+) -> Rendezvous:
+    """Open rank 0's desk at the first port that is free; and torch's store, where none is known."""
     here = [each for each in place.addresses if is_loopback(each)]
     loopback = here[0] if here else "127.0.0.1"
     # Where every rank is here, no one else need reach the store. Elsewhere MASTER_ADDR may be
@@ -261,7 +360,7 @@ def open_store(place: Place, info: RankInfo, timeout: timedelta) -> tuple[TCPSto
     who = f"rank 0 of {info.world_size} on {get_hostname()}"
     for wanted in place.ports:
         try:
-            listener = _listen(loopback if inside else "", wanted)
+            listener = listen(loopback if inside else "", wanted)
         except OSError as error:
             if error.errno not in (errno.EADDRINUSE, errno.EACCES):
                 raise SetupError(
@@ -275,20 +374,21 @@ def open_store(place: Place, info: RankInfo, timeout: timedelta) -> tuple[TCPSto
             taken.append(f"{wanted}: {why}")
             continue
         address, port = loopback if inside else "127.0.0.1", listener.getsockname()[1]
-        store = TCPStore(
-            address, port, None,
-            is_master=True, timeout=timeout, wait_for_workers=False,
-            # A script's own init_process_group then finds this store instead of a taken port.
-            multi_tenant=True, master_listen_fd=listener.detach(),
-            # torch's own choice: one that was built without libuv must be told so.
-            use_libuv=os.environ.get("USE_LIBUV", "1") == "1",
-        )  # fmt: skip
-        store.set(JOB_KEY, place.job.written().decode())
+        store, desk = (known.store, known.desk) if known else (None, None)
+        # Both listen before the store is made, which takes some milliseconds.
+        behind = None if store is not None else listen(loopback if inside else "", 0)
+        if desk is None:
+            at = behind.getsockname()[1] if behind else known.master_port if known else 0
+            greeting = replace(place.job, store_port=at).written()
+            desk = Desk(greeting, info.world_size, at)
+        desk.open(listener)
+        if behind is not None:
+            store = _serve(address, behind, timeout)
         if taken:
             logger.warning(
                 "rank 0 listens on port %d, for %s is taken (%s)", port, place, "; ".join(taken)
             )
-        return store, address, port
+        return Rendezvous(place, place.host, port, place.source, store, desk, address)
     raise SetupError(
         f"{who} finds no free port for {place}: {'; '.join(taken)}; expected one of these to be "
         "free; export another MASTER_PORT on every rank"
@@ -306,8 +406,8 @@ def warn_of_a_foreign_address(place: Place) -> None:
 
 
 def raise_file_limit(world_size: int) -> None:
-    """Let this process hold a connection of every rank, its responder's, and one that probes."""
-    wanted = 3 * world_size + _OTHER_FILES
+    """Let this process hold a connection of every rank to torch's store, and of every node."""
+    wanted = 2 * world_size + _OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return
@@ -315,38 +415,30 @@ def raise_file_limit(world_size: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
     if allowed < wanted:
         logger.warning(
-            "rank 0 may open %d files, and holds up to three connections for each of %d ranks; "
+            "rank 0 may open %d files, and holds up to two connections for each of %d ranks; "
             "expected %d; raise the hard limit (ulimit -Hn) for larger worlds",
             allowed, world_size, wanted,
         )  # fmt: skip
 
 
-def _listen(address: str, port: int) -> socket.socket:
-    """Return a socket that listens; an empty address is every one of this host, as torch does."""
-    families = [(socket.AF_INET6, "::"), (socket.AF_INET, "")]
-    if address:
-        families = [(socket.AF_INET6 if ":" in address else socket.AF_INET, address)]
-    for family, host in families:
-        try:
-            listener = socket.socket(family)
-        except OSError:
-            if family == socket.AF_INET:
-                raise
-            continue  # a kernel without IPv6
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if host == "::":
-                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-            listener.bind((host, port))
-            # Two may hold the same port until one listens: the other must learn of it now.
-            listener.listen(_BACKLOG)
-        except OSError as error:
-            listener.close()
-            if host == "::" and error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
-                continue
-            raise
-        return listener
-    raise AssertionError("IPv4 was tried last")
+def _serve(address: str, listener: socket.socket, timeout: timedelta) -> TCPStore:
+    return TCPStore(
+        address, listener.getsockname()[1], None,
+        is_master=True, timeout=timeout, wait_for_workers=False,
+        # A script's own init_process_group then finds this store instead of a taken port.
+        multi_tenant=True, master_listen_fd=listener.detach(),
+        # torch's own choice: one that was built without libuv must be told so.
+        use_libuv=os.environ.get("USE_LIBUV", "1") == "1",
+    )  # fmt: skip
+
+
+def _client(address: str, port: int, timeout: timedelta) -> TCPStore:
+    # Less than a second is none to torch. Without a world size: it would sleep up to as many
+    # milliseconds as there are ranks.
+    return TCPStore(
+        address, port, None, is_master=False, timeout=max(timedelta(seconds=1), timeout),
+        wait_for_workers=False,
+    )  # fmt: skip
 
 
 def _held_by(info: RankInfo, addresses: Sequence[str], port: int, job: Job) -> str:
@@ -356,14 +448,13 @@ def _held_by(info: RankInfo, addresses: Sequence[str], port: int, job: Job) -> s
         if not is_own(address):
             continue
         try:
-            limit = timedelta(seconds=1)
-            _, found = connect(address, port, _PATIENCE, limit, job, patience=_PATIENCE)
+            call, found = connect(address, port, _PATIENCE, job)
         except RefusedError:
             continue
         except NotOurStoreError as error:
             why = f"held by {error}"
             continue
-        assert found is not None
+        call.close()
         raise SetupError(
             f"rank 0 of {info.world_size} is duplicate: process {found.pid} on {found.host} "
             f"holds port {port}, and this is process {os.getpid()} on {get_hostname()}; expected "
@@ -373,56 +464,56 @@ def _held_by(info: RankInfo, addresses: Sequence[str], port: int, job: Job) -> s
     return why
 
 
-# The other ranks' part: look for rank 0's store until it is there.
+# The other ranks' part: one of each node looks for rank 0's desk until it is there.
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
-# So that ten thousand ranks ask twenty thousand times a second at most, and not all at once.
-_PAUSE_A_RANK, _SPREAD_A_RANK, _MANY_RANKS = 5e-5, 2e-5, 256
+# So that ten thousand nodes ask twenty thousand times a second at most, and not all at once.
+_PAUSE_A_CALL, _SPREAD_A_CALL, _MANY = 5e-5, 2e-5, 256
 _FIRST_LOOK_EVERYWHERE = 0.25
-_WRITING = 0.05  # seconds from rank 0's opening of the store to its first key
-_Seen = dict[tuple[str, int], Exception]  # at an address and port: what is in the store's way
+_Seen = dict[tuple[str, int], Exception]  # at an address and port: what is in rank 0's way
 
 
-def find_store(place: Place, info: RankInfo, timeout: timedelta) -> tuple[TCPStore, str, int]:
-    """Return a client of rank 0's store, with the address and the port where it was found."""
-    # A port is passed over when something else than this job's store is behind it. But whoever
+def find_desk(place: Place, info: RankInfo, seconds: float) -> tuple[socket.socket, str, int]:
+    """Return a connection to rank 0's desk, rank 0's host, and the port of torch's store."""
+    # A port is passed over when something else than this job's rank 0 is behind it. But whoever
     # holds it may be gone again, or not be seen from here: so now and then all are looked at.
     start = time.monotonic()
-    end = start + timeout.total_seconds()
-    pause, longest = _FIRST_PAUSE, max(_LONGEST_PAUSE, info.world_size * _PAUSE_A_RANK)
+    end = start + seconds
+    nodes = info.world_size // (info.local_world_size or 1)
+    pause, longest = _FIRST_PAUSE, max(_LONGEST_PAUSE, nodes * _PAUSE_A_CALL)
     everywhere_at, say_at = _FIRST_LOOK_EVERYWHERE, SAY_AFTER
     seen: _Seen = {}
     who = f"rank {info.rank} of {info.world_size} on {get_hostname()}"
-    if info.world_size >= _MANY_RANKS:
+    if nodes >= _MANY:
         # Their coming all at once would overrun the listener's queue.
-        time.sleep(min(_chance() * info.world_size * _SPREAD_A_RANK, end - start))
+        time.sleep(min(_chance() * nodes * _SPREAD_A_CALL, end - start))
     while True:
         elapsed = time.monotonic() - start
         everywhere = elapsed >= everywhere_at
         if everywhere:
             everywhere_at = 2 * elapsed
-        # Few seconds for an answer, but a busy store must get to answer in the end.
-        limit = min(max(0.5 + info.world_size * 1e-4, elapsed / 10), 5.0)
+        # Few seconds for an answer, but a busy desk must get to answer in the end.
+        limit = min(max(0.5 + nodes * 1e-4, elapsed / 10), 5.0)
         for address, port in _doors(place, seen, everywhere=everywhere):
             left = min(limit, max(end - time.monotonic(), 0.01))
             try:
-                store, _ = connect(address, port, left, timeout, place.job, patience=_WRITING)
+                call, found = connect(address, port, left, place.job)
             except (RefusedError, NotOurStoreError) as error:
                 # Without its frames: the connection would live as long.
                 seen[address, port] = error.with_traceback(None)
                 error.__cause__ = error.__context__ = None
             else:
-                return store, address, port
+                return call, found.host, found.store_port
         if time.monotonic() >= end:
             break
         if elapsed >= say_at:
             say_at = float("inf")
-            if speaks(info):
+            if speaks(info) or not is_one_node(info):  # of several nodes each has one that calls
                 logger.warning("%s has waited %.0f s for %s", who, elapsed, _what(place, seen))
         time.sleep(max(min(pause * (0.5 + _chance()), end - time.monotonic()), 0))
         pause = min(1.5 * pause, longest)
     raise SetupError(
-        f"{who} has waited {timeout.total_seconds():g} s for {_what(place, seen)}; expected "
+        f"{who} has waited {seconds:g} s for {_what(place, seen)}; expected "
         "rank 0 to call setup_torch and listen there; check that it started, that it did not fail "
         "earlier, and that this host may connect to it"
     )
@@ -440,7 +531,7 @@ def _doors(place: Place, seen: _Seen, *, everywhere: bool) -> Iterator[tuple[str
 
 def _what(place: Place, seen: _Seen) -> str:
     there = "; ".join(f"{_name(*door)}: {error}" for door, error in seen.items())
-    return f"rank 0's store at {place}, and finds at {there}"
+    return f"rank 0 at {place}, and finds at {there}"
 
 
 def _chance() -> float:
@@ -448,7 +539,7 @@ def _chance() -> float:
     return int.from_bytes(os.urandom(4), "little") / 2**32
 
 
-# What is behind a port: this job's store, or something else, however oddly it answers.
+# What is behind a port: this job's rank 0, or something else, however oddly it answers.
 
 # What torch's client sends first: VALIDATE with its magic number, then PING with a number
 # that comes back. So from torch 2.3 to 2.13 (TCPStoreBackend.hpp); a test holds it.
@@ -460,73 +551,65 @@ class RefusedError(Exception):
 
 
 class NotOurStoreError(Exception):
-    """Something listens there that is not this job's store."""
+    """Something listens there that is not this job's rank 0."""
 
 
-def connect(
-    address: str, port: int, limit: float, timeout: timedelta, job: Job | None,
-    *, patience: float = 0.0,
-) -> tuple[TCPStore, Job | None]:  # fmt: skip
-    """Return a client of this job's store (None: of any), and what rank 0 wrote into it.
-
-    Each answer has ``limit`` seconds, and what rank 0 writes ``patience``.
-    """
-    probe(address, port, limit)
+def connect(address: str, port: int, limit: float, job: Job) -> tuple[socket.socket, Job]:
+    """Return a connection to this job's rank 0, and its job; each answer has ``limit`` seconds."""
+    call = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     try:
-        # torch tries again for this time where no one listens any more: at least a second (less is
-        # 0 to it), at most half a minute (its look-up of the address's name can take 5 s and more).
-        # Without a world size: it would sleep up to as many milliseconds as there are ranks.
-        connecting = max(timedelta(seconds=1), min(timeout, timedelta(seconds=30)))
-        store = TCPStore(
-            address, port, None, is_master=False, timeout=connecting, wait_for_workers=False
-        )
-        store.set_timeout(timeout)
-        if job is None:
-            return store, None
-        # Not torch's own wait, which prints a page when it fails, and may take seconds for it.
-        until = time.monotonic() + patience
-        while not (written := store.check([JOB_KEY])) and time.monotonic() < until:
-            time.sleep(0.001)
-        found = Job.read(store.get(JOB_KEY)) if written else None
-    except DistNetworkError as error:
-        raise RefusedError(f"a store of torch that went away ({error})") from error
-    if found is None:
+        call.settimeout(limit)
+        _dial(call, address, port, limit)
+        found = Job.read(_greeting(call, limit))
+        if found is None:
+            raise NotOurStoreError("a rank 0 that names no job")
+        if difference := found.differs(job):
+            who = f"process {found.pid} on {found.host} ({difference})"
+            raise NotOurStoreError(f"rank 0 of another job, {who}")
+    except OSError as error:
+        call.close()
+        raise NotOurStoreError(f"a listener that breaks off ({error.strerror})") from error
+    except BaseException:
+        call.close()
+        raise
+    return call, found
+
+
+def _dial(call: socket.socket, address: str, port: int, limit: float) -> None:
+    try:
+        call.connect((address, port))
+    except TimeoutError:
+        raise RefusedError(f"no answer within {limit:.2g} s") from None
+    except ConnectionResetError:  # between the kernel's yes and our next look
+        raise
+    except OSError as error:
+        raise RefusedError((error.strerror or str(error)).lower()) from error
+    # It has no peer any more where the listener has closed it already.
+    if call.getsockname() == call.getpeername():
+        # The kernel gave us that very port to connect from.
+        raise RefusedError("connection refused")
+
+
+def _greeting(call: socket.socket, limit: float) -> bytes:
+    try:
+        return read_message(call, time.monotonic() + limit)[0]
+    except ValueError as error:
+        said = f"a listener that is not rank 0 (it says {error.args[0]!r})"
+        raise NotOurStoreError(said) from None
+    except EOFError:
+        raise NotOurStoreError("a listener that closes the connection") from None
+    except TimeoutError:
+        pass
+    # It waits for us to speak first, as a store of torch does.
+    number = os.urandom(4)
+    try:
+        call.settimeout(limit)
+        call.sendall(_GREETING + number)
+        answer = call.recv(len(number))
+    except TimeoutError:
+        raise NotOurStoreError(f"a listener that says nothing for {limit:.2g} s") from None
+    if not answer:
+        raise NotOurStoreError("a listener that closes the connection")
+    if answer == number:
         raise NotOurStoreError("a store of torch that no ezpz_dist opened")
-    if difference := found.differs(job):
-        raise NotOurStoreError(
-            f"the store of another job, by process {found.pid} on {found.host} ({difference})"
-        )
-    return store, found
-
-
-def probe(address: str, port: int, limit: float) -> None:
-    """Find out whether a store of torch answers; raises as `connect`."""
-    number, answer = os.urandom(4), b""
-    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as connection:
-        connection.settimeout(limit)
-        try:
-            connection.connect((address, port))
-        except TimeoutError:
-            raise RefusedError(f"no answer within {limit:.2g} s") from None
-        except ConnectionResetError as error:
-            # Between the kernel's yes and our next look.
-            raise NotOurStoreError(f"a listener that breaks off ({error.strerror})") from error
-        except OSError as error:
-            raise RefusedError((error.strerror or str(error)).lower()) from error
-        try:
-            # It has no peer any more where the listener has closed it already.
-            if connection.getsockname() == connection.getpeername():
-                # The kernel gave us that very port to connect from.
-                raise RefusedError("connection refused")
-            connection.sendall(_GREETING + number)
-            while len(answer) < len(number):
-                piece = connection.recv(len(number) - len(answer))
-                if not piece:
-                    raise NotOurStoreError("a listener that closes the connection")
-                answer += piece
-        except TimeoutError:
-            raise NotOurStoreError(f"a listener that says nothing for {limit:.2g} s") from None
-        except OSError as error:
-            raise NotOurStoreError(f"a listener that breaks off ({error.strerror})") from error
-    if answer != number:
-        raise NotOurStoreError(f"a listener that is no store of torch (it answers {answer!r})")
+    raise NotOurStoreError(f"a listener that is no store of torch (it answers {answer!r})")

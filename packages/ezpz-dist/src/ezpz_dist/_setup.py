@@ -25,12 +25,12 @@ from ezpz_device import get_torch_backend, get_torch_device, is_backend_availabl
 from ezpz_topo import RankInfo, get_cpu_count, get_hostname, get_local_device, get_rank_info
 
 from . import _diagnosis, _watch
-from ._addresses import gloo_interface
+from ._addresses import Process, gloo_interface
 from ._diagnosis import LOST, SideStore, arrived, calling_line, pid_namespace, within
 from ._errors import SetupError
-from ._members import Process, agree, common_facts, withdraw
+from ._members import Agreement, agree, common_facts, withdraw
 from ._mpi import abort_on_uncaught
-from ._rendezvous import Rendezvous, rendezvous
+from ._rendezvous import Rendezvous, leave, rendezvous
 from ._watch import first_line
 from ._world import World, enter, find_world, finish_all, is_forked, set_variables
 
@@ -170,6 +170,7 @@ def setup_torch(
             _state.export(_torchrun_variables(info, device, met))
     except BaseException:
         _state.restore_variables()
+        leave()
         raise
     finally:
         # After a failure too: MPI_Finalize, and so this rank's end, would wait for a missing one.
@@ -268,9 +269,9 @@ def _tell_of_withdrawal(
     # Now, for the others may be long in coming.
     logger.error("rank %d of %d cannot take part: %s", info.rank, info.world_size, why)
     try:
-        met = rendezvous(info, timedelta(seconds=min(args.timeout, _WITHDRAWAL)))
-        store = PrefixStore(prefix, met.store)
-        within(_WITHDRAWAL, lambda: withdraw(store, info, process, why))
+        limit = min(args.timeout, _WITHDRAWAL)
+        line = rendezvous(info, timedelta(seconds=limit)).line(info, prefix, limit)
+        within(_WITHDRAWAL, lambda: withdraw(line, info, process, why))
     except Exception as trouble:  # noqa: BLE001 - the caller raises the error that matters
         logger.debug("rank %d could not tell the others: %s", info.rank, trouble)
 
@@ -294,17 +295,14 @@ def _make_group(
     try:
         met = rendezvous(info, timeout)
         where = f" at {met.master_addr}:{met.master_port} ({met.source})"
-        # A store that outlives its group (a model may hold it) keeps its old keys.
-        store = PrefixStore(prefix, met.store)
         if info.world_size > 1:
             common = common_facts(arguments=asdict(args), device=device.type, backend=backend)
-            hosts, holder = agree(store, info, args.timeout, common, process)
-
-            def connect(seconds: float) -> Store:
-                return PrefixStore(prefix, met.connect(timedelta(seconds=seconds)))
-
-            # From here on a rank that fails can tell those who wait for it in torch.
-            _diagnosis.start_responder(SideStore(info.rank, hosts, store, connect, holder))
+            line = met.line(info, prefix, args.timeout)
+            agreed = agree(line, info, args.timeout, common, process)
+            hosts, met = agreed.hosts, _join(met, agreed, info, timeout, prefix)
+        assert met.store is not None
+        # A store that outlives its group (a model may hold it) keeps its old keys.
+        store = PrefixStore(prefix, met.store)
         if not any(name in os.environ for name in _RECORDER):
             _state.export({_RECORDER[0]: "200"})
         if backend == "gloo":
@@ -343,6 +341,27 @@ def _make_group(
     return met, store, hosts
 
 
+def _join(
+    met: Rendezvous, agreed: Agreement, info: RankInfo, timeout: timedelta, prefix: str
+) -> Rendezvous:
+    """Connect to torch's store: from here on a rank that fails can tell those who wait in torch."""
+    try:
+        joined = met.join(agreed.store, info, timeout)
+    except BaseException:
+        agreed.bell.close()
+        raise
+
+    def connect(seconds: float) -> Store:
+        return PrefixStore(prefix, joined.connect(timedelta(seconds=seconds)))
+
+    assert joined.store is not None
+    _diagnosis.start_responder(SideStore(
+        info.rank, agreed.hosts, PrefixStore(prefix, joined.store), connect, agreed.bell,
+        agreed.holder,
+    ))  # fmt: skip
+    return joined
+
+
 def _undo_group(info: RankInfo, error: BaseException) -> bool:
     """Undo a set-up that failed; return whether the ranks had met. Those who wait are ended."""
     responder = _diagnosis.find_responder()
@@ -350,7 +369,8 @@ def _undo_group(info: RankInfo, error: BaseException) -> bool:
         side, what = responder.side, f"{type(error).__name__}: {first_line(error)}"
         host = side.hosts[info.rank]
         _watch.end_job(f"rank {info.rank} on {host} failed in setup_torch: {what}", 1)
-        responder.stop(side.store)
+        responder.stop()
+        side.bell.close()
         _diagnosis.drop_responder()
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -490,6 +510,7 @@ def cleanup() -> None:
     with ExitStack() as rest:
         rest.callback(_state.restore_variables)
         rest.callback(_state.restore_hook)
+        rest.callback(leave)
         rest.callback(_stop_responder, world)
         rest.callback(_destroy_group, world)
         if args.degrees is not None:
@@ -531,7 +552,7 @@ def _stop_responder(world: World) -> None:
     stay = world.info.rank == 0 and not _watch.has_failed()
 
     def leave() -> None:
-        responder.stop(world.store)
+        responder.stop()
         if not responder.lost and world.store.add("left", 1) == world.info.world_size:
             world.store.set("all left", "")
         if stay and not arrived(world.store, ["all left"], _LAST_LEAVES):
@@ -543,6 +564,7 @@ def _stop_responder(world: World) -> None:
         within(_LAST_LEAVES + 1.0 if stay else 1.0, leave)
     except LOST as error:
         logger.debug("rank %d leaves before others: %s", world.info.rank, error)
+    responder.side.bell.close()
 
 
 def _leave_the_world_to_the_parent() -> None:

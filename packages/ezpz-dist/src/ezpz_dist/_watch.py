@@ -254,10 +254,10 @@ def end_job(text: str, status: int) -> bool:
         store.compare_set(f"left/{side.rank}", "", text)
         if store.add("ended", 1) == 1:  # else who came first has told all
             # This rank too: its responder is not to notice the end of the store.
-            everyone, teller = range(side.size), 0 if side.rank != 0 else 1
+            teller = 0 if side.rank != 0 else 1
             if status == 128 + signal.SIGINT and os.environ.get("EZPZ_TERMINAL"):
                 teller = -1  # who pressed Ctrl-C knows
-            side.post(store, "end", everyone, text=text, status=status, teller=teller)
+            side.post(store, "end", text=text, status=status, teller=teller)
         elif side.rank != 0 or not ending.wait(_TELLING / 2):
             return
         # The server's process is rank 0, or may be ended by this one's end.

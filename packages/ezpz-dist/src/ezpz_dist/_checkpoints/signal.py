@@ -56,8 +56,8 @@ class Votes:
         if self._side is None:
             self._hear(notice)
             return
-        post, everybody = self._side.post, range(self._side.size)
-        self._ask(lambda store: post(store, "notice", everybody, name=self._name, payload=notice))
+        post = self._side.post
+        self._ask(lambda store: post(store, "notice", name=self._name, payload=notice))
 
     def count(self, what: str, more: int = 1) -> int:
         """Return how many ranks have said so, this one and now too, or only looking on (0)."""
