@@ -205,8 +205,8 @@ def test_alone(environments, name, tmp_path):
 KNOWN_AS = {
     "PIL": "pillow", "mlflow": "mlflow-skinny", "requests": "wandb", "sklearn": "scikit-learn",
 }  # fmt: skip
-# Files that are sent to nodes, where each is imported by its bare name.
-SENT = {"ezpz-launch": {"node_ranks", "proc"}}
+# Programs of nodes, which are started without their package, import these by the bare name.
+SENT = {"ezpz-launch": {"_agent"}}
 
 
 @pytest.mark.parametrize("name", IMPORTS)

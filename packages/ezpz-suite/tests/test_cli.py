@@ -102,7 +102,7 @@ def test_a_report_is_what_ezpz_obs_makes_of_a_run(tmp_path, capfd):
         (["lanch"], "unknown command 'lanch'; did you mean 'launch'? See ezpz --help"),
         (["tset"], "unknown command 'tset'; did you mean 'test'? See ezpz --help"),
         (["python", "train.py"], "a script of yours is started by ezpz launch"),
-        (["--zzz"], "unknown command '--zzz'; expected one of launch, test, submit"),
+        (["--zzz"], "unknown command '--zzz'; expected one of launch, test, stage"),
     ],
 )
 def test_a_command_that_is_none(words, said, capfd):

@@ -184,6 +184,10 @@ usage: {USAGE}
 Look at every node of this job at once: devices and what they compute, memory, disk, clock,
 versions, links, errors of the kernel. Nodes that differ from the others are listed.
 
+examples:
+  ezpz-launch preflight             a table of the bad nodes, and a line for the good ones
+  ezpz-launch preflight --json      all that was measured, for programs
+
 exit status: 0 all are alike; 1 some are not; 2 usage"""
 
 
