@@ -24,7 +24,7 @@ from torch.distributed import PrefixStore, TCPStore
 from ezpz_dist import _members
 from ezpz_dist._addresses import message, read_message
 from ezpz_dist._members import agree, common_facts, unfold_hosts
-from ezpz_dist._rendezvous import Job, Place, connect, open_desk
+from ezpz_dist._rendezvous import Job, Place, connect, open_server
 from ezpz_dist._setup import SetupArgs
 from ezpz_topo import RankInfo
 # What a training script has imported, whose versions are compared.
@@ -42,7 +42,7 @@ def opened(size):
     job = Job.of(RankInfo(0, size, 0, size, 0, "none"), 0, {})
     place = Place("127.0.0.1", ("127.0.0.1",), (0,), job, "scale")
     # On one node it listens at 127.0.0.1, whose name /etc/hosts knows: no name server is asked.
-    return open_desk(place, RankInfo(0, size, 0, size, 0, "none"), LONG), job
+    return open_server(place, RankInfo(0, size, 0, size, 0, "none"), LONG), job
 
 def in_four(work):
     "Have four processes do their parts; return how to start them, and to wait for all."
@@ -89,7 +89,7 @@ def print_all(measure):
 """
 
 # Rank 0 is this process, and its CPU time is what counts: the others' own work, which takes the
-# same cores here, is not in it. One call of each node does what its speaker's does: it is greeted,
+# same cores here, is not in it. One call of each node does what its leader's does: it is greeted,
 # says who is on its node, and waits for the verdict, which it keeps until all have it.
 MEET = (
     COMMON
@@ -108,11 +108,11 @@ def meet(nodes):
     size = 12 * nodes
     met, job = opened(size)
     facts = json.dumps({"world_size": size, **common})
-    def speak(part):
+    def lead(part):
         def said(node):
             ranks = range(max(1, 12 * node), 12 * node + 12)
             who = [[rank, NAMES[node], 100_000 + rank, 4_026_531_836] for rank in ranks]
-            return {"meeting": "scale", "said": {facts: who}}
+            return {"setup": "scale", "said": {facts: who}}
         calls = []
         for node in range(part, nodes, 4):
             call, _ = connect("127.0.0.1", met.master_port, 60, job)
@@ -123,20 +123,20 @@ def meet(nodes):
     start, ended = in_four(speak)
     files = [len(os.listdir("/proc/self/fd"))]
     # The others are there when the last one comes, which is rank 0: no time is spent on waiting.
-    meeting = met.desk.meeting("scale")
+    heard = met.server.find_round("scale")
     asked.clear()
     began = time.process_time()
     start()
-    met.desk.serve(lambda: len(meeting.said) == size - 1, 240)
-    assert len(meeting.said) == size - 1, f"{len(meeting.said)} of {size} ranks"
+    met.server.serve(lambda: len(heard.said) == size - 1, 240)
+    assert len(heard.said) == size - 1, f"{len(heard.said)} of {size} ranks"
     files.append(len(os.listdir("/proc/self/fd")))
     rank_0 = RankInfo(0, size, 0, 12, 0, "none")
-    line = met.line(rank_0, "scale", 60)
+    line = met.participant(rank_0, "scale", 60)
     agreed = agree(line, rank_0, 300, common, (NAMES[0], 1, 4_026_531_836))
     took, names = time.process_time() - began, len(asked)
     ended()
     assert len(agreed.hosts) == size and agreed.hosts[-1] == NAMES[nodes - 1]
-    verdict, wire = meeting.verdict, len(message({"meeting": "scale", "said": {facts: [
+    verdict, wire = heard.verdict, len(message({"setup": "scale", "said": {facts: [
         [rank, NAMES[-1], 100_000 + rank, 4_026_531_836] for rank in range(12)]}}))
     began = time.process_time()
     unfold_hosts(json.loads(zlib.decompress(verdict))["hosts"])
@@ -156,7 +156,7 @@ STORE = (
     + """
 def join(size):
     met, _ = opened(size + 1)
-    port, store = met.desk.store_port, met.store
+    port, store = met.server.store_port, met.store
     store = PrefixStore("group", PrefixStore("ezpz-0", store))
     roots = [str(root) for root in range(int(sys.argv[4]))]
     store.multi_set(roots, ["x" * 128] * len(roots))

@@ -13,11 +13,11 @@ from torch.distributed import DistNetworkError, HashStore
 
 from ezpz_dist import _diagnosis, _watch
 from ezpz_dist._diagnosis import (
-    Bell,
     Location,
     Responder,
     RollCall,
     SideStore,
+    Wakeup,
     arrived,
     call_roll,
     set_all,
@@ -27,19 +27,19 @@ from ezpz_dist._diagnosis import (
 
 @pytest.fixture
 def side():
-    """Make side stores; each rings at its own bell, as if rank 0 passed it on."""
+    """Make side stores; each rings at its own wakeup, as if rank 0 passed it on."""
     bells = []
 
     def make(rank, hosts, store, connect=None):
         ours, theirs = socket.socketpair()
-        bell = Bell(ours, shared=False)
-        bell.ring = lambda *_: theirs.send(b"!")
-        bells.append((bell, theirs))
-        return SideStore(rank, hosts, store, connect or (lambda seconds: store), bell)
+        wakeup = Wakeup(ours, shared=False)
+        wakeup.ring = lambda *_: theirs.send(b"!")
+        bells.append((wakeup, theirs))
+        return SideStore(rank, hosts, store, connect or (lambda seconds: store), wakeup)
 
     yield make
-    for bell, theirs in bells:
-        bell.close()
+    for wakeup, theirs in bells:
+        wakeup.close()
         theirs.close()
 
 
@@ -106,7 +106,7 @@ def test_a_responder_that_finds_no_store_at_first_tries_again(side):
 
     responder = Responder(side(1, ["a", "b"], Busy(), connect))
     responder.start()
-    SideStore(0, ["a", "b"], store, connect, responder.side.bell).post(store, "closed")
+    SideStore(0, ["a", "b"], store, connect, responder.side.wakeup).post(store, "closed")
     responder.join(120)
     assert not responder.is_alive()
     assert (responder.lost, len(tries)) == (True, 2)

@@ -184,7 +184,7 @@ elif rank == 2:
         until((here / "3").exists)
         time.sleep(0.2)
         os.kill(os.getpid(), 9)
-    _addresses._Speaker._converse = end
+    _addresses._Leader._converse = end
     (here / "2").touch()
 ezpz_dist.setup_torch(timeout=8)
 """

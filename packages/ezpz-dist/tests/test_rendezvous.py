@@ -27,8 +27,8 @@ from ezpz_dist._rendezvous import (
     candidates,
     connect,
     derived_port,
-    find_desk,
-    open_desk,
+    find_server,
+    open_server,
     rendezvous,
     warn_of_a_foreign_address,
 )
@@ -44,8 +44,8 @@ def meet(infos, env, timeout=MINUTE):
 
     def join(one, each):
         process, seconds = (get_hostname(), each.rank, 1), timeout.total_seconds()
-        agreed = agree(one.line(each, "test", seconds), each, seconds, {}, process)
-        agreed.bell.close()
+        agreed = agree(one.participant(each, "test", seconds), each, seconds, {}, process)
+        agreed.wakeup.close()
         return one.join(agreed.store, each, timeout)
 
     with ThreadPoolExecutor(len(met)) as pool:
@@ -58,19 +58,19 @@ def info(launcher="torchrun", rank=1, world_size=2, local_world_size=2, local_ra
 
 @pytest.fixture
 def opened():
-    """Open rank 0's desk, as `open_desk` does, and serve there."""
-    desks = []
+    """Open rank 0's server, as `open_server` does, and serve there."""
+    servers = []
 
     def opens(where, zero=None):
-        met = open_desk(where, zero or info(rank=0), SECOND)
-        desks.append(met.desk)
-        met.desk.start()
+        met = open_server(where, zero or info(rank=0), SECOND)
+        servers.append(met.server)
+        met.server.start()
         return met
 
     yield opens
-    for desk in desks:
-        desk.close()
-        for key in list(desk._selector.get_map().values()):
+    for server in servers:
+        server.close()
+        for key in list(server._selector.get_map().values()):
             key.fileobj.close()
 
 
@@ -288,8 +288,8 @@ def test_a_slurm_port_that_is_taken_is_passed_over():
     port = derived_port("7.99")
     with socket.create_server(("127.0.0.1", port)):  # and it says nothing
         zero = rendezvous(info("slurm", rank=0), SECOND, step)
-        zero.desk.start()
-        call, *_ = find_desk(rendezvous(info("slurm"), SECOND, step).place, info("slurm"), 30.0)
+        zero.server.start()
+        call, *_ = find_server(rendezvous(info("slurm"), SECOND, step).place, info("slurm"), 30.0)
     with call:
         assert call.getpeername()[1] == zero.master_port == candidates(port)[1]
 
@@ -304,7 +304,7 @@ MEET = """
     info, sixty = get_rank_info(), timedelta(seconds=60)
     def meet(env):
         met = rendezvous(info, sixty, env)
-        agreed = agree(met.line(info, "test", 60), info, 60, {}, ("h", os.getpid(), 1))
+        agreed = agree(met.participant(info, "test", 60), info, 60, {}, ("h", os.getpid(), 1))
         return met.join(agreed.store, info, sixty)
     def leave(store):  # rank 0 last: the stores end with it
         store.set(f"{info.rank} leaves", "")
@@ -390,7 +390,7 @@ def test_rank_0_never_comes(monkeypatch, caplog):
     monkeypatch.setattr(_rendezvous, "SAY_AFTER", 0.1)
     start = time.monotonic()
     with pytest.raises(SetupError) as caught, caplog.at_level(logging.WARNING):
-        find_desk(rendezvous(info(), SECOND, env).place, info(), 1.0)
+        find_server(rendezvous(info(), SECOND, env).place, info(), 1.0)
     assert 1 <= time.monotonic() - start < 120
     waits = (
         f"for rank 0 at 127.0.0.1:{port} (MASTER_ADDR and MASTER_PORT), and finds at "
@@ -404,7 +404,7 @@ def test_rank_0_never_comes(monkeypatch, caplog):
     caplog.clear()
     third = info(rank=3, world_size=4, local_world_size=4, local_rank=1)
     with pytest.raises(SetupError):
-        find_desk(rendezvous(third, SECOND, env).place, third, 0.2)
+        find_server(rendezvous(third, SECOND, env).place, third, 0.2)
     assert not caplog.records, "one rank a node says it"
 
 
@@ -508,7 +508,7 @@ def test_a_taken_port_is_passed_over(listener, caplog, opened, local_world_size)
     zero = info(rank=0, local_world_size=local_world_size)
     met = opened(place(port, 0), zero)
     assert met.reached == "127.0.0.1"
-    assert port != met.master_port != met.desk.store_port
+    assert port != met.master_port != met.server.store_port
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         with pytest.raises(RefusedError, match="connection refused"):
@@ -520,7 +520,7 @@ def test_a_taken_port_is_passed_over(listener, caplog, opened, local_world_size)
 def test_a_second_rank_0_is_an_error_that_names_the_first(opened):
     port = opened(place(0)).master_port
     with pytest.raises(SetupError) as caught:
-        open_desk(place(port, 0), ZERO, SECOND)
+        open_server(place(port, 0), ZERO, SECOND)
     said = str(caught.value)
     assert said.startswith(f"rank 0 of 2 is duplicate: process 3 on h holds port {port}, and")
     assert f"process {os.getpid()} on {get_hostname()}; expected one" in said
@@ -530,7 +530,7 @@ def test_no_port_is_left(listener, monkeypatch):
     monkeypatch.setattr(_rendezvous, "_PATIENCE", 30.0)  # 0.5 s are of an idle machine
     ports = listener("http"), listener("http")
     with pytest.raises(SetupError) as caught:
-        open_desk(place(*ports), ZERO, SECOND)
+        open_server(place(*ports), ZERO, SECOND)
     said = str(caught.value)
     who = f"rank 0 of 2 on {get_hostname()}"
     assert said.startswith(f"{who} finds no free port for there:{ports[0]}")
@@ -542,18 +542,18 @@ def test_no_port_is_left(listener, monkeypatch):
 
     monkeypatch.setattr(_rendezvous, "listen", no)
     with pytest.raises(SetupError, match=r"cannot listen on port 5 \(a test\): Too many open file"):
-        open_desk(place(5), ZERO, SECOND)
+        open_server(place(5), ZERO, SECOND)
 
 
 def test_on_one_node_no_one_outside_reaches_rank_0(opened):
     met = opened(place(0))
     # What is bound to every address is in the way of every other.
-    for port in met.master_port, met.desk.store_port:
+    for port in met.master_port, met.server.store_port:
         with socket.socket() as other:
             other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             other.bind(("127.0.0.2", port))
     met = opened(place(0), info(rank=0, local_world_size=1))
-    for port in met.master_port, met.desk.store_port:
+    for port in met.master_port, met.server.store_port:
         with socket.socket() as other, pytest.raises(OSError, match="in use"):
             other.bind(("127.0.0.2", port))
 
@@ -598,7 +598,7 @@ def test_this_jobs_rank_0_and_a_store_of_torch(use_libuv, opened):
     met = opened(place(0))
     call, found = connect("127.0.0.1", met.master_port, 5.0, OURS)
     call.close()
-    assert (found.facts, found.store_port) == (OURS.facts, met.desk.store_port)
+    assert (found.facts, found.store_port) == (OURS.facts, met.server.store_port)
 
 
 # What a name stands for, and which address of this host others can reach.

@@ -326,19 +326,20 @@ def _length(begin: bytes | bytearray) -> int:
 
 # How all ranks' words come to rank 0, and its verdict to them.
 
-# Rank 0 has a desk: a port at which it serves calls, which are connections; later from a thread.
+# Rank 0 has a server: a port at which it serves calls, which are connections; later from a thread.
 # 1. The first rank of a node to come holds a name, by which the node's others call it. It speaks
-#    for them. It calls the desk, which greets with rank 0's job, so that strangers are told apart.
+#    for them. It calls the server, which greets with rank 0's job: so strangers are told apart.
 # 2. It says which processes of its node are there, with their facts; each time all of them.
-# 3. If a call ends before the verdict, those for whom it spoke are not there. If a speaker ends,
+# 3. If a call ends before the verdict, those for whom it spoke are not there. If a leader ends,
 #    its node's ranks begin again: one of them holds the name.
 # 4. Rank 0 compares, and tells a verdict: who takes part, or what is wrong.
-# 5. A speaker passes on the verdict, and the call itself, a descriptor: it may end from then on.
+# 5. A leader passes on the verdict, and the call itself, a descriptor: it may end from then on.
 # 6. Each rank connects to torch's store, which the backend wants. Events are posted there.
-# 7. Who posts one rings: a message by its node's call. The desk sends a byte down all calls of this
-#    set-up, or why all are to end. It wakes the responders of all ranks that have the call: `Bell`.
+# 7. Who posts one rings: a message by its node's call. The server sends a byte down all calls of
+#    this set-up, or why all are to end. It wakes the responders of all ranks that have the call:
+#    `Wakeup`.
 # 8. Who comes later, until clean-up, is told the verdict, or that its rank is a duplicate.
-# Each rank calls the desk itself where all are on one node, where no other is found (a network
+# Each rank calls the server itself where all are on one node, where no other is found (a network
 # namespace of its own), and where there are no such names (macOS).
 
 Process = tuple[str, int, int]  # a rank's host, process and PID namespace
@@ -346,8 +347,8 @@ _SENDING = 1.0  # seconds for the other end to take what is sent, or to send all
 
 
 @dataclass(slots=True)
-class Meeting:
-    """One set-up, as rank 0's desk hears of it."""
+class Round:
+    """One set-up, as rank 0's server hears of it."""
 
     said: dict[int, tuple[Process, str]] = field(default_factory=dict)  # process and facts, by rank
     calls: dict[socket.socket, list[int]] = field(default_factory=dict)  # for whom each speaks
@@ -355,12 +356,12 @@ class Meeting:
     verdict: bytes = b""
 
 
-class Desk:
+class Server:
     """Rank 0's: serves one call of each node, while ranks meet and then from a thread."""
 
     def __init__(self, greeting: bytes, size: int, store_port: int) -> None:
         self.store_port = store_port  # torch's
-        self._meetings: dict[str, Meeting] = {}
+        self._rounds: dict[str, Round] = {}
         self._greeting, self._size = message(greeting), size
         self._listener: socket.socket | None = None
         self._thread: threading.Thread | None = None
@@ -383,17 +384,17 @@ class Desk:
             self._listener.close()
             self._listener = None
 
-    def meeting(self, name: str) -> Meeting:
-        return self._meetings.setdefault(name, Meeting())
+    def find_round(self, name: str) -> Round:
+        return self._rounds.setdefault(name, Round())
 
     def join(self, name: str, said: Mapping[str, Any]) -> socket.socket:
         """Return a call of rank 0's own, which has said this."""
         self._pause()
         mine, call = socket.socketpair()
         call.settimeout(_SENDING)
-        meeting = self.meeting(name)
-        self._take(call, meeting, said)
-        self._selector.register(call, selectors.EVENT_READ, (bytearray(), [meeting]))
+        heard = self.find_round(name)
+        self._take(call, heard, said)
+        self._selector.register(call, selectors.EVENT_READ, (bytearray(), [heard]))
         return mine
 
     def serve(self, is_over: Callable[[], bool], seconds: float) -> None:
@@ -403,16 +404,16 @@ class Desk:
         while not is_over() and (left := until - time.monotonic()) > 0:
             self._serve(left)
 
-    def tell(self, meeting: Meeting, verdict: bytes) -> None:
-        meeting.verdict = verdict
-        for call in meeting.calls:
+    def tell(self, heard: Round, verdict: bytes) -> None:
+        heard.verdict = verdict
+        for call in heard.calls:
             _send(call, message(verdict))
 
     def start(self) -> None:
         """Serve in a thread from now on."""
         self._stop = socket.socketpair()
         self._selector.register(self._stop[1], selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._run, name="ezpz-desk", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="ezpz-server", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
@@ -449,7 +450,7 @@ class Desk:
         _send(call, self._greeting)
         self._selector.register(call, selectors.EVENT_READ, (bytearray(), []))
 
-    def _hear(self, call: socket.socket, received: bytearray, of: list[Meeting]) -> None:
+    def _hear(self, call: socket.socket, received: bytearray, of: list[Round]) -> None:
         try:
             piece = call.recv(1 << 16)
             received += piece
@@ -460,41 +461,41 @@ class Desk:
                     for other in of[0].calls if of else ():
                         _send(other, rung)
                 else:
-                    of[:] = [self.meeting(said["meeting"])]
+                    of[:] = [self.find_round(said["setup"])]
                     self._take(call, of[0], said)
         except (OSError, ValueError, LookupError, TypeError, AttributeError):
             piece = b""  # it is no one of ours, or has gone
         if not piece:
-            for meeting in of:
-                self._forget(call, meeting)
+            for heard in of:
+                self._forget(call, heard)
             self._selector.unregister(call)
             call.close()
 
-    def _take(self, call: socket.socket, meeting: Meeting, said: Mapping[str, Any]) -> None:
+    def _take(self, call: socket.socket, heard: Round, said: Mapping[str, Any]) -> None:
         twice = ""
         if "trouble" in said:
-            meeting.trouble = meeting.trouble or said["trouble"]
+            heard.trouble = heard.trouble or said["trouble"]
         else:
-            self._forget(call, meeting)
-            ranks = meeting.calls[call] = []
+            self._forget(call, heard)
+            ranks = heard.calls[call] = []
             for facts, processes in said["said"].items():
                 for rank, host, pid, namespace in processes:
                     if rank < self._size:  # else of another world, as the verdict tells it
                         here = host, pid, namespace
-                        first, _ = meeting.said.setdefault(rank, (here, facts))
+                        first, _ = heard.said.setdefault(rank, (here, facts))
                         if first == here:
                             ranks.append(rank)
                         else:
                             twice = _describe_twice(rank, self._size, first, here)
-        if meeting.verdict:  # it comes late
-            _send(call, message(pack({"trouble": twice}) if twice else meeting.verdict))
+        if heard.verdict:  # it comes late
+            _send(call, message(pack({"trouble": twice}) if twice else heard.verdict))
         else:
-            meeting.trouble = meeting.trouble or twice
+            heard.trouble = heard.trouble or twice
 
-    def _forget(self, call: socket.socket, meeting: Meeting) -> None:
-        for rank in meeting.calls.pop(call, ()):
-            if not meeting.verdict:
-                del meeting.said[rank]
+    def _forget(self, call: socket.socket, heard: Round) -> None:
+        for rank in heard.calls.pop(call, ()):
+            if not heard.verdict:
+                del heard.said[rank]
 
 
 def _send(call: socket.socket, sent: bytes) -> None:
@@ -512,33 +513,33 @@ def _describe_twice(rank: int, world_size: int, first: Process, second: Process)
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
-    """How a rank takes part in a set-up: rank 0 by its desk, the others by calls."""
+class Participant:
+    """How a rank takes part in a set-up: rank 0 by its server, the others by calls."""
 
-    meeting: str  # the set-up's name, the same on every rank
+    setup: str  # the set-up's name, the same on every rank
     # Returns a call that was greeted, rank 0's host, and the port of torch's store.
     call: Callable[[], tuple[socket.socket, str, int]]
     # Connects to torch's store, at an address and port: while a verdict is awaited.
     ahead: Callable[[tuple[str, int]], object]
     name: str = ""  # by what this node's ranks find each other; empty: each calls rank 0 itself
-    desk: Desk | None = None
+    server: Server | None = None
     store: Store | None = None  # torch's, on rank 0
 
 
 def say(
-    line: Line, said: Mapping[str, Any], info: RankInfo, patience: float, look: float
+    participant: Participant, said: Mapping[str, Any], info: RankInfo, patience: float, look: float
 ) -> tuple[bytes, socket.socket | None, bool]:
-    """Return rank 0's verdict, the call to its desk, and whether it is shared. Not for rank 0."""
-    name = line.name
+    """Return rank 0's verdict, the call to its server, and whether it is shared. Not for rank 0."""
+    name = participant.name
     while name:
         if (listener := hold_name(name)) is not None:
             with listener, ExitStack() as ends:
-                return _Speaker(listener, ends).speak(line, said, info, patience, look)
+                return _Leader(listener, ends).lead(participant, said, info, patience, look)
         try:
-            with call_name(name) as speaker:
-                speaker.sendall(message(said))
+            with call_name(name) as leader:
+                leader.sendall(message(said))
                 # It may itself look for rank 0 first.
-                told, passed = read_message(speaker, time.monotonic() + 2 * patience)
+                told, passed = read_message(leader, time.monotonic() + 2 * patience)
             return told, socket.socket(fileno=passed[0]) if passed else None, True
         except TimeoutError as error:
             raise _unheard(info, "the rank that speaks for this node", error) from error
@@ -546,7 +547,7 @@ def say(
             time.sleep(1e-3)  # it has ended
         except OSError:  # another user's, or the system does not allow it
             name = ""
-    return _Speaker(None, ExitStack()).speak(line, said, info, patience, look)
+    return _Leader(None, ExitStack()).lead(participant, said, info, patience, look)
 
 
 def _unheard(info: RankInfo, who: str, error: Exception) -> SetupError:
@@ -558,24 +559,29 @@ def _unheard(info: RankInfo, who: str, error: Exception) -> SetupError:
     )
 
 
-class _Speaker:
+class _Leader:
     """Speaks for a node's ranks, this one and those that call, until rank 0 tells its verdict."""
 
     def __init__(self, listener: socket.socket | None, ends: ExitStack) -> None:
         self._listener, self._ends = listener, ends
         self._others: dict[socket.socket, dict[str, list[Any]]] = {}
 
-    def speak(
-        self, line: Line, said: Mapping[str, Any], info: RankInfo, patience: float, look: float
+    def lead(
+        self,
+        participant: Participant,
+        said: Mapping[str, Any],
+        info: RankInfo,
+        patience: float,
+        look: float,
     ) -> tuple[bytes, socket.socket, bool]:
         try:
-            call, host, port = line.call()
+            call, host, port = participant.call()
             # Rank 0 speaks for itself.
             most = (info.local_world_size or 0) - (host == get_hostname())
             try:
                 if self._listener is None:
                     call.sendall(message(said))
-                    line.ahead((peer_of(call), port))
+                    participant.ahead((peer_of(call), port))
                     told, _ = read_message(call, time.monotonic() + patience)
                 else:
                     told = self._converse(call, said, most, patience, look)

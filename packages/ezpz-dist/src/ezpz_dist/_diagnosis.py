@@ -271,15 +271,15 @@ def last_collectives(number: int) -> list[str]:
 _BUSY = 0.3  # seconds after which the main thread's connection is taken to be in a long request
 
 
-class Bell:
-    """Wakes the responders of all ranks, by this node's call to rank 0's desk."""
+class Wakeup:
+    """Wakes the responders of all ranks, by this node's call to rank 0's server."""
 
     def __init__(self, call: socket.socket, *, shared: bool) -> None:
         self._call, self._stop, self._heard = call, socket.socketpair(), b""
         self._edges: Any = None
         call.settimeout(None)
         if shared:
-            # What the desk sends is there for all ranks that have this call, so none takes it out:
+            # What the server sends is for all ranks that have this call, so none takes it out:
             # each hears that there is more. The system holds 100,000 rings.
             self._edges = select.epoll()
             self._edges.register(call, select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLET)
@@ -340,7 +340,7 @@ class SideStore:
     store: Store  # the main thread's; it serves one caller, see `reach`
     # Makes a connection whose requests wait so many seconds; raises one of `LOST`.
     connect: Callable[[float], Store]
-    bell: Bell  # by which the responders are woken
+    wakeup: Wakeup  # by which the responders are woken
     holder: tuple[int, int] = (0, 0)  # process and PID namespace of rank 0, which holds the store
 
     @property
@@ -363,7 +363,7 @@ class SideStore:
         text = json.dumps({"kind": kind, "from": self.rank, **event})
         store.set(f"event/{number}", text)
         # A rank's own connection to the store may be in a long request, as in torch's set-up.
-        self.bell.ring(text if kind == "end" else "")
+        self.wakeup.ring(text if kind == "end" else "")
         return number
 
 
@@ -395,10 +395,10 @@ class Responder(threading.Thread):
         self.pinned: Location | None = None  # where this rank stands while it asks for the others
 
     def run(self) -> None:
-        bell, seen = self.side.bell, 0
+        wakeup, seen = self.side.wakeup, 0
         try:
             while not self._leaving.is_set():
-                last = bell.wait()
+                last = wakeup.wait()
                 if self._leaving.is_set():
                     break
                 if last:
@@ -431,7 +431,7 @@ class Responder(threading.Thread):
         """End the thread, if it has not ended."""
         self._leaving.set()
         self._stopped.set()
-        self.side.bell.stop()
+        self.side.wakeup.stop()
         if self.is_alive() and threading.current_thread() is not self:
             self.join(0.5)
 

@@ -25,8 +25,8 @@ import torch.distributed as dist
 
 from ezpz_topo import RankInfo
 
-from ._addresses import Line, Process, message, pack, peer_of, read_message, say
-from ._diagnosis import LOST, Bell, calling_line, set_all
+from ._addresses import Participant, Process, message, pack, peer_of, read_message, say
+from ._diagnosis import LOST, Wakeup, calling_line, set_all
 from ._errors import CollectiveError, MismatchError, NotSetUpError, SetupError, fold
 from ._watch import finish, waiting
 from ._world import World, current_world
@@ -79,24 +79,28 @@ class Agreement(NamedTuple):
     hosts: tuple[str, ...]  # by rank
     holder: tuple[int, int]  # rank 0's process and PID namespace
     store: tuple[str, int]  # address and port of torch's
-    bell: Bell
+    wakeup: Wakeup
 
 
 def agree(
-    line: Line, info: RankInfo, timeout: float, common: Mapping[str, Any], process: Process
+    participant: Participant,
+    info: RankInfo,
+    timeout: float,
+    common: Mapping[str, Any],
+    process: Process,
 ) -> Agreement:
     """Return who takes part, once all ranks are there, once each, and the same. Collective."""
-    # Rank 0 compares what each has said at its desk, and tells all who takes part, or what is
+    # Rank 0 compares what each has said at its server, and tells all who takes part, or what is
     # wrong: a rank is missing, duplicate, or differs.
     rank, who = info.rank, f"rank {info.rank} of {info.world_size} on {process[0]}"
     facts = json.dumps({"world_size": info.world_size, **common})
-    said = {"meeting": line.meeting, "said": {facts: [[rank, *process]]}}
-    if line.desk is None:
-        told, call, shared = say(line, said, info, timeout + 2 * _GRACE, _LOOK)
+    said = {"setup": participant.setup, "said": {facts: [[rank, *process]]}}
+    if participant.server is None:
+        told, call, shared = say(participant, said, info, timeout + 2 * _GRACE, _LOOK)
     else:
-        call, shared = line.desk.join(line.meeting, said), False
-        told = judge(line, info, timeout, process, facts)
-        line.desk.start()
+        call, shared = participant.server.join(participant.setup, said), False
+        told = judge(participant, info, timeout, process, facts)
+        participant.server.start()
         read_message(call, time.monotonic() + timeout)
     verdict = json.loads(zlib.decompress(told))
     if verdict["trouble"]:
@@ -110,38 +114,41 @@ def agree(
     else:
         assert call is not None
         hosts, holder = unfold_hosts(verdict["hosts"]), tuple(verdict["holder"])
-        return Agreement(hosts, holder, (peer_of(call), verdict["port"]), Bell(call, shared=shared))
+        store = peer_of(call), verdict["port"]
+        return Agreement(hosts, holder, store, Wakeup(call, shared=shared))
     if call is not None:
         call.close()
-    _linger(line)
+    _linger(participant)
     raise SetupError(trouble)
 
 
-def withdraw(line: Line, info: RankInfo, process: Process, why: str) -> None:
+def withdraw(participant: Participant, info: RankInfo, process: Process, why: str) -> None:
     """Tell those who come to `agree` that this rank cannot take part. Not collective."""
     trouble = f"rank {info.rank} on {process[0]} cannot take part: {why}"
-    if line.desk is not None:
-        meeting = line.desk.meeting(line.meeting)
-        meeting.trouble = trouble
-        line.desk.serve(lambda: len(meeting.said) >= info.world_size - 1, _LOOK)
-        judge(line, info, _LOOK, process, "{}")
-        _linger(line)
+    if participant.server is not None:
+        heard = participant.server.find_round(participant.setup)
+        heard.trouble = trouble
+        participant.server.serve(lambda: len(heard.said) >= info.world_size - 1, _LOOK)
+        judge(participant, info, _LOOK, process, "{}")
+        _linger(participant)
     else:
-        with line.call()[0] as call:
-            call.sendall(message({"meeting": line.meeting, "trouble": trouble}))
+        with participant.call()[0] as call:
+            call.sendall(message({"setup": participant.setup, "trouble": trouble}))
 
 
-def judge(line: Line, info: RankInfo, timeout: float, process: Process, facts: str) -> bytes:
+def judge(
+    participant: Participant, info: RankInfo, timeout: float, process: Process, facts: str
+) -> bytes:
     """Tell all who takes part, or what is wrong. For rank 0; returns the same."""
-    assert line.desk is not None
-    desk, size = line.desk, info.world_size
-    meeting, said = desk.meeting(line.meeting), dict[int, tuple[Process, str]]()
+    assert participant.server is not None
+    server, size = participant.server, info.world_size
+    heard, said = server.find_round(participant.setup), dict[int, tuple[Process, str]]()
     start, next_word, trouble = time.monotonic(), FIRST_WORD, ""
     mine, kinds = [*process, json.loads(facts)], dict[str, Any]()
     while not trouble and len(said) < size:
         left = max(start + timeout - time.monotonic(), 0.0)
-        desk.serve(lambda: meeting.trouble != "" or len(meeting.said) == size, min(_LOOK, left))
-        before, said, trouble = said, dict(meeting.said), meeting.trouble
+        server.serve(lambda: heard.trouble != "" or len(heard.said) == size, min(_LOOK, left))
+        before, said, trouble = said, dict(heard.said), heard.trouble
         fresh = sorted(rank for rank in said if said[rank][1] != facts and rank not in before)
         kinds |= {said[rank][1]: json.loads(said[rank][1]) for rank in fresh}
         waited = time.monotonic() - start
@@ -157,22 +164,22 @@ def judge(line: Line, info: RankInfo, timeout: float, process: Process, facts: s
             next_word *= 2
     hosts = [] if trouble else [said[rank][0][0] for rank in range(size)]
     told = pack({
-        "trouble": trouble, "world_size": size, "holder": process[1:], "port": desk.store_port,
+        "trouble": trouble, "world_size": size, "holder": process[1:], "port": server.store_port,
         "hosts": fold_hosts(hosts),
     })  # fmt: skip
-    desk.tell(meeting, told)
-    if not trouble and line.store is not None:
+    server.tell(heard, told)
+    if not trouble and participant.store is not None:
         # For who looks what became of a silent rank.
         keys = [f"facts/{rank}" for rank in said]
-        set_all(line.store, keys, [json.dumps(each) for each, _ in said.values()])
+        set_all(participant.store, keys, [json.dumps(each) for each, _ in said.values()])
     return told
 
 
-def _linger(line: Line) -> None:
+def _linger(participant: Participant) -> None:
     """Stay until the others have read what is wrong, and so have closed their calls. For rank 0."""
-    if line.desk is not None:
-        meeting = line.desk.meeting(line.meeting)
-        line.desk.serve(lambda: not meeting.calls, _READING)
+    if participant.server is not None:
+        heard = participant.server.find_round(participant.setup)
+        participant.server.serve(lambda: not heard.calls, _READING)
 
 
 def fold_hosts(hosts: Sequence[str]) -> dict[str, Any]:
@@ -539,18 +546,18 @@ def _describe_call(expected: Mapping[str, Any], said: Mapping[str, Any], several
 
 
 def _hear(
-    members: Members, subject: str, mine: Mapping[str, Any], speakers: list[int]
+    members: Members, subject: str, mine: Mapping[str, Any], leaders: list[int]
 ) -> list[Mapping[str, Any]]:
-    """Return what each of the speakers says, through the store. Collective."""
+    """Return what each of the leaders says, through the store. Collective."""
     store, until = members.world.store, time.monotonic() + min(_PATIENCE, members.world.timeout)
-    keys, size = [f"{subject}/{place}" for place in speakers], len(members.ranks)
+    keys, size = [f"{subject}/{place}" for place in leaders], len(members.ranks)
 
     def wait(key: str) -> None:
         store.wait([key], timedelta(seconds=max(0.1, until - time.monotonic())))
 
     said: list[Mapping[str, Any]] = []
     try:
-        if members.place in speakers:
+        if members.place in leaders:
             store.set(f"{subject}/{members.place}", json.dumps(mine))
         for key in keys:
             wait(key)

@@ -29,8 +29,8 @@ from ezpz_topo import RankInfo, first_host, get_hostname
 
 from . import _mpi
 from ._addresses import (
-    Desk,
-    Line,
+    Participant,
+    Server,
     advertised,
     is_loopback,
     is_one_node,
@@ -47,7 +47,7 @@ from ._mpi import SAY_AFTER, speaks
 logger = logging.getLogger(__name__)
 
 
-# An address that all ranks know, and rank 0's desk behind it: where it hears who is here.
+# An address that all ranks know, and rank 0's server behind it: where it hears who is here.
 
 # Launchers whose ranks form one MPI world, so that MPI can carry the address.
 MPI_LAUNCHERS = frozenset({"openmpi", "mvapich2", "pals", "pmi", "flux", "jsrun"})
@@ -62,41 +62,41 @@ class Rendezvous:
     source: str  # how the address came to be known, for people
     # torch's store; None until `join`, except on rank 0 and where torchrun's agent holds it.
     store: Store | None = None
-    desk: Desk | None = None  # rank 0's own
+    server: Server | None = None  # rank 0's own
     reached: str = ""  # the numeric address by which this rank reaches the store
     prefix: str = ""  # under which this job's keys are in the server; empty if they are alone in it
 
-    def line(self, info: RankInfo, meeting: str, seconds: float) -> Line:
+    def participant(self, info: RankInfo, setup: str, seconds: float) -> Participant:
         """Return how this rank takes part in a set-up; to find rank 0 it has so many seconds."""
         place, name = self.place, ""
         if hasattr(socket, "SO_PEERCRED") and info.local_world_size not in (1, info.world_size):
-            node = get_hostname(), info.node_rank, place.host, place.ports, meeting
+            node = get_hostname(), info.node_rank, place.host, place.ports, setup
             text = repr((node, sorted(place.job.facts.items()))).encode()
             name = f"ezpz-{hashlib.blake2b(text, digest_size=12).hexdigest()}"
-        store = None if self.store is None else PrefixStore(meeting, self.store)
+        store = None if self.store is None else PrefixStore(setup, self.store)
 
-        def ahead(door: tuple[str, int]) -> None:
+        def ahead(endpoint: tuple[str, int]) -> None:
             if self.store is None and info.world_size < _MANY:
                 with suppress(DistNetworkError):  # what rank 0 says then is the better explanation
-                    self.join(door, info, timedelta(seconds=seconds))
+                    self.join(endpoint, info, timedelta(seconds=seconds))
 
-        return Line(
-            meeting, lambda: find_desk(place, info, seconds), ahead, name, self.desk, store
+        return Participant(
+            setup, lambda: find_server(place, info, seconds), ahead, name, self.server, store
         )  # fmt: skip
 
-    def join(self, door: tuple[str, int], info: RankInfo, timeout: timedelta) -> Self:
+    def join(self, endpoint: tuple[str, int], info: RankInfo, timeout: timedelta) -> Self:
         """Return this with torch's store, for a set-up whose ranks have all come."""
-        reached, port = door
+        reached, port = endpoint
         if self.store is not None:
             return replace(self, master_port=port)
         if info.world_size >= _MANY:
             time.sleep(_chance() * info.world_size * _SPREAD_A_CALL)
-        if door not in _clients:
+        if endpoint not in _clients:
             # Rank 0 has just been there; but others may be before this one, a millisecond each.
             limit = timedelta(seconds=max(30.0, info.world_size * 1e-3))
-            _clients[door] = _client(reached, port, min(timeout, limit))
-        _clients[door].set_timeout(timeout)
-        return replace(self, store=_clients[door], master_port=port, reached=reached)
+            _clients[endpoint] = _client(reached, port, min(timeout, limit))
+        _clients[endpoint].set_timeout(timeout)
+        return replace(self, store=_clients[endpoint], master_port=port, reached=reached)
 
     def connect(self, timeout: timedelta) -> Store:
         """Return a second connection to the store, for another thread. Not collective."""
@@ -115,7 +115,7 @@ class Rendezvous:
 
 
 _met: dict[tuple[str, int, str, int], Rendezvous] = {}
-"""By host, port, source and rank, kept until exit: rank 0's desk and store serve later set-ups."""
+"""By host, port, source and rank, kept until exit: rank 0's server and store are for later ones."""
 _clients: dict[tuple[str, int], TCPStore] = {}  # of torch's stores, by address and port
 _turns: dict[int, int] = {}  # how often each rank of this process has met over torchrun's agent
 
@@ -176,9 +176,9 @@ def _meet_at(place: Place, info: RankInfo, timeout: timedelta) -> Rendezvous:
     """Meet at a place that every rank knows; rank 0 listens there or nearby."""
     key = place.host, place.ports[0], place.source, info.rank
     met = _met.get(key) or Rendezvous(place, place.host, place.ports[0], place.source)
-    if info.rank == 0 and not (met.desk and met.desk.is_open):
+    if info.rank == 0 and not (met.server and met.server.is_open):
         warn_of_a_foreign_address(place)
-        met = open_desk(place, info, timeout, met)
+        met = open_server(place, info, timeout, met)
     _met[key] = met
     return met
 
@@ -186,8 +186,8 @@ def _meet_at(place: Place, info: RankInfo, timeout: timedelta) -> Rendezvous:
 def leave() -> None:
     """Listen no more where a script's own process group may want to: for after a set-up."""
     for met in _met.values():
-        if met.desk is not None:
-            met.desk.close()
+        if met.server is not None:
+            met.server.close()
 
 
 def _over_agent(
@@ -206,14 +206,14 @@ def _over_agent(
     assert store is not None
     if info.rank == 0:
         host = addr if any(map(is_own, place.addresses)) else advertised(info, env)
-        opened = open_desk(replace(place, host=host, ports=(0,)), info, timeout, known)
-        known = replace(known, desk=opened.desk)
-        store.set(f"ezpz-desk/{turn}", json.dumps([host, opened.master_port]))
+        opened = open_server(replace(place, host=host, ports=(0,)), info, timeout, known)
+        known = replace(known, server=opened.server)
+        store.set(f"ezpz-server/{turn}", json.dumps([host, opened.master_port]))
     _met[key] = known
 
     def ask() -> bytes:
-        store.wait([f"ezpz-desk/{turn}"], timeout)
-        return bytes(store.get(f"ezpz-desk/{turn}"))
+        store.wait([f"ezpz-server/{turn}"], timeout)
+        return bytes(store.get(f"ezpz-server/{turn}"))
 
     try:
         host, at = json.loads(within(timeout.total_seconds() + 1.0, ask))
@@ -234,7 +234,7 @@ def _over_mpi(info: RankInfo, timeout: timedelta, env: Mapping[str, str]) -> Ren
         try:
             host = advertised(info, env)
             here = Place(host, (host,) if is_one_node(info) else (), (0,), job, source)
-            met = _met["", 0, source, 0] = open_desk(here, info, timeout, met)
+            met = _met["", 0, source, 0] = open_server(here, info, timeout, met)
             port = met.master_port
         except SetupError as error:
             # Told to all of them: they would wait for an address that never comes.
@@ -248,7 +248,7 @@ def _over_mpi(info: RankInfo, timeout: timedelta, env: Mapping[str, str]) -> Ren
     return met
 
 
-# Which job a desk belongs to, and where its ranks were told to meet.
+# Which job a server belongs to, and where its ranks were told to meet.
 
 _OF_ANY = {
     # The parts of a heterogeneous Slurm job have numbers of their own, and one in common.
@@ -340,16 +340,16 @@ def _name(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-# Rank 0's part: hold a port, and open its desk there, and torch's store beside it.
+# Rank 0's part: hold a port, and open its server there, and torch's store beside it.
 
 _OTHER_FILES = 512  # files that rank 0 may have open beside its connections
 _PATIENCE = 0.5  # seconds for whoever holds a port to answer
 
 
-def open_desk(
+def open_server(
     place: Place, info: RankInfo, timeout: timedelta, known: Rendezvous | None = None
 ) -> Rendezvous:
-    """Open rank 0's desk at the first port that is free; and torch's store, where none is known."""
+    """Open rank 0's server at the first free port; and torch's store, where none is known."""
     here = [each for each in place.addresses if is_loopback(each)]
     loopback = here[0] if here else "127.0.0.1"
     # Where every rank is here, no one else need reach the store. Elsewhere MASTER_ADDR may be
@@ -374,21 +374,21 @@ def open_desk(
             taken.append(f"{wanted}: {why}")
             continue
         address, port = loopback if inside else "127.0.0.1", listener.getsockname()[1]
-        store, desk = (known.store, known.desk) if known else (None, None)
+        store, server = (known.store, known.server) if known else (None, None)
         # Both listen before the store is made, which takes some milliseconds.
         behind = None if store is not None else listen(loopback if inside else "", 0)
-        if desk is None:
+        if server is None:
             at = behind.getsockname()[1] if behind else known.master_port if known else 0
             greeting = replace(place.job, store_port=at).written()
-            desk = Desk(greeting, info.world_size, at)
-        desk.open(listener)
+            server = Server(greeting, info.world_size, at)
+        server.open(listener)
         if behind is not None:
             store = _serve(address, behind, timeout)
         if taken:
             logger.warning(
                 "rank 0 listens on port %d, for %s is taken (%s)", port, place, "; ".join(taken)
             )
-        return Rendezvous(place, place.host, port, place.source, store, desk, address)
+        return Rendezvous(place, place.host, port, place.source, store, server, address)
     raise SetupError(
         f"{who} finds no free port for {place}: {'; '.join(taken)}; expected one of these to be "
         "free; export another MASTER_PORT on every rank"
@@ -464,7 +464,7 @@ def _held_by(info: RankInfo, addresses: Sequence[str], port: int, job: Job) -> s
     return why
 
 
-# The other ranks' part: one of each node looks for rank 0's desk until it is there.
+# The other ranks' part: one of each node looks for rank 0's server until it is there.
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
 # So that ten thousand nodes ask twenty thousand times a second at most, and not all at once.
@@ -473,8 +473,8 @@ _FIRST_LOOK_EVERYWHERE = 0.25
 _Seen = dict[tuple[str, int], Exception]  # at an address and port: what is in rank 0's way
 
 
-def find_desk(place: Place, info: RankInfo, seconds: float) -> tuple[socket.socket, str, int]:
-    """Return a connection to rank 0's desk, rank 0's host, and the port of torch's store."""
+def find_server(place: Place, info: RankInfo, seconds: float) -> tuple[socket.socket, str, int]:
+    """Return a connection to rank 0's server, rank 0's host, and the port of torch's store."""
     # A port is passed over when something else than this job's rank 0 is behind it. But whoever
     # holds it may be gone again, or not be seen from here: so now and then all are looked at.
     start = time.monotonic()
@@ -492,9 +492,9 @@ def find_desk(place: Place, info: RankInfo, seconds: float) -> tuple[socket.sock
         everywhere = elapsed >= everywhere_at
         if everywhere:
             everywhere_at = 2 * elapsed
-        # Few seconds for an answer, but a busy desk must get to answer in the end.
+        # Few seconds for an answer, but a busy server must get to answer in the end.
         limit = min(max(0.5 + nodes * 1e-4, elapsed / 10), 5.0)
-        for address, port in _doors(place, seen, everywhere=everywhere):
+        for address, port in _endpoints(place, seen, everywhere=everywhere):
             left = min(limit, max(end - time.monotonic(), 0.01))
             try:
                 call, found = connect(address, port, left, place.job)
@@ -519,7 +519,7 @@ def find_desk(place: Place, info: RankInfo, seconds: float) -> tuple[socket.sock
     )
 
 
-def _doors(place: Place, seen: _Seen, *, everywhere: bool) -> Iterator[tuple[str, int]]:
+def _endpoints(place: Place, seen: _Seen, *, everywhere: bool) -> Iterator[tuple[str, int]]:
     """Yield address and port of where to look now; what is seen there comes into ``seen``."""
     for port in place.ports:
         for address in place.addresses:
@@ -530,7 +530,7 @@ def _doors(place: Place, seen: _Seen, *, everywhere: bool) -> Iterator[tuple[str
 
 
 def _what(place: Place, seen: _Seen) -> str:
-    there = "; ".join(f"{_name(*door)}: {error}" for door, error in seen.items())
+    there = "; ".join(f"{_name(*endpoint)}: {error}" for endpoint, error in seen.items())
     return f"rank 0 at {place}, and finds at {there}"
 
 

@@ -270,8 +270,8 @@ def _tell_of_withdrawal(
     logger.error("rank %d of %d cannot take part: %s", info.rank, info.world_size, why)
     try:
         limit = min(args.timeout, _WITHDRAWAL)
-        line = rendezvous(info, timedelta(seconds=limit)).line(info, prefix, limit)
-        within(_WITHDRAWAL, lambda: withdraw(line, info, process, why))
+        participant = rendezvous(info, timedelta(seconds=limit)).participant(info, prefix, limit)
+        within(_WITHDRAWAL, lambda: withdraw(participant, info, process, why))
     except Exception as trouble:  # noqa: BLE001 - the caller raises the error that matters
         logger.debug("rank %d could not tell the others: %s", info.rank, trouble)
 
@@ -297,8 +297,8 @@ def _make_group(
         where = f" at {met.master_addr}:{met.master_port} ({met.source})"
         if info.world_size > 1:
             common = common_facts(arguments=asdict(args), device=device.type, backend=backend)
-            line = met.line(info, prefix, args.timeout)
-            agreed = agree(line, info, args.timeout, common, process)
+            participant = met.participant(info, prefix, args.timeout)
+            agreed = agree(participant, info, args.timeout, common, process)
             hosts, met = agreed.hosts, _join(met, agreed, info, timeout, prefix)
         assert met.store is not None
         # A store that outlives its group (a model may hold it) keeps its old keys.
@@ -348,7 +348,7 @@ def _join(
     try:
         joined = met.join(agreed.store, info, timeout)
     except BaseException:
-        agreed.bell.close()
+        agreed.wakeup.close()
         raise
 
     def connect(seconds: float) -> Store:
@@ -356,7 +356,7 @@ def _join(
 
     assert joined.store is not None
     _diagnosis.start_responder(SideStore(
-        info.rank, agreed.hosts, PrefixStore(prefix, joined.store), connect, agreed.bell,
+        info.rank, agreed.hosts, PrefixStore(prefix, joined.store), connect, agreed.wakeup,
         agreed.holder,
     ))  # fmt: skip
     return joined
@@ -370,7 +370,7 @@ def _undo_group(info: RankInfo, error: BaseException) -> bool:
         host = side.hosts[info.rank]
         _watch.end_job(f"rank {info.rank} on {host} failed in setup_torch: {what}", 1)
         responder.stop()
-        side.bell.close()
+        side.wakeup.close()
         _diagnosis.drop_responder()
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -564,7 +564,7 @@ def _stop_responder(world: World) -> None:
         within(_LAST_LEAVES + 1.0 if stay else 1.0, leave)
     except LOST as error:
         logger.debug("rank %d leaves before others: %s", world.info.rank, error)
-    responder.side.bell.close()
+    responder.side.wakeup.close()
 
 
 def _leave_the_world_to_the_parent() -> None:
