@@ -203,7 +203,7 @@ def test_a_wrong_page_is_seen(tmp_path):
         run_in_order([("x.md:1", "1 / 0")], tmp_path)
     with pytest.raises(BlockError, match="status 3"):
         run_on_ranks("x.py", "raise SystemExit(3)", tmp_path, ranks=1)
-    assert problem_of(["ezpz-launch", "--nproc_per_node", "2", "python"], tmp_path)
+    assert problem_of(["ezpz-launch", "--procs", "2", "python"], tmp_path)
     assert problem_of(["pip", "install", "ezpz-suite[nothing]"], tmp_path)
     assert problem_of(["frobnicate"], tmp_path)
     assert run_before(["frobnicate", "train.py"], "", tmp_path) is None
