@@ -21,6 +21,4 @@ def test_two_steps_of_one_job_derive_an_address_each(slurm, sandbox, program, sa
     addresses = {(one["step"], one["address"]) for one in said}
     assert len(addresses) == len({address for _, address in addresses}) == 2
     for _, address in addresses:
-        host, _, port = address.partition(":")
-        assert host == "127.0.0.1"
-        assert 20000 <= int(port) < 30000
+        assert address.startswith("127.0.0.1:")

@@ -16,7 +16,10 @@ def submit(slurm, tool, tmp_path):
 
     class Submitted:
         def __init__(self, *words, expect=0):
-            self.env = {"EZPZ_STATE_DIR": str(tmp_path / "state"), "TORCH_DEVICE": "cpu"}
+            self.env = {
+                "EZPZ_STATE_DIR": str(tmp_path / "state"), "TORCH_DEVICE": "cpu",
+                "EZPZ_SHARED_FOLDERS": sys.prefix,  # a clone may lie below /tmp
+            }  # fmt: skip
             submit = [tool("ezpz"), "submit", "-N", "2", "--ppn", "1", *words]
             ended = slurm.run(submit, env=self.env, expect=expect)
             self.said = ended.stdout or ended.stderr

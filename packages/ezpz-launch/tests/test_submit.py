@@ -30,6 +30,7 @@ def folder(tmp_path, monkeypatch):
         monkeypatch.delenv(name)
     monkeypatch.setenv("XDG_CONFIG_HOME", "/nonexistent")
     monkeypatch.setenv("EZPZ_STATE_DIR", str(tmp_path / "state"))
+    monkeypatch.setenv("EZPZ_SHARED_FOLDERS", sys.prefix)  # a clone may lie below /tmp
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
     return tmp_path

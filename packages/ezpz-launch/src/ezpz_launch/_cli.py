@@ -300,7 +300,8 @@ def help_page() -> str:
     lines += [f"  {words:<59} {what}" for words, what in EXAMPLES]
     lines += [
         "",
-        f"instead of a command: {', '.join(COMMANDS)}; each has --help.",
+        "instead of a command, each with --help:",
+        f"  {', '.join(COMMANDS)}",
         "",
         "exit status: 0; that of the first rank that failed (128 + signal if it was killed; 75:",
         "checkpointed, requeue); 2 usage; 124 hang; 126, 127 the command cannot be executed or",

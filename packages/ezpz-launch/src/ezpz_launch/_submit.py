@@ -340,10 +340,11 @@ def _check_command(request: Submission, env: Mapping[str, str]) -> None:
     if not request.env_setup:
         require_command(words[0], env)
         for path in dict.fromkeys((sys.prefix, os.path.realpath(sys.prefix))):
-            if why := _node_local(path):
+            if why := _node_local(path, env):
                 raise UsageError(
                     f"the environment {path} is on a disk of this host alone ({why}); expected one "
-                    "that the nodes see; make it elsewhere, or set up another: --env-setup FILE"
+                    "that the nodes see; make it elsewhere, or set up another: --env-setup FILE; "
+                    f"where the nodes do see it: EZPZ_SHARED_FOLDERS={path}"
                 )
     is_python = os.path.basename(words[0]).startswith("python") and words[1:2] not in [
         ("-m",), ("-c",)
@@ -360,8 +361,11 @@ _LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/run")
 _IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
 
 
-def _node_local(path: str) -> str:
+def _node_local(path: str, env: Mapping[str, str]) -> str:
     """Say what shows that other hosts do not see a path; empty where nothing does."""
+    shared = filter(None, env.get("EZPZ_SHARED_FOLDERS", "").split(os.pathsep))
+    if any(f"{path}/".startswith(f"{folder.rstrip('/')}/") for folder in shared):
+        return ""
     for folder in _LOCAL:
         if f"{path}/".startswith(f"{folder}/"):
             return f"below {folder}"
