@@ -57,7 +57,7 @@ def waiting(hosts, sandbox):
         assert directory.is_absolute()
         try:
             deadline = time.monotonic() + 120
-            while not all((directory / f"ready-{host}").exists() for host in sandbox.ADDRESSES):
+            while not all((directory / f"ready-{host}").exists() for host in hosts.names):
                 assert time.monotonic() < deadline
                 time.sleep(0.02)
             yield started, directory, inodes_of(sandbox, directory)
