@@ -50,7 +50,7 @@ def test_a_dry_run_says_what_would_be_started(ezpz):
         (["-n", "0"], "-n 0: expected at least 1 rank\n"),
         (["--stps=3"], "unknown option '--stps=3'; did you mean --steps?"),
         (["--zzz"], "unknown option '--zzz'; see ezpz test --help"),
-        (["--nprocs", "2"], "unknown option '--nprocs'; did you mean --nproc?"),
+        (["--nprokz", "2"], "unknown option '--nprokz'; did you mean --nproc"),
         (["python", "train.py"], "'python train.py' has a command in it; expected options only"),
         (["-m", "train"], "'-m train' has a command in it"),
         (["--tp"], "--tp needs a value; expected --tp=N"),
