@@ -55,7 +55,7 @@ def test_the_script_of_a_machine(name, folder, said):
     words = ["--time", "2h", "-A", "project", "--queue", "prod", "-N", "4", "--until-done"]
     words += ["--signal-before", "5m", "python", "train.py", "--lr", "1e-4"]
     told = json.loads(said("--dry-run", "--json", "--machine", name, *words))
-    text = told["script"].replace(sys.prefix, "/env").replace(str(folder), "/work")
+    text = told["script"].replace(sys.prefix, "/env").replace(str(folder), "/project")
     golden = GOLDEN / f"{name}.sh"
     if os.environ.get("EZPZ_UPDATE_GOLDEN"):
         golden.write_text(text, encoding="utf-8")

@@ -10,7 +10,7 @@
 #PBS -l filesystems=home:flare
 module load frameworks
 source /env/bin/activate
-cd /work || exit
-export EZPZ_STATE_DIR=/work/state
-EZPZ_CHAIN=/work/state/jobs/train-ID.json \
+cd /project || exit
+export EZPZ_STATE_DIR=/project/state
+EZPZ_CHAIN=/project/state/jobs/train-ID.json \
 exec ezpz-launch --machine aurora --signal-before 5m python train.py --lr 1e-4
