@@ -73,7 +73,7 @@ ENDINGS = [
     ("Slurm's OOM killer (nextflow-io/nextflow#5932)", ended(3, 137),
      (b"slurmstepd: error: Detected 1 oom_kill event in StepId=11300781.0. Some of the step tasks "
      b"have been OOM Killed.\nsrun: error: n1: task 3: Out Of Memory\n"), "program", "", "memory"),
-    ("143 after nobody knows what (predecessor: taken for the time limit)", ended(3, 143), b"",
+    ("143 after an unknown cause (predecessor: taken for the time limit)", ended(3, 143), b"",
      "unknown", "", "somebody sent"),
     ("segmentation fault of one rank (ours)", ended(3, 139), b"", "unknown", "n1", "SIGSEGV"),
     ("the same, and the cascade (ours)", ended(3, 139, own={**ALL, 3: 139}), CASCADE * 7,

@@ -124,7 +124,7 @@ def _by_exceptions(
     nodes = {each // facts.ppn for each in own}
     known = {each // facts.ppn for each in ranks if 0 <= each < facts.ppn * len(facts.hosts)}
     of_first = sum(each // facts.ppn == rank // facts.ppn for each in own)
-    # Without torch's [rank3]: nobody knows whose they are; more than one node's is enough.
+    # Without torch's [rank3]: it is not known whose they are; more than one node's is enough.
     alike = len(known) > 1 or (not known and len(nodes) > 1 and len(ranks) > max(1, of_first))
     if alike or (len(facts.hosts) == 1 and len(ranks) > 1 and len(ranks) >= len(own)):
         return Verdict(PROGRAM, (), f"{len(ranks)} ranks raised {name}")

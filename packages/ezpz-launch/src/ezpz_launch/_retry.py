@@ -308,7 +308,7 @@ class Attempts:
 
     def _pause_after(self, outcome: Outcome, found: Verdict | None) -> float | None:
         """Return the seconds to wait before the next attempt, and say why; None for no other."""
-        # On one node alone it may be the node's, and then another attempt is not in vain.
+        # On one node alone it may be the node's, and then another attempt may succeed.
         may_be_nodes = found and found.whose == UNKNOWN and found.hosts and self._pool.replaces
         seconds, why = self._retries.decide(
             outcome.exit_status,

@@ -211,7 +211,7 @@ class Store:
         self._failed = self._all = False
 
     def fail(self) -> None:
-        """Let nobody wait here: no more chunks will come."""
+        """Let no one wait here: no more chunks will come."""
         with self._changed:
             self._failed = True
             self._changed.notify_all()
@@ -394,7 +394,7 @@ def clean(home: str, kept: str = "", room: Callable[[], bool] = lambda: True) ->
 
 
 def _remove(tree: str) -> None:
-    """Remove a tree so that nobody takes what is left for whole."""
+    """Remove a tree so that what is left is never taken for whole."""
     aside = f"{tree}.part-{os.urandom(4).hex()}"
     with contextlib.suppress(OSError):
         os.rename(tree, aside)

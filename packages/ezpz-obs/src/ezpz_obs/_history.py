@@ -123,7 +123,7 @@ def _tell_launcher(path: Path, rank: int) -> None:
     """Say where the run's file is, in the file that ezpz-launch named, and reads."""
     if rank or not (named := os.environ.get("EZPZ_RUN_FILE")):
         return
-    with suppress(OSError), replacing(Path(named)) as aside:  # nobody else needs to know
+    with suppress(OSError), replacing(Path(named)) as aside:  # no one else needs to know
         aside.write_bytes(os.fsencode(path) + b"\n")
 
 
