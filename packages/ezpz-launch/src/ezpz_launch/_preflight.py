@@ -82,7 +82,7 @@ def _beside_others(reports: Reports) -> Iterator[tuple[str, str]]:
         if count != _usual(devices):
             yield host, f"{count} devices, others have {_usual(devices)}"
     for host, clock in clocks.items():
-        # Of two it is not known which is right: the first, where ezpz-launch mostly is, is believed.
+        # Which of two is right is unknown: the first, where ezpz-launch mostly is, is believed.
         middle = median(clocks.values()) if len(clocks) > 2 else 0.0
         if abs(clock - middle) > _CLOCK:
             yield host, f"its clock is {clock - middle:+.1f} s off"
