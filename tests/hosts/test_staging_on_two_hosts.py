@@ -70,3 +70,11 @@ def test_a_host_that_cannot_take_it_is_named(*, hosts, place):
     assert "expected a folder of this user's own" in done.stderr
     assert "--exclude nodeB" in done.stderr
     assert done.stdout == ""
+
+
+def test_a_spare_takes_the_place_of_a_host_that_cannot_take_it(*, hosts, place):
+    run, _ = place
+    (hosts.directory / "nodeA" / f"ezpz-{os.getuid()}").write_text("in the way")
+    done = run("-N", "1", "--spares", "1", "--ppn", "1", "--stage", "python", "-c", CODE)
+    assert done.stdout.startswith("nodeB ")
+    assert "; nodeB takes the place of nodeA" in done.stderr
