@@ -188,12 +188,16 @@ def send(target: int, number: int) -> None:
 # The ranks' files on this node's own disk, on their way to the folder that was asked for.
 
 
+_SHORT = 1 << 16  # bytes of a file that is compared with what was brought of it
+
+
 class Files:
     """Brings what ranks wrote whose shims, which bring it else, are lost or killed."""
 
     def __init__(self, kept: str, folder: str) -> None:
         self._kept, self._folder = kept, folder
         self._brought: dict[str, int] = {}  # of the files that are ours to bring, so many bytes
+        self._told: set[str] = set()
         self.errors: list[str] = []
 
     def bring(self, ranks: Iterable[int]) -> None:
@@ -239,10 +243,31 @@ class Files:
                     self._brought[path] += written
                     data = data[written:]
 
+    def _complete(self, path: str, target: str) -> bool:
+        """Bring the rest of what a shim that is dead had begun to; False where it is too long."""
+        with open(f"{path}.going", "rb") as its:
+            data = its.read(_SHORT + 1)
+        if len(data) > _SHORT:
+            return False
+        with open(target, "ab+") as ours:
+            ours.seek(max(0, ours.seek(0, os.SEEK_END) - len(data)))
+            there = ours.read()
+            done = next(k for k in range(len(data), -1, -1) if there.endswith(data[:k]))
+            ours.write(data[done:])
+        self._brought[path] = len(data)
+        return True
+
     def drop(self, killed: Iterable[int]) -> None:
-        """Remove what has been brought whole; what a killed shim had begun to bring is not."""
+        """Remove what has been brought whole; complete what a killed shim had begun to bring."""
         for path, target in self._paths(killed):
-            if path not in self._brought and os.path.exists(f"{path}.going"):
+            if path in self._brought or path in self._told or not os.path.exists(f"{path}.going"):
+                continue
+            try:
+                is_whole = self._complete(path, target)
+            except OSError:  # the message says where it is
+                is_whole = False
+            if not is_whole:
+                self._told.add(path)
                 self.errors.append(
                     f"{target} is not whole: its rank was killed while it was brought there; "
                     f"whole it is {path}.going on {os.uname().nodename}"
@@ -367,8 +392,15 @@ class Ranks:
         for pid in _of_launch(self._launch_id):
             send(pid, signal.SIGKILL)
         if is_brought:
+            # A shim that brings its files does so until it is gone.
+            until = time.monotonic() + _MOMENT
+            while time.monotonic() < until and self._has_some():
+                time.sleep(_MOMENT / 20)
             self.files.bring([*self._pids])
             self.files.drop([*self._pids])
+
+    def _has_some(self) -> bool:
+        return any(map(is_running, self._pids.values())) or bool(_of_launch(self._launch_id))
 
     def end_left(self, tell: Callable[[str], None]) -> None:
         """Name what ranks that have all ended left running, of each once, and end it."""
