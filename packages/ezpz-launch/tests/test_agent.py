@@ -61,14 +61,17 @@ def test_what_cannot_be_brought_stays_and_is_said(tmp_path):
     assert "rank-4.err is not whole: its rank was killed while" in files.errors[1]
 
 
-@pytest.mark.parametrize("before", ["", "earlier\n", "earlier\nwho", "earlier\nwhole"])
-def test_what_a_killed_shim_had_begun_to_bring_is_brought_whole(tmp_path, before):
+@pytest.mark.parametrize("done", ["", "who", "whole"])
+@pytest.mark.parametrize("before", ["", "earlier\n", "whole"])
+def test_what_a_killed_shim_had_begun_to_bring_is_brought_whole(tmp_path, before, done):
     files = Files(str(tmp_path / "kept"), str(tmp_path / "logs"))
     for path, text in {"kept-3/rank-3.out.going": "whole", "logs/rank-3.out": before}.items():
         (tmp_path / path).parent.mkdir()
         (tmp_path / path).write_text(text)
+    files.begin(3)
+    (tmp_path / "logs" / "rank-3.out").write_text(before + done)
     files.drop([3])
-    assert (tmp_path / "logs" / "rank-3.out").read_text() in ("whole", "earlier\nwhole")
+    assert (tmp_path / "logs" / "rank-3.out").read_text() == before + "whole"
     assert (files.errors, [each.name for each in tmp_path.iterdir()]) == ([], ["logs"])
 
 

@@ -188,9 +188,6 @@ def send(target: int, number: int) -> None:
 # The ranks' files on this node's own disk, on their way to the folder that was asked for.
 
 
-_SHORT = 1 << 16  # bytes of a file that is compared with what was brought of it
-
-
 class Files:
     """Brings what ranks wrote whose shims, which bring it else, are lost or killed."""
 
@@ -199,6 +196,12 @@ class Files:
         self._brought: dict[str, int] = {}  # of the files that are ours to bring, so many bytes
         self._told: set[str] = set()
         self.errors: list[str] = []
+        self._before: dict[str, int] = {}  # bytes of the targets when the ranks began
+
+    def begin(self, rank: int) -> None:
+        """Note how long the files are that a rank's output is to be appended to."""
+        for path, target in self._paths([rank]):
+            self._before[path] = os.path.getsize(target) if os.path.exists(target) else 0
 
     def bring(self, ranks: Iterable[int]) -> None:
         """Bring what these ranks have written since we did so last."""
@@ -244,17 +247,13 @@ class Files:
                     data = data[written:]
 
     def _complete(self, path: str, target: str) -> bool:
-        """Bring the rest of what a shim that is dead had begun to; False where it is too long."""
-        with open(f"{path}.going", "rb") as its:
-            data = its.read(_SHORT + 1)
-        if len(data) > _SHORT:
+        """Bring the rest of what a shim that is dead had begun to; False where that is unknown."""
+        before = self._before.get(path, -1)
+        done = (os.path.getsize(target) if os.path.exists(target) else 0) - before
+        if before < 0 or not 0 <= done <= os.path.getsize(f"{path}.going"):
             return False
-        with open(target, "ab+") as ours:
-            ours.seek(max(0, ours.seek(0, os.SEEK_END) - len(data)))
-            there = ours.read()
-            done = next(k for k in range(len(data), -1, -1) if there.endswith(data[:k]))
-            ours.write(data[done:])
-        self._brought[path] = len(data)
+        self._brought[path] = done
+        self._append(path, target)
         return True
 
     def drop(self, killed: Iterable[int]) -> None:
@@ -308,6 +307,7 @@ class Ranks:
 
     def start(self, rank: int, pid: int) -> None:
         self._pids[rank] = pid
+        self.files.begin(rank)
         self._born[pid], self._parents[pid] = birth_of(pid), parent_of(pid)
         try:
             self._groups[pid] = os.getpgid(pid)
