@@ -163,9 +163,7 @@ def test_a_job_is_followed_from_the_queue_across_a_requeue_to_its_end(jobs):
     jobs.slurm.run(["scontrol", "release", job])
     assert followed.stdout.readline() == "run 0\n"
     jobs.slurm.run(["scontrol", "requeue", job])
-    jobs.until(job, "requeued", "running", "completed")
-    # It would wait for two minutes.
-    jobs.slurm.run(["scontrol", "update", f"jobid={job}", "starttime=now"])
+    jobs.slurm.start_again(job)
     out, err = followed.communicate(timeout=180)
     assert "run 1" in out.splitlines(), err  # beside what Slurm says of the requeue
     assert followed.returncode == 0
