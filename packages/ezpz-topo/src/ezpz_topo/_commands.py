@@ -123,8 +123,27 @@ def _run(
 ) -> Answer | None:
     """Run the command once; None where it did not end in time, and was killed with its group."""
     deadline = time.monotonic() + time_limit
+    process = None
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     try:
-        process = subprocess.Popen(
+        # An interrupt in the middle of Popen would leave the command behind.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        process = _start(argv, env, place)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        out, err = _read(process, deadline)
+        status = process.wait(max(deadline - time.monotonic(), 0.0))
+        return Answer(status, out.decode("utf-8", "replace"), err.decode("utf-8", "replace"))
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        if process is not None:
+            _end(process)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _start(argv: Sequence[str], env: Mapping[str, str], place: str) -> subprocess.Popen[bytes]:
+    try:
+        return subprocess.Popen(
             list(argv), env=dict(env), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
             stderr=subprocess.PIPE, start_new_session=True,
         )  # fmt: skip
@@ -136,23 +155,19 @@ def _run(
             f"{_shown(argv[0])} cannot be started ({why}); expected the scheduler's command on "
             f"PATH={path}, which a login shell may have reset: {hint}"
         ) from error
-    try:
-        out, err = _read(process, deadline)
-        status = process.wait(max(deadline - time.monotonic(), 0.0))
-        return Answer(status, out.decode("utf-8", "replace"), err.decode("utf-8", "replace"))
-    except subprocess.TimeoutExpired:
-        return None
-    finally:
-        # Not yet waited for: so its number, which is its group's, is not another's by now.
-        if process.returncode is None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
-            # In uninterruptible sleep (a hung file system) not even SIGKILL ends it.
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(1.0)
-        for pipe in (process.stdout, process.stderr):
-            if pipe is not None:
-                pipe.close()
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    # Not yet waited for: so its number, which is its group's, is not another's by now.
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        # In uninterruptible sleep (a hung file system) not even SIGKILL ends it.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(1.0)
+    for pipe in (process.stdout, process.stderr):
+        if pipe is not None:
+            pipe.close()
 
 
 def _read(process: subprocess.Popen[bytes], deadline: float) -> tuple[bytearray, bytearray]:
