@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed import DistNetworkError, HashStore
 
 from ezpz_dist import _diagnosis, _watch
+from ezpz_dist._addresses import pack
 from ezpz_dist._diagnosis import (
     Location,
     Responder,
@@ -20,7 +21,6 @@ from ezpz_dist._diagnosis import (
     Wakeup,
     arrived,
     call_roll,
-    set_all,
     values,
 )
 
@@ -48,8 +48,7 @@ def test_a_node_that_is_gone_is_told_in_time(monkeypatch, side):
     monkeypatch.setattr(_diagnosis, "_LONGEST", 30.0)  # 1.8 s are of an idle machine
     size = 2000
     store = dist.HashStore()
-    for rank in range(size):
-        store.set(f"facts/{rank}", json.dumps([f"n{rank // 100}", 1000 + rank, 1, {}]))
+    store.set("processes", pack([(1000 + rank, 1) for rank in range(size)]))
     store.set("left/120", "cleanup() at train.py:9")
     hosts = [f"n{rank // 100}" for rank in range(size)]
     responder = Responder(side(0, hosts, store))
@@ -114,7 +113,7 @@ def test_a_responder_that_finds_no_store_at_first_tries_again(side):
 
 # Requests for the keys of many ranks.
 
-MANY = [f"facts/{rank}" for rank in range(10_080)]
+MANY = [f"left/{rank}" for rank in range(10_080)]
 
 
 class Counted(HashStore):
@@ -123,10 +122,6 @@ class Counted(HashStore):
     def __init__(self):
         super().__init__()
         self.asked: list[int] = []
-
-    def multi_set(self, keys: list[str], values: list[str]):
-        self.asked.append(len(keys))
-        super().multi_set(keys, values)
 
     def check(self, keys: list[str]) -> bool:
         self.asked.append(len(keys))
@@ -149,8 +144,6 @@ def test_no_request_grows_with_the_number_of_ranks():
     store = filled(MANY)
     assert arrived(store, MANY, 1.0) == MANY
     assert [value.decode() for value in values(store, MANY)] == MANY
-    set_all(store, MANY, MANY[::-1])
-    assert [value.decode() for value in store.multi_get(MANY[:1000])] == MANY[:-1001:-1]
     assert max(store.asked) <= 1024
     assert len(store.asked) < 3 * len(MANY) / 1000 + 2
     store = filled(MANY[1:])

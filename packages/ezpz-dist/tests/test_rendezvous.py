@@ -30,7 +30,6 @@ from ezpz_dist._rendezvous import (
     find_server,
     open_server,
     rendezvous,
-    warn_of_a_foreign_address,
 )
 from ezpz_topo import RankInfo, get_hostname
 
@@ -64,7 +63,7 @@ def opened():
     def opens(where, zero=None):
         met = open_server(where, zero or info(rank=0), SECOND)
         servers.append(met.server)
-        met.server.start()
+        met.server.tell(_addresses.Round(), b"")
         return met
 
     yield opens
@@ -288,7 +287,7 @@ def test_a_slurm_port_that_is_taken_is_passed_over():
     port = derived_port("7.99")
     with socket.create_server(("127.0.0.1", port)):  # and it says nothing
         zero = rendezvous(info("slurm", rank=0), SECOND, step)
-        zero.server.start()
+        zero.server.tell(_addresses.Round(), b"")
         call, *_ = find_server(rendezvous(info("slurm"), SECOND, step).place, info("slurm"), 30.0)
     with call:
         assert call.getpeername()[1] == zero.master_port == candidates(port)[1]
@@ -559,10 +558,12 @@ def test_on_one_node_no_one_outside_reaches_rank_0(opened):
 
 
 def test_rank_0_on_another_host_than_it_is_looked_for(caplog):
-    warn_of_a_foreign_address(place(1, addresses=("127.0.0.1", "192.0.2.1")))
-    assert not caplog.records
-    warn_of_a_foreign_address(place(1, addresses=("192.0.2.1",)))
-    said = f"rank 0 is on {get_hostname()}, and the other ranks look for it at there:1 (a test), "
+    # 192.0.2.1 is no one's (RFC 5737).
+    for addresses in ("127.0.0.1", "192.0.2.1"), ("192.0.2.1",):
+        assert not caplog.records
+        where = place(0, addresses=addresses)
+        _rendezvous._meet_at(where, info(rank=0, local_world_size=1), SECOND)
+    said = f"rank 0 is on {get_hostname()}, and the other ranks look for it at there:0 (a test), "
     assert said in caplog.text
 
 

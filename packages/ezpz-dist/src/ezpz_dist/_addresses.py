@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -277,9 +278,9 @@ def message(said: Mapping[str, Any] | bytes) -> bytes:
     return _HEAD.pack(_MARK, len(payload)) + payload
 
 
-def pack(verdict: Mapping[str, Any]) -> bytes:
+def pack(value: object) -> bytes:
     """Return it short: it goes from one host to every node."""
-    return zlib.compress(json.dumps(verdict, separators=(",", ":")).encode(), 9)
+    return zlib.compress(json.dumps(value, separators=(",", ":")).encode(), 9)
 
 
 def read_message(connection: socket.socket, until: float) -> tuple[bytes, list[int]]:
@@ -287,41 +288,29 @@ def read_message(connection: socket.socket, until: float) -> tuple[bytes, list[i
 
     Raises TimeoutError, another OSError, EOFError, or ValueError with what is no message.
     """
-    descriptors: list[int] = []
-
-    def read(length: int) -> bytes:
-        found = b""
-        while len(found) < length:
-            connection.settimeout(max(until - time.monotonic(), 1e-3))
-            if connection.family == socket.AF_UNIX:
-                flags = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
-                piece, more, _, _ = socket.recv_fds(connection, length - len(found), 1, flags)
-                descriptors.extend(more)
-            else:
-                piece = connection.recv(length - len(found))
-            if not piece:
-                raise EOFError
-            found += piece
-        return found
-
-    return read(_length(read(_HEAD.size))), descriptors
+    received, descriptors = bytearray(), list[int]()
+    while (missing := _end_of_message(received) - len(received)) > 0:
+        connection.settimeout(max(until - time.monotonic(), 1e-3))
+        if connection.family == socket.AF_UNIX:
+            flags = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+            piece, more, _, _ = socket.recv_fds(connection, missing, 1, flags)
+            descriptors += more
+        else:
+            piece = connection.recv(missing)
+        if not piece:
+            raise EOFError
+        received += piece
+    return bytes(received[_HEAD.size :]), descriptors
 
 
-def take_messages(received: bytearray) -> Iterator[bytes]:
-    """Take whole messages off the front of what was received; ValueError if it is no message."""
-    while len(received) >= _HEAD.size:
-        end = _HEAD.size + _length(received)
-        if len(received) < end:
-            return
-        yield bytes(received[_HEAD.size : end])
-        del received[:end]
-
-
-def _length(begin: bytes | bytearray) -> int:
-    mark, length = _HEAD.unpack_from(begin)
+def _end_of_message(received: bytearray) -> int:
+    """Return where the first message ends, as far as is known; ValueError if it is none."""
+    if len(received) < _HEAD.size:
+        return _HEAD.size
+    mark, length = _HEAD.unpack_from(received)
     if mark != _MARK or length > _LONGEST_MESSAGE:
-        raise ValueError(bytes(begin[: len(_MARK)]))
-    return int(length)
+        raise ValueError(bytes(received[: len(_MARK)]))
+    return _HEAD.size + int(length)
 
 
 # How all ranks' words come to rank 0, and its verdict to them.
@@ -361,7 +350,7 @@ class Server:
 
     def __init__(self, greeting: bytes, size: int, store_port: int) -> None:
         self.store_port = store_port  # torch's
-        self._rounds: dict[str, Round] = {}
+        self.rounds = defaultdict[str, Round](Round)  # by the set-up's name
         self._greeting, self._size = message(greeting), size
         self._listener: socket.socket | None = None
         self._thread: threading.Thread | None = None
@@ -384,15 +373,12 @@ class Server:
             self._listener.close()
             self._listener = None
 
-    def find_round(self, name: str) -> Round:
-        return self._rounds.setdefault(name, Round())
-
     def join(self, name: str, said: Mapping[str, Any]) -> socket.socket:
         """Return a call of rank 0's own, which has said this."""
         self._pause()
         mine, call = socket.socketpair()
         call.settimeout(_SENDING)
-        heard = self.find_round(name)
+        heard = self.rounds[name]
         self._take(call, heard, said)
         self._selector.register(call, selectors.EVENT_READ, (bytearray(), [heard]))
         return mine
@@ -405,12 +391,10 @@ class Server:
             self._serve(left)
 
     def tell(self, heard: Round, verdict: bytes) -> None:
+        """Tell all of a set-up how it ended, and serve in a thread from now on."""
         heard.verdict = verdict
         for call in heard.calls:
             _send(call, message(verdict))
-
-    def start(self) -> None:
-        """Serve in a thread from now on."""
         self._stop = socket.socketpair()
         self._selector.register(self._stop[1], selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name="ezpz-server", daemon=True)
@@ -454,14 +438,15 @@ class Server:
         try:
             piece = call.recv(1 << 16)
             received += piece
-            for each in take_messages(received):
-                said = json.loads(each or b'{"ring": ""}')
+            while (end := _end_of_message(received)) <= len(received):
+                said = json.loads(received[_HEAD.size : end] or b'{"ring": ""}')
+                del received[:end]
                 if "ring" in said:
                     rung = f"{said['ring']}\n".encode() if said["ring"] else b"!"
                     for other in of[0].calls if of else ():
                         _send(other, rung)
                 else:
-                    of[:] = [self.find_round(said["setup"])]
+                    of[:] = [self.rounds[said["setup"]]]
                     self._take(call, of[0], said)
         except (OSError, ValueError, LookupError, TypeError, AttributeError):
             piece = b""  # it is no one of ours, or has gone

@@ -79,11 +79,6 @@ def values(store: Store, keys: Sequence[str]) -> list[bytes]:
     return [value for part in _parts(keys) for value in store.multi_get(part)]
 
 
-def set_all(store: Store, keys: Sequence[str], said: Sequence[str]) -> None:
-    for part, those in zip(_parts(keys), _parts(said), strict=True):
-        store.multi_set(part, those)  # type: ignore[attr-defined]  # not in its stub
-
-
 def all_there(store: Store, keys: Sequence[str]) -> bool:
     return all(store.check(part) for part in _parts(keys))
 
@@ -642,8 +637,8 @@ def _ask(side: SideStore, store: Store, roll: str, mine: Location, stack: bool) 
 
 
 def _fates(side: SideStore, store: Store, roll: str, silent: list[int]) -> dict[int, str]:
-    facts = values(store, [f"facts/{rank}" for rank in silent])  # as told at set-up
-    at = [(rank, *json.loads(fact)[:3]) for rank, fact in zip(silent, facts, strict=True)]
+    processes = json.loads(zlib.decompress(store.get("processes")))  # as told at set-up
+    at = [(rank, side.hosts[rank], *processes[rank]) for rank in silent]
     side.post(store, "look", roll=roll, at=at)
     left = _those(store, "left", silent, 0.0)
     states = _those(store, f"state/{roll}", [rank for rank in silent if rank not in left], _LOOK)

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from ezpz_topo import RankInfo
 
 from ._addresses import Participant, Process, message, pack, peer_of, read_message, say
-from ._diagnosis import LOST, Wakeup, calling_line, set_all
+from ._diagnosis import LOST, Wakeup, calling_line
 from ._errors import CollectiveError, MismatchError, NotSetUpError, SetupError, fold
 from ._watch import finish, waiting
 from ._world import World, current_world
@@ -100,7 +100,6 @@ def agree(
     else:
         call, shared = participant.server.join(participant.setup, said), False
         told = judge(participant, info, timeout, process, facts)
-        participant.server.start()
         read_message(call, time.monotonic() + timeout)
     verdict = json.loads(zlib.decompress(told))
     if verdict["trouble"]:
@@ -126,7 +125,7 @@ def withdraw(participant: Participant, info: RankInfo, process: Process, why: st
     """Tell those who come to `agree` that this rank cannot take part. Not collective."""
     trouble = f"rank {info.rank} on {process[0]} cannot take part: {why}"
     if participant.server is not None:
-        heard = participant.server.find_round(participant.setup)
+        heard = participant.server.rounds[participant.setup]
         heard.trouble = trouble
         participant.server.serve(lambda: len(heard.said) >= info.world_size - 1, _LOOK)
         judge(participant, info, _LOOK, process, "{}")
@@ -142,7 +141,7 @@ def judge(
     """Tell all who takes part, or what is wrong. For rank 0; returns the same."""
     assert participant.server is not None
     server, size = participant.server, info.world_size
-    heard, said = server.find_round(participant.setup), dict[int, tuple[Process, str]]()
+    heard, said = server.rounds[participant.setup], dict[int, tuple[Process, str]]()
     start, next_word, trouble = time.monotonic(), FIRST_WORD, ""
     mine, kinds = [*process, json.loads(facts)], dict[str, Any]()
     while not trouble and len(said) < size:
@@ -150,9 +149,9 @@ def judge(
         server.serve(lambda: heard.trouble != "" or len(heard.said) == size, min(_LOOK, left))
         before, said, trouble = said, dict(heard.said), heard.trouble
         fresh = sorted(rank for rank in said if said[rank][1] != facts and rank not in before)
-        kinds |= {said[rank][1]: json.loads(said[rank][1]) for rank in fresh}
         waited = time.monotonic() - start
-        if not trouble:
+        if fresh and not trouble:
+            kinds |= {said[rank][1]: json.loads(said[rank][1]) for rank in fresh}
             others = {rank: [*said[rank][0], kinds[said[rank][1]]] for rank in fresh}
             trouble = _describe_differences(mine, others)
         if trouble or len(said) == size:
@@ -170,15 +169,15 @@ def judge(
     server.tell(heard, told)
     if not trouble and participant.store is not None:
         # For who looks what became of a silent rank.
-        keys = [f"facts/{rank}" for rank in said]
-        set_all(participant.store, keys, [json.dumps(each) for each, _ in said.values()])
+        processes = pack([said[rank][0][1:] for rank in range(size)])
+        participant.store.set("processes", processes)  # type: ignore[arg-type]  # it takes bytes
     return told
 
 
 def _linger(participant: Participant) -> None:
     """Stay until the others have read what is wrong, and so have closed their calls. For rank 0."""
     if participant.server is not None:
-        heard = participant.server.find_round(participant.setup)
+        heard = participant.server.rounds[participant.setup]
         participant.server.serve(lambda: not heard.calls, _READING)
 
 

@@ -130,33 +130,27 @@ def rendezvous(
         nowhere, source = "127.0.0.1", "a world of one"
         place = Place(nowhere, (nowhere,), (0,), Job.of(info, 0, env), source)
         return Rendezvous(place, nowhere, 0, source, HashStore())
-    addr, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT")
-    if addr and port:
-        return _at_master(info, timeout, env, addr, port)
+    addr, text = env.get("MASTER_ADDR"), env.get("MASTER_PORT")
+    if addr and text:
+        if not (text.isascii() and text.isdigit() and 0 < int(text) < 65536):
+            raise SetupError(f"MASTER_PORT={text!r}; expected a port number from 1 to 65535")
+        port, source = int(text), "MASTER_ADDR and MASTER_PORT"
+        if addr.startswith("[") and addr.endswith("]"):
+            addr = addr[1:-1]  # an IPv6 address, as in URLs
+        addresses = resolve(addr, info, "MASTER_ADDR")
+        place = Place(addr, addresses, candidates(port), Job.of(info, port, env), source)
+        if info.launcher == "torchrun" and env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            return _over_agent(place, info, timeout, env)
+        return _meet_at(place, info, timeout)
     if info.launcher in MPI_LAUNCHERS:
         return _over_mpi(info, timeout, env)
     if info.launcher == "slurm":
         return _of_slurm_step(info, timeout, env)
-    missing = " and ".join(n for n, v in (("MASTER_ADDR", addr), ("MASTER_PORT", port)) if not v)
+    missing = " and ".join(n for n, v in (("MASTER_ADDR", addr), ("MASTER_PORT", text)) if not v)
     raise SetupError(
         f"rank {info.rank} of {info.world_size} ({info.launcher}) has no {missing}; expected the "
         "address of rank 0; start the ranks with ezpz-launch or torchrun, or export both"
     )
-
-
-def _at_master(
-    info: RankInfo, timeout: timedelta, env: Mapping[str, str], addr: str, text: str
-) -> Rendezvous:
-    if not (text.isascii() and text.isdigit() and 0 < int(text) < 65536):
-        raise SetupError(f"MASTER_PORT={text!r}; expected a port number from 1 to 65535")
-    port, source = int(text), "MASTER_ADDR and MASTER_PORT"
-    if addr.startswith("[") and addr.endswith("]"):
-        addr = addr[1:-1]  # an IPv6 address, as in URLs
-    addresses = resolve(addr, info, "MASTER_ADDR")
-    place = Place(addr, addresses, candidates(port), Job.of(info, port, env), source)
-    if info.launcher == "torchrun" and env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return _over_agent(place, info, timeout, env)
-    return _meet_at(place, info, timeout)
 
 
 def _of_slurm_step(info: RankInfo, timeout: timedelta, env: Mapping[str, str]) -> Rendezvous:
@@ -177,7 +171,13 @@ def _meet_at(place: Place, info: RankInfo, timeout: timedelta) -> Rendezvous:
     key = place.host, place.ports[0], place.source, info.rank
     met = _met.get(key) or Rendezvous(place, place.host, place.ports[0], place.source)
     if info.rank == 0 and not (met.server and met.server.is_open):
-        warn_of_a_foreign_address(place)
+        if not any(map(is_own, place.addresses)):
+            # Not an error: behind a service of Kubernetes it is so, and works.
+            logger.warning(
+                "rank 0 is on %s, and the other ranks look for it at %s, which is no address of "
+                "this host (%s); export rank 0's own host as MASTER_ADDR if they do not find it",
+                get_hostname(), place, ", ".join(place.addresses),
+            )  # fmt: skip
         met = open_server(place, info, timeout, met)
     _met[key] = met
     return met
@@ -377,13 +377,20 @@ def open_server(
         store, server = (known.store, known.server) if known else (None, None)
         # Both listen before the store is made, which takes some milliseconds.
         behind = None if store is not None else listen(loopback if inside else "", 0)
+        at = behind.getsockname()[1] if behind else known.master_port if known else 0
         if server is None:
-            at = behind.getsockname()[1] if behind else known.master_port if known else 0
             greeting = replace(place.job, store_port=at).written()
             server = Server(greeting, info.world_size, at)
         server.open(listener)
         if behind is not None:
-            store = _serve(address, behind, timeout)
+            store = TCPStore(
+                address, at, None,
+                is_master=True, timeout=timeout, wait_for_workers=False,
+                # A script's own init_process_group then finds this store, not a taken port.
+                multi_tenant=True, master_listen_fd=behind.detach(),
+                # torch's own choice: one that was built without libuv must be told so.
+                use_libuv=os.environ.get("USE_LIBUV", "1") == "1",
+            )  # fmt: skip
         if taken:
             logger.warning(
                 "rank 0 listens on port %d, for %s is taken (%s)", port, place, "; ".join(taken)
@@ -393,16 +400,6 @@ def open_server(
         f"{who} finds no free port for {place}: {'; '.join(taken)}; expected one of these to be "
         "free; export another MASTER_PORT on every rank"
     )
-
-
-def warn_of_a_foreign_address(place: Place) -> None:
-    # Not an error: behind a service of Kubernetes it is so, and works.
-    if not any(map(is_own, place.addresses)):
-        logger.warning(
-            "rank 0 is on %s, and the other ranks look for it at %s, which is no address of this "
-            "host (%s); export rank 0's own host as MASTER_ADDR if they do not find it",
-            get_hostname(), place, ", ".join(place.addresses),
-        )  # fmt: skip
 
 
 def raise_file_limit(world_size: int) -> None:
@@ -419,17 +416,6 @@ def raise_file_limit(world_size: int) -> None:
             "expected %d; raise the hard limit (ulimit -Hn) for larger worlds",
             allowed, world_size, wanted,
         )  # fmt: skip
-
-
-def _serve(address: str, listener: socket.socket, timeout: timedelta) -> TCPStore:
-    return TCPStore(
-        address, listener.getsockname()[1], None,
-        is_master=True, timeout=timeout, wait_for_workers=False,
-        # A script's own init_process_group then finds this store instead of a taken port.
-        multi_tenant=True, master_listen_fd=listener.detach(),
-        # torch's own choice: one that was built without libuv must be told so.
-        use_libuv=os.environ.get("USE_LIBUV", "1") == "1",
-    )  # fmt: skip
 
 
 def _client(address: str, port: int, timeout: timedelta) -> TCPStore:

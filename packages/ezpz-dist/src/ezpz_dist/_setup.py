@@ -250,8 +250,8 @@ def _take_device(info: RankInfo, args: SetupArgs) -> tuple[torch.device, str]:
     if device.type in ("cuda", "xpu"):
         getattr(torch, device.type).set_device(device)
     # The node's cores are shared among its ranks, unless the user or a CPU binding did so.
-    ranks_here, cores = info.local_world_size or 1, get_cpu_count()
-    if "OMP_NUM_THREADS" not in os.environ and ranks_here > 1 and cores == os.cpu_count():
+    ranks_here = 1 if "OMP_NUM_THREADS" in os.environ else info.local_world_size or 1
+    if ranks_here > 1 and (cores := get_cpu_count()) == os.cpu_count():
         torch.set_num_threads(max(1, cores // ranks_here))
     return device, backend
 
@@ -291,6 +291,7 @@ def _make_group(
     """Meet, agree, connect; return where, this set-up's store, and all hosts. Collective."""
     timeout = timedelta(seconds=args.timeout)
     hosts: tuple[str, ...] = (process[0],)
+    agreed: Agreement | None = None
     where = f" at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     try:
         met = rendezvous(info, timeout)
@@ -299,16 +300,24 @@ def _make_group(
             common = common_facts(arguments=asdict(args), device=device.type, backend=backend)
             participant = met.participant(info, prefix, args.timeout)
             agreed = agree(participant, info, args.timeout, common, process)
-            hosts, met = agreed.hosts, _join(met, agreed, info, timeout, prefix)
+            hosts, met = agreed.hosts, met.join(agreed.store, info, timeout)
         assert met.store is not None
         # A store that outlives its group (a model may hold it) keeps its old keys.
         store = PrefixStore(prefix, met.store)
+        if agreed is not None:
+            # From here on a rank that fails can tell those who wait in torch.
+            joined = met
+
+            def connect(seconds: float) -> Store:
+                return PrefixStore(prefix, joined.connect(timedelta(seconds=seconds)))
+
+            side = SideStore(info.rank, hosts, store, connect, agreed.wakeup, agreed.holder)
+            _diagnosis.start_responder(side)
         if not any(name in os.environ for name in _RECORDER):
             _state.export({_RECORDER[0]: "200"})
-        if backend == "gloo":
-            interface = gloo_interface(info, met.master_addr, met.master_port)
-            if interface is not None:
-                _state.export({"GLOO_SOCKET_IFNAME": interface})
+        address = met.master_addr, met.master_port
+        if backend == "gloo" and (interface := gloo_interface(info, *address)) is not None:
+            _state.export({"GLOO_SOCKET_IFNAME": interface})
         dist.init_process_group(
             backend, timeout=timeout,
             store=PrefixStore("group", store), rank=info.rank, world_size=info.world_size,
@@ -322,7 +331,7 @@ def _make_group(
         if info.rank == 0:
             store.wait(["all"], timeout)
     except BaseException as error:
-        have_met = _undo_group(info, error)
+        have_met = _undo_group(info, agreed, error)
         # gloo raises a plain RuntimeError where two hosts cannot connect.
         if not isinstance(error, (dist.DistError, RuntimeError)):
             raise
@@ -341,28 +350,7 @@ def _make_group(
     return met, store, hosts
 
 
-def _join(
-    met: Rendezvous, agreed: Agreement, info: RankInfo, timeout: timedelta, prefix: str
-) -> Rendezvous:
-    """Connect to torch's store: from here on a rank that fails can tell those who wait in torch."""
-    try:
-        joined = met.join(agreed.store, info, timeout)
-    except BaseException:
-        agreed.wakeup.close()
-        raise
-
-    def connect(seconds: float) -> Store:
-        return PrefixStore(prefix, joined.connect(timedelta(seconds=seconds)))
-
-    assert joined.store is not None
-    _diagnosis.start_responder(SideStore(
-        info.rank, agreed.hosts, PrefixStore(prefix, joined.store), connect, agreed.wakeup,
-        agreed.holder,
-    ))  # fmt: skip
-    return joined
-
-
-def _undo_group(info: RankInfo, error: BaseException) -> bool:
+def _undo_group(info: RankInfo, agreed: Agreement | None, error: BaseException) -> bool:
     """Undo a set-up that failed; return whether the ranks had met. Those who wait are ended."""
     responder = _diagnosis.find_responder()
     if responder is not None:
@@ -370,8 +358,9 @@ def _undo_group(info: RankInfo, error: BaseException) -> bool:
         host = side.hosts[info.rank]
         _watch.end_job(f"rank {info.rank} on {host} failed in setup_torch: {what}", 1)
         responder.stop()
-        side.wakeup.close()
         _diagnosis.drop_responder()
+    if agreed is not None:
+        agreed.wakeup.close()
     if dist.is_initialized():
         dist.destroy_process_group()
     return responder is not None
