@@ -562,7 +562,7 @@ def test_rank_0_on_another_host_than_it_is_looked_for(caplog):
     for addresses in ("127.0.0.1", "192.0.2.1"), ("192.0.2.1",):
         assert not caplog.records
         where = place(0, addresses=addresses)
-        _rendezvous._meet_at(where, info(rank=0, local_world_size=1), SECOND)
+        _rendezvous._meet_at(where, info(rank=0, local_world_size=1), SECOND).server.close()
     said = f"rank 0 is on {get_hostname()}, and the other ranks look for it at there:0 (a test), "
     assert said in caplog.text
 

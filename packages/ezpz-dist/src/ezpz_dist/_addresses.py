@@ -332,6 +332,7 @@ def _end_of_message(received: bytearray) -> int:
 # namespace of its own), and where there are no such names (macOS).
 
 Process = tuple[str, int, int]  # a rank's host, process and PID namespace
+LOOK = 1.0  # seconds between two looks at those who are there: a difference is told within two
 _SENDING = 1.0  # seconds for the other end to take what is sent, or to send all of a message
 
 
@@ -512,14 +513,14 @@ class Participant:
 
 
 def say(
-    participant: Participant, said: Mapping[str, Any], info: RankInfo, patience: float, look: float
+    participant: Participant, said: Mapping[str, Any], info: RankInfo, patience: float
 ) -> tuple[bytes, socket.socket | None, bool]:
     """Return rank 0's verdict, the call to its server, and whether it is shared. Not for rank 0."""
     name = participant.name
     while name:
         if (listener := hold_name(name)) is not None:
             with listener, ExitStack() as ends:
-                return _Leader(listener, ends).lead(participant, said, info, patience, look)
+                return _Leader(listener, ends).lead(participant, said, info, patience)
         try:
             with call_name(name) as leader:
                 leader.sendall(message(said))
@@ -532,7 +533,7 @@ def say(
             time.sleep(1e-3)  # it has ended
         except OSError:  # another user's, or the system does not allow it
             name = ""
-    return _Leader(None, ExitStack()).lead(participant, said, info, patience, look)
+    return _Leader(None, ExitStack()).lead(participant, said, info, patience)
 
 
 def _unheard(info: RankInfo, who: str, error: Exception) -> SetupError:
@@ -552,12 +553,7 @@ class _Leader:
         self._others: dict[socket.socket, dict[str, list[Any]]] = {}
 
     def lead(
-        self,
-        participant: Participant,
-        said: Mapping[str, Any],
-        info: RankInfo,
-        patience: float,
-        look: float,
+        self, participant: Participant, said: Mapping[str, Any], info: RankInfo, patience: float
     ) -> tuple[bytes, socket.socket, bool]:
         try:
             call, host, port = participant.call()
@@ -569,7 +565,7 @@ class _Leader:
                     participant.ahead((peer_of(call), port))
                     told, _ = read_message(call, time.monotonic() + patience)
                 else:
-                    told = self._converse(call, said, most, patience, look)
+                    told = self._converse(call, said, most, patience)
             except (OSError, EOFError) as error:
                 call.close()
                 raise _unheard(info, "rank 0", error) from error
@@ -582,10 +578,10 @@ class _Leader:
         return told, call, bool(self._others)
 
     def _converse(
-        self, call: socket.socket, said: Mapping[str, Any], most: int, patience: float, look: float
+        self, call: socket.socket, said: Mapping[str, Any], most: int, patience: float
     ) -> bytes:
         until = time.monotonic() + patience
-        unsent, send_at = True, time.monotonic() + look
+        unsent, send_at = True, time.monotonic() + LOOK
         with selectors.DefaultSelector() as waiting:
             waiting.register(call, selectors.EVENT_READ)
             assert self._listener is not None
@@ -598,7 +594,7 @@ class _Leader:
                         for facts, processes in each.items():
                             every.setdefault(facts, []).extend(processes)
                     call.sendall(message({**said, "said": every}))
-                    unsent, send_at = False, now + look
+                    unsent, send_at = False, now + LOOK
                 for key, _ in waiting.select((send_at if unsent else until) - now):
                     other: socket.socket = key.fileobj  # type: ignore[assignment]
                     if other is call:

@@ -111,13 +111,19 @@ def pid_namespace() -> int:
         return 0
 
 
+def stat_of(pid: int, proc: str = "/proc") -> list[str]:
+    """Return the fields of ``/proc/PID/stat`` from the third, the state, on: proc_pid_stat(5)."""
+    with open(f"{proc}/{pid}/stat", "rb") as file:
+        # The second, a name in parentheses, may hold anything.
+        return file.read().rpartition(b")")[2].decode().split()
+
+
 def state_of(pid: int, namespace: int) -> str:
     """Return ``"stopped"``, ``"ended"``, ``"running"``, ...; "" in another PID namespace."""
     if not namespace or namespace != pid_namespace():
         return ""
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            letter = file.read().rpartition(b")")[2].split()[0].decode()
+        letter = stat_of(pid)[0]
     except (FileNotFoundError, ProcessLookupError):
         return "ended"
     except OSError:

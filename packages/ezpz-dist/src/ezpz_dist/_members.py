@@ -13,7 +13,6 @@ import sys
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
@@ -25,8 +24,8 @@ import torch.distributed as dist
 
 from ezpz_topo import RankInfo
 
-from ._addresses import Participant, Process, message, pack, peer_of, read_message, say
-from ._diagnosis import LOST, Wakeup, calling_line
+from ._addresses import LOOK, Participant, Process, message, pack, peer_of, read_message, say
+from ._diagnosis import Wakeup, calling_line
 from ._errors import CollectiveError, MismatchError, NotSetUpError, SetupError, fold
 from ._watch import finish, waiting
 from ._world import World, current_world
@@ -38,7 +37,6 @@ logger = logging.getLogger(__name__)
 
 AGREEMENT = "EZPZ_AGREEMENT"  # ``warn``: versions and scripts that differ are only warned of
 FIRST_WORD = 10.0  # seconds after which rank 0 says who is missing; then each time twice as long
-_LOOK = 1.0  # seconds between two looks at those who are there: a difference is told within two
 _GRACE = 2.0  # seconds that the others give rank 0 beyond the time-out to tell them who is missing
 _READING = 1.0  # seconds that rank 0, which may hold the store, gives the others to read it
 _SOFT = ("python", "script", "packages")  # what may differ when `AGREEMENT` says so
@@ -96,7 +94,7 @@ def agree(
     facts = json.dumps({"world_size": info.world_size, **common})
     said = {"setup": participant.setup, "said": {facts: [[rank, *process]]}}
     if participant.server is None:
-        told, call, shared = say(participant, said, info, timeout + 2 * _GRACE, _LOOK)
+        told, call, shared = say(participant, said, info, timeout + 2 * _GRACE)
     else:
         call, shared = participant.server.join(participant.setup, said), False
         told = judge(participant, info, timeout, process, facts)
@@ -127,8 +125,8 @@ def withdraw(participant: Participant, info: RankInfo, process: Process, why: st
     if participant.server is not None:
         heard = participant.server.rounds[participant.setup]
         heard.trouble = trouble
-        participant.server.serve(lambda: len(heard.said) >= info.world_size - 1, _LOOK)
-        judge(participant, info, _LOOK, process, "{}")
+        participant.server.serve(lambda: len(heard.said) >= info.world_size - 1, LOOK)
+        judge(participant, info, LOOK, process, "{}")
         _linger(participant)
     else:
         with participant.call()[0] as call:
@@ -146,7 +144,7 @@ def judge(
     mine, kinds = [*process, json.loads(facts)], dict[str, Any]()
     while not trouble and len(said) < size:
         left = max(start + timeout - time.monotonic(), 0.0)
-        server.serve(lambda: heard.trouble != "" or len(heard.said) == size, min(_LOOK, left))
+        server.serve(lambda: heard.trouble != "" or len(heard.said) == size, min(LOOK, left))
         before, said, trouble = said, dict(heard.said), heard.trouble
         fresh = sorted(rank for rank in said if said[rank][1] != facts and rank not in before)
         waited = time.monotonic() - start
@@ -456,9 +454,7 @@ def exchange(
     refused = {place for place, head in enumerate(heads) if head[-1] == _REFUSES}
     if refusal is not None and len(refused) == len(heads):
         raise refusal
-    # No counter that a failure could put out of step: what all ranks have just seen.
-    subject = _digest(f"{list(members.ranks)}{bytes(every).hex()}").hex()
-    raise _explain(call, members, heads, refused, subject=subject, refusal=refusal) from refusal
+    raise _explain(call, members, heads, refused, refusal) from refusal
 
 
 def parties_of(said: Sequence[bytes]) -> list[list[int]]:
@@ -477,13 +473,11 @@ def payload_of(place: int, every: bytearray) -> bytearray:
 
 _PARTIES = 8  # different calls that are told apart; more make no message clearer
 _KEYS = 3  # keys that a message names for each rank
-_PATIENCE = 10.0  # seconds for a rank to say what it called; they all are in this function
 
 
 def _explain(
-    call: Call, members: Members, heads: list[bytes], refused: set[int],
-    *, subject: str, refusal: Exception | None,
-) -> CollectiveError:  # fmt: skip
+    call: Call, members: Members, heads: list[bytes], refused: set[int], refusal: Exception | None
+) -> CollectiveError:
     """Return the error of every rank; one of each party says what it called. Collective."""
     ordered = parties_of(heads)
     if refused:
@@ -493,7 +487,7 @@ def _explain(
         "leaves": None if call.leaves is None else dict(call.leaves),
         "refusal": refusal and f"{type(refusal).__name__}: {refusal}",
     }  # fmt: skip
-    said = _hear(members, f"mismatch/{subject}", mine, [party[0] for party in ordered[:_PARTIES]])
+    said = _hear(members, mine, [party[0] for party in ordered[:_PARTIES]])
     hosts = members.world.hosts
 
     def name(party: list[int]) -> str:
@@ -544,35 +538,15 @@ def _describe_call(expected: Mapping[str, Any], said: Mapping[str, Any], several
     return f"{', '.join(found[:_KEYS] + more)} at {said['at']}"
 
 
-def _hear(
-    members: Members, subject: str, mine: Mapping[str, Any], leaders: list[int]
-) -> list[Mapping[str, Any]]:
-    """Return what each of the leaders says, through the store. Collective."""
-    store, until = members.world.store, time.monotonic() + min(_PATIENCE, members.world.timeout)
-    keys, size = [f"{subject}/{place}" for place in leaders], len(members.ranks)
-
-    def wait(key: str) -> None:
-        store.wait([key], timedelta(seconds=max(0.1, until - time.monotonic())))
-
-    said: list[Mapping[str, Any]] = []
-    try:
-        if members.place in leaders:
-            store.set(f"{subject}/{members.place}", json.dumps(mine))
-        for key in keys:
-            wait(key)
-            said.append(json.loads(store.get(key)))
-    except LOST:
-        # A rank, or the store's, has ended meanwhile: the ranks that differ are known all the same.
-        unknown = {"leaves": None, "signature": "something else", "at": "?", "refusal": ""}
-        return said + [{**mine, **unknown}] * (len(keys) - len(said))
-    # The rank whose process holds the store stays until all have read; nothing is left there.
-    with suppress(*LOST):
-        if store.add(f"{subject}/read", 1) == size:
-            for key in [*keys, f"{subject}/read"]:
-                store.delete_key(key)
-            store.set(f"{subject}/done", "")
-        wait(f"{subject}/done")
-        if store.add(f"{subject}/left", 1) == size:
-            store.delete_key(f"{subject}/done")
-            store.delete_key(f"{subject}/left")
+def _hear(members: Members, mine: Mapping[str, Any], leaders: list[int]) -> list[Any]:
+    """Return what each of the leaders says. Collective."""
+    said = []
+    for place in leaders:
+        raw = bytearray(json.dumps(mine).encode() if place == members.place else b"")
+        length = torch.tensor([len(raw)])
+        members.send(length.view(torch.uint8), members.ranks[place], "what the ranks call")
+        raw = raw or bytearray(int(length))
+        data = torch.frombuffer(raw, dtype=torch.uint8)
+        members.send(data, members.ranks[place], "what the ranks call")
+        said.append(json.loads(raw))
     return said

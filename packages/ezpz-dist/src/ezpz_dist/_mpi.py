@@ -176,6 +176,11 @@ class OverMpi(Members):
         finish_request(request, (mine, every), f"{what} over MPI", self.world, timeout)
         return every
 
+    def send(self, data: torch.Tensor, root: int, what: str) -> None:
+        memory = self.mpi.buffer.fromaddress(data.data_ptr(), data.nbytes)
+        request = self.comm.Ibcast([memory, self.mpi.BYTE], root=root)
+        finish_request(request, data, f"{what} over MPI", self.world, None)
+
     def reduce(self, tensor: torch.Tensor, op: str, what: str) -> None:
         # By address: mpi4py would want numpy to see into a tensor.
         memory = self.mpi.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)

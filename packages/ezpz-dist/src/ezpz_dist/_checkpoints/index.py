@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import IO, Any, NamedTuple, cast
+from typing import IO, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from ezpz_dist._objects import as_bytes
+from ezpz_dist._objects import as_bytes, raw_of
 from ezpz_dist._version import __version__
 from ezpz_tp import Piece
 
@@ -210,29 +210,15 @@ class Extent(NamedTuple):
 class _Frame:
     """What an archive has around the elements."""
 
-    head: Tensor
-    tail: Tensor
+    head: bytes
+    tail: bytes
 
-    def around(self, tensors: Sequence[Tensor]) -> bytearray:
+    def around(self, tensors: Sequence[Tensor]) -> bytes:
         """Return the archives of tensors like the one that it was made for."""
-        elements = torch.stack(list(tensors)).cpu().contiguous()  # it may be channels_last
-        within = elements.view(len(tensors), -1).view(torch.uint8)
-        room = bytearray(len(tensors) * (len(self.head) + within.shape[1] + len(self.tail)))
-        rows, stop = _view(room).view(len(tensors), -1), len(self.head) + within.shape[1]
-        rows[:, : len(self.head)] = self.head
-        rows[:, len(self.head) : stop] = within
-        rows[:, stop:] = self.tail
-        return room
-
-    def fits(self, rows: Tensor) -> list[bool]:
-        """Return which archives differ in the elements only."""
-        start, stop = len(self.head), rows.shape[1] - len(self.tail)
-        same = (rows[:, :start] == self.head).all(1) & (rows[:, stop:] == self.tail).all(1)
-        return cast("list[bool]", same.tolist())
-
-
-def _view(room: bytearray | memoryview) -> Tensor:
-    return torch.frombuffer(room, dtype=torch.uint8)
+        raw = raw_of(torch.stack(list(tensors)).cpu())
+        each = len(raw) // len(tensors)
+        rows = (raw[at : at + each] for at in range(0, len(raw), each))
+        return b"".join([part for row in rows for part in (self.head, row, self.tail)])
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -298,13 +284,11 @@ def _made_frame(tensor: Tensor) -> _Frame | None:
         elements = torch.full((tensor.nbytes,), fill, dtype=torch.uint8)
         stream = io.BytesIO()
         torch.save(elements.view(tensor.dtype).view(tensor.shape), stream)
-        archives.append(_view(stream.getbuffer()))
+        archives.append(stream.getvalue())
     one, other = archives
-    if len(one) != len(other):
-        return None
-    differ = (one != other).nonzero().flatten()
-    start, stop = int(differ[0]), int(differ[-1]) + 1
-    return _Frame(one[:start], one[stop:]) if len(differ) == stop - start == tensor.nbytes else None
+    start = next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), 0)
+    frame = _Frame(one[:start], one[start + tensor.nbytes :])
+    return frame if other == frame.head + b"\xff" * tensor.nbytes + frame.tail else None
 
 
 class Wanted(NamedTuple):
@@ -350,13 +334,9 @@ def read(stream: IO[bytes], wanted: Sequence[Wanted]) -> None:
             tensor = _load(stream, first)
             first.fill(tensor)
             frame = _found_frame(stream, first, tensor) if others else None
-            rest: Sequence[Wanted] = others
-            if frame is not None and first.extent.length <= _SMALL:
-                rest = _fill_together(stream, frame, others)
-            elif frame is not None:
-                rest = [one for one in others if not _fill_in_place(stream, frame, one)]
-            for one in rest:
-                one.fill(_load(stream, one))
+            for one in others:
+                if frame is None or not _fill(stream, frame, one):
+                    one.fill(_load(stream, one))
 
 
 def _load(stream: IO[bytes], one: Wanted) -> Tensor:
@@ -388,10 +368,10 @@ def _found_frame(stream: IO[bytes], one: Wanted, tensor: Tensor) -> _Frame | Non
         for done, block in _blocks(stream, at + start, tensor.nbytes)
     ):
         return None
-    head, tail = _read(stream, at, start), _read(stream, at + stop, length - stop)
-    if sys.byteorder.encode() not in bytes(head) + bytes(tail):
+    head, tail = (bytes(_read(stream, *part)) for part in ((at, start), (at + stop, length - stop)))
+    if sys.byteorder.encode() not in head + tail:
         return None  # torch has turned the bytes; zeros look the same
-    return _Frame(_view(head), _view(tail))
+    return _Frame(head, tail)
 
 
 def _read(stream: IO[bytes], at: int, count: int, into: Any = None) -> Any:
@@ -407,37 +387,27 @@ def _blocks(stream: IO[bytes], at: int, count: int) -> Iterator[tuple[int, Tenso
     room = memoryview(bytearray(min(count, _BATCH)))
     for done in range(0, count, _BATCH):
         length = min(_BATCH, count - done)
-        yield done, _view(_read(stream, at + done, length, room[:length]))
+        part = _read(stream, at + done, length, room[:length])
+        yield done, torch.frombuffer(part, dtype=torch.uint8)
 
 
-def _fill_together(stream: IO[bytes], frame: _Frame, wanted: Sequence[Wanted]) -> list[Wanted]:
-    """Fill small tensors that are alike in the file; return those whose archives are not."""
-    _, (_, length), dtype, size, *_ = wanted[0]
-    others = []
-    for some in _batches(wanted, length):
-        room = memoryview(bytearray(len(some) * length))
-        for number, one in enumerate(some):
-            _read(stream, one.extent.at, length, room[number * length : (number + 1) * length])
-        rows = _view(room).view(len(some), length)
-        elements = rows[:, len(frame.head) : length - len(frame.tail)]
-        elements = elements.clone(memory_format=torch.contiguous_format).view(dtype)
-        tensors = elements.view(len(some), *size).unbind(0)
-        for one, tensor, fits in zip(some, tensors, frame.fits(rows), strict=True):
-            if fits:
-                one.fill(tensor)
-            else:
-                others.append(one)
-    return others
-
-
-def _fill_in_place(stream: IO[bytes], frame: _Frame, one: Wanted) -> bool:
-    """Fill a large tensor without another of its size; return whether that can be done."""
+def _fill(stream: IO[bytes], frame: _Frame, one: Wanted) -> bool:
+    """Fill a tensor whose archive differs in the elements only; return whether that can be done."""
     (at, length), start, ends = one.extent, len(frame.head), len(frame.tail)
+    if length <= _SMALL:
+        archive, count = bytearray(length), (length - start - ends) // one.dtype.itemsize
+        stream.seek(at)
+        stream.readinto(archive)  # type: ignore[attr-defined]
+        if fits := archive.startswith(frame.head) and archive.endswith(frame.tail):
+            elements = torch.frombuffer(archive, dtype=one.dtype, offset=start, count=count)
+            one.fill(elements.view(one.size))
+        return fits
     if one.part or one.target.dtype != one.dtype or not _is_plain(one.target):
         return False
     head, tail = _read(stream, at, start), _read(stream, at + length - ends, ends)
-    if not (torch.equal(_view(head), frame.head) and torch.equal(_view(tail), frame.tail)):
+    if bytes(head) != frame.head or bytes(tail) != frame.tail:
         return False
+    # Without another tensor of its size.
     elements = as_bytes(one.target)
     if elements.is_cpu:  # a copy by torch's threads took longer than the reading
         room = (ctypes.c_char * len(elements)).from_address(elements.data_ptr())

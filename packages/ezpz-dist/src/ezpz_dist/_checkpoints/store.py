@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ezpz_dist._diagnosis import pid_namespace
+from ezpz_dist._diagnosis import pid_namespace, stat_of
 from ezpz_dist._errors import CheckpointError
 from ezpz_dist._world import finish_before_leaving
 from ezpz_topo import get_hostname
@@ -130,11 +130,9 @@ def is_dead(token: str) -> bool | None:
 def _birth(pid: int) -> tuple[int, int]:
     """Return our pid namespace and the process's start in clock ticks; (space, 0): none such."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+        fields = stat_of(pid)
     except OSError:
         return pid_namespace(), 0
-    # Field 2, the command, may hold spaces and parentheses; field 3 is the state, 22 the start.
-    fields = text.rpartition(")")[2].split()
     return pid_namespace(), 0 if fields[0] in ("Z", "X") else int(fields[19])
 
 

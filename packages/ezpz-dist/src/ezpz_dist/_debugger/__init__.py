@@ -24,7 +24,7 @@ from contextlib import ExitStack, suppress
 from types import FrameType
 from typing import IO, Any, NamedTuple, cast
 
-from ezpz_dist._diagnosis import call_roll, find_responder, flush, held
+from ezpz_dist._diagnosis import call_roll, find_responder, flush, held, stat_of
 from ezpz_dist._errors import DistError, HangError, LostRankError
 from ezpz_dist._watch import waiting
 from ezpz_dist._world import World, current_world
@@ -93,9 +93,7 @@ def has_input() -> bool:
 
 def _read(pid: int, proc: str) -> _Process | None:
     try:
-        with open(f"{proc}/{pid}/stat", "rb") as file:
-            # pid (name) state ppid pgrp session tty_nr tpgid: a name may hold anything.
-            fields = file.read().rpartition(b")")[2].split()
+        fields = stat_of(pid, proc)
         return _Process(pid, int(fields[1]), int(fields[2]), int(fields[4]), int(fields[5]))
     except (OSError, IndexError, ValueError):
         return None  # it ended meanwhile, or there is no /proc (macOS)
