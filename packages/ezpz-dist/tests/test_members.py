@@ -377,10 +377,6 @@ good = lambda: all_reduce(1.0)
 who, text = caught(CollectiveError, good, lambda: all_reduce("x"), good)
 assert who == (1,) and "cannot take part in all_reduce() at <string>:" in text, text
 assert ": TypeError: all_reduce of str; expected" in text and "expected every rank to take" in text
-who, text = caught(CollectiveError, lambda: all_reduce(1.0, "median"), good)
-assert who == (0,) and "ValueError: op 'median'" in text, text
-who, text = caught(CollectiveError, lambda: all_reduce(1 << 63), good)
-assert who == (0,) and "OverflowError" in text, text
 who, text = caught(CollectiveError, lambda: all_reduce(1, implementation="x"), good)
 assert who == (0,) and "ValueError: implementation 'x'" in text, text
 who, text = caught(CollectiveError, lambda: barrier(timeout=-1), lambda: barrier(timeout=90))

@@ -26,7 +26,6 @@ from ezpz_dist._rendezvous import (
     RefusedError,
     candidates,
     connect,
-    derived_port,
     find_server,
     open_server,
     rendezvous,
@@ -280,17 +279,6 @@ def test_a_slurm_steps_ranks_derive_the_same_address():
     others = [{**STEP, "SLURM_STEP_ID": str(step)} for step in range(1, 6)]
     ports = {rendezvous(info("slurm", rank=0), SECOND, step).master_port for step in others}
     assert len(ports) == 5
-
-
-def test_a_slurm_port_that_is_taken_is_passed_over():
-    step = {**STEP, "SLURM_STEP_ID": "99"}
-    port = derived_port("7.99")
-    with socket.create_server(("127.0.0.1", port)):  # and it says nothing
-        zero = rendezvous(info("slurm", rank=0), SECOND, step)
-        zero.server.tell(_addresses.Round(), b"")
-        call, *_ = find_server(rendezvous(info("slurm"), SECOND, step).place, info("slurm"), 30.0)
-    with call:
-        assert call.getpeername()[1] == zero.master_port == candidates(port)[1]
 
 
 MEET = """

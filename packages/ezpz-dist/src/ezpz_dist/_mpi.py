@@ -21,7 +21,7 @@ from ezpz_topo import RankInfo, get_hostname
 from ._diagnosis import flush
 from ._errors import CollectiveError, SetupError
 from ._members import Call, Members, exchange
-from ._watch import explain, waiting
+from ._watch import poll, waiting
 from ._world import World
 
 logger = logging.getLogger(__name__)
@@ -149,9 +149,6 @@ def _load() -> ModuleType:
 
 # Collectives over MPI, for those who ask for it: always timed, never a blocking call.
 
-_SPIN = 1e-3  # seconds in which a waiting rank asks MPI as soon as the others have had the core
-_POLL = 1e-3
-
 _TYPES = {
     torch.float32: "FLOAT", torch.float64: "DOUBLE", torch.int32: "INT32_T", torch.int64: "INT64_T",
 }  # fmt: skip
@@ -214,15 +211,12 @@ def finish_request(
     request: Any, memory: object, what: str, world: World, timeout: float | None
 ) -> None:
     """Wait for a request of MPI's, at most so long (None: the world's time-out)."""
-    limit = world.timeout if timeout is None else timeout
-    start = time.monotonic()
     with waiting(what, world):
-        while not request.Test():
-            waited = time.monotonic() - start
-            if waited > limit:
-                _abandoned.append((request, memory))
-                raise explain(TimeoutError(f"not done after {limit:g} s"), what, world, waited)
-            time.sleep(0 if waited < _SPIN else _POLL)
+        try:
+            poll(request.Test, world.timeout if timeout is None else timeout, what, world)
+        except CollectiveError:
+            _abandoned.append((request, memory))
+            raise
 
 
 def _open(operation: str, members: Members) -> OverMpi:

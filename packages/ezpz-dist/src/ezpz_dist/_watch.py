@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 # The part of a collective that waits for other ranks: named, timed, and explained if it fails.
 
-_SPIN, _POLL = 50e-6, 1e-3  # seconds between two looks: in the first millisecond, and later
+_POLL = 1e-3  # seconds between two looks; before, a waiting rank looks as soon as it has the core
 # Words in the errors of collectives; gloo raises a plain RuntimeError, with its file's name.
 _SIGNS = ("/gloo/", "NCCL", "oneCCL", "Operation timed out", "Connection closed by peer")
 _LINES = 16  # ranks, or groups of ranks at one line, that a message lists
@@ -73,14 +73,22 @@ def finish(
         work.wait(timedelta(seconds=timeout))
     else:
         # Other backends' wait only queues a wait on the device's stream.
-        start = time.monotonic()
-        while not work.is_completed():
-            waited = time.monotonic() - start
-            if waited > timeout:
-                late = TimeoutError(f"not done after {timeout:g} s")
-                raise explain(late, what, world, waited, members)
-            time.sleep(_SPIN if waited < _POLL else _POLL)
+        poll(work.is_completed, timeout, what, world, members)
         work.wait()
+
+
+def poll(
+    is_done: Callable[[], bool], limit: float, what: str, world: World,
+    members: Collection[int] | None = None,
+) -> None:  # fmt: skip
+    """Look whether an operation is done, at most so long; used inside `waiting`."""
+    start = time.monotonic()
+    while not is_done():
+        waited = time.monotonic() - start
+        if waited > limit:
+            late = TimeoutError(f"not done after {limit:g} s")
+            raise explain(late, what, world, waited, members)
+        time.sleep(0 if waited < _POLL else _POLL)
 
 
 def is_of_a_collective(error: BaseException) -> bool:
