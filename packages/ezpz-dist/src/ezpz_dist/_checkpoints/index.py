@@ -196,8 +196,8 @@ class Files:
 # Tensors in a file, each as an archive of `torch.save`'s, made and read many at a time.
 
 _SMALL = 1 << 16
-"""Bytes of archives that are made and read together; of longer ones torch's own time is nothing."""
-_BATCH = 1 << 20  # bytes of archives that are made or read at once, also of one long one
+"""Bytes of archives that are made together; of longer ones torch's own time is nothing."""
+_BATCH = 1 << 20  # bytes of archives that are made at once, or of one long one that are read
 _FEW = 3  # tensors alike that are not worth an archive to copy from
 
 
