@@ -110,7 +110,6 @@ def try_devices(device_type: str, count: int, until: float) -> tuple[int, str]:
 
 
 def try_backend(backend: str, device_type: str, seconds: float) -> str:
-    """Reduce in a world of one rank, on its first device; return what was wrong."""
     if backend == "mpi":
         return ""  # its world is that of its launcher, and the check "mpi" starts one
     try:

@@ -32,8 +32,6 @@ _KIND_OF = {
 
 @dataclass(frozen=True, slots=True)
 class Peaks:
-    """One row of the table: what a vendor states of one device."""
-
     name: str
     match: list[str]  # names as torch reports them
     units: int  # multiprocessors, compute units or vector engines that the rates are of

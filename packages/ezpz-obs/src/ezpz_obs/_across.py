@@ -327,7 +327,6 @@ class Across:
     def end(
         self, exchange: Exchange, seconds: float | None = None
     ) -> tuple[dict[str, Any], str | None]:
-        """Wait for the others, at most so long; return statistics and a warning. Collective."""
         until = None if seconds is None else time.monotonic() + seconds
         plan, mine, step, work = exchange
         if self.reduction is not None and isinstance(work, Sent):
@@ -377,7 +376,6 @@ class Across:
         return Exchange(plan, mine, step, work)
 
     def _wait(self, work: Any, step: int, until: float | None) -> None:
-        """Wait for a collective, until then or for as long as was said to `Across`."""
         limit = self._timeout
         if until is not None:
             limit = timedelta(seconds=max(until - time.monotonic(), 0.001))

@@ -239,7 +239,6 @@ def copy_to_host(flat: Mapping[str, Any]) -> Copies:
 
 
 def put_copies(copies: Copies, flat: dict[str, Any]) -> None:
-    """Put the numbers in the place of their tensors, once they are there."""
     while copies:
         names, host, event = copies.pop()
         if event is not None:
@@ -309,7 +308,6 @@ class Writer:
             self._fail(error)
 
     def close(self) -> None:
-        """Close the file, and say how many lines are not in it. It may be called twice."""
         if self.lost:
             logger.warning("%d lines are missing in %s", self.lost, self.path)
             self.lost = 0
@@ -404,7 +402,6 @@ def _survey(fd: int, path: Path) -> Before:
 
 
 def html_table(rows: Iterable[tuple[str, object]]) -> str:
-    """Return rows of a name and a value as a notebook shows them."""
     cells = ((escape(name), escape(str(value))) for name, value in rows)
     return f"<table>{''.join(f'<tr><th>{n}</th><td>{v}</td></tr>' for n, v in cells)}</table>"
 
@@ -415,7 +412,6 @@ _END = 1 << 16  # bytes at the end of a file that hold its last line: an end is 
 
 
 def find_launch() -> str | None:
-    """Return the id of the launch by ezpz-launch, which all its attempts share."""
     return os.environ.get("EZPZ_LAUNCH_ID", "").rpartition(".")[0] or None
 
 
@@ -513,7 +509,6 @@ def _surroundings() -> dict[str, Any]:
 
 
 def find_commit() -> dict[str, Any] | None:
-    """Return the commit of the script's folder, and whether files of it were changed."""
     # None where there is no repository, no git, or no answer within 2 s.
     script = Path(sys.argv[0] if sys.argv and sys.argv[0] else ".")
     folder = script.resolve().parent if script.is_file() else Path.cwd()

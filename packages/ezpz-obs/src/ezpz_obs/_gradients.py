@@ -150,7 +150,6 @@ def _local_norm(torch: Any, grads: list[Any], order: float) -> Any:
 
 
 def _norm_over(torch: Any, norm: Any, group: Any, order: float) -> Any:
-    """Return the norm over a group's ranks from this rank's. Collective."""
     dist = torch.distributed
     if order == math.inf:
         # Backends differ in what the larger of a number and NaN is.

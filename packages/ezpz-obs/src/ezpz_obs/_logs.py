@@ -68,7 +68,6 @@ MARK = "ezpz_obs_event"  # the attribute of a record that was made of an event o
 
 
 def has_listeners(logger: logging.Logger) -> bool:
-    """Say whether any handler but ours would hear what this logger is told."""
     return next(_handlers(logger), None) is not None
 
 
@@ -82,7 +81,6 @@ def is_shown_by_others(logger: logging.Logger, level: int, stream: TextIO | None
 def tell(
     logger: logging.Logger, event: Event, exc_info: ExcInfo | None, stream: TextIO | None
 ) -> None:
-    """Give an event to the handlers of others, as a record of this logger."""
     if not logger.isEnabledFor(event.level):
         return
     shown = (f"{k}={v if isinstance(v, str) else show(v)}" for k, v in event.fields.items())
@@ -240,7 +238,6 @@ class Channel:
     def send(
         self, event: Event, exc_info: object = None, *, on_terminal: Event | None = None
     ) -> None:
-        """Give an event, with what ``exc_info=`` was given, to whoever wants to hear it."""
         found = to_exc_info(exc_info) if exc_info else None
         if found is not None:
             event.exception = traceback_text(found)
@@ -291,7 +288,6 @@ class Logger(_Base):  # type: ignore[misc]  # structlog makes the class at run t
         return self._logger.wants(level)
 
     def get_effective_level(self) -> int:
-        """Return the level from which events are shown or written to a file."""
         return self._logger.output.level
 
 
@@ -395,7 +391,6 @@ class Uncaught:
             threading.excepthook = self._before_in_threads
 
     def log(self, found: ExcInfo, thread: str | None = None, *, whole: bool = False) -> None:
-        """Log an exception, of a thread by its name; with ``whole`` also its traceback."""
         kind, value, _ = found
         try:
             lines = str(value).splitlines()

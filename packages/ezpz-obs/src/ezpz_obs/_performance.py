@@ -315,7 +315,6 @@ class StepTimer:
             self._last = waiting.popleft().seconds()
 
     def _find_clock(self) -> bool:
-        """Take the device's clock once there is one; return whether it is new."""
         if self._is_found or any(phase.depth for phase in self._phases.values()):
             return False
         found = _device_clock(self._device, self._synchronize)
@@ -340,7 +339,6 @@ class HostClock:
 
 
 def _device_clock(device: Any, synchronize: bool) -> Clock | None:
-    """Return the clock of the device in use; None as long as there is none."""
     torch: Any = sys.modules.get("torch")
     if torch is None:
         return None
@@ -392,7 +390,6 @@ class Phase:
             self._marks = []
 
     def take(self) -> tuple[float, list[tuple[Mark, Mark]]]:
-        """Return what has been timed, and begin again."""
         taken = self.host_seconds, self._marks
         self.host_seconds, self._marks = 0.0, []
         return taken
@@ -415,8 +412,6 @@ class _Step(NamedTuple):
 
 
 class Batches(Generic[T]):
-    """Batches, the wait for each being timed."""
-
     def __init__(self, batches: Iterable[T], phase: Phase) -> None:
         self._batches, self._phase = batches, phase
 

@@ -49,8 +49,6 @@ def progress(
 
 
 class Progress(Generic[T]):
-    """An iterable that shows how far it has got; see `progress`."""
-
     def __init__(
         self, iterable: Iterable[T], total: int | None, desc: str | None, unit: str, every: float
     ) -> None:
@@ -124,7 +122,6 @@ class Progress(Generic[T]):
             self._logger.info(f"{text}, {'done' if is_whole else 'stopped'} after {_span(passed)}")
 
     def _say(self, count: int, total: int | None, seconds: float) -> str:
-        """Return such as ``train: 37/100 (37%), 12.3 it/s, 0:05 left``."""
         rate = count / seconds if seconds > 0 else 0.0
         # Below one a second, how long one takes is the better number.
         slow = 0 < rate < 1

@@ -78,7 +78,6 @@ def export(
 
 
 def lists_of(records: Iterable[Mapping[str, Any]]) -> dict[str, list[float]]:
-    """Return each metric's values, in order; a record that lacks it is left out."""
     found: dict[str, list[float]] = {}
     for record in records:
         for name, value in record.items():
@@ -88,7 +87,6 @@ def lists_of(records: Iterable[Mapping[str, Any]]) -> dict[str, list[float]]:
 
 
 def _columns(run: Run) -> dict[str, str]:
-    """Return step, time, all metrics, and what holds each: "bool", "int", "float" or "text"."""
     kinds: dict[str, set[str]] = {}
     for record in run.records():
         for name, value in record.items():
@@ -246,7 +244,6 @@ def _attributes(values: Floats, count: int) -> dict[str, Any]:
 
 
 def _facts(run: Run) -> dict[str, Any]:
-    """Return what the last header says, in types that NetCDF takes."""
     header = run.headers[-1] if run.headers else {}
     facts: dict[str, Any] = {"run": run.name, "path": str(run.path), "attempts": len(run.headers)}
     for name in ("world_size", "machine", "hosts", "git", "versions", "config", "argv"):

@@ -94,7 +94,6 @@ class Event:
 
 
 def json_line(event: Event, place: Place, now: float) -> bytes:
-    """Return the event as one line of JSON, with its newline."""
     # What JSON has no word for is a string: NaN, infinities, integers beyond 64 bits, objects.
     microseconds = int(now * 1e6)
     stamp = f"{_utc(microseconds // 1_000_000)}.{microseconds % 1_000_000:06}+00:00"
@@ -136,7 +135,6 @@ def _renderer() -> Any:
 
 
 def console_line(event: Event, place: Place, now: float, *, colours: bool) -> str:
-    """Return the event as text, with its newline; a traceback takes lines of its own."""
     shown = {}
     if place.world_size > 1:
         shown = {"rank": place.rank, "host": place.host}
@@ -164,7 +162,6 @@ def console_line(event: Event, place: Place, now: float, *, colours: bool) -> st
 
 
 def show(value: object) -> str:
-    """Return a value in one line, in quotes where it has blanks."""
     if isinstance(value, str):
         return repr(value) if _NEEDS_QUOTES(value) else value
     try:
@@ -186,7 +183,6 @@ def traceback_text(exc_info: object) -> str | None:
 
 
 def to_exc_info(given: object) -> ExcInfo | None:
-    """Return kind, value and traceback of what ``exc_info=`` was given."""
     if isinstance(given, BaseException):
         return type(given), given, given.__traceback__
     found = given if isinstance(given, tuple) else sys.exc_info() if given else None
@@ -224,7 +220,6 @@ def _describe(value: object) -> object:
 
 
 def _item(value: Any) -> object:
-    """Return the number that a 0-d array or tensor holds; of anything else its text."""
     if getattr(value, "ndim", None) == 0 and hasattr(value, "dtype"):
         try:
             return value.item()
@@ -261,8 +256,6 @@ class _Target:
 
 
 class Terminal(_Target):
-    """The stream where people read: standard error, or one that was given."""
-
     # Without a stream: standard error as it is at each line, since tests and notebooks replace it.
 
     def __init__(
@@ -399,14 +392,12 @@ class LogFile(_Target):
             self.lost = 0
 
     def close(self) -> None:
-        """Close the file. It may be called twice."""
         with self._lock:
             descriptor, self._descriptor = self._descriptor, -1
             if descriptor >= 0:
                 os.close(descriptor)
 
     def _look(self, now: float) -> None:
-        """Open the file where it is not open, or no longer the one at its path."""
         with self._lock:
             self._next_look = now + _LOOK
             if self._descriptor >= 0 and is_at(self.path, self._descriptor):
@@ -458,7 +449,6 @@ class Output:
     def send(
         self, event: Event, *, to_terminal: bool = True, on_terminal: Event | None = None
     ) -> None:
-        """Write an event where its level is wanted; ``on_terminal`` is shown there instead."""
         now = time.time()
         terminal, file = self.terminal, self.file
         event.redact()

@@ -103,7 +103,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _page(words: list[str]) -> int:
-    """Print a page of help: `ezpz`, `ezpz --help`, `ezpz help launch`."""
     if words[:1] == ["help"] and words[1:]:
         return main([words[1], "--help"])
     status = print_page(HELP, "ezpz")

@@ -73,7 +73,6 @@ def _print(text: str) -> None:
 
 
 def _answer(words: list[str]) -> str:
-    """Let Fire call the command that is meant, and return what it says."""
     if {"-h", "--help"} & set(words):
         return HELP
     if words == ["--version"]:

@@ -114,7 +114,6 @@ def get_time_limit(env: Mapping[str, str]) -> float:
 
 
 def ended_with(status: int) -> str:
-    """Return an exit status, or the signal that it is, in words."""
     return f"exit status {status}" if status >= 0 else f"signal {-status}"
 
 

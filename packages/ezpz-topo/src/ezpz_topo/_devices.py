@@ -350,8 +350,6 @@ _TIME_LIMIT = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What a tool said: a number of devices, or None and why not."""
-
     count: int | None
     source: str = ""
     notes: tuple[str, ...] = ()

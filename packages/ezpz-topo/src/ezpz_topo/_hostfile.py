@@ -213,7 +213,6 @@ def format_hostfile(hosts: Iterable[str]) -> bytes:
 
 
 def write_file(path: str, content: bytes, mode: int) -> None:
-    """Write a file beside its place and move it there."""
     try:
         target = os.path.realpath(path)  # a link stays, and what it leads to is replaced
         beside = os.path.join(os.path.dirname(target), f".ezpz-{os.urandom(8).hex()}")

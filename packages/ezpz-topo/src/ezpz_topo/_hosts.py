@@ -79,7 +79,6 @@ def find_schedulers(env: Mapping[str, str] | None = None) -> tuple[str, ...]:
 
 
 def module_of(scheduler: str) -> ModuleType:
-    """Return the module of Slurm or PBS, which only their jobs load."""
     if scheduler == "slurm":
         from . import _slurm as module  # noqa: PLC0415 - see above
     else:
@@ -240,7 +239,6 @@ def _write_private(content: bytes, job: str, env: Mapping[str, str]) -> str:
 
 
 def _private_folder(env: Mapping[str, str]) -> str:
-    """Return this user's private folder for hostfiles; make it if it is not there."""
     user = os.geteuid()
     runtime = env.get("XDG_RUNTIME_DIR", "")
     try:

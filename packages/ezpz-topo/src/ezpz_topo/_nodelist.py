@@ -46,7 +46,6 @@ def same_host(a: str, b: str) -> bool:
 
 
 def host_key(host: str) -> str:
-    """Return what all spellings of one host have in common."""
     if ":" in host:
         return _ipv6(host.removeprefix("[").removesuffix("]")) or host.lower()
     return short_name(host).lower()
@@ -265,7 +264,6 @@ _TASK = r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?"
 
 
 def tasks_on_node(text: str, node_rank: int, *, variable: str) -> int:
-    """Return the number of tasks on one node, of a text such as ``4(x2),3``."""
     left = node_rank
     # Source: slurm's ``srun`` manual, SLURM_TASKS_PER_NODE; checked on Slurm 22.05.8.
     for tasks, nodes in _task_items(text, variable):
@@ -278,7 +276,6 @@ def tasks_on_node(text: str, node_rank: int, *, variable: str) -> int:
 
 
 def tasks_of_nodes(text: str, num_nodes: int, *, variable: str) -> tuple[int, ...]:
-    """Return the number of tasks on each of so many nodes."""
     counts = list(_task_items(text, variable))
     told = sum(nodes for _, nodes in counts)
     # Before they are made: a repeat can have nine digits.
@@ -291,7 +288,6 @@ def tasks_of_nodes(text: str, num_nodes: int, *, variable: str) -> tuple[int, ..
 
 
 def _task_items(text: str, variable: str) -> Iterator[tuple[int, int]]:
-    """Yield (tasks, number of nodes with so many)."""
     for item in text.split(","):
         match = re.fullmatch(_TASK, item)
         if match is None:

@@ -378,7 +378,6 @@ def _moment(text: str) -> datetime:
 
 
 def _walltime(text: str) -> timedelta:
-    """Read ``DD:HH:MM:SS``, of which any left part may be missing."""
     if not _WALLTIME.fullmatch(text):
         raise ValueError(text)
     parts = [int(part) for part in reversed(text.partition(".")[0].split(":"))]

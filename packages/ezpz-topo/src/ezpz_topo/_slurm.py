@@ -108,7 +108,6 @@ def _is_in_step(env: Mapping[str, str]) -> bool:
 def _slots(
     env: Mapping[str, str], source: str, num_nodes: int
 ) -> tuple[tuple[int, ...] | None, str]:
-    """Return the tasks of each node, and the variable that tells them."""
     name = "SLURM_TASKS_PER_NODE"
     if source == "SLURM_STEP_NODELIST":
         name = "SLURM_STEP_TASKS_PER_NODE"
@@ -150,7 +149,6 @@ _ENDED = {
 
 
 def end_time(job_id: str, env: Mapping[str, str]) -> datetime | None:
-    """Return when the job's time limit ends, by scontrol; None where it has no limit."""
     return job_by_id(job_id, env).ends_at
 
 

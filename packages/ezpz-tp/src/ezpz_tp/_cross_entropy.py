@@ -30,8 +30,6 @@ _BOUNDED_ELEMENTS = 2**24
 
 
 class _Terms(NamedTuple):
-    """All that the loss depends on, besides logits and target."""
-
     group: ProcessGroup | None
     shard: int  # this rank's columns, with padding
     columns: int  # those that are in the vocabulary
@@ -188,7 +186,6 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _local_index(target: Tensor, ignored: Tensor, terms: _Terms) -> tuple[Tensor, Tensor]:
-    """Each target's column on this rank (0 if it is not here), and whether it is here."""
     index = target - terms.first if terms.first else target
     mine = (index >= 0) & (index < terms.columns)
     if 0 <= terms.ignore_index < terms.vocab_size:
@@ -202,7 +199,6 @@ def _local_index(target: Tensor, ignored: Tensor, terms: _Terms) -> tuple[Tensor
 
 
 def _own_part(logits: Tensor, index: Tensor, mine: Tensor, terms: _Terms) -> Tensor:
-    """What the other ranks need: ``[3 or 4, tokens]``."""
     # The maximum of this rank's columns, the sum of exponentials under it, the target's logit
     # or 0, and for smoothing the sum of all under the maximum.
     pieces = logits.reshape(-1, terms.shard)
@@ -226,7 +222,6 @@ def _own_part(logits: Tensor, index: Tensor, mine: Tensor, terms: _Terms) -> Ten
 
 
 def _over_ranks(own: Tensor, terms: _Terms) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The whole vocabulary's maximum, sum of exponentials, target's logit, and mean."""
     # Sum and mean are of the logits less the maximum. Without smoothing the last is not used.
     if terms.group is None:
         maximum, total, predicted = own[0], own[1], own[2]
@@ -254,7 +249,6 @@ def _chunks(tokens: int, terms: _Terms) -> Iterator[slice]:
 
 
 def _check(logits: Tensor, target: Tensor, smoothing: float, chunk_size: int | None) -> None:
-    """Raise ValueError if logits, target and options do not fit."""
     problem = ""
     if not logits.is_floating_point() or target.dtype != torch.int64:
         problem = (

@@ -110,7 +110,6 @@ def initialize_default(**arguments: Any) -> ParallelState:
 def other_arguments(
     before: Mapping[str, object], now: Mapping[str, object], remedy: str
 ) -> DegreeError:
-    """Return the error where groups exist that were made with other arguments."""
     different = (
         f"{name} was {before.get(name)!r}, now {value!r}"
         for name, value in now.items()

@@ -96,7 +96,6 @@ def broadcast_data(
 def _look(
     keys: Sequence[str], data: Mapping[str, object], datatype: torch.dtype
 ) -> tuple[tuple[int, int, int], list[Tensor]]:
-    """The tensors, or a status that says which one cannot be sent: what, key, dtype."""
     tensors: list[Tensor] = []
     for position, key in enumerate(keys):
         if key not in data:
@@ -127,7 +126,6 @@ def _raise(status: Sequence[int], keys: Sequence[str], datatype: torch.dtype) ->
 
 
 def _unpack(numbers: Sequence[int]) -> list[tuple[int, ...]]:
-    """Shapes, from each one's number of dims followed by its dims."""
     sizes, start = [], 0
     while start < len(numbers):
         end = start + 1 + numbers[start]
@@ -306,7 +304,6 @@ class _Ranks:
         self.count = self._rings * self._heads
 
     def check(self, length: int) -> None:
-        """Raise unless the sequence divides into equal parts, and these into chunks."""
         chunks = 2 if self.balanced else 1
         multiple = self._rings * math.lcm(chunks, self._heads)
         if length % multiple:
@@ -318,7 +315,6 @@ class _Ranks:
             )
 
     def spans(self, length: int) -> list[tuple[int, int]]:
-        """Return from where to where in the whole this rank's tokens lie, in their order."""
         self.check(length)
         index = 0 if self.ring is None else self.ring.rank()
         if self.balanced:

@@ -160,7 +160,6 @@ class Description:
 
     @cached_property
     def _spans(self) -> dict[str, list[int]]:
-        """The number of nodes of each group, by axis; empty if nodes are not known."""
         if self.nodes is None:
             return {}
         axes = axes_of(self.grids)
@@ -209,7 +208,6 @@ class Description:
         return found + [f"Warning: {warning}." for warning in self._warnings()]
 
     def _warnings(self) -> list[str]:
-        """Return what is wrong with the groups that should stay within a node."""
         found = []
         for grid, axis in axes_of(self.grids):
             if self.nodes is None or axis.name not in pictures.CLOSE:

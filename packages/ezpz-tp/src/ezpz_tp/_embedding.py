@@ -148,7 +148,6 @@ class EmbeddingTable(ParallelModule):
         self.scale_grad_by_freq, self.sparse = scale_grad_by_freq, sparse
 
     def set_zeros(self) -> None:
-        """Set the row of ``padding_idx``, on the rank that has it."""
         row = self.padding_row()
         if row is not None:
             local, (first, _) = held_part(self.weight)
@@ -165,11 +164,9 @@ class EmbeddingTable(ParallelModule):
         )
 
     def padding_row(self) -> int | None:
-        """Return the row here that gets no gradient."""
         return self.padding_idx
 
     def look_up_whole(self, ids: Tensor) -> Tensor:
-        """Return the embeddings, on a rank that holds all rows: what `nn.Embedding` does."""
         if self._built_early:
             self.check_not_early()
         return nn.functional.embedding(
@@ -192,7 +189,6 @@ class EmbeddingTable(ParallelModule):
             )
 
     def outside(self, ids: Tensor) -> IndexError:
-        """Return what to raise once a lookup has failed."""
         low, high = (int(bound) for bound in ids.aminmax())
         return IndexError(
             f"{type(self).__name__}({self.extra_repr()}): id {low if low < 0 else high} is not in "
@@ -318,20 +314,11 @@ class ParallelEmbedding(EmbeddingTable):
     """An embedding with its columns split over the ranks; each has all ids (fairscale's).
 
     Args:
-        num_embeddings: Size of the vocabulary.
-        embedding_dim: Size of a row, over all ranks.
-        padding_idx: An id whose row is zero at first and gets no gradient.
         max_norm: Scale rows that are looked up down to this norm, of the whole row, in place.
-        norm_type: The p of that norm.
-        scale_grad_by_freq: Divide a row's gradient by the times its id is in the batch.
-        sparse: Make the gradient of the weight a sparse tensor.
-        init_method: Fills a tensor of the full weight's shape, in place.
         keep_master_weight_for_test: Keep the full weight as ``master_weight``.
         gather_output: Return whole rows on every rank; False returns this rank's columns.
-        tp_group: Default: the tensor-parallel group.
-        seed: Of the weight; default: drawn from torch's generator.
-        init: ``"whole"`` makes the full weight on every rank, from torch's default generator, as
-            fairscale's and torch's layers do, so that the same seed gives the same weight.
+
+    The other arguments are those of `VocabParallelEmbedding`.
 
     Raises:
         DegreeError: The degree does not divide ``embedding_dim``; or as of

@@ -160,7 +160,6 @@ def _is_marked(parameter: Tensor) -> bool:
 
 
 def is_shared(parameter: Tensor) -> bool:
-    """Return whether this is the copy of a tied parameter that is counted elsewhere."""
     return bool(getattr(parameter, "shared", False))
 
 
@@ -417,7 +416,6 @@ def _counted(
 
 
 def _shard_groups(parameter: Tensor, known: dict[Any, _Groups]) -> _Groups:
-    """Return the groups of the mesh dims that a DTensor is sharded over."""
     mesh = getattr(parameter, "device_mesh", None)
     if mesh is None:
         return ()

@@ -128,7 +128,6 @@ class Alone(_Group):  # type: ignore[misc]
         self._listed = _list(self, rank)
 
     def forget(self) -> None:
-        """Leave the tables of torch.distributed."""
         if self._listed:
             _unlist(self)
         self._listed = False
@@ -250,7 +249,6 @@ def _unlist(group: Alone) -> None:
 
 
 def member(group: ProcessGroup | None, what: str) -> ProcessGroup | None:
-    """Return a group that was given, after checking that this rank is in it."""
     if group is not None and not hasattr(group, "size"):
         raise ParallelError(
             f"the {what} group is {group!r}; expected a process group that this rank is in. "
@@ -374,11 +372,9 @@ class Maker:
         return next((group for (_, r), group in self._known.items() if r == ranks), None)
 
     def is_live(self) -> bool:
-        """Return whether the world that the groups were made in is still there."""
         return has_world(self.world)
 
     def destroy(self, *, together: bool = True) -> None:
-        """Free what was made, and nothing else."""
         self._known.clear()
         tables = c10d._world.pg_map  # noqa: SLF001 - a group not in it was freed by its user
         made, self.made = self.made, []

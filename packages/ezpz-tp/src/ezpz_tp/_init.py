@@ -48,7 +48,6 @@ def stretches(
     degree: int,
     stride: int | Sequence[int],
 ) -> list[tuple[Box, Box]]:
-    """Return, for each stretch, where it lies in the shard and where in the full weight."""
     # There are as many as ``stride``, of equal length, or as it has sizes of what is divided.
     whole: Box = tuple((0, size) for size in full_shape)
     if dim is None:
@@ -131,7 +130,6 @@ def common(box: Box, other: Box) -> Box:
 
 
 def shifted(box: Box, origin: Box) -> Box:
-    """Return a box as counted from where another begins."""
     return tuple((a - o, b - o) for (a, b), (o, _) in zip(box, origin, strict=True))
 
 
@@ -417,7 +415,6 @@ def _held(
     degree: int,
     stride: int | Sequence[int],
 ) -> tuple[Tensor, list[tuple[Box, Box]]]:
-    """Return what this process holds, zero past the end of the full weight, and where it lies."""
     parts = stretches(
         tuple(shard.shape), full_shape, partition_dim, index=index, degree=degree, stride=stride
     )
@@ -450,7 +447,6 @@ def one_generator(
 
 @contextlib.contextmanager
 def _seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed torch's default generators for a block. Ranks that are threads take turns."""
     on_cpu = device.type == "cpu"
     saved = [] if on_cpu else [device.index or 0]
     with (
@@ -481,7 +477,6 @@ def agree_on_seed(
 
 
 def sending_device(group: ProcessGroup, device: torch.device | str | None) -> torch.device:
-    """Return ``device`` if the group can communicate from there, else where it can."""
     wanted = torch.device("cpu" if device is None else device)
     able = [each.type for each in group._device_types]  # noqa: SLF001 - no public way to ask
     if wanted.type in able:
@@ -490,7 +485,6 @@ def sending_device(group: ProcessGroup, device: torch.device | str | None) -> to
 
 
 def held_part(shard: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """Return what this process holds of a shard, and where in the shard that begins."""
     begins = [0] * shard.dim()
     mesh = getattr(shard, "device_mesh", None)
     if mesh is None:
@@ -522,7 +516,6 @@ def _fill(
     *,
     seed: int,
 ) -> None:
-    """Fill a tensor with a box of the full weight, tile by tile."""
     dtype = torch.float64 if target.dtype == torch.float64 else torch.float32
     generator = torch.Generator(device=target.device)
     for number, tile in tiles(full_shape, dim, box):

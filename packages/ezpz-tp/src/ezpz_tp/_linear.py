@@ -409,8 +409,6 @@ class ParallelModule(nn.Module):
 
 
 class ShardedLinear(ParallelModule):
-    """One weight, split along ``partition_dim``, and what both layers do with it."""
-
     in_features: int
     out_features: int
     bias: nn.Parameter | None
@@ -466,7 +464,6 @@ class ShardedLinear(ParallelModule):
             return self.weight, self.bias
 
     def extra_repr(self) -> str:
-        """Return the sizes, the options and this rank's place."""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={self.bias is not None}, tp={self.tp_rank}/{self.tp_size}"
@@ -613,16 +610,11 @@ class RowParallelLinear(ShardedLinear):
         bias: Add a bias.
         input_is_parallel: The input is this rank's features, as a `ColumnParallelLinear` leaves
             them; False splits a replicated input first.
-        init_method: Fills a tensor of the full weight's shape, in place.
         stride: As of `ColumnParallelLinear`, along the input features.
-        keep_master_weight_for_test: Keep the full weight as ``master_weight``.
         sequence_parallel: Return this rank's part of dim 0 of the sum. The gradient of the bias
             is then of that part: the bias is tagged, and `finalize_grads` sums it.
-        skip_bias_add: Return ``(output, bias)`` and leave the addition to the caller.
-        tp_group: Default: the tensor-parallel group.
-        seed: Of the weight; default: drawn from torch's generator.
-        init: ``"whole"`` makes the full weight on every rank, from torch's default generator, as
-            fairscale's and torch's layers do, so that the same seed gives the same weight.
+
+    The other arguments are those of `ColumnParallelLinear`.
 
     Raises:
         DegreeError: The degree does not divide ``in_features``.

@@ -160,7 +160,6 @@ def broadcast_(tensor: Tensor, source: int, group: ProcessGroup) -> Tensor:
 
 
 def _parts_first(tensor: Tensor, dim: int, count: int) -> Tensor:
-    """The tensor's equal parts along ``dim``, stacked in a new first dim, contiguous."""
     parts: Tensor = tensor.unflatten(dim, (count, -1))
     return parts.movedim(dim % tensor.dim(), 0).contiguous()
 
@@ -638,7 +637,6 @@ def gather_split_1d_tensor(tensor: Tensor, tp_group: ProcessGroup | None = None)
 
 
 def vocabulary_rows(num_embeddings: int, degree: int) -> int:
-    """Return how many rows each rank's shard of a vocabulary has, padding included."""
     return -(-num_embeddings // degree)
 
 

@@ -120,19 +120,16 @@ def found_group(check_initialized: bool, *axes: str) -> ProcessGroup | None:
 
 
 def by_hand(name: str) -> int | None:
-    """Return what was set under this name, or None."""
     value: int | None = notes().get(name)
     return value
 
 
 def size_of(*axes: str) -> int:
-    """Return the degree of axes, or what was set by hand."""
     value = by_hand(f"{' '.join(axes)} size")
     return size_or_alone(*axes) if value is None else value
 
 
 def rank_of(*axes: str) -> int:
-    """Return the position along axes, or what was set by hand."""
     value = by_hand(f"{' '.join(axes)} rank")
     return index_or_alone(*axes) if value is None else value
 
@@ -385,7 +382,6 @@ def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
 
 
 def get_all_ranks() -> str:
-    """Return this rank's positions, joined by ``_``: tensor, (none), data, context, ..."""
     ranks = (rank_of("tensor"), 0, get_data_parallel_rank(), get_context_parallel_rank())
     return "_".join(str(rank) for rank in (*ranks, rank_of("pipeline"), rank_of("expert")))
 
@@ -571,15 +567,8 @@ def update_pg_timeout(timeout: timedelta, pg: ProcessGroup | None = None) -> Non
 class RankGenerator:
     """The ranks of every group, by Megatron-LM's names of axes: `ezpz_tp.RankLayout`.
 
-    Args:
-        tp: Degree of tensor parallelism, and so on for expert, data, pipeline and context.
-        ep: See ``tp``. Either this or ``cp`` is 1.
-        dp: See ``tp``.
-        pp: See ``tp``.
-        cp: See ``tp``.
-        order: The axes from the fastest varying to the slowest, joined by ``-``.
-        rank_offset: The number of the first rank.
-        gtp_remat: Only 1.
+    ``order`` is of the axes from the fastest varying to the slowest, joined by ``-``. Of ``ep`` and
+    ``cp`` one is 1, as is ``gtp_remat``.
 
     Raises:
         DegreeError: Both ``ep`` and ``cp`` are above 1, or the order lacks an axis.

@@ -25,8 +25,6 @@ LAUNCHED = ("RANK", "GROUP_RANK", "WORLD_SIZE", "GROUP_WORLD_SIZE")
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """Which node each rank is on."""
-
     of: tuple[int, ...]
     sizes: tuple[int, ...]
     names: tuple[str, ...] = ()
@@ -58,7 +56,6 @@ Hosts: TypeAlias = Sequence[str] | None
 def find_nodes(
     world_size: int, ranks_per_node: PerNode, hosts: Hosts, environ: Mapping[str, str]
 ) -> tuple[Nodes | None, str]:
-    """Return the nodes of all ranks; or None, and why they are not known."""
     # `describe_mesh` says what the arguments mean.
     if isinstance(hosts, str):
         raise DegreeError(f"hosts={hosts!r}; expected several names, as in [{hosts!r}]")
@@ -149,8 +146,6 @@ def _other_nodes(size: int, environ: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One axis: ranks along it are ``stride`` apart, and there are ``degree`` of them."""
-
     name: str
     degree: int
     stride: int
@@ -169,8 +164,6 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Every rank of a world, by its position along axes."""
-
     title: str
     world_size: int
     axes: tuple[Axis, ...]
@@ -189,7 +182,6 @@ class Grid:
         ]
 
     def nodes_spanned(self, axis: Axis, nodes: Nodes) -> list[int]:
-        """Return for every group of an axis, in order, on how many nodes its ranks are."""
         # Where all nodes are alike, groups lie on them in the same way again and again.
         size = self.world_size
         if nodes.per_node is not None:
@@ -242,16 +234,12 @@ Row = tuple[int | None, ...]
 
 @dataclass(frozen=True, slots=True)
 class Labels:
-    """The positions along one direction of the picture, and the axis that they are on."""
-
     axis: str
     positions: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """Matrices of ranks in rows and columns, and their labels."""
-
     blocks: tuple[tuple[tuple[Row, ...], ...], ...]
     columns: Labels
     rows: Labels
@@ -485,7 +473,6 @@ class Terminal:
         return lines + self._border(maps, len(rows.positions))
 
     def _border(self, maps: Sequence[list[list[int]]], i: int) -> list[str]:
-        """Return the line above row ``i``, if a node ends or begins there."""
         if all(numbers[i] == numbers[i + 1] for numbers in maps):
             return []
         return [self._line("", (self._border_of(numbers[i], numbers[i + 1]) for numbers in maps))]
@@ -664,7 +651,6 @@ class Drawing:
 
 
 def _borders(numbers: Sequence[Sequence[int]], i: int, x: float, top: float, foot: float) -> str:
-    """Return the lines above row ``i`` and, unless it is the last, those beside its ranks."""
     above, below = numbers[i], numbers[i + 1]
     path = ""
     for differ, run in itertools.groupby(range(len(below)), lambda j: above[j] != below[j]):

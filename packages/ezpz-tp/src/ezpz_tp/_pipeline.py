@@ -49,11 +49,9 @@ class Chunk(nn.Module):
         """What the next chunk's rank waits for; None where every message tells its shape."""
 
     def expect(self, targets: Iterable[Tensors]) -> None:
-        """Forget the losses, and take the targets of the microbatches that come next, in order."""
         self._targets, self.losses = iter(targets), []
 
     def forward(self, *inputs: Tensor) -> Tensors:
-        """Return what goes to the next chunk; of the last one its part of the loss, ``[1]``."""
         received = inputs
         if not self.is_first:
             received = tuple(entering(one, self.module) for one in inputs)
@@ -226,7 +224,6 @@ def device_of(chunks: Mapping[int, Chunk]) -> torch.device:
 
 @contextmanager
 def _without_trace(chunks: Iterable[Chunk]) -> Iterator[None]:
-    """Put back random streams and buffers after the block."""
     states = default_states(None)
     kept = [
         (module, name, buffer, buffer.detach().clone())

@@ -575,7 +575,6 @@ class CheckpointWithoutOutput:
                 output.untyped_storage().resize_(0)
 
     def _recompute(self, ctx: Any) -> None:
-        """Run the function again, and fill the outputs that were freed."""
         if ctx is None or self._again is not None:
             return
         if not torch.autograd._is_checkpoint_valid():

@@ -167,7 +167,6 @@ class RankLayout:
         return names
 
     def _strides(self, names: tuple[str, ...]) -> dict[str, int]:
-        """Return the strides of these axes, from the fastest varying to the slowest."""
         words = _EXPERT if any(name in EXPERT_AXES for name in names) else _MODEL
         tokens = self.order.lower().split("-")
         tokens += [token for token in words if token not in tokens]

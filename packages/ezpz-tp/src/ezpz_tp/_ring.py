@@ -57,17 +57,14 @@ class Block(NamedTuple):
 
 
 def accumulated(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which blocks are summed: never less than float32."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def block_attention(block: Block) -> tuple[Tensor, Tensor]:
-    """Return the attention to the block's keys alone, and the log-sum-exp of its scores."""
     return _KERNELS[_kernel(block)][0](block)
 
 
 def block_attention_backward(block: Block, grad: Tensor, out: Tensor, lse: Tensor) -> Gradients:
-    """Return the block's share of the gradients of its queries, keys and values."""
     return _KERNELS[_kernel(block)][1](block, grad, out, lse)
 
 
@@ -136,7 +133,6 @@ def _efficient_backward(block: Block, grad: Tensor, out: Tensor, lse: Tensor) ->
 
 
 def _repeated(block: Block) -> tuple[Tensor, Tensor, Tensor]:
-    """The tensors with as many key heads as query heads: not every kernel lets heads share."""
     q, k, v, _, _ = block
     shared = q.shape[1] // k.shape[1]
     if shared == 1:
@@ -283,8 +279,6 @@ if hasattr(_OVERLAPPED, "asyncOp"):  # unknown before torch 2.8, which overlaps 
 
 
 class Pair:
-    """Keys and values, or their gradients, in one stretch of memory."""
-
     def __init__(self, memory: Tensor, k_shape: torch.Size, v_shape: torch.Size) -> None:
         k, v = memory.split([k_shape.numel(), v_shape.numel()])
         self.memory, self.k, self.v = memory, k.view(k_shape), v.view(v_shape)
@@ -443,7 +437,6 @@ def _forward(
 
 
 def _merge_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Take the attention to other keys into a mean, in place."""
     total = torch.logaddexp(lse, part_lse)
     out.mul_((lse - total).exp_().unsqueeze(-1))
     out.addcmul_(part.to(out.dtype), (part_lse - total).exp_().unsqueeze(-1))

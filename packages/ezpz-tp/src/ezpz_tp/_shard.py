@@ -275,8 +275,6 @@ def set_shard(parameter: Tensor, shard: Shard, degree: int | None = None) -> Non
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A full tensor of a model or a file, and how it is split."""
-
     name: str
     dtype: torch.dtype
     shard: Shard
@@ -302,7 +300,6 @@ def optimizer_name(parameter: str, key: str | None) -> str:
 
 
 def parameter_of(name: str) -> tuple[str, str | None]:
-    """Return the parameter of such a name, and the optimizer's key or None."""
     if not name.startswith(OPTIMIZER):
         return name, None
     parameter, _, key = name.removeprefix(OPTIMIZER).rpartition("/")

@@ -183,15 +183,12 @@ _FUNCTIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Equation:
-    """An einsum's operands and output, as their letters, and what they are called."""
-
     operands: tuple[str, ...]
     output: str
     names: tuple[str, ...]
 
     @classmethod
     def parse(cls, text: str, names: Sequence[str] | None) -> Equation:
-        """Return the equation that ``text`` writes in einsum's notation; spaces do not matter."""
         written = "".join(text.split())
         if "." in written:
             raise ValueError(
@@ -262,8 +259,6 @@ class Step:
 
 
 class Move(NamedTuple):
-    """A tensor's way along one axis, and its gradient's way back."""
-
     axis: str
     source: str
     target: str
@@ -292,7 +287,6 @@ class Cost:
         return tuple(shape)
 
     def sent(self, kind: str | None, axis: str, letters: str, before: Layout) -> int:
-        """Return the bytes that each rank sends in a ring, of a tensor that lies so before."""
         if kind is None or kind == "slice":
             return 0
         have, degree = prod(self.shape(letters, before)) * self.itemsize, self.degrees[axis]
@@ -319,7 +313,6 @@ class Way(NamedTuple):
 
 
 def cheapest_way(name: str, letters: str, start: Layout, moves: Iterable[Move], cost: Cost) -> Way:
-    """Return the moves in the order that sends the least."""
     wanted = [move for move in moves if move.source != move.target or move.gradient != move.back]
     cost.shape(letters, start)
     indivisible: DegreeError | None = None
@@ -396,14 +389,12 @@ Work: TypeAlias = str | int | None
 
 
 def _entering(work: Work, number: int, letters: str) -> str:
-    """Return where an operand has to be."""
     if isinstance(work, str):
         return work if work in letters else REPLICATED
     return PARTIAL if work == number else REPLICATED
 
 
 def _leaving(work: Work, letters: str, number: int | None = None) -> str:
-    """Return where an operand's gradient comes out, or the product without a number."""
     if isinstance(work, str):
         return work if work in letters else PARTIAL
     return REPLICATED if work in (None, number) else PARTIAL
@@ -420,7 +411,6 @@ class Plan(NamedTuple):
 def _works(
     equation: Equation, axis: str, given: Sequence[Layout], wanted: Layout
 ) -> Sequence[Work]:
-    """Return the ways to share the work along one axis that are worth a look."""
     places = [layout[axis] for layout in given]
     letters = list(dict.fromkeys(w for w in places if w not in _WORDS))
     partial = [number for number, where in enumerate(places) if where == PARTIAL]
@@ -473,7 +463,6 @@ def _plan(
 
 
 def table(answer: EinsumSharding) -> str:
-    """Return a row for each tensor and a column for each axis, then the steps."""
     shapes = answer.shapes
     rows = [(answer.equation, *answer.axes, *(["local"] if shapes else []))]
     width = max(len(name) for name, _, _ in answer.rows())
@@ -718,7 +707,6 @@ def einsum_sharding(
 def _layouts(
     equation: Equation, operands: Sequence[Given], output: Given, mesh_axes: Sequence[str] | None
 ) -> tuple[Axes, Layouts, Layout]:
-    """Return the axes, the operands' layouts, and what is wanted of the output, by axis."""
     if isinstance(mesh_axes, str) or len(set(mesh_axes or ())) < len(mesh_axes or ()):
         raise ValueError(f"mesh_axes={mesh_axes!r}; expected different names, outermost first")
     told = [

@@ -37,7 +37,6 @@ DIMS = {"tensor": "tp", "context": "cp", "data": "dp", "pipeline": "pp"}
 
 
 def dims_of_mesh(mesh: DeviceMesh, names: Mapping[str, str]) -> dict[str, str]:
-    """Return the name of the dim of each axis that a mesh has, in the order of its dims."""
     dims = mesh.mesh_dim_names
     if not dims:
         raise ParallelError(
@@ -65,18 +64,14 @@ def dims_of_mesh(mesh: DeviceMesh, names: Mapping[str, str]) -> dict[str, str]:
 
 
 class MeshGroups:
-    """The mesh that a state was made from, and the groups that it has or may get later."""
-
     def __init__(self, mesh: DeviceMesh, dims: Mapping[str, str]) -> None:
         self.mesh = mesh
         self._dims = dims
 
     def by_axis(self) -> dict[tuple[str, ...], ProcessGroup | None]:
-        """Return the groups of the dims, by axis."""
         return {(axis,): self.mesh.get_group(dim) for axis, dim in self._dims.items()}
 
     def layout(self) -> RankLayout | None:
-        """Return the layout that numbers the ranks as the mesh does, or None if none can."""
         # None is also the answer for a part of a mesh: nothing says where the other ranks are.
         ranks, axes = self.mesh.mesh, list(self._dims)
         if ranks.numel() != dist.get_world_size():
@@ -119,7 +114,6 @@ class MeshGroups:
         return None
 
     def advice(self, axes: tuple[str, ...]) -> str:
-        """Say how to get the group that `known` did not find."""
         dims = tuple(dim for axis, dim in self._dims.items() if axis in axes)
         return (
             f"this state is from_mesh's, which makes none: flatten these dims of the mesh, as in "
@@ -173,14 +167,12 @@ def forget_meshes() -> None:
 
 
 def _ranks(layout: RankLayout, axes: list[str]) -> torch.Tensor:
-    """Return all ranks, with one dim for each of these axes."""
     slowest_first = sorted(axes, key=layout.stride, reverse=True)
     ranks = torch.arange(layout.world_size).reshape([layout.degree(axis) for axis in slowest_first])
     return ranks.permute([slowest_first.index(axis) for axis in axes]).contiguous()
 
 
 def _device_type() -> str:
-    """Return the device that the world's backend is for: an accelerator before the CPU."""
     config = dist.get_backend_config(dist.group.WORLD)
     table = dict(pair.split(":") for pair in config.split(",") if ":" in pair)
     devices = [

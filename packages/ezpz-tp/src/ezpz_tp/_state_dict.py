@@ -30,7 +30,6 @@ from ._state import ParallelState
 
 
 def state_or_alone(state: ParallelState | None) -> ParallelState:
-    """Return the state given, the default one, or that of a rank alone."""
     if (found := state or current_state()) is not None:
         return found
     if (world := live_world()) is not None and world.size() > 1:
@@ -101,7 +100,6 @@ def send_full(
 
 
 def flat_bytes(tensor: Tensor) -> Tensor:
-    """Return a tensor's bytes, in a view where it is contiguous."""
     whole = tensor.detach().contiguous()
     # Not view(-1): a tensor of one element counts as contiguous whatever its strides.
     return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
@@ -180,7 +178,6 @@ def join_groups(stages: Sequence[Sequence[Group] | None]) -> list[Group] | None:
 
 
 def groups_for(saved: Sequence[Group], optimizer: Optimizer, module: nn.Module) -> list[Group]:
-    """Return what was saved for each group of an optimizer, without its parameters."""
     number_of = {name: number for number, group in enumerate(saved) for name in group["params"]}
     found = []
     for number, group in enumerate(groups_of(optimizer, module)):
@@ -210,15 +207,12 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Parts(Generic[Kind]):
-    """All of a model and its optimizer: what one rank holds, or all of them do."""
-
     tensors: dict[str, Kind]
     values: dict[str, Any]
     groups: list[Group] | None
 
 
 def parts_of(module: nn.Module, optimizer: Optimizer | None, state: ParallelState) -> Parts[Part]:
-    """Return what this rank holds. Nothing is copied or sent."""
     found: Parts[Part] = Parts({}, {}, None if optimizer is None else groups_of(optimizer, module))
     owners = owners_of(module)
     for name, value in module.state_dict().items():
@@ -307,7 +301,6 @@ class Held(NamedTuple):
 def survey(
     module: nn.Module, optimizer: Optimizer | None, state: ParallelState
 ) -> tuple[Parts[Part], Parts[Held]]:
-    """Return what this rank holds, and what all do: the whole model and its optimizer."""
     with all_or_none(state):
         parts = parts_of(module, optimizer, state)
         entries = [Entry(name, one.tensor.dtype, one.shard) for name, one in parts.tensors.items()]
@@ -516,7 +509,6 @@ def nested(found: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, dict[str
 def with_optimizer(
     held: Mapping[str, Any], optimizer: Optimizer | None, caller: str, maker: str
 ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Return what is the model's, and what is the optimizer's if there is one."""
     if optimizer is None:
         return held, {"state": {}, "param_groups": {}}
     if set(held) != {"model", "optimizer"}:

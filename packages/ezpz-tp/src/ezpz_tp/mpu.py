@@ -100,8 +100,6 @@ __all__ += parallel_state.__all__
 
 
 class _OfAnyDialect(type):
-    """A class of which every instance of ``core`` is one."""
-
     core: type
 
     def __instancecheck__(cls, instance: object) -> bool:
@@ -116,16 +114,10 @@ class ColumnParallelLinear(_linear.ColumnParallelLinear, metaclass=_OfAnyDialect
     """`ezpz_tp.ColumnParallelLinear` that returns the output and, if it is skipped, the bias.
 
     Args:
-        input_size: Size of the last dim of the input.
-        output_size: Size of the last dim of the whole output.
-        bias: As there, and so on.
-        gather_output: As there.
-        init_method: As there.
-        stride: As there.
-        keep_master_weight_for_test: As there.
-        skip_bias_add: Return the bias instead of adding it.
         neox_args: Its ``params_dtype`` and ``sequence_parallel`` are taken.
         options: gpt-neox's others: refused unless they change nothing.
+
+    The other arguments are as there.
     """
 
     core: type = _linear.ColumnParallelLinear

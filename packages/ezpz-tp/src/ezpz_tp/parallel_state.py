@@ -79,34 +79,15 @@ def initialize_model_parallel(
     """Make this rank's groups, all that Megatron's getters may ask for.
 
     Collective: every rank calls this, with the same arguments. Once more with equal arguments
-    does nothing.
+    does nothing. Hints (``use_sharp``, ``sharp_enabled_group``, ``high_priority_stream_groups``,
+    ``nccl_communicator_config_path``) are not taken, which a warning says.
 
-    Args:
-        tensor_model_parallel_size: Degree of tensor parallelism.
-        pipeline_model_parallel_size: Degree of pipeline parallelism.
-        virtual_pipeline_model_parallel_size: Model chunks a pipeline rank holds.
-        pipeline_model_parallel_comm_backend: Backend of the pipeline groups.
-        use_sharp: A hint, not taken: warns.
-        context_parallel_size: Degree of context parallelism.
-        hierarchical_context_parallel_sizes: Not supported.
-        hybrid_context_parallel: Not supported.
-        expert_model_parallel_size: Degree of expert parallelism.
-        gtp_remat_size: Not supported above 1.
-        expert_gtp_remat_size: Not supported above 1.
-        num_distributed_optimizer_instances: Not supported above 1.
-        expert_tensor_parallel_size: Tensor degree inside an expert; None is the model's.
-        nccl_communicator_config_path: A hint, not taken: warns.
-        distributed_timeout_minutes: Of every group.
-        order: The axes from the fastest varying to the slowest (`ezpz_tp.RankLayout`).
-        get_embedding_ranks: From a pipeline's ranks to those with word embeddings; None is
-            the first and the last.
-        get_position_embedding_ranks: The same for position embeddings; None is the first.
-        create_gloo_process_groups: Make gloo groups over the data axes, for tensors on the
-            CPU, unless the world's backend handles these anyway.
-        high_priority_stream_groups: A hint, not taken: warns.
-        sharp_enabled_group: A hint, not taken: warns.
-        rank_offset: Not supported.
-        local_world_size: Not supported, other than the world's.
+    Arguments are Megatron-LM's; the axes' ``order`` is that of `ezpz_tp.RankLayout`. Not supported
+    are ``hierarchical_context_parallel_sizes``, ``hybrid_context_parallel``, ``rank_offset``, a
+    ``local_world_size`` other than the world's, and above 1 ``gtp_remat_size``,
+    ``expert_gtp_remat_size`` and ``num_distributed_optimizer_instances``.
+    ``create_gloo_process_groups`` makes gloo groups over the data axes, for tensors on the CPU,
+    unless the world's backend handles these anyway.
 
     Raises:
         DegreeError: The degrees do not fit, or groups exist with other arguments.

@@ -33,7 +33,6 @@ class Panel(NamedTuple):
 
 
 def arrange(surveys: Sequence[Survey]) -> list[Panel]:
-    """Return the plots of all metrics of these runs."""
     names = list(dict.fromkeys(name for survey in surveys for name in survey.groups))
     panels = []
     together = (
@@ -212,7 +211,6 @@ def comparison(surveys: Sequence[Survey]) -> Table:
 
 
 def _is_timed(survey: Survey) -> bool:
-    """Say whether its step times are known from its records alone."""
     return bool(survey.step_times.count) and _known(survey, "step_s") is None
 
 

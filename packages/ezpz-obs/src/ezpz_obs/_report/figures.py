@@ -51,7 +51,6 @@ def to_variables(svg: str) -> str:
 
 
 def style(selector: str) -> str:
-    """Return the variables as CSS, for light and dark."""
     light, dark = (
         "".join(f"--series-{place}:{of}; " for place, of in enumerate(colours)) + f"--alarm:{alarm}"
         for colours, alarm in ((LIGHT, ALARM[0]), (DARK, ALARM[1]))
@@ -109,7 +108,6 @@ def dress(axes: Any) -> None:
 
 
 def legend(figure: Any, axes: Any, handles: Sequence[Any], labels: Sequence[str]) -> None:
-    """Above the curves, where it hides none."""
     count = len(handles)
     rows = -(-count // 3)
     axes.set_position((*axes.get_position().bounds[:3], _PLACE[3] - 0.065 * rows))
@@ -364,7 +362,6 @@ def _draw(axes: Any, line: Drawn, table: Floats, *, alone: bool) -> Any:
 
 
 def _odd(axes: Any, line: Drawn, *, tag: bool) -> list[str]:
-    """Mark where values are no numbers, and say how many."""
     series = line.series if line.spread is None else line.spread["mean"]
     if not series.nan + series.infinite:
         return []

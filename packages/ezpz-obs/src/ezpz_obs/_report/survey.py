@@ -141,7 +141,6 @@ class Waiting:
         self._waiting_count = 0
 
     def add(self, steps: NDArray[np.int64], values: Floats) -> None:
-        """Take the steps and values of further records; (n,) each."""
         if len(steps):
             self._waiting.append((steps, values))
             self._waiting_count += len(steps)
@@ -199,7 +198,6 @@ class Series(Waiting):
         return float(np.sqrt(self._squares / self._finite)) if self._finite else None
 
     def curve(self, points: int) -> Floats:
-        """Return the buckets, joined until there are at most so many."""
         rows = self.buckets
         each = -(-rows.shape[1] // points)
         return rows if each <= 1 else _join(rows, np.arange(0, rows.shape[1], each))
@@ -286,8 +284,6 @@ EDGES: Final = np.logspace(*_DECADES, (_DECADES[1] - _DECADES[0]) * _PER_DECADE 
 
 @dataclass
 class Reached:
-    """What one attempt recorded, as far as no later one superseded it."""
-
     records: int = 0
     first_step: int | None = None
     last_step: int | None = None
@@ -370,7 +366,6 @@ class Attempt(NamedTuple):
 
     @property
     def span(self) -> float | None:
-        """Seconds from its begin to the last that is known of it."""
         last = self.ended if self.ended is not None else self.reached.last_time
         if last is None or self.begun is None:
             return None

@@ -116,7 +116,6 @@ def _can_write(out: TextIO, letters: str) -> bool:
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Return about five round numbers from low to high."""
     if not high > low:
         return [low]
     rough = (high - low) / 5

@@ -94,7 +94,6 @@ class Feeder:
             threading.Thread(target=target, args=args, name=name, daemon=True).start()
 
     def put(self, record: Mapping[str, Any]) -> None:
-        """Hand over a record, which is not changed afterwards. Never blocks."""
         self._queue.append(record)
         self._put += 1
 
@@ -179,7 +178,6 @@ class Feeder:
 
 
 def close_all(feeders: Sequence[Feeder], seconds: float) -> None:
-    """Close several at once, none waiting for another: so long in all."""
     until = time.monotonic() + seconds
     for feeder in feeders:
         feeder.end()

@@ -36,7 +36,6 @@ class CsvSink:
         self._not_before = 0.0
 
     def open(self, header: Mapping[str, Any], folder: Path | None) -> None:  # noqa: ARG002
-        """Look whether the table of an earlier attempt is one of ours."""
         if folder is None:
             raise SinkError('sink "csv" of a run without a folder; expected History(outdir=...)')
         self._folder, path = folder, folder / FILE_NAME
@@ -95,7 +94,6 @@ class CsvSink:
         file.flush()
 
     def _recorded(self) -> Iterator[Mapping[str, Any]]:
-        """Give what the run's file has up to the last record that came here."""
         assert self._last is not None
         last = self._last["step"], self._last["time"]
         for record in read_run(self._folder).records():
@@ -105,7 +103,6 @@ class CsvSink:
 
 
 def _shown(record: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a record with numbers only: an integer beyond 64 bits makes a column text."""
     return {
         name: as_float(value) if type(value) is int and abs(value) >= 1 << 63 else value
         for name, value in record.items()

@@ -39,8 +39,6 @@ def setup_mlflow(project_name: str | None = None, *, tracking_uri: str | None = 
 
 
 class MlflowSink:
-    """Logs to one MLflow run, found again by a tag after a restart."""
-
     # The experiment is ``MLFLOW_EXPERIMENT_NAME``, else the script's name.
 
     name = "mlflow"

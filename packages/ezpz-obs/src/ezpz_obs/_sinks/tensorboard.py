@@ -16,8 +16,6 @@ _FLUSH_SECONDS = 10
 
 
 class TensorboardSink:
-    """Writes event files by tensorboard's own writer, one event a record."""
-
     # Each attempt adds a file to the folder; of each step the latest is shown, in 32 bits.
 
     name = "tensorboard"

@@ -10,8 +10,6 @@ from .libraries import common_metrics, give_home, plain_config, project_of, run_
 
 
 class TrackioSink:
-    """Logs to one trackio run, resumed after a restart."""
-
     # The project is ``TRACKIO_PROJECT``, else the script's name. Where the home cannot be written,
     # the folder is ``RUN/trackio``.
 

@@ -288,8 +288,6 @@ _AXIS = "step"
 
 
 class WandbSink:
-    """Logs to a W&B run in ``RUN/wandb``, resumed after a restart."""
-
     # W&B counts its own steps, and drops what goes back; so the run's step is a metric of that
     # name, and the axis of all others.
 

@@ -246,7 +246,6 @@ class _Running:
         )
 
     def end(self) -> CheckResult:
-        """End it, and all that it started; return what came of it, whatever that is."""
         had_ended = self._has_ended()
         self.kill()
         for descriptor in (self.answer, self.printed):
@@ -262,7 +261,6 @@ class _Running:
         )
 
     def kill(self) -> None:
-        """End it, and every process of its group."""
         if self._process.returncode is not None:
             return
         with contextlib.suppress(ProcessLookupError, PermissionError):

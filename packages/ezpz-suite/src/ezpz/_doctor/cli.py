@@ -22,7 +22,6 @@ _NARROWEST_COLUMN = 16  # of what was found: beside names that leave less, lines
 
 
 def table(results: Sequence[CheckResult], seconds: float) -> str:
-    """Return the results in columns, the remedies below what they mend, and their number."""
     width = _width()
     statuses = max(len(status) for status in _COLOURS)
     names = max(len(result.name) for result in results)
@@ -63,14 +62,12 @@ def as_json(results: Sequence[CheckResult], seconds: float) -> bytes:
 
 
 def listing(checks: Sequence[Check]) -> str:
-    """Return the names of checks and who contributes them."""
     names = max(len(check.name) for check in checks)
     return "\n".join(f"{check.name:<{names}}  {check.source}" for check in checks)
 
 
 @contextlib.contextmanager
 def _progress(stream: TextIO | None) -> Iterator[Callable[[Sequence[str]], None] | None]:
-    """Give what says on a terminal which checks still run, and take away what it said."""
     if stream is None or not stream.isatty():
         yield None
         return
@@ -169,8 +166,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _unwound_by_signals() -> Iterator[None]:
-    """Let what would end this process unwind it, so that it takes the checks with it."""
-
     def unwind(number: int, _frame: object) -> None:
         raise SystemExit(128 + number)
 
@@ -218,7 +213,6 @@ def _answer(words: list[str]) -> int:
 
 
 def _asked(words: Sequence[str]) -> dict[str, str]:
-    """Return the value of each option that is given, of a flag its name."""
     asked: dict[str, str] = {}
     for word in words:
         name, equals, value = word.removeprefix("--").partition("=")

@@ -130,7 +130,6 @@ class Settings:
                 raise UsageError(said)
 
     def words(self) -> list[str]:
-        """Return the words that `parse` makes these settings of."""
         found = []
         for name, value in vars(self).items():
             if value == getattr(Settings, name):
@@ -142,7 +141,6 @@ class Settings:
 
 
 def parse(words: Sequence[str]) -> Settings:
-    """Return the settings that the words of `take` ask for."""
     found: dict[str, Any] = {}
     for word in words:
         name, _, text = word.removeprefix("--").partition("=")
@@ -228,7 +226,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def help_page() -> str:
-    """Return what ``ezpz test --help`` prints."""
     flags = (f"--{one.name}={one.value}" if one.value else f"--{one.name}" for one in OPTIONS)
     lines = (f"  {flag:<15} {one.help}" for flag, one in zip(flags, OPTIONS, strict=True))
     return "\n".join([_HEAD, *lines, _TAIL])
@@ -239,7 +236,6 @@ def complain(text: str) -> None:
 
 
 def _launch(words: Sequence[str]) -> int:
-    """Check all words, then start the ranks with them."""
     import ezpz_launch  # noqa: PLC0415  # a page of help does not need it
 
     ours, others = take(words)

@@ -20,8 +20,6 @@ _SECONDS = 0.5  # what they may take, unless they are the fewest
 
 @dataclass(frozen=True, slots=True)
 class Bandwidth:
-    """What one size of message took: the median over repeats of the slowest rank's seconds."""
-
     size: int
     ranks: int
     seconds: float
@@ -82,7 +80,6 @@ def measure(size: int, device: torch.device, group: dist.ProcessGroup | None = N
 def _largest(
     values: Sequence[float], device: torch.device, group: dist.ProcessGroup | None
 ) -> list[float]:
-    """Return the largest over the ranks of each value."""
     found = torch.tensor(values, dtype=torch.float32, device=device)
     dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
     return [float(value) for value in found.cpu()]
@@ -93,16 +90,12 @@ Pair = tuple[int, int]
 
 
 class Node(NamedTuple):
-    """A node of the job, and the ranks that run there."""
-
     host: str
     ranks: list[int]
 
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """The bandwidth within each pair of nodes, and the nodes' names."""
-
     hosts: tuple[str, ...]
     found: dict[Pair, Bandwidth]
 

@@ -93,7 +93,6 @@ class Trainer:
         return wrapped
 
     def _computing(self) -> AbstractContextManager[Any]:
-        """Return the context of a forward pass; FSDP casts by itself."""
         if not self.dtype or self.wrap in ("fsdp", "fsdp2"):
             return nullcontext()
         return torch.autocast(self.device.type, torch.bfloat16)
@@ -121,8 +120,6 @@ class Trainer:
 
 
 class _Pipelined(Trainer):
-    """Some of the layers on each rank, in a pipeline."""
-
     def _build(self, config: LlamaConfig) -> nn.Module:
         stages, seed = self.settings.pp, self.settings.seed
         # One forward, one backward wants as many parts as stages; twice as many idle less.
@@ -143,8 +140,6 @@ class _Pipelined(Trainer):
 
 
 class _DeepSpeed(Trainer):
-    """DeepSpeed's engine, ZeRO stage 1."""
-
     def _build(self, config: LlamaConfig) -> nn.Module:
         model = Llama(config, parallel=self.settings.tp > 1, seed=self.settings.seed)
         optimizer = torch.optim.AdamW(model.parameters(), lr=self.rate)

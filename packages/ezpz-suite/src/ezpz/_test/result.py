@@ -16,8 +16,6 @@ from .measure import Bandwidth, Pairs
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a test ran, and how the model was wrapped."""
-
     ranks: int
     nodes: int
     device: str
@@ -29,8 +27,6 @@ class Place:
 
 @dataclass
 class Result:
-    """What a test has found."""
-
     place: Place
     tokens_per_step: int
     losses: list[float] = field(default_factory=list)
@@ -42,7 +38,6 @@ class Result:
     pairs: Pairs | None = None
 
     def failures(self) -> list[str]:
-        """Return what is not as it should be, a line each; none where all is well."""
         found = []
         if self.not_finite:
             found.append(f"step {len(self.losses)}: {self.not_finite}")
@@ -80,7 +75,6 @@ class Result:
 
 
 def ends(losses: Sequence[float]) -> tuple[float, float]:
-    """Return the mean of the first and of the last quarter."""
     if not losses:
         return math.nan, math.nan
     quarter = max(1, len(losses) // 4)
@@ -96,7 +90,6 @@ _MOST_PAIRS = 10  # of more, only the slowest are listed
 
 
 def write_page(result: Result, run: Path, out: TextIO, *, pairs_asked: bool) -> None:
-    """Write the loss curve, the throughput, the bandwidths and the verdict."""
     place = result.place
     degrees = ", ".join(f"{axis} {degree}" for axis, degree in place.degrees.items() if degree > 1)
     out.write("\n")

@@ -50,7 +50,6 @@ def digits(part: str = "train") -> TensorDataset:
 
 
 def _load() -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Return images, 64 values 0..16 each, and labels."""
     # To import scikit-learn takes 2 s of every rank, as long as torch; the file it reads is small.
     found = importlib.util.find_spec("sklearn")
     file = found and found.origin and Path(found.origin).with_name("datasets") / _FILE

@@ -448,7 +448,6 @@ def _itemsize(vocab_size: int) -> int:
 def _documents(
     files: Iterable[str | Path], texts: Iterable[str], encode: Encode | None, vocab_size: int
 ) -> Iterator[bytes]:
-    """Yield the tokens of each document."""
     for file in files:
         raw = Path(file).read_bytes()
         if encode is None:

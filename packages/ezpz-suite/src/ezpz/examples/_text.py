@@ -41,8 +41,6 @@ class Settings(_settings.Settings):
 
 @dataclass(frozen=True)
 class Text:
-    """Blocks to train on, and some of the text's end that every rank evaluates, the same ones."""
-
     blocks: Dataset[tuple[Tensor, Tensor]]
     tokens: Tensor
     targets: Tensor

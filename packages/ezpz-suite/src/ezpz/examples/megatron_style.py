@@ -68,7 +68,6 @@ class _Block(nn.Module):
         self.fc1, self.fc2 = column(config, 4 * HIDDEN), row(config, 4 * HIDDEN)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return the block's output."""
         mixed, _ = self.qkv(self.input_norm(hidden))  # (s, b, 3 * HIDDEN / tp)
         heads = mixed.unflatten(-1, (-1, 3 * HIDDEN // HEADS)).permute(1, 2, 0, 3)
         q, k, v = heads.chunk(3, dim=-1)
@@ -90,7 +89,6 @@ class _GPT(nn.Module):
         self.norm, self.head = norm(config), column(config, VOCABULARY)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Return the losses, the same on every tensor-parallel rank."""
         hidden = self.word(tokens.t()) + self.position
         hidden = tensor_parallel.scatter_to_sequence_parallel_region(hidden)
         logits, _ = self.head(self.norm(self.blocks(hidden)))  # (s, b, VOCABULARY / tp)

@@ -246,7 +246,6 @@ class Build:
         )  # fmt: skip
 
     def embedding(self, tensor: int) -> nn.Module:
-        """Return the table of the tokens' vectors."""
         rows, columns = self.config.vocab_size, self.config.dim
         if not self.parallel:
             return self._plain(nn.Embedding, rows, columns, tensor, _STD)
@@ -255,7 +254,6 @@ class Build:
         )
 
     def norm(self) -> nn.RMSNorm:
-        """Return an RMS norm (Zhang and Sennrich, arXiv:1910.07467)."""
         made = nn.RMSNorm(
             self.config.dim, eps=self.config.norm_eps, device=self.device, dtype=self.dtype
         )
@@ -291,7 +289,6 @@ class Build:
 
 
 def _fill(module: nn.Module, init_method: Any, seed: int) -> None:
-    """Fill a weight as ezpz_tp fills its own of that seed: the same on every rank."""
     weight = module.get_parameter("weight")
     ezpz_tp.initialize_shard(weight, weight.shape, None, 0, 1, init_method, seed=seed)
 
@@ -300,8 +297,6 @@ KINDS = ("ring", "ulysses", "unified")
 
 
 class SequenceShare:
-    """Which part of each sequence this rank has, and how it attends to the whole."""
-
     def __init__(self, kind: str | None, ulysses: int | None) -> None:
         if kind is not None and kind not in KINDS:
             raise ModelError(f"context_parallel={kind!r}; expected one of {', '.join(KINDS)}")
@@ -318,13 +313,11 @@ class SequenceShare:
             self._ulysses, self._group = ezpz_tp.split_context(ulysses)
 
     def part(self, tensor: Tensor, dim: int) -> Tensor:
-        """Return this rank's part of what has the whole sequence as a dim."""
         if self.kind is None:
             return tensor
         return ezpz_tp.shard_sequence(tensor, dim, group=self._group, ulysses_group=self._ulysses)
 
     def positions(self, length: int, device: torch.device) -> Tensor:
-        """Return where this rank's tokens lie in a sequence of ``length``."""
         if self.kind is None:
             return torch.arange(length, device=device)
         return ezpz_tp.sequence_positions(

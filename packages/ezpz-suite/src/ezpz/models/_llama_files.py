@@ -163,7 +163,6 @@ _Part = tuple[nn.Parameter, ezpz_tp.Shard, int, int]
 
 
 def _parameters(model: nn.Module) -> dict[str, _Part]:
-    """Return the parameters of this rank by their names."""
     found: dict[str, _Part] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         place = getattr(module, "tp_rank", 0), getattr(module, "tp_size", 1)
@@ -191,7 +190,6 @@ def _source(name: str, config: LlamaConfig) -> str:
 def _check(
     named: Mapping[str, _Part], tensors: Mapping[str, Any], config: LlamaConfig, where: str
 ) -> None:
-    """Raise if what is there is not what is wanted."""
     for name, (_, shard, _, _) in named.items():
         other = _source(name, config)
         if other not in tensors:

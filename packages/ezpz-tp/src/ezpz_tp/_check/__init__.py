@@ -41,8 +41,6 @@ _DISTRIBUTED = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 
 
 class Checker(TorchFunctionMode):
-    """Follows the types of tensors through a program; see `check`."""
-
     def __init__(self, state: ParallelState, model: nn.Module | None) -> None:
         super().__init__()
         self.state = state
@@ -274,7 +272,6 @@ _HANDING = frozenset({"BackwardHookFunction", "_DDPSink", "RegisterPostBackwardF
 
 
 def active_checkers() -> list[Checker]:
-    """Return the checkers of this thread, the innermost first; inside an operation none."""
     modes = reversed(_get_current_function_mode_stack())
     found = [mode for mode in modes if isinstance(mode, Checker)]
     return [one for one in found if one.axes and not one.paused]

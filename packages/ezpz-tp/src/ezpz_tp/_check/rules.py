@@ -281,7 +281,6 @@ _OF_TENSOR = {
 
 
 def call(name: str, axis: str) -> str:
-    """Return the region function to name for an axis."""
     return f"{name} ({_OF_TENSOR[name]})" if axis == "tensor" else f"{name}(x, {axis} group)"
 
 

@@ -61,7 +61,6 @@ class Stored:
         return replace(self, shape=tuple(box.sizes), at=self.at + moved)
 
     def read(self, box: Piece, out: Tensor) -> None:
-        """Fill a CPU tensor of any strides with a box."""
         with naming(self.path), open(self.path, "rb", buffering=0) as file:
             _read(file, self.part(box).at, self.stride, out)
 
@@ -102,7 +101,6 @@ def _fill(file: FileIO, at: int, out: Tensor, count: int) -> None:
 
 
 def memory(tensor: Tensor, count: int) -> memoryview:
-    """Return the bytes of a CPU tensor's first elements in memory; keep the tensor meanwhile."""
     room = ctypes.c_char * (count * tensor.element_size())
     return memoryview(room.from_address(tensor.data_ptr())).cast("B")
 
@@ -190,7 +188,6 @@ class Source:
         self._unknown: list[str] = []
 
     def add(self, name: str, dtype: torch.dtype, shard: Shard | None, pieces: Pieces) -> None:
-        """Take a tensor; where no rule says how it is split, `checked` raises."""
         if shard is None:
             self._unknown.append(f"{name} {list(pieces[0][0].sizes)}")
         else:
@@ -228,14 +225,12 @@ class Source:
         return self
 
     def read(self, name: str, box: Piece, out: Tensor) -> None:
-        """Fill a CPU tensor of any strides with a box of a full tensor."""
         for piece, stored in self._pieces[name]:
             if common := piece.overlap(box):
                 stored.read(common.within(piece), out[common.within(box).slices])
 
 
 def parts_of(box: Piece, width: int) -> Iterator[Piece]:
-    """Yield a box in parts of some bytes, in the order of memory."""
     if not box.sizes:
         yield box
         return
@@ -256,7 +251,6 @@ def values_of(source: Source, name: str, *boxes: Piece) -> Iterator[Tensor]:
 
 
 def pieces_of(shard: Shard, parts: Sequence[Stored]) -> Pieces:
-    """Return the pieces of a tensor of which each rank has a part."""
     return [
         (full, part.part(local))
         for index, part in enumerate(parts[:1] if shard.dim is None else parts)
@@ -269,8 +263,6 @@ def pieces_of(shard: Shard, parts: Sequence[Stored]) -> Pieces:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A format of files: whether a path is of it, how to open it, and how its tensors are split."""
-
     name: str
     recognizes: Callable[[Path], bool]
     open: Callable[[Path, Options], Source]
@@ -320,7 +312,6 @@ _WAYS = {"whole": Split(None), "columns": Split(0), "rows": Split(1), "gated": S
 
 
 def splits(**patterns: str) -> dict[str, Split]:
-    """Return a table of patterns of names, given by the way in which they are split."""
     return {name: _WAYS[way] for way, names in patterns.items() for name in names.split()}
 
 
@@ -336,7 +327,6 @@ class Options:
     vocab_size: int | None = None
 
     def shard(self, table: Table, name: str, full_shape: tuple[int, ...]) -> Shard | None:
-        """Return how a full tensor is to be split, without padding; None: its name is unknown."""
         known = _find(table, name)
         vocabulary = known is not None and known.padded
         if vocabulary and self.vocab_size is not None:
@@ -402,7 +392,6 @@ def _shard(name: str, full_shape: tuple[int, ...], split: Split | None) -> Shard
 def join(
     source: Source, name: str, parts: Sequence[Stored], table: Table, options: Options
 ) -> None:
-    """Take a tensor, one part a rank, as its name says that it is split."""
     first, degree = parts[0], len(parts)
     if (stored := options.stored(table, name, first.shape, degree)) is None:
         source.add(name, first.dtype, None, [(whole(first.shape), first)])

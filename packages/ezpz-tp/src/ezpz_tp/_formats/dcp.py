@@ -171,7 +171,6 @@ def _dtensor(view: Tensor, matrix: Shard, group: Any) -> Tensor:
 def _views(
     name: str, local: Tensor, shard: Shard, group: ProcessGroup | None
 ) -> Iterator[tuple[str, Tensor, Shard]]:
-    """Yield name, view and shard of each matrix that a rank holds a part of."""
     index, degree = (0, 1) if group is None else (group.rank(), group.size())
     start = 0
     for piece, matrix in _matrices(name, shard):
@@ -184,7 +183,6 @@ def _views(
 
 
 def _matrices(name: str, shard: Shard) -> list[tuple[str, Shard]]:
-    """Return name and shard of each matrix that a tensor is stacked of."""
     if shard.dim is None or not shard.blocks:
         return [(name, shard)]
     before, after = shard.full_shape[: shard.dim], shard.full_shape[shard.dim + 1 :]
@@ -238,7 +236,6 @@ def _set_options(group: Items, names: list[str], options: Mapping[str, Items]) -
 
 
 def _make_state(optimizer: Optimizer) -> None:
-    """Let an optimizer make its state, without a change of any parameter."""
     from torch.distributed.checkpoint.state_dict import _init_optim_state  # noqa: PLC0415 - heavy
 
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
@@ -360,7 +357,6 @@ def _name(keys: Keys) -> str:
 
 
 def _stacked(tensors: Iterable[str]) -> dict[str, list[str]]:
-    """Return the names of each tensor's matrices, where it is stacked of several."""
     found: dict[str, list[str]] = {}
     for name in tensors:
         parameter, key = parameter_of(name)
@@ -455,7 +451,6 @@ def _dealt(shard: Shard, tp: int, lengths: Sequence[int]) -> list[tuple[int, Pie
 
 
 def _others(source: Source, *, in_model: bool) -> dict[Keys, bytes]:
-    """Return what is no tensor, as `torch.save` has it."""
     said = source.metadata
     found: dict[Keys, Any] = {("extra", key): value for key, value in said.get("extra", {}).items()}
     for name, value in said.get("values", {}).items():

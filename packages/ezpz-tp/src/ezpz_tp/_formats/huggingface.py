@@ -74,7 +74,6 @@ def _tensors(path: Path) -> Mapping[str, Stored]:
 
 
 def write_huggingface(source: Source, folder: Path, max_shard_size: int) -> None:
-    """Write full tensors, but for an optimizer's, into a folder."""
     entries = {name: one for name, one in source.entries.items() if parameter_of(name)[1] is None}
     files: list[list[str]] = [[]]
     total = held = 0

@@ -80,7 +80,6 @@ def file_name(number: int) -> str:
 
 
 def _table(files: list[TorchFile], tensors: dict[str, Stored]) -> dict[str, Split]:
-    """Return how tensors are split, having made sure that the last files are not missing."""
     degree, first = len(files), files[0].path
     for name, tensor in tensors.items():
         if name.endswith(".attention.wo.weight") and len(tensor.shape) == 2:

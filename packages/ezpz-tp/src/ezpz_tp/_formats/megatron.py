@@ -88,7 +88,6 @@ def _open(path: Path, options: Options) -> Source:
 
 
 def _ranks(folder: Path) -> dict[tuple[int, int], Path]:
-    """Return the folder of each tensor rank and stage."""
     found: dict[tuple[int, int], Path] = {}
     for entry in filter(Path.is_dir, folder.iterdir() if folder.is_dir() else ()):
         if match := _RANK.fullmatch(entry.name):
@@ -158,14 +157,12 @@ def _arguments(file: TorchFile) -> dict[str, Any]:
 
 
 def _table(args: dict[str, Any]) -> dict[str, Split]:
-    """Return the table of splits; a gated linear unit's gate and up are stacked in fc1."""
     said = [args[name] for name in ("swiglu", "gated_linear_unit") if name in args]
     way = "gated" if any(said) else "columns"
     return MEGATRON | (splits(**{way: "*.linear_fc1.weight *.linear_fc1.bias"}) if said else {})
 
 
 def _chunks(files: list[TorchFile]) -> list[list[dict[str, Stored]]]:
-    """Return the chunks of a stage: tensors in each tensor-parallel rank's file."""
     keys = [key for key in files[0].contents if re.fullmatch(r"model\d*", str(key))]
     if not keys:
         raise ParallelError(

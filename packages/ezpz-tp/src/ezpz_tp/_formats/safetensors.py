@@ -34,7 +34,6 @@ _LONGEST = 100_000_000  # bytes of JSON; the library reads no more
 
 
 def open_safetensors(path: Path) -> tuple[Mapping[str, Stored], Mapping[str, str]]:
-    """Return a file's tensors and metadata, having made sure that it holds what it says."""
     try:
         with path.open("rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size

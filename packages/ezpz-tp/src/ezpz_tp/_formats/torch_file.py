@@ -186,7 +186,6 @@ class TorchFile:
         return found
 
     def member(self, key: object) -> tuple[int, int]:
-        """Return where a storage is, and of how many bytes."""
         return self._members.get(f"data/{key}", (self._start, 0))
 
     def check(self, name: str, tensor: Stored) -> None:
@@ -203,7 +202,6 @@ class TorchFile:
             )
 
     def _index(self, archive: zipfile.ZipFile, file: IO[bytes]) -> bytes:
-        """Note where the members are, and return the pickle."""
         pickles = [name for name in archive.namelist() if name.endswith("/data.pkl")]
         if not pickles:
             raise ParallelError(
@@ -287,7 +285,6 @@ class _Pickler(pickle.Pickler):
 
 
 def write_torch_file(path: Path, tensors: ToWrite) -> None:
-    """Write a state dict that `torch.load` can map."""
     pickled = io.BytesIO()
     contents: OrderedDict[str, _Written] = OrderedDict()
     for number, (name, (dtype, shape, _)) in enumerate(tensors.items()):

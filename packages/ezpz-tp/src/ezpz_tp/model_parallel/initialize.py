@@ -55,21 +55,10 @@ def initialize_model_parallel(
     timeout: timedelta | None = None,
     order: str = ORDER,
 ) -> None:
-    """Make this rank's groups and let every layer, mapping and getter use them.
+    """See `ezpz_tp.initialize_tensor_parallel`, whose first arguments have fairscale's names here.
 
     Collective: every rank calls this, with the same arguments. Once more with equal arguments
     does nothing.
-
-    Args:
-        model_parallel_size_: Degree of tensor parallelism.
-        pipeline_length: Degree of pipeline parallelism.
-        context_parallel_size: Degree of context parallelism. The rest is data parallel.
-        model_parallel_backend: Backend of the tensor groups; None is the world's.
-        pipeline_backend: Backend of the pipeline groups.
-        cp_backend: Backend of the context groups.
-        ddp_backend: Backend of the data groups.
-        timeout: Of every group; None is the backend's own.
-        order: The axes from the fastest varying to the slowest (`ezpz_tp.RankLayout`).
 
     Raises:
         DegreeError: The degrees do not fit, or groups exist with other arguments.

@@ -158,7 +158,6 @@ def _expert_index(layer: str, state: ParallelState | None, wanted: int) -> int:
 
 
 def _device(config: object, group: ProcessGroup | None) -> torch.device:
-    """Return where a layer's parameters are made."""
     # The default device where that was set (also to ``meta``), else the current accelerator, as
     # in Megatron-LM; the CPU if the configuration says so, there is no accelerator, or the backend
     # of the ranks is of the CPU (gloo).
@@ -261,14 +260,12 @@ class VocabParallelEmbedding(ShardedStateDict, _embedding.VocabParallelEmbedding
     """`ezpz_tp.VocabParallelEmbedding` with Megatron-LM's constructor.
 
     Args:
-        num_embeddings: Size of the vocabulary; the degree need not divide it.
-        embedding_dim: Size of an embedding.
-        init_method: Fills a tensor of the full weight's shape, in place.
         reduce_scatter_embeddings: Return this rank's part of the sequence, which comes first:
             ids ``[b, s]`` give ``[s / tp, b, h]``.
         config: A `ModelParallelConfig`, or any object with some of its attributes.
-        tp_group: Default: the tensor-parallel group.
         pg_collection: Without effect; a ``gtp_remat`` group of several ranks is refused.
+
+    The other arguments are those of `ezpz_tp.VocabParallelEmbedding`.
 
     Raises:
         DegreeError: The degree is not the configuration's.
@@ -338,12 +335,12 @@ def linear_with_grad_accumulation_and_async_allreduce(
         input: ``[..., in]``, or ``[s/tp, ..., in]`` under sequence parallelism.
         weight: ``[out/tp, in]``. It may be frozen, and then has no gradient.
         bias: ``[out/tp]``.
-        gradient_accumulation_fusion: Only False.
         allreduce_dgrad: Sum the ranks' gradients of the input.
         sequence_parallel: Gather the input along dim 0, and reduce-scatter its gradient.
+        tp_group: Default: the tensor-parallel group.
+        gradient_accumulation_fusion: Only False.
         grad_output_buffer: Only None.
         wgrad_deferral_limit: Of the buffer: without effect.
-        tp_group: Default: the tensor-parallel group.
         gtp_remat_size: Only 1.
         output_dtype: Only that of the input.
 
@@ -397,27 +394,19 @@ class ColumnParallelLinear(ExtraState, _layers.ColumnParallelLinear):
     """`ezpz_tp.ColumnParallelLinear` with Megatron-LM's constructor and return value.
 
     Args:
-        input_size: Size of the last dim of the input.
-        output_size: Size of the last dim of the whole output.
         config: A `ModelParallelConfig`, or any object with some of its attributes.
-        init_method: Fills a tensor of the full weight's shape, in place.
-        bias: Add a bias.
-        gather_output: Return all output features on every rank.
-        stride: Number of matrices that are stacked in the weight and split each by itself.
-        keep_master_weight_for_test: Keep the full weight as ``master_weight``.
-        skip_bias_add: Return the bias instead of adding it.
         skip_weight_param_allocation: Have no weight: it is given to ``forward``, as by an output
             layer that is tied to the embedding.
-        embedding_activation_buffer: Only None.
-        grad_output_buffer: Only None.
+        embedding_activation_buffer, grad_output_buffer: Only None.
         is_expert: An expert's layer, split over the expert tensor-parallel group. Where there are
             several expert ranks, they start from different weights, and the caller communicates.
-        tp_comm_buffer_name: Without effect, as in Megatron-LM.
+        tp_comm_buffer_name, name: Without effect, as in Megatron-LM.
         disable_grad_reduce: Leave the gradient of the input partial.
         tp_group: Default: the (expert) tensor-parallel group.
-        name: Without effect, as in Megatron-LM.
         output_dtype: Only that of the parameters.
         pg_collection: Without effect; a ``gtp_remat`` group of several ranks is refused.
+
+    The other arguments are those of `ezpz_tp.ColumnParallelLinear`.
 
     Raises:
         DegreeError: The degree does not divide ``output_size``, or is not the configuration's.
@@ -543,23 +532,9 @@ class ColumnParallelLinear(ExtraState, _layers.ColumnParallelLinear):
 class RowParallelLinear(ExtraState, _layers.RowParallelLinear):
     """`ezpz_tp.RowParallelLinear` with Megatron-LM's constructor and return value.
 
-    Args:
-        input_size: Size of the last dim of the whole input.
-        output_size: Size of the last dim of the output.
-        config: A `ModelParallelConfig`, or any object with some of its attributes.
-        init_method: Fills a tensor of the full weight's shape, in place.
-        bias: Add a bias.
-        input_is_parallel: The input is this rank's features; has to be under sequence
-            parallelism.
-        skip_bias_add: Return the bias instead of adding it; has to be where an expert's layer
-            leaves communication to the caller.
-        stride: As of `ColumnParallelLinear`, along the input features.
-        keep_master_weight_for_test: Keep the full weight as ``master_weight``.
-        is_expert: As of `ColumnParallelLinear`: the partial products are then not summed.
-        tp_comm_buffer_name: Without effect, as in Megatron-LM.
-        tp_group: Default: the (expert) tensor-parallel group.
-        name: Without effect, too.
-        pg_collection: Without effect; a ``gtp_remat`` group of several ranks is refused.
+    The arguments are those of `ColumnParallelLinear`, and ``input_is_parallel``, which has to be
+    True under sequence parallelism. Of an expert's layer whose communication is the caller's the
+    partial products are not summed, and ``skip_bias_add`` has to be True.
 
     Raises:
         DegreeError: The degree does not divide ``input_size``, or is not the configuration's.

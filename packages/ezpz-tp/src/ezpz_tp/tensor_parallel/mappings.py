@@ -27,8 +27,6 @@ class Region(Protocol):
 
 
 def _of(region: Callable[[Tensor, ProcessGroup | None], Tensor]) -> Region:
-    """Return a region that calls its second argument ``group``."""
-
     def called(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
         return region(input_, group)
 
@@ -67,12 +65,7 @@ def gather_from_sequence_parallel_region(
 ) -> Tensor:
     """See `ezpz_tp.gather_from_sequence_parallel_region`.
 
-    Args:
-        input_: This rank's part of the sequence, ``[s/tp, ...]``.
-        tensor_parallel_output_grad: True where sharded code follows.
-        group: Default: the tensor-parallel group.
-        output_split_sizes: Rows that each rank holds, where they differ.
-        use_global_buffer: Only False: a result in a shared buffer changes with the next one.
+    ``output_split_sizes`` are the rows that each rank holds, where they differ.
 
     Raises:
         DegreeError: ``output_split_sizes`` are not those of this group or this input.
@@ -105,11 +98,7 @@ def reduce_scatter_to_sequence_parallel_region(
 ) -> Tensor:
     """See `ezpz_tp.reduce_scatter_to_sequence_parallel_region`.
 
-    Args:
-        input_: This rank's partial result, ``[s, ...]``.
-        group: Default: the tensor-parallel group.
-        input_split_sizes: Rows that each rank keeps, where they differ.
-        use_global_buffer: Only False: a result in a shared buffer changes with the next one.
+    ``input_split_sizes`` are the rows that each rank keeps, where they differ.
 
     Raises:
         DegreeError: The degree does not divide the rows, or ``input_split_sizes`` are not those
@@ -140,12 +129,7 @@ def all_to_all(
 ) -> Tensor:
     """See `ezpz_tp.all_to_all`.
 
-    Args:
-        group: The ranks that exchange rows.
-        input_: The rows to send.
-        output_split_sizes_: Rows that come from each rank; None for equal parts.
-        input_split_sizes: Rows that go to each rank; None for equal parts.
-        use_nccl_stream: Without effect, because the result is ready on return either way.
+    ``use_nccl_stream`` is without effect, because the result is ready on return either way.
 
     Raises:
         ParallelError: ``group`` is None, which would mean every rank.

@@ -36,12 +36,7 @@ __all__ = [
 
 
 class CudaRNGStatesTracker(RngTracker):
-    """`ezpz_tp.RngTracker` with Megatron-LM's constructor.
-
-    Args:
-        use_cudagraphable_rng: Only False.
-        is_inference_rng_tracker: Only False.
-    """
+    """`ezpz_tp.RngTracker` with Megatron-LM's constructor. The arguments are only False."""
 
     def __init__(
         self, use_cudagraphable_rng: bool = False, is_inference_rng_tracker: bool = False
@@ -57,14 +52,7 @@ def initialize_rng_tracker(
     use_cudagraphable_rng: bool = False,
     force_reset: bool = False,
 ) -> None:
-    """Make sure that there is a tracker, which there always is.
-
-    Args:
-        use_te_rng_tracker: Only False.
-        inference_rng_tracker: Only False.
-        use_cudagraphable_rng: Only False.
-        force_reset: Forget its streams.
-    """
+    """Make sure that there is a tracker; ``force_reset`` forgets its streams."""
     flags = use_te_rng_tracker, inference_rng_tracker, use_cudagraphable_rng
     _refuse("initialize_rng_tracker", *flags)
     if force_reset:
@@ -103,19 +91,8 @@ def model_parallel_cuda_manual_seed(
 ) -> None:
     """See `ezpz_tp.seed_model_parallel`; with an accelerator the CPU's stream is left alone.
 
-    Args:
-        seed: As there.
-        te_rng_tracker: Only False.
-        inference_rng_tracker: Only False.
-        use_cudagraphable_rng: Only False.
-        tp_rank: Instead of this rank's place in its tensor-parallel group.
-        ep_rank: Instead of its place in its expert-parallel group.
-        etp_rank: Instead of its place in its expert tensor-parallel group.
-        gtp_remat_rank: Only None or 0.
-        egtp_remat_rank: Only None or 0.
-        force_reset_rng: Without effect: the streams are always replaced.
-        gtp_remat_world_size: Only None or 1.
-        egtp_remat_world_size: Only None or 1.
+    ``tp_rank``, ``ep_rank`` and ``etp_rank`` stand for this rank's place in its tensor-parallel,
+    expert-parallel and expert tensor-parallel group. The streams are always replaced.
     """
     del force_reset_rng
     name = "model_parallel_cuda_manual_seed"

@@ -62,7 +62,6 @@ def with_rank(error: BaseException, rank: int, world_size: int, text: str = "") 
 
 
 def release_frames(error: BaseException) -> None:
-    """Let go of everything that the frames of a traceback hold; its lines stay."""
     seen: set[int] = set()
     waiting: list[BaseException | None] = [error]
     while waiting:
@@ -323,7 +322,6 @@ class Report:
 
 
 def serve(connection: Connection) -> None:
-    """Run jobs until the other end of the pipe is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and ends this process
     faulthandler.enable()  # a crash leaves its stack on stderr
     os.environ["GLOO_SOCKET_IFNAME"] = _loopback()
@@ -467,7 +465,6 @@ def run_in_processes(
 
 
 def _collect(workers: list[_Worker], jobs: list[Job], timeout: float) -> list[Report]:
-    """Wait for every rank's report; raise what the first that failed raised."""
     world_size = len(workers)
     running = {worker.connection: rank for rank, worker in enumerate(workers)}
     reports: dict[int, Report] = {}
