@@ -382,6 +382,7 @@ def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
 
 
 def get_all_ranks() -> str:
+    """Return this rank's positions, joined by ``_``: tensor, (none), data, context, ..."""
     ranks = (rank_of("tensor"), 0, get_data_parallel_rank(), get_context_parallel_rank())
     return "_".join(str(rank) for rank in (*ranks, rank_of("pipeline"), rank_of("expert")))
 

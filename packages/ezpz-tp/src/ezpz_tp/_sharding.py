@@ -13,127 +13,26 @@ from string import ascii_letters
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from ._errors import DegreeError, ParallelError
+from ._placements import (
+    PARTIAL,
+    REPLICATED,
+    WORDS,
+    Given,
+    Layout,
+    complete,
+    conversion,
+    dual,
+    is_replicated,
+    read,
+    text,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
 
 
-# Where a tensor is along each axis: as text, as a mapping, or as torch's placements. A layout maps
-# every axis, in the order of the mesh, to the letter that the tensor is sharded on along that axis,
-# or to one of the words below.
-
-REPLICATED = "replicated"
-"""Every rank along the axis holds the same."""
-
-PARTIAL = "partial"
-"""The ranks along the axis hold terms of a sum."""
-
-_WORDS = {REPLICATED, PARTIAL}
-
 Axes: TypeAlias = tuple[str, ...]
-Layout: TypeAlias = dict[str, str]
 Layouts: TypeAlias = Sequence[Layout]
-Given: TypeAlias = "str | Mapping[str, str | None] | Sequence[Placement] | None"
-"""How a caller writes a layout: ``"b@data f@tensor"``, ``{"data": "b"}`` or torch's objects."""
-
-
-def read(
-    given: Given, letters: str, name: str, mesh_axes: Sequence[str] | None
-) -> tuple[Layout, bool]:
-    """Return what ``given`` says of the axes that it names, and whether of all others too."""
-    told, whole = f"{name} {given!r}", given is None
-    pairs: Iterable[tuple[str, str | None]]
-    if given is None:
-        pairs = ()
-    elif isinstance(given, str):
-        words = given.replace(",", " ").split()
-        whole = words == [REPLICATED]
-        pairs = () if whole else [_pair(word, told) for word in words]
-    elif isinstance(given, Mapping):
-        pairs = given.items()
-    else:
-        pairs = _from_torch(given, letters, name, mesh_axes)
-    layout: Layout = {}
-    for axis, where in pairs:
-        if axis in layout:
-            raise ValueError(
-                f"{told} names axis {axis} twice; a tensor is sharded on one dim, or partial, "
-                "along an axis"
-            )
-        if mesh_axes is not None and axis not in mesh_axes:
-            raise ValueError(f"{told}: axis {axis!r} is none of mesh_axes {tuple(mesh_axes)}")
-        if where not in (None, REPLICATED, PARTIAL, *letters):
-            raise ValueError(
-                f"{told}: {where!r} is no dim of {letters!r}; expected for an axis one of its "
-                f"letters, {PARTIAL!r} or {REPLICATED!r}, as in {{'data': {letters[:1]!r}}}"
-            )
-        layout[axis] = where or REPLICATED
-    return layout, whole
-
-
-def complete(told: Mapping[str, str], axes: Sequence[str]) -> Layout:
-    return {axis: told.get(axis, REPLICATED) for axis in axes}
-
-
-def text(layout: Layout) -> str:
-    words = [f"{where}@{axis}" for axis, where in layout.items() if where != REPLICATED]
-    return " ".join(words) or REPLICATED
-
-
-def dual(where: str) -> str:
-    """Return where the gradient of a tensor is: a sum's is the same for each of its terms."""
-    return REPLICATED if where == PARTIAL else where
-
-
-def conversion(source: str, target: str) -> str | None:
-    """Return what brings a tensor from one place along an axis to another; None if nothing."""
-    if source == target:
-        return None
-    if source == PARTIAL:
-        return "all-reduce" if target == REPLICATED else "reduce-scatter"
-    if source == REPLICATED:
-        return "slice"
-    return "all-gather" if target == REPLICATED else "all-to-all"
-
-
-def _pair(word: str, told: str) -> tuple[str, str]:
-    where, at, axis = word.partition("@")
-    if not (where and at and axis) or "@" in axis:
-        raise ValueError(
-            f"{told}: {word!r} is not a placement; expected letter@axis, {PARTIAL}@axis or "
-            f"{REPLICATED}@axis, as in 'b@data f@tensor'"
-        )
-    return axis, where
-
-
-def _from_torch(
-    given: Sequence[Placement], letters: str, name: str, mesh_axes: Sequence[str] | None
-) -> Iterable[tuple[str, str]]:
-    from torch.distributed.tensor import placement_types as known  # noqa: PLC0415 - heavy
-
-    if mesh_axes is None:
-        raise ValueError(
-            f"{name} {given!r} does not name its axes; write 'b@data f@tensor', or give torch's "
-            "placements, with mesh_axes=('data', 'tensor')"
-        )
-    if not hasattr(given, "__len__") or len(given) != len(mesh_axes):
-        raise ValueError(
-            f"{name} {given!r}: expected a tuple of one placement for each of mesh_axes "
-            f"{tuple(mesh_axes)}"
-        )
-    for axis, item in zip(mesh_axes, given, strict=True):
-        # Their subclasses mean something else: interleaved shards, masked sums.
-        if type(item) is known.Replicate:
-            yield axis, REPLICATED
-        elif type(item) is known.Partial and item.reduce_op == "sum":
-            yield axis, PARTIAL
-        elif type(item) is known.Shard and -len(letters) <= item.dim < len(letters):
-            yield axis, letters[item.dim]
-        else:
-            raise ValueError(
-                f"{name}: {item!r} on axis {axis}; expected Replicate(), Partial('sum') or "
-                f"Shard(dim) with a dim of {letters!r}"
-            )
 
 
 # Which of this package's region functions brings a tensor from one place to another.
@@ -346,7 +245,7 @@ def _is_contiguous(move: Move, layout: Layout) -> bool:
     # can be taken away, and one that is added has to come last.
     axes = list(layout)
     later = axes[axes.index(move.axis) + 1 :]
-    changed = {move.source, move.target} - _WORDS
+    changed = {move.source, move.target} - WORDS
     return move.source == move.target or not any(layout[axis] in changed for axis in later)
 
 
@@ -359,7 +258,7 @@ def _way(name: str, letters: str, layout: Layout, move: Move, cost: Cost) -> Way
         kind = conversion(source, target)
         if kind is None:
             return ()
-        gathered, split = (None if where in _WORDS else where for where in (source, target))
+        gathered, split = (None if where in WORDS else where for where in (source, target))
         sent = cost.sent(kind, move.axis, letters, lies)
         region = regions[call] if regions else None
         return (Step(kind, move.axis, tensor, gathered, split, region, sent),)
@@ -412,7 +311,7 @@ def _works(
     equation: Equation, axis: str, given: Sequence[Layout], wanted: Layout
 ) -> Sequence[Work]:
     places = [layout[axis] for layout in given]
-    letters = list(dict.fromkeys(w for w in places if w not in _WORDS))
+    letters = list(dict.fromkeys(w for w in places if w not in WORDS))
     partial = [number for number, where in enumerate(places) if where == PARTIAL]
     goal = wanted.get(axis, REPLICATED)
     if len(letters) == 1 and all(
@@ -422,7 +321,7 @@ def _works(
         return letters
     if len(partial) == 1 and not letters:
         return partial
-    if goal not in _WORDS:
+    if goal not in WORDS:
         return [goal]
     return letters or [None, *partial]
 
@@ -467,7 +366,7 @@ def table(answer: EinsumSharding) -> str:
     rows = [(answer.equation, *answer.axes, *(["local"] if shapes else []))]
     width = max(len(name) for name, _, _ in answer.rows())
     for name, letters, layout in answer.rows():
-        told = complete(read(layout, letters, name, answer.axes)[0], answer.axes)
+        told = complete(read(layout, letters, name, answer.axes), answer.axes)
         places = ("-" if where == REPLICATED else where for where in told.values())
         shape = [_shape(shapes.get(name))] if shapes else []
         rows.append((f"{name:{width}}  {letters}", *places, *shape))
@@ -564,7 +463,7 @@ class EinsumSharding:
             of = self.names[of]
         for name, letters, layout in self.rows():
             if name == ("y" if of == "output" else of):
-                places = complete(read(layout, letters, "", self.axes)[0], self.axes).values()
+                places = complete(read(layout, letters, "", self.axes), self.axes).values()
                 return tuple(words.get(at) or made.Shard(letters.index(at)) for at in places)
         raise ValueError(
             f"no tensor {of!r} in {self.equation!r}; expected 'output', an operand's number below "
@@ -710,7 +609,7 @@ def _layouts(
     if isinstance(mesh_axes, str) or len(set(mesh_axes or ())) < len(mesh_axes or ()):
         raise ValueError(f"mesh_axes={mesh_axes!r}; expected different names, outermost first")
     told = [
-        read(given, letters, name, mesh_axes)[0]
+        read(given, letters, name, mesh_axes)
         for given, letters, name in zip(operands, equation.operands, equation.names, strict=True)
     ]
     if isinstance(output, str) and not output.strip():
@@ -718,10 +617,11 @@ def _layouts(
             f"output={output!r} names no axis; write 'replicated', or leave it out to have "
             "what the product leaves"
         )
-    wanted, whole = ({}, False) if output is None else read(output, equation.output, "y", mesh_axes)
+    wanted = read(output, equation.output, "y", mesh_axes)
     found = dict.fromkeys(axis for layout in (*told, wanted) for axis in layout)
     axes = tuple(found if mesh_axes is None else mesh_axes)
-    return axes, [complete(t, axes) for t in told], complete(wanted, axes) if whole else wanted
+    wanted = complete(wanted, axes) if is_replicated(output) else wanted
+    return axes, [complete(t, axes) for t in told], wanted
 
 
 def _cheapest(
@@ -748,7 +648,7 @@ def _cheapest(
 
 def _orders(axes: Axes, layouts: Layouts) -> Iterator[Axes]:
     """Yield the orders of the axes that differ in which one cuts a letter before another."""
-    letters = {axis: {layout.get(axis, PARTIAL) for layout in layouts} - _WORDS for axis in axes}
+    letters = {axis: {layout.get(axis, PARTIAL) for layout in layouts} - WORDS for axis in axes}
     pairs = [two for two in combinations(axes, 2) if letters[two[0]] & letters[two[1]]]
     seen = set()
     for order in permutations(axes):
