@@ -142,11 +142,7 @@ def _local_norm(torch: Any, grads: list[Any], order: float) -> Any:
     if narrow:  # torch rounds their norms to half precision; a norm of norms is the same
         norms = torch._foreach_norm(narrow, order, dtype=torch.float32)  # noqa: SLF001
         wide.append(torch.stack(norms))
-    total = getattr(torch.nn.utils, "get_total_norm", None)
-    if total is not None:
-        return total(wide, order)
-    each = [torch.linalg.vector_norm(one, order) for one in wide]  # before torch 2.6
-    return torch.linalg.vector_norm(torch.stack(each or [torch.zeros(())]), order)
+    return torch.nn.utils.get_total_norm(wide, order)
 
 
 def _norm_over(torch: Any, norm: Any, group: Any, order: float) -> Any:

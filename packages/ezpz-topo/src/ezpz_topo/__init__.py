@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     # The one list of the public names: type checkers read it, and `attach` does.
-if TYPE_CHECKING:
     from ._allocation import Allocation as Allocation
     from ._checks import CheckResult as CheckResult
     from ._commands import Answer as Answer

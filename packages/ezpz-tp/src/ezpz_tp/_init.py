@@ -11,6 +11,7 @@ import contextlib
 import functools
 import itertools
 import math
+import operator
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -24,8 +25,9 @@ from torch.overrides import TorchFunctionMode
 
 from ._errors import DegreeError
 from ._mappings import broadcast_
+from ._shard import Piece, along, whole
 
-# Boxes of a weight: what a rank holds, and the tiles that a weight is drawn in.
+# The tiles that a weight is drawn in.
 
 TILE = 1 << 18
 """Elements in a tile. Large enough that drawing one outweighs starting to (about 2 ms on a CPU),
@@ -34,65 +36,8 @@ small enough that what a shard draws of its neighbors' does not matter."""
 _NARROWEST = 64
 """Columns in a tile of a weight split along a later dim: its copies then fill cache lines."""
 
-Shape = tuple[int, ...]
-Box = tuple[tuple[int, int], ...]
-"""The half-open range of each dim."""
 
-
-def stretches(
-    shard_shape: Shape,
-    full_shape: Shape,
-    dim: int | None,
-    *,
-    index: int,
-    degree: int,
-    stride: int | Sequence[int],
-) -> list[tuple[Box, Box]]:
-    # There are as many as ``stride``, of equal length, or as it has sizes of what is divided.
-    whole: Box = tuple((0, size) for size in full_shape)
-    if dim is None:
-        if shard_shape != full_shape:
-            raise DegreeError(
-                f"a weight of shape {shard_shape} that is not split should have its full shape, "
-                f"{full_shape}; pass partition_dim, or a tensor of that shape"
-            )
-        return [(whole, whole)]
-    held, full = shard_shape[dim], full_shape[dim]
-    blocks = (full // stride,) * stride if isinstance(stride, int) else tuple(stride)
-    others_fit = (*full_shape[:dim], held, *full_shape[dim + 1 :]) == shard_shape
-    even = held * degree == full == sum(blocks) and not any(block % degree for block in blocks)
-    if not others_fit or held * degree < full or (len(blocks) > 1 and not even):
-        raise DegreeError(
-            f"a shard of shape {shard_shape}, split along dim {dim} over {degree} ranks in "
-            f"{stride} stretches, does not fit a full weight of shape {full_shape}; expected "
-            f"dim {dim} to hold {full} / {degree} rows, rounded up only where stride is 1"
-        )
-    if not 0 <= index < degree:
-        raise DegreeError(f"rank {index} of {degree} in a group; expected 0 to {degree - 1}")
-    found, first, begin = [], 0, 0
-    for block in blocks:
-        each = held if len(blocks) == 1 else block // degree
-        start = min(begin + index * each, full)
-        stop = min(start + each, full)
-        at = _with(whole, dim, first, first + stop - start)
-        found.append((at, _with(whole, dim, start, stop)))
-        first, begin = first + each, begin + block
-    return found
-
-
-def within(stretch: tuple[Box, Box], begins: Shape, shape: Shape) -> tuple[Box, Box]:
-    """Cut a stretch to the part of the shard that begins there and has that shape."""
-    at: list[tuple[int, int]] = []
-    full: list[tuple[int, int]] = []
-    for (a, b), (start, _), begin, size in zip(*stretch, begins, shape, strict=True):
-        low = min(max(a, begin), b)
-        high = max(low, min(b, begin + size))
-        at.append((low - begin, high - begin))
-        full.append((start + low - a, start + high - a))
-    return tuple(at), tuple(full)
-
-
-def tiles(full_shape: Shape, dim: int, box: Box) -> Iterator[tuple[int, Box]]:
+def tiles(full_shape: tuple[int, ...], dim: int, box: Piece) -> Iterator[tuple[int, Piece]]:
     """Yield the number and the place of each tile that shares an element with a box."""
     steps = list(full_shape)
     others = max(1, math.prod(full_shape) // max(1, full_shape[dim]))
@@ -102,39 +47,14 @@ def tiles(full_shape: Shape, dim: int, box: Box) -> Iterator[tuple[int, Box]]:
         steps[0] = max(1, TILE * full_shape[0] // (others * width))
     steps[dim] = width
     counts = [-(-size // step) for size, step in zip(full_shape, steps, strict=True)]
-    touched = (range(a // s, -(-b // s)) for (a, b), s in zip(box, steps, strict=True))
+    touched = (range(a // s, -(-(a + n) // s)) for a, n, s in zip(*box, steps, strict=True))
     for place in itertools.product(*touched):
         number = 0
         for here, count in zip(place, counts, strict=True):
             number = number * count + here
-        yield (
-            number,
-            tuple(
-                (here * step, min((here + 1) * step, size))
-                for here, step, size in zip(place, steps, full_shape, strict=True)
-            ),
-        )
-
-
-def elements(box: Box) -> int:
-    return math.prod([stop - start for start, stop in box])
-
-
-def slices(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(start, stop) for start, stop in box)
-
-
-def common(box: Box, other: Box) -> Box:
-    """Return what two boxes share; they do share something."""
-    return tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, other, strict=True))
-
-
-def shifted(box: Box, origin: Box) -> Box:
-    return tuple((a - o, b - o) for (a, b), (o, _) in zip(box, origin, strict=True))
-
-
-def _with(box: Box, dim: int, start: int, stop: int) -> Box:
-    return (*box[:dim], (start, stop), *box[dim + 1 :])
+        begins = tuple(map(operator.mul, place, steps))
+        left = map(operator.sub, full_shape, begins)
+        yield number, Piece(begins, tuple(map(min, steps, left)))
 
 
 # A tile of a weight that answers for the whole: the shape of all, the values of some.
@@ -368,17 +288,17 @@ def initialize_shard(
         try:
             with NoOtherNumbers():
                 for at, full in held:
-                    _fill(local[slices(at)], full, full_shape, dim, init_method, seed=seed)
-                first: Box = tuple((0, min(1, size)) for size in full_shape)
-                if not held and elements(first):
+                    _fill(local[at.slices], full, full_shape, dim, init_method, seed=seed)
+                if not held and 0 not in full_shape:
                     # All padding here: one element is drawn, so that what ``init_method`` keeps
                     # to itself, such as a generator, is the same on all ranks.
-                    into = local.new_empty([1] * len(full_shape))
-                    _fill(into, first, full_shape, dim, init_method, seed=seed)
+                    one = whole([1] * len(full_shape))
+                    into = local.new_empty(one.sizes)
+                    _fill(into, one, full_shape, dim, init_method, seed=seed)
         except NotElementwiseError as error:
             weight = _whole(local, full_shape, init_method, seed, error)
             for at, full in held:
-                local[slices(at)].copy_(weight[slices(full)])
+                local[at.slices].copy_(weight[full.slices])
 
 
 def initialize_from_whole(
@@ -403,7 +323,7 @@ def initialize_from_whole(
         local, held = _held(shard, tuple(full_shape), partition_dim, index, degree, stride)
         init_method(weight)
         for at, full in held:
-            local[slices(at)].copy_(weight[slices(full)])
+            local[at.slices].copy_(weight[full.slices])
     return weight
 
 
@@ -414,15 +334,56 @@ def _held(
     index: int,
     degree: int,
     stride: int | Sequence[int],
-) -> tuple[Tensor, list[tuple[Box, Box]]]:
-    parts = stretches(
-        tuple(shard.shape), full_shape, partition_dim, index=index, degree=degree, stride=stride
-    )
+) -> tuple[Tensor, list[tuple[Piece, Piece]]]:
+    """Return what is here of a shard, and its pieces: where each is in that, and in the whole."""
+    parts = _stretches(tuple(shard.shape), full_shape, partition_dim, index, degree, stride)
     local, offsets = held_part(shard)
-    held = [within(s, offsets, tuple(local.shape)) for s in parts]
-    if sum(elements(full) for _, full in held) < local.numel():
+    here, held = Piece(offsets, tuple(local.shape)), []
+    for at, full in parts:
+        if own := at.overlap(here):
+            held.append((own.within(here), own.within(at).moved(full.offsets)))
+    if sum(math.prod(full.sizes) for _, full in held) < local.numel():
         local.zero_()
-    return local, [(at, full) for at, full in held if elements(full)]
+    return local, held
+
+
+def _stretches(
+    shape: tuple[int, ...],
+    full_shape: tuple[int, ...],
+    dim: int | None,
+    index: int,
+    degree: int,
+    stride: int | Sequence[int],
+) -> list[tuple[Piece, Piece]]:
+    # There are as many as ``stride``, of equal length, or as it has sizes of what is divided.
+    everything = whole(full_shape)
+    if dim is None:
+        if shape != full_shape:
+            raise DegreeError(
+                f"a weight of shape {shape} that is not split should have its full shape, "
+                f"{full_shape}; pass partition_dim, or a tensor of that shape"
+            )
+        return [(everything, everything)]
+    held, full = shape[dim], full_shape[dim]
+    blocks = (full // stride,) * stride if isinstance(stride, int) else tuple(stride)
+    others_fit = (*full_shape[:dim], held, *full_shape[dim + 1 :]) == shape
+    even = held * degree == full == sum(blocks) and not any(block % degree for block in blocks)
+    if not others_fit or held * degree < full or (len(blocks) > 1 and not even):
+        raise DegreeError(
+            f"a shard of shape {shape}, split along dim {dim} over {degree} ranks in "
+            f"{stride} stretches, does not fit a full weight of shape {full_shape}; expected "
+            f"dim {dim} to hold {full} / {degree} rows, rounded up only where stride is 1"
+        )
+    if not 0 <= index < degree:
+        raise DegreeError(f"rank {index} of {degree} in a group; expected 0 to {degree - 1}")
+    found, first, begin = [], 0, 0
+    for block in blocks:
+        each = held if len(blocks) == 1 else block // degree
+        start = min(begin + index * each, full)
+        size = min(each, full - start)
+        found.append((along(everything, dim, first, size), along(everything, dim, start, size)))
+        first, begin = first + each, begin + block
+    return found
 
 
 @contextlib.contextmanager
@@ -509,7 +470,7 @@ def held_part(shard: Tensor) -> tuple[Tensor, tuple[int, ...]]:
 
 def _fill(
     target: Tensor,
-    box: Box,
+    box: Piece,
     full_shape: tuple[int, ...],
     dim: int,
     init_method: InitMethod,
@@ -519,14 +480,14 @@ def _fill(
     dtype = torch.float64 if target.dtype == torch.float64 else torch.float32
     generator = torch.Generator(device=target.device)
     for number, tile in tiles(full_shape, dim, box):
-        shape = tuple(stop - start for start, stop in tile)
-        both = common(tile, box)
-        into = target[slices(shifted(both, box))]
-        whole = both == tile and into.is_contiguous() and into.dtype == dtype
-        values = into if whole else torch.empty(shape, dtype=dtype, device=target.device)
+        both = tile.overlap(box)
+        assert both is not None
+        into = target[both.within(box).slices]
+        direct = both == tile and into.is_contiguous() and into.dtype == dtype
+        values = into if direct else torch.empty(tile.sizes, dtype=dtype, device=target.device)
         init_method(Tile.of(values, full_shape, generator.manual_seed(_mixed(seed, number))))
-        if not whole:
-            into.copy_(values[slices(shifted(both, tile))])
+        if not direct:
+            into.copy_(values[both.within(tile).slices])
 
 
 def _whole(

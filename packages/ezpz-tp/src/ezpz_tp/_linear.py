@@ -31,6 +31,7 @@ from ._mappings import (
     gather_from_tensor_parallel_region,
     scatter_to_tensor_parallel_region,
 )
+from ._shard import WHOLE, set_whole
 
 # The attributes by which optimizers, gradient clipping and checkpoints know a parameter. The names
 # are Megatron-LM's (megatron/core/tensor_parallel/layers.py), which DeepSpeed and others read:
@@ -52,10 +53,9 @@ from ._mappings import (
 # Megatron-LM's optimizers read these of weights that it shards once more, or stacks.
 _GTP = ("is_gtp_weight_remat", "allreduce", "gtp_replica_group", "pad_length")
 _DEFAULTS = {"tensor_model_parallel": False, "partition_dim": -1, "partition_stride": 1}
-_WHOLE = ("full_shape", "partition_blocks", "partition_padded")
 # Megatron-LM's optimizers ask how queries, keys and values are stacked, and whose experts' it is.
 _OTHERS = ("sequence_parallel", "allreduce", "shared", "is_qkv", "qkv_split_shapes", "expert_tp")
-_ALL = (*_DEFAULTS, *_WHOLE, *_OTHERS)
+_ALL = (*_DEFAULTS, *WHOLE, *_OTHERS)
 
 
 def set_tensor_model_parallel_attributes(
@@ -81,14 +81,6 @@ def set_tensor_model_parallel_attributes(
                 f"and {value} is asked; expected it to be set once: remove one of the two calls"
             )
     for name, value in wanted.items():
-        setattr(tensor, name, value)
-
-
-def set_whole(
-    tensor: Tensor, full_shape: tuple[int, ...], blocks: tuple[int, ...] = (), padded: bool = False
-) -> None:
-    """Say what a parameter is a part of, see `ezpz_tp.Shard` for the arguments."""
-    for name, value in zip(_WHOLE, (full_shape, blocks, padded), strict=True):
         setattr(tensor, name, value)
 
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from ._errors import DegreeError
-from ._linear import set_whole
 from ._mappings import vocabulary_range, vocabulary_rows
 
 Stretch = tuple[int, int, int]
@@ -62,6 +61,13 @@ class Piece(NamedTuple):
 
 def whole(shape: Sequence[int]) -> Piece:
     return Piece((0,) * len(shape), tuple(shape))
+
+
+def along(piece: Piece, dim: int, start: int, size: int) -> Piece:
+    """Return a piece that begins and ends elsewhere in one dim."""
+    offsets, sizes = list(piece.offsets), list(piece.sizes)
+    offsets[dim], sizes[dim] = start, size
+    return Piece(tuple(offsets), tuple(sizes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,15 +176,10 @@ class Shard:
         if self.dim is None:
             return [(local, local)]
         found, dim = [], self.dim
-        before, after = slice(dim), slice(dim + 1, None)
         for begin, full, length in self.pieces(index, degree):
-            stretch = Piece(
-                (*local.offsets[before], begin, *local.offsets[after]),
-                (*local.sizes[before], length, *local.sizes[after]),
-            )
-            if own := local.overlap(stretch):
-                by = [(full - begin) * (each == dim) for each in range(len(self.full_shape))]
-                found.append((own, own.moved(by)))
+            if own := local.overlap(along(local, dim, begin, length)):
+                there = own.offsets[dim] + full - begin
+                found.append((own, along(own, dim, there, own.sizes[dim])))
         return found
 
     def _check(self, index: int, degree: int) -> None:
@@ -197,6 +198,14 @@ class Shard:
 
 
 # What a parameter is a part of, in attributes beside Megatron-LM's.
+
+WHOLE = ("full_shape", "partition_blocks", "partition_padded")
+
+
+def set_whole(
+    tensor: Tensor, full_shape: tuple[int, ...], blocks: tuple[int, ...] = (), padded: bool = False
+) -> None:
+    vars(tensor).update(zip(WHOLE, (full_shape, blocks, padded), strict=True))
 
 
 def shard_of(parameter: Tensor, degree: int | None = None) -> Shard | None:
