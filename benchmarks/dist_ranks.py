@@ -139,39 +139,32 @@ def set_up(job: dict[str, Any]) -> Pairs:
     store = dist.TCPStore("127.0.0.1", job["port"])
     for turn, port in enumerate(job["ports"]):
         os.environ["MASTER_PORT"] = str(port)
-        ours = turn % 2 == 0
+        way = "theirs" if turn % 2 else "ours"
         # Set-up drops the group before, whose threads end then; a first one has none.
         _drop_retired()
-        _meet(store, f"begin{turn}", job["ranks"])
-        began = time.perf_counter()
-        if ours:
-            ezpz_dist.setup_torch(timeout=60)
-        else:
-            dist.init_process_group("gloo")
-        taken = time.perf_counter() - began
+        taken = _once(store, turn, job["ranks"], way)
         if turn >= 2:
-            samples["ours" if ours else "theirs"].append(taken)
-        _meet(store, f"end{turn}", job["ranks"])
-        if ours:
-            ezpz_dist.cleanup()
-        else:
-            dist.destroy_process_group()
+            samples[way].append(taken)
     return samples
 
 
 def first_set_up(job: dict[str, Any]) -> float:
-    """Time the set-up of this process, by us or bare, from when all ranks are here."""
+    """Time the set-up of this process, by us or bare."""
     os.environ["MASTER_PORT"] = str(job["ports"][0])
-    store = dist.TCPStore("127.0.0.1", job["port"])
-    _meet(store, "begin", job["ranks"])
+    return _once(dist.TCPStore("127.0.0.1", job["port"]), 0, job["ranks"], job["first"])
+
+
+def _once(store: dist.Store, turn: int, ranks: int, way: str) -> float:
+    """Set up and take down again; return how long the former takes from when all ranks are here."""
+    _meet(store, f"begin{turn}", ranks)
     began = time.perf_counter()
-    if job["first"] == "ours":
+    if way == "ours":
         ezpz_dist.setup_torch(timeout=60)
     else:
         dist.init_process_group("gloo")
     taken = time.perf_counter() - began
-    _meet(store, "end", job["ranks"])
-    if job["first"] == "ours":
+    _meet(store, f"end{turn}", ranks)
+    if way == "ours":
         ezpz_dist.cleanup()
     else:
         dist.destroy_process_group()

@@ -24,6 +24,34 @@ _PLACE = re.compile(
 _UNFINISHED = "<unfinished ...>"
 _RESUMED = re.compile(r" *<\.\.\. \w+ resumed>(.*)")
 
+PRINT_ALL = """
+import json, os, traceback
+
+def forked(measure, size):
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            os.write(writing, json.dumps(measure(size)).encode())
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        said = pipe.read()
+    os.waitpid(child, 0)
+    return json.loads(said)
+
+def print_all(measure, sizes, runs):
+    rows = {size: [] for size in sizes}
+    for _ in range(runs):
+        for size in sizes:
+            rows[size].append(forked(measure, size))
+    print(json.dumps(rows))
+"""
+"""Code that measures each size in forks, all sizes in turn, and prints what `answer` returns."""
+
 
 def environment(**more: str) -> dict[str, str]:
     """Return this process's environment without its place in a job, and with what is given."""

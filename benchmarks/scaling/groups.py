@@ -5,19 +5,23 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 
-from .fresh import answer
+from .fresh import PRINT_ALL, answer
 from .growth import NODES, PER_NODE, Curve, Fact, Found
 
 # As a rank in the middle of a fake world: torch's own machinery, and no connections. Each world is
 # a fork, which has made no group before, and whose time is its own; tracing memory takes more.
-MAKE = """
-import json, os, sys, time, tracemalloc
+MAKE = (
+    PRINT_ALL
+    + """
+import sys, time, tracemalloc
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 import ezpz_tp
 
-def measure(size, degrees):
+sizes, degrees, runs = map(json.loads, sys.argv[1:])
+
+def measure(size):
     dist.init_process_group("fake", store=FakeStore(), rank=size // 2, world_size=size)
     ezpz_tp.initialize_tensor_parallel(**degrees)  # what is imported at first use
     ezpz_tp.destroy_tensor_parallel()
@@ -40,26 +44,9 @@ def measure(size, degrees):
     peak = tracemalloc.get_traced_memory()[1]
     return took * 1e3, made, longest, peak / 2**20, look * 1e6
 
-def forked(size, degrees):
-    reading, writing = os.pipe()
-    if not os.fork():
-        try:
-            os.write(writing, json.dumps(measure(size, degrees)).encode())
-        finally:
-            os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading) as pipe:
-        answer = json.loads(pipe.read())
-    os.wait()
-    return answer
-
-sizes, degrees, runs = map(json.loads, sys.argv[1:])
-rows = {size: [] for size in sizes}
-for _ in range(runs):
-    for size in sizes:
-        rows[size].append(forked(size, degrees))
-print(json.dumps(rows))
+print_all(measure, sizes, runs)
 """
+)
 
 LAYOUTS = {
     # The tensor groups of a node, and data parallel over everything else.

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Generator, Iterator, Mapping
 
 from .discovery import names
-from .fresh import answer
+from .fresh import PRINT_ALL, answer
 from .growth import NODES, PER_NODE, Curve, Fact, Found, fit
 
 CLIENTS = (32, 64, 128, 256, 512)
@@ -16,8 +16,10 @@ CLIENTS = (32, 64, 128, 256, 512)
 ROOTS = 945
 """Of so many ranks NCCL asks each for a number, one of 128 ranks (TORCH_NCCL_RANKS_PER_ROOT)."""
 
-COMMON = """
-import json, os, sys, time, traceback, zlib
+COMMON = (
+    PRINT_ALL
+    + """
+import sys, time, zlib
 from dataclasses import asdict
 from datetime import timedelta
 from torch.distributed import PrefixStore, TCPStore
@@ -63,30 +65,8 @@ def in_four(work):
             assert os.waitpid(child, 0)[1] == 0
         [os.close(end) for end in go]
     return lambda: os.write(go[1], b"g" * 4), ended
-
-def forked(measure, size):
-    reading, writing = os.pipe()
-    child = os.fork()
-    if not child:
-        try:
-            os.write(writing, json.dumps(measure(size)).encode())
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading) as pipe:
-        said = pipe.read()
-    os.waitpid(child, 0)
-    return json.loads(said)
-
-def print_all(measure):
-    rows = {size: [] for size in sizes}
-    for _ in range(runs):
-        for size in sizes:
-            rows[size].append(forked(measure, size))
-    print(json.dumps(rows))
 """
+)
 
 # Rank 0 is this process, and its CPU time is what counts: the others' own work, which takes the
 # same cores here, is not in it. One call of each node does what its leader's does: it is greeted,
@@ -120,7 +100,7 @@ def meet(nodes):
             calls.append(call)
         for call in calls:
             read_message(call, time.monotonic() + 300)
-    start, ended = in_four(speak)
+    start, ended = in_four(lead)
     files = [len(os.listdir("/proc/self/fd"))]
     # The others are there when the last one comes, which is rank 0: no time is spent on waiting.
     heard = met.server.rounds["scale"]
@@ -144,7 +124,7 @@ def meet(nodes):
     more = files[1] - files[0]
     return took * 1e3, spent[-1] * 1e3, more, names, read * 1e3, len(verdict), wire
 
-print_all(meet)
+print_all(meet, sizes, runs)
 """
 )
 
@@ -186,7 +166,7 @@ def join(size):
     ended()
     return (once - began) * 1e3, (time.process_time() - once) * 1e3
 
-print_all(join)
+print_all(join, sizes, runs)
 """
 )
 
