@@ -390,6 +390,7 @@ class Phase:
             self._marks = []
 
     def take(self) -> tuple[float, list[tuple[Mark, Mark]]]:
+        """Return what has been timed, and begin again."""
         taken = self.host_seconds, self._marks
         self.host_seconds, self._marks = 0.0, []
         return taken
@@ -412,6 +413,8 @@ class _Step(NamedTuple):
 
 
 class Batches(Generic[T]):
+    """Batches, the wait for each being timed."""
+
     def __init__(self, batches: Iterable[T], phase: Phase) -> None:
         self._batches, self._phase = batches, phase
 

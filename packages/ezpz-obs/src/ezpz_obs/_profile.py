@@ -73,6 +73,8 @@ def profile(
 
 
 class Profile:
+    """The profile of a loop, made by `profile`."""
+
     def __init__(
         self, directory: Path, steps: tuple[int, int], rank: int | None, first: int, **options: Any
     ) -> None:

@@ -49,6 +49,8 @@ def progress(
 
 
 class Progress(Generic[T]):
+    """An iterable that shows how far it has got; see `progress`."""
+
     def __init__(
         self, iterable: Iterable[T], total: int | None, desc: str | None, unit: str, every: float
     ) -> None:

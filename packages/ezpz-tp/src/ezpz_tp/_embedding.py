@@ -148,6 +148,7 @@ class EmbeddingTable(ParallelModule):
         self.scale_grad_by_freq, self.sparse = scale_grad_by_freq, sparse
 
     def set_zeros(self) -> None:
+        """Set the row of ``padding_idx``, on the rank that has it."""
         row = self.padding_row()
         if row is not None:
             local, (first, _) = held_part(self.weight)
@@ -164,9 +165,11 @@ class EmbeddingTable(ParallelModule):
         )
 
     def padding_row(self) -> int | None:
+        """Return the row here that gets no gradient."""
         return self.padding_idx
 
     def look_up_whole(self, ids: Tensor) -> Tensor:
+        """Return the embeddings, on a rank that holds all rows: what `nn.Embedding` does."""
         if self._built_early:
             self.check_not_early()
         return nn.functional.embedding(
@@ -189,6 +192,7 @@ class EmbeddingTable(ParallelModule):
             )
 
     def outside(self, ids: Tensor) -> IndexError:
+        """Return what to raise once a lookup has failed."""
         low, high = (int(bound) for bound in ids.aminmax())
         return IndexError(
             f"{type(self).__name__}({self.extra_repr()}): id {low if low < 0 else high} is not in "

@@ -401,6 +401,8 @@ class ParallelModule(nn.Module):
 
 
 class ShardedLinear(ParallelModule):
+    """One weight, split along ``partition_dim``, and what both layers do with it."""
+
     in_features: int
     out_features: int
     bias: nn.Parameter | None
@@ -456,6 +458,7 @@ class ShardedLinear(ParallelModule):
             return self.weight, self.bias
 
     def extra_repr(self) -> str:
+        """Return the sizes, the options and this rank's place."""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={self.bias is not None}, tp={self.tp_rank}/{self.tp_size}"

@@ -25,6 +25,8 @@ LAUNCHED = ("RANK", "GROUP_RANK", "WORLD_SIZE", "GROUP_WORLD_SIZE")
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
+    """Which node each rank is on."""
+
     of: tuple[int, ...]
     sizes: tuple[int, ...]
     names: tuple[str, ...] = ()

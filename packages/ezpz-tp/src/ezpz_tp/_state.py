@@ -64,14 +64,18 @@ def dims_of_mesh(mesh: DeviceMesh, names: Mapping[str, str]) -> dict[str, str]:
 
 
 class MeshGroups:
+    """The mesh that a state was made from, and the groups that it has or may get later."""
+
     def __init__(self, mesh: DeviceMesh, dims: Mapping[str, str]) -> None:
         self.mesh = mesh
         self._dims = dims
 
     def by_axis(self) -> dict[tuple[str, ...], ProcessGroup | None]:
+        """Return the groups of the dims, by axis."""
         return {(axis,): self.mesh.get_group(dim) for axis, dim in self._dims.items()}
 
     def layout(self) -> RankLayout | None:
+        """Return the layout that numbers the ranks as the mesh does, or None if none can."""
         # None is also the answer for a part of a mesh: nothing says where the other ranks are.
         ranks, axes = self.mesh.mesh, list(self._dims)
         if ranks.numel() != dist.get_world_size():
@@ -114,6 +118,7 @@ class MeshGroups:
         return None
 
     def advice(self, axes: tuple[str, ...]) -> str:
+        """Say how to get the group that `known` did not find."""
         dims = tuple(dim for axis, dim in self._dims.items() if axis in axes)
         return (
             f"this state is from_mesh's, which makes none: flatten these dims of the mesh, as in "

@@ -100,6 +100,8 @@ __all__ += parallel_state.__all__
 
 
 class _OfAnyDialect(type):
+    """A class of which every instance of ``core`` is one."""
+
     core: type
 
     def __instancecheck__(cls, instance: object) -> bool:

@@ -115,6 +115,7 @@ class Patches(nn.Module):
         self.projection: nn.Conv2d = nn.Conv2d(channels, dim, patch_size, patch_size)
 
     def forward(self, images: Tensor) -> Tensor:
+        """Return ``[batch, patches, dim]``, row by row, of ``[batch, channels, height, width]``."""
         return self.projection(images).flatten(2).transpose(1, 2)  # type: ignore[no-any-return]
 
 
@@ -253,6 +254,7 @@ class ZeroLinear(nn.Linear):
     """A linear layer that starts as zero: what it steers is the identity at first."""
 
     def reset_parameters(self) -> None:
+        """Fill weight and bias with zeros."""
         nn.init.zeros_(self.weight)
         nn.init.zeros_(self.bias)
 
