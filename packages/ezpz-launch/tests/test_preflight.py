@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from ezpz_launch import _preflight_node
-from ezpz_launch._preflight import judge, table
+from ezpz_launch._preflight import judge, table, unjudged
 
 HOSTS = ["n0", "n1", "n2"]
 SKEWED = "import time\nnow = time.time\ntime.time = lambda: now() + 10\n"
+# As a processor of half the clock: the same work takes twice the seconds.
+SLOW = "import time\nits = time.process_time\ntime.process_time = lambda: 2.5 * its()\n"
 OTHER = "import platform\nplatform.python_version = lambda: '2.7.18'\n"
 
 
@@ -29,7 +30,7 @@ def look(tmp_path):
         base = {**os.environ, **own, "WORLD_SIZE": "3", "OMP_NUM_THREADS": "1"}
         nodes = [
             subprocess.Popen(
-                [*(start if n == 1 else ()), sys.executable, _preflight_node.__file__],
+                [*(start if n == 1 else ()), sys.executable, "-P", "-m", "ezpz_launch._preflight"],
                 env={**base, "RANK": str(n), **(variables or {} if n == 1 else {})},
                 stdout=subprocess.PIPE, text=True,
             )
@@ -45,7 +46,7 @@ def look(tmp_path):
 def test_nodes_that_are_alike(look):
     reports = look()
     assert judge(reports, HOSTS) == {}
-    assert table({}, HOSTS) == ["3 of 3 nodes are alike, and well"]
+    assert table({}, {}, HOSTS) == ["3 of 3 nodes are alike, and well"]
     assert [len(each["links"]) for each in reports.values()] == [2, 1, 1]
     assert ("torch" in reports["n0"]) is (find_spec("torch") is not None)
 
@@ -58,6 +59,16 @@ def test_a_clock_and_a_version(look, tmp_path, patch, why):
     bad = judge(look({"PYTHONPATH": str(tmp_path)}), HOSTS)
     assert list(bad) == ["n1"]
     assert why in bad["n1"][0]
+
+
+@pytest.mark.skipif(find_spec("torch") is None, reason="no torch: no processor is measured")
+def test_a_processor_of_half_the_speed_is_found_or_said_not_to_be_judged(look, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(SLOW)
+    reports = look({"PYTHONPATH": str(tmp_path)})
+    bad, notes = judge(reports, HOSTS), unjudged(reports)
+    # Beside what else this machine does, too: then none is blamed, and each of them is named.
+    assert list(bad) == ["n1"] or notes, reports
+    assert "its siblings" in str(bad) or "processor not judged (others used " in str(notes)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="not root: no disk to fill")
@@ -78,7 +89,8 @@ def test_processors_that_are_throttled(look):
     except OSError as error:
         pytest.skip(f"no cgroup of ours here ({error.strerror})")
     try:
-        (group / "cpu.cfs_quota_us").write_text("10000")
+        (group / "cpu.cfs_quota_us").write_text("50000")  # half of one
+        (group / "cpu.shares").write_text("262144")  # and that much also beside others
         words = f'echo $$ >{group}/cgroup.procs && exec "$@"'
         reports = look(start=["sh", "-c", words, "sh"])
     finally:
@@ -110,6 +122,17 @@ def test_what_differs_is_named(change, why, count):
     bad = judge(dict.fromkeys(hosts[:-1], GOOD) | {hosts[-1]: GOOD | change}, hosts)
     assert list(bad) == hosts[-1:]
     assert why in bad[hosts[-1]][0]
+
+
+def test_a_busy_processor_is_not_judged_and_that_is_said():
+    busy = {"devices": [{"rates": [], "right": True, "share": 0.4}], "throttled": 0.0}
+    reports = {"n0": GOOD, "n1": GOOD | busy | {"devices": busy["devices"] * 2}}
+    assert judge(reports, ["n0", "n1"]) == {}
+    assert table({}, unjudged(reports), ["n0", "n1"]) == [
+        "n1  processor not judged (others used 60 % of it)", "2 of 2 nodes are alike, and well",
+    ]  # fmt: skip
+    # One that is throttled is bad for that.
+    assert unjudged({"n1": GOOD | busy | {"throttled": 0.6}}) == {}
 
 
 def test_who_does_not_answer_is_bad():

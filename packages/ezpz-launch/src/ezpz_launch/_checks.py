@@ -23,8 +23,7 @@ from ezpz_topo import CheckResult, TopoError, detect, fold_nodelist, get_allocat
 from ._errors import CommandNotFoundError, LaunchError
 from ._identify import find_mpiexec, outside_of_launch
 from ._launchers import LAUNCHERS, Launcher, find_command
-from ._record import records_folder
-from ._retry import why_not_written
+from ._record import records_folder, why_not_written
 
 # Run a command for a check: no input, a time limit, and nothing left of it afterwards.
 

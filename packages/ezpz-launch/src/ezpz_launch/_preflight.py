@@ -1,21 +1,31 @@
-"""`ezpz preflight`: look at every node of a job at once, and name those that differ."""
+"""`ezpz preflight`: look at every node of a job at once, and name those that differ.
+
+``python -m ezpz_launch._preflight`` is what looks at one node, started as a rank, one a node.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import platform
+import re
 import shlex
+import socket
 import subprocess
 import sys
+import threading
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
-from . import _preflight_node
 from ._errors import LaunchError, UsageError, say
-from ._nodes import allocation_of, remember
+from ._nodes import NODE, allocation_of, patterns, remember
 from ._options import request_of, split
+from ._record import why_not_written
 
 if TYPE_CHECKING:
     from ezpz_topo import Allocation
@@ -47,6 +57,16 @@ def judge(reports: Reports, hosts: Sequence[str]) -> dict[str, list[str]]:
     for host, why in [*_alone(reports), *_beside_others(reports), *_rates(reports)]:
         bad.setdefault(host, []).append(why)
     return bad
+
+
+def unjudged(reports: Reports) -> dict[str, str]:
+    """Return of which hosts something was not judged, and why: no fault of theirs."""
+    return {
+        host: f"processor not judged (others used {100 * (1 - device['share']):.0f} % of it)"
+        for host, each in reports.items()
+        for device in each.get("devices", ())
+        if not device["rates"] and each["throttled"] <= _THROTTLED
+    }
 
 
 def _alone(reports: Reports) -> Iterator[tuple[str, str]]:
@@ -139,7 +159,7 @@ def look(request: Request, env: Mapping[str, str]) -> tuple[Reports, list[str], 
     if planned.returncode:
         raise LaunchError(planned.stderr.strip().removeprefix("ezpz-launch: "))
     hosts = json.loads(planned.stdout)["hosts"]
-    done = _run([*start, "--", sys.executable, _preflight_node.__file__], own)
+    done = _run([*start, "--", sys.executable, "-P", "-m", __name__], own)
     reports = {}
     for line in done.stdout.splitlines():
         if line.startswith("preflight {"):
@@ -168,7 +188,8 @@ def leave_out(request: Request, job: Allocation, env: Mapping[str, str]) -> bool
     if not reports:
         raise LaunchError(f"--preflight: no host answers: {said.strip() or 'it took too long'}")
     bad = judge(reports, hosts)
-    say("\n".join(["preflight", *(f"  {line}" for line in table(bad, hosts))]))
+    lines = table(bad, unjudged(reports), hosts)
+    say("\n".join(["preflight", *(f"  {line}" for line in lines)]))
     for host, whys in bad.items():
         remember([host], "; ".join(whys), allocation_of(job, request, env), env)
     return bool(bad)
@@ -183,6 +204,8 @@ usage: {USAGE}
 
 Look at every node of this job at once: devices and what they compute, memory, disk, clock,
 versions, links, errors of the kernel. Nodes that differ from the others are listed.
+
+A processor that others use meanwhile is not judged, and a line says so.
 
 examples:
   ezpz-launch preflight             a table of the bad nodes, and a line for the good ones
@@ -199,18 +222,227 @@ def command(argv: Sequence[str], env: Mapping[str, str]) -> str | int:
     if rest:
         raise UsageError(f"preflight: {' '.join(rest)!r}; expected no command: {USAGE}")
     reports, hosts, said = look(request_of(options, ("true",)), env)
-    bad = judge(reports, hosts)
+    bad, notes = judge(reports, hosts), unjudged(reports)
     if as_json:
-        print(json.dumps({"hosts": hosts, "bad": bad, "reports": reports}, indent=1), flush=True)
+        found = {"hosts": hosts, "bad": bad, "notes": notes, "reports": reports}
+        print(json.dumps(found, indent=1), flush=True)
     else:
         if not reports:
             print(said, file=sys.stderr, end="")
-        print("\n".join(table(bad, hosts)), flush=True)
+        print("\n".join(table(bad, notes, hosts)), flush=True)
     return 1 if bad else 0
 
 
-def table(bad: Mapping[str, Sequence[str]], hosts: Sequence[str]) -> list[str]:
+def table(
+    bad: Mapping[str, Sequence[str]], notes: Mapping[str, str], hosts: Sequence[str]
+) -> list[str]:
     width = max(map(len, hosts))
-    lines = [f"{host:<{width}}  {'; '.join(whys)}" for host, whys in bad.items()]
-    good = len(hosts) - len(bad)
-    return [*lines, f"{good} of {len(hosts)} nodes are alike, and well"]
+    rows = [*((host, "; ".join(whys)) for host, whys in bad.items()), *notes.items()]
+    good = f"{len(hosts) - len(bad)} of {len(hosts)} nodes are alike, and well"
+    return [*(f"{host:<{width}}  {said}" for host, said in rows), good]
+
+
+# What is looked at on one node, by a process there, which prints it as one line.
+#
+# Node 0 is where all meet: it compares clocks, and tells each where the others listen. Then nodes
+# exchange data in pairs, log2(n) times.
+
+_PATIENCE = 10.0  # seconds in which the others must have come
+_PAYLOAD = 8 << 20  # bytes of one exchange
+_ROUNDS = 4  # exchanges at most: what is slow shows in the first
+_WORK = 0.3  # seconds of matrix products, thrice
+_WORKED = 0.8  # less of that time is no measure: who had the rest had the caches, too
+
+_TORCH = f"""
+import json, time, torch
+has = lambda kind: hasattr(torch, kind) and getattr(torch, kind).is_available()
+kind = next(filter(has, ("cuda", "xpu")), "cpu")
+module, found = getattr(torch, kind), []
+# Of several threads, who waits for a slow one would count as work.
+torch.set_num_threads(1)
+for index in range(module.device_count() if kind != "cpu" else 1):
+    device = torch.device(kind, index) if kind != "cpu" else torch.device("cpu")
+    n = 4096 if kind != "cpu" else 256
+    x, rates, shares = torch.ones(n, n, device=device), [], []
+    # A processor by its own seconds: what else runs there takes none of them.
+    clock = time.process_time if kind == "cpu" else time.monotonic
+    x @ x
+    for _ in range(3):
+        begin, start, count = clock(), time.monotonic(), 0
+        while time.monotonic() < start + {_WORK}:
+            y = x @ x
+            module.synchronize(*[device] * (kind != "cpu"))
+            count += 1
+        worked = clock() - begin
+        shares.append(worked / (time.monotonic() - start))
+        if shares[-1] > {_WORKED}:
+            rates.append(2e-9 * n**3 * count / worked)
+    free = torch.cuda.mem_get_info(index)[0] if kind == "cuda" else 0
+    right = float(y[0, 0]) == n
+    found.append(dict(rates=rates, right=right, free=free, share=max(shares)))
+print(json.dumps(dict(torch=torch.__version__, kind=kind, devices=found)))
+"""
+
+
+def _look_at_torch() -> dict[str, object]:
+    """Return what torch's devices do, by a process of its own: a broken driver may hang it."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _TORCH], capture_output=True, text=True, timeout=60, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return {"torch_error": "torch and its devices do not answer"}
+    if done.returncode == 0:
+        return dict(json.loads(done.stdout.splitlines()[-1]))
+    said = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+    return {} if "No module named 'torch'" in said else {"torch_error": said[:200]}
+
+
+def _look_at_system() -> dict[str, object]:
+    found: dict[str, object] = {"python": platform.python_version(), "kernel": _kernel_errors()}
+    for name in ("ezpz-launch", "ezpz-suite"):
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    with suppress(OSError), open("/proc/driver/nvidia/version", encoding="utf-8") as file:
+        found["driver"] = " ".join(file.readline().split())
+    with suppress(OSError, IndexError), open("/proc/meminfo", encoding="utf-8") as file:
+        found["memory"] = 1024 * int(re.findall(r"MemAvailable: +(\d+)", file.read())[0])
+    folder = os.environ.get("TMPDIR") or "/tmp"
+    if why := why_not_written(folder):
+        found["disk_error"] = f"{folder}: {why}"
+    with suppress(OSError):
+        disk = os.statvfs(folder)
+        found["disk"] = disk.f_bavail * disk.f_frsize
+    return found
+
+
+def _throttled() -> float:
+    """Return the seconds for which a bound on this cgroup has kept us from running; 0 if none."""
+    with suppress(OSError, ValueError):
+        with open("/proc/self/cgroup", encoding="utf-8") as file:
+            groups = [line.strip().split(":", 2) for line in file]
+        # Version 2 has one group, of number 0; version 1 one for each controller.
+        folders = [f"/sys/fs/cgroup{path}" for number, _, path in groups if number == "0"]
+        of_cpu = [path for _, its, path in groups if "cpu" in its.split(",")]
+        folders += [f"/sys/fs/cgroup/cpu{path}" for path in of_cpu]
+        for folder in folders:
+            with suppress(FileNotFoundError), open(f"{folder}/cpu.stat", encoding="utf-8") as file:
+                stat = dict(line.split() for line in file)
+                micro, nano = stat.get("throttled_usec", 0), stat.get("throttled_time", 0)
+                return 1e-6 * int(micro) + 1e-9 * int(nano)
+    return 0.0
+
+
+def _kernel_errors() -> list[str]:
+    """Return lines of the last hour that speak of broken hardware, where users may read them."""
+    try:
+        told = subprocess.run(["dmesg"], capture_output=True, text=True, timeout=5, check=False)
+        with open("/proc/uptime", encoding="ascii") as file:
+            since = float(file.read().split()[0]) - 3600
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    own = re.compile(rb"Machine check events logged|I/O error, dev")
+    bad = [own, *(row.match for row in patterns() if row.whose == NODE)]
+    lines = re.findall(r"^\[ *([\d.]+)\] (.*)$", told.stdout, re.MULTILINE)
+    recent = [line for when, line in lines if float(when) > since]
+    return [line[:200] for line in recent if any(e.search(line.encode()) for e in bad)][-3:]
+
+
+def _put(connection: socket.socket, value: object) -> None:
+    connection.sendall(json.dumps(value).encode() + b"\n")
+
+
+def _get(said: IO[bytes]) -> Any:
+    return json.loads(said.readline(1 << 24))
+
+
+def _meet(node: int, count: int, mine: int) -> tuple[dict[int, tuple[str, int]], float]:
+    """Return where the nodes listen that have come, and by how much our clock differs from 0's."""
+    place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    until = time.monotonic() + _PATIENCE
+    if node:
+        while True:
+            try:
+                hub = socket.create_connection(place, 1)
+                break
+            except OSError:
+                if time.monotonic() > until:
+                    raise
+                time.sleep(0.1)
+        hub.settimeout(2 * _PATIENCE)
+        said = hub.makefile("rb")
+        _put(hub, [os.environ["EZPZ_LAUNCH_ID"], node, mine])
+        _get(said)
+        _put(hub, time.time())
+        table, offset = _get(said)
+        return {int(key): tuple(value) for key, value in table.items()}, offset
+    table = {0: (place[0], mine)}
+    came: list[tuple[socket.socket, float]] = []
+    with socket.create_server(("", place[1]), backlog=1024) as server:
+        while len(came) < count - 1 and (left := until - time.monotonic()) > 0:
+            server.settimeout(left)
+            try:
+                other, address = server.accept()
+                other.settimeout(2)
+                said = other.makefile("rb")
+                launch, number, port = _get(said)
+                if launch != os.environ["EZPZ_LAUNCH_ID"]:
+                    continue
+                begin = time.time()
+                _put(other, "clock")
+                clock, end = _get(said), time.time()
+            except (OSError, ValueError, TypeError):
+                continue
+            table[number] = (address[0], port)
+            came.append((other, clock - (begin + end) / 2))
+    for other, offset in came:
+        _put(other, [table, offset])
+    return table, 0.0
+
+
+def _exchange(node: int, table: dict[int, tuple[str, int]], server: socket.socket) -> list[float]:
+    """Return the rates, in MB/s, of exchanges with one partner after another."""
+    rates, order = [], sorted(table)
+    place = order.index(node)
+    for round_number in range(min(_ROUNDS, (len(order) - 1).bit_length())):
+        other = place ^ (1 << round_number)
+        if other >= len(order):
+            continue
+        try:
+            if place > other:
+                link = socket.create_connection(table[order[other]], _PATIENCE)
+            else:
+                server.settimeout(_PATIENCE)
+                link, _ = server.accept()
+            with link, link.makefile("rb") as arriving:
+                link.settimeout(_PATIENCE)
+                begin = time.monotonic()
+                sender = threading.Thread(target=link.sendall, args=(bytes(_PAYLOAD),))
+                sender.start()
+                arrived = len(arriving.read(_PAYLOAD))
+                sender.join()
+                whole = arrived == _PAYLOAD
+                rates.append(whole * 2e-6 * _PAYLOAD / (time.monotonic() - begin))
+        except OSError:
+            rates.append(0.0)
+    return rates
+
+
+def _main() -> None:
+    node, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    found: dict[str, object] = {"node": node, **_look_at_system()}
+    with socket.create_server(("", 0)) as server:
+        try:
+            table, found["clock"] = _meet(node, count, server.getsockname()[1])
+            found["links"] = _exchange(node, table, server)
+        except OSError as error:
+            found["link_error"] = str(error)
+    # Last: then no node waits for a slow one.
+    before, begin = _throttled(), time.monotonic()
+    found |= _look_at_torch()
+    found["throttled"] = (_throttled() - before) / (time.monotonic() - begin)
+    print(f"\npreflight {json.dumps(found)}", flush=True)
+
+
+if __name__ == "__main__":
+    _main()

@@ -158,6 +158,25 @@ def write(path: str, text: str) -> None:
         raise
 
 
+_TRIED = 1 << 20  # bytes that are written to see that they can be
+
+
+def why_not_written(folder: str) -> str:
+    """Write a nameless file; return what is wrong, empty where nothing is."""
+    import tempfile  # noqa: PLC0415 - only --log-dir and the doctor need it
+
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            # A full disk takes a file, but no bytes; no figure tells of a quota.
+            file.write(bytes(_TRIED))
+            file.flush()
+            # What a file system over the network or a quota thinks of it, it may tell only now.
+            os.fsync(file.fileno())
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
 def prune(folder: str, names: str = ID) -> None:
     """Remove all but the newest records, once there are a tenth too many."""
     with suppress(OSError):

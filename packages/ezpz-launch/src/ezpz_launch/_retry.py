@@ -17,13 +17,26 @@ from ezpz_topo import Allocation, TopoError, Topology, get_allocation, same_host
 
 from ._environment import free_port
 from ._errors import LaunchError, StageError, UsageError, say
-from ._faults import NODE, UNKNOWN, Suspects, Verdict, describe, verdict
 from ._launch import NEVER, NODE_TIMEOUT, Control, Heard, Launch, Outcome, pause, signals
 from ._launchers import PROGRAMS, SHIM, hostfile_of, needs_hostfile
 from ._launchers import argv as argv_of
-from ._nodes import Pool, Replan, allocation_of, forget, remember, sweep, warn_of_the_scheduler
+from ._nodes import (
+    NODE,
+    UNKNOWN,
+    Pool,
+    Replan,
+    Suspects,
+    Verdict,
+    allocation_of,
+    describe,
+    forget,
+    remember,
+    sweep,
+    verdict,
+    warn_of_the_scheduler,
+)
 from ._plan import LaunchPlan
-from ._record import Keeper, read_progress
+from ._record import Keeper, read_progress, why_not_written
 from ._run import REQUEUE, SETTLE, run
 from ._terminal import Terminal
 
@@ -403,7 +416,6 @@ def _hostfile(planned: LaunchPlan, directory: str) -> Iterator[LaunchPlan]:
 
 # The ranks' files, in --log-dir.
 
-_TRIED = 1 << 20  # bytes that are written to see that they can be
 _TAIL, _LINES = 1 << 13, 20
 """Bytes, and lines, of a rank's file that are looked at when it has failed."""
 
@@ -416,22 +428,6 @@ def _make_log_dir(folder: str) -> None:
         why = str(error.strerror)
     if why:
         raise LaunchError(f"--log-dir {folder}: {why}; expected a folder that can be written")
-
-
-def why_not_written(folder: str) -> str:
-    """Write a nameless file; return what is wrong, empty where nothing is."""
-    import tempfile  # noqa: PLC0415 - only --log-dir and the doctor need it
-
-    try:
-        with tempfile.TemporaryFile(dir=folder) as file:
-            # A full disk takes a file, but no bytes; no figure tells of a quota.
-            file.write(bytes(_TRIED))
-            file.flush()
-            # What a file system over the network or a quota thinks of it, it may tell only now.
-            os.fsync(file.fileno())
-    except OSError as error:
-        return error.strerror or str(error)
-    return ""
 
 
 def _sizes(folder: str) -> dict[str, int]:
