@@ -100,15 +100,19 @@ def test_python_that_cannot_import(code, expected):
 
 def test_retries_until_it_succeeds(spawned):
     script = (
-        "echo $RANK $EZPZ_ATTEMPT $TORCHELASTIC_RESTART_COUNT $MASTER_PORT; "
+        "echo $RANK $EZPZ_ATTEMPT $TORCHELASTIC_RESTART_COUNT $MASTER_PORT $EZPZ_LAST_FAULT; "
         "[ $RANK = 0 ] || [ $EZPZ_ATTEMPT -ge 1 ] || exit 9"
     )
-    done = spawned("-n", "2", "--retries", "3", "sh", "-c", script)
+    leaked = {"EZPZ_LAST_FAULT": "another's"}
+    done = spawned("-n", "2", "--retries", "3", "sh", "-c", script, env=leaked)
     assert done.returncode == 0, done.stderr
-    seen = sorted(line.split() for line in done.stdout.splitlines())
+    seen = sorted(line.split(maxsplit=4) for line in done.stdout.splitlines())
     assert [words[:3] for words in seen] == [
         ["0", "0", "0"], ["0", "1", "1"], ["1", "0", "0"], ["1", "1", "1"],
     ]  # fmt: skip
+    here, why = os.uname().nodename, "exited with status 9"
+    why = f"whose fault is unknown; {here} perhaps: rank 1 on {here} {why}"
+    assert [words[4:] for words in seen] == [[], [why]] * 2
     # ranks of an attempt agree; the next one has another port
     ports = [{words[3] for words in seen if words[1] == attempt} for attempt in "01"]
     assert [len(both) for both in ports] == [1, 1]

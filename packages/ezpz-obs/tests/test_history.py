@@ -165,16 +165,18 @@ def test_names_that_cannot_be():
         History(every=0)
 
 
-def test_a_restarted_run_goes_on_and_marks_what_it_replays(tmp_path):
+def test_a_restarted_run_goes_on_and_marks_what_it_replays(tmp_path, monkeypatch):
     with History(tmp_path) as history:
         for step in range(5):
             history.update({"loss": float(step)})
+    monkeypatch.setenv("EZPZ_LAST_FAULT", "the fault of n1: gone")
     with History(tmp_path) as history:  # from its checkpoint of step 3
         for step in range(3, 7):
             history.update({"loss": step + 0.5}, step=step)
         assert history.update({"loss": 7.0}) == "step=7 loss=7"
     run = ezpz_obs.read_run(tmp_path)
     assert [(one["attempt"], one["continues"]) for one in run.headers] == [(0, None), (1, 4)]
+    assert [one["last_fault"] for one in run.headers] == [None, "the fault of n1: gone"]
     assert [(one["step"], one["loss"], one.get("replay")) for one in run.records()] == [
         (0, 0.0, None), (1, 1.0, None), (2, 2.0, None), (3, 3.5, True), (4, 4.5, True),
         (5, 5.5, None), (6, 6.5, None), (7, 7.0, None),

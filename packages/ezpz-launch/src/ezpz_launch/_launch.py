@@ -57,6 +57,7 @@ class Control(NamedTuple):
     job_id: str = ""  # the scheduler's; empty outside of a job
     kept: str = ""  # a folder on each node's own disk, where these files are until a rank ends
     run_file: str = ""  # where a History writes where its own file is
+    fault: str = ""  # whose fault the end of the attempt before was, as people read it
     python: str = sys.executable  # that runs our programs beside the ranks
     programs: str = _HERE  # the folder of these
 
@@ -84,7 +85,7 @@ class Control(NamedTuple):
             "all" if self.only_ranks is None else fold_ranks(self.only_ranks),
             program if pumped else "", "--prefix" if self.prefix else "", str(self.port or ""),
             self.device_type, str(self.devices), str(int(self.one_device)), str(self.attempt),
-            self.progress_file, self.job_id, self.kept, self.run_file,
+            self.progress_file, self.job_id, self.kept, self.run_file, self.fault,
         ]  # fmt: skip
         for field in fields:
             if "\n" in field:

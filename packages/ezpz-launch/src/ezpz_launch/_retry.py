@@ -73,6 +73,7 @@ class Attempts:
         self._pool, self._suspects = Pool(planned, replan), Suspects()
         self._began = self._first_step = self._failed = self._ended = 0.0
         self._allocation = allocation_of(topology.allocation, planned.request, env)
+        self._fault = ""  # the last attempt's, as people read it
         self._sweeps: list[Callable[[], object]] = []
         self._has_successor = bool(progress_file)
         self._topology, self._env = topology, env
@@ -208,8 +209,10 @@ class Attempts:
         if gone := [outcome.facts.hosts[node] for node in sorted(outcome.facts.gone)]:
             launch = f"{self._keeper.launch_id}.{self._number}"
             self._sweeps.append(sweep(gone, launch, self._planned, self._env))
+        # Of a line of the ranks' it may hold anything.
+        self._fault = "".join(c if c.isprintable() else "?" for c in describe(found))
         if several:
-            say(describe(found))
+            say(self._fault)
             forget(self._suspects.cleared, self._env)
             if found.whose == NODE:
                 remember(found.hosts, found.why, self._allocation, self._env)
@@ -315,7 +318,7 @@ class Attempts:
             port=0 if here else int(planned.environment["MASTER_PORT"]),
             device_type="" if planned.device_type in ("cpu", "mps") else planned.device_type,
             devices=self._topology.accelerators.count, job_id=job.job_id or "",
-            progress_file=self._progress_file, run_file=self._keeper.run_file,
+            progress_file=self._progress_file, run_file=self._keeper.run_file, fault=self._fault,
             python=self._moved(sys.executable), programs=self._moved(PROGRAMS),
         )  # fmt: skip
 

@@ -25,6 +25,7 @@
 #                      ATTEMPT from 0; PROGRESS, the file for it; JOB, the scheduler's id
 #                      KEPT  where FILES are until the command ends: in KEPT-RANK, on this node's disk
 #                      RUN   a file in which a History says where its own file is
+#                      FAULT whose fault the end of the attempt before was, for History's report
 # exit status: the command's own, 128 + signal; 2 when the launcher told us no rank, or another
 #              place than planned
 #
@@ -94,9 +95,10 @@ ezpz_read() {
   [ "$3" = - ] || export EZPZ_JOB_ID="$3"
   ezpz_kept=$4
   [ "$5" = - ] || export EZPZ_RUN_FILE="$5"
+  [ "$6" = - ] || export EZPZ_LAST_FAULT="$6"
 }
 ezpz_id=- ezpz_files=- ezpz_kept=- ezpz_shown=all ezpz_pump=- ezpz_type=-
-unset EZPZ_JOB_ID EZPZ_PROGRESS_FILE EZPZ_CAUSE_FILE EZPZ_RUN_FILE
+unset EZPZ_JOB_ID EZPZ_PROGRESS_FILE EZPZ_CAUSE_FILE EZPZ_RUN_FILE EZPZ_LAST_FAULT
 if [ -n "${EZPZ_CONTROL-}" ]; then
   set -f
   ezpz_ifs=$IFS IFS='

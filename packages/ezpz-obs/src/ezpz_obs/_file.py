@@ -479,6 +479,8 @@ def make_header(
 
     loaded = {name: getattr(sys.modules.get(name), "__version__", None) for name in _WORTH_KNOWING}
     versions = {name: str(version) for name, version in loaded.items() if version is not None}
+    # By ezpz-launch: whose fault the end of the attempt before was.
+    before_it = {"last_fault": os.environ.get("EZPZ_LAST_FAULT")}
     return {
         "ezpz_obs": SCHEMA, "attempt": before.attempts, "time": time.time(), "run": run,
         "rank": place.rank, "world_size": place.world_size, "host": place.host,
@@ -487,7 +489,7 @@ def make_header(
         "git": find_commit() if place.rank == 0 else None,
         "versions": {"python": platform.python_version(), **versions},
         # As it will stand in the file: what an object says of itself may hold a secret, too.
-        **redact(orjson.loads(encode_anything({"argv": sys.argv, "config": config}))),
+        **redact(orjson.loads(encode_anything({"argv": sys.argv, "config": config, **before_it}))),
         **({"project": project} if project else {}),
     }  # fmt: skip
 

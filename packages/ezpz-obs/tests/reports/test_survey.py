@@ -40,7 +40,7 @@ def test_a_restart_supersedes(write_run, records, header):
         header(),
         *records(range(10), loss=1.0),
         {"event": "end", "time": begun + 5, "step": 9, "message": "RuntimeError: rank 3 is gone"},
-        header(attempt=1, time=begun + 100, continues=9),
+        header(attempt=1, time=begun + 100, continues=9, last_fault="the fault of n1: gone"),
         *[{**line, "replay": True} for line in records(range(6, 10), start=begun + 100, loss=2.0)],
         *records(range(10, 20), start=begun + 100, loss=2.0),
         end("closed", begun + 120),
@@ -51,7 +51,7 @@ def test_a_restart_supersedes(write_run, records, header):
     rows = attempts(found).rows
     assert [row[4] for row in rows] == ["\N{EN DASH}", "4"]
     assert [row[3] for row in rows] == ["0 \N{EN DASH} 5", "6 \N{EN DASH} 19"]
-    assert "rank 3 is gone" in rows[0][5]
+    assert rows[0][5].endswith("rank 3 is gone; the fault of n1: gone")
     assert attempts(found).marked == {0}
     assert found.outcome[0] == "good"
     assert pauses(found) == []

@@ -156,6 +156,7 @@ def attempts(survey: Survey) -> Table:
         kind, words = say_end(attempt.end, survey.age, last=last)
         if kind == "bad":
             marked.add(len(rows))
+            words += f"; {attempt.fault}" if attempt.fault else ""
         reached = attempt.reached
         steps = NOTHING
         if reached.first_step is not None:

@@ -363,6 +363,7 @@ class Attempt(NamedTuple):
     replayed: int  # steps that an earlier attempt had done already
     end: str | None  # its cause as it was written; None where none was
     ended: float | None
+    fault: str  # whose its end was, as ezpz-launch told the next one; empty where it did not
 
     @property
     def span(self) -> float | None:
@@ -473,6 +474,7 @@ def _attempts(
         while ends and (_time(ends[0].get("time")) or 0.0) < until:
             end = ends.pop(0)
         continues = headers[number].get("continues") if headers else None
+        following = headers[number + 1] if headers[number + 1 :] else {}
         replayed = 0
         if isinstance(continues, int) and reached.first_step is not None:
             replayed = max(0, continues - reached.first_step + 1)
@@ -481,6 +483,7 @@ def _attempts(
                 number, begun, reached, replayed,
                 None if end is None else str(end.get("message", "")),
                 None if end is None else _time(end.get("time")),
+                str(following.get("last_fault") or ""),
             )
         )  # fmt: skip
     return found
