@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 import ezpz_launch._agent as module
-from ezpz_launch._agent import Files, Ranks, is_running
+from ezpz_launch._agent import Ranks, is_running
+from ezpz_launch.rank_output import Files
 
 ID = f"agent-test.{os.getpid()}"  # a session beside this one must not meet ours
 PUMP = str(Path(module.__file__).with_name("rank_output.py"))

@@ -16,7 +16,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING or __package__:
+    from .rank_output import Files
+else:  # the program
+    sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+    from rank_output import Files
+
+    del sys.path[0]
 
 # Processes, as /proc shows them; where there is none, as ps does.
 
@@ -134,31 +143,27 @@ def _name(pid: int) -> str:
     return f"pid {pid} ({_printable([os.path.basename(word) for word in named], 80)})"
 
 
-def _environments() -> Iterator[tuple[int, list[bytes]]]:
+_JOB = (b"PBS_JOBID", b"SLURM_JOB_ID")
+
+
+def _environments() -> Iterator[tuple[int, dict[bytes, bytes]]]:
     """Return each other process that we may look into, with what it was started with."""
-    try:
-        names = os.listdir("/proc")
-    except FileNotFoundError:
-        return
-    for name in names:
+    for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
         if name.isdecimal() and int(name) != os.getpid():
-            yield int(name), _read(int(name), "environ").split(b"\0")
+            pairs = _read(int(name), "environ").split(b"\0")
+            yield int(name), dict(pair.partition(b"=")[::2] for pair in pairs)
 
 
 def _of_launch(launch_id: bytes) -> list[int]:
-    """Return the processes of a launch, and of launches inside its ranks."""
-    found, job = [], _job([b"%s=%s" % pair for pair in os.environb.items()])
-    for pid, environment in _environments():
-        for variable in environment if _job(environment) <= job else ():
-            name, _, value = variable.partition(b"=")
-            if name in (b"EZPZ_LAUNCH_ID", b"EZPZ_INSIDE") and launch_id in value.split(b":"):
-                found.append(pid)
-                break
+    """Return the processes of a launch, and of launches inside its ranks; not of other jobs."""
+    found = []
+    for pid, its in _environments():
+        launches = [its.get(b"EZPZ_LAUNCH_ID"), *its.get(b"EZPZ_INSIDE", b"").split(b":")]
+        if launch_id in launches and all(
+            os.environb.get(job) == its[job] for job in _JOB if job in its
+        ):
+            found.append(pid)
     return found
-
-
-def _job(environment: list[bytes]) -> set[bytes]:
-    return {each for each in environment if each.startswith((b"PBS_JOBID=", b"SLURM_JOB_ID="))}
 
 
 def _catchers(shim: int, number: int) -> list[int]:
@@ -179,103 +184,20 @@ def _catches(pid: int, number: int) -> bool:
     return bool(found) and bool(int(rest.split()[0], 16) >> (number - 1) & 1)
 
 
+def _goes_away(is_there: Callable[[], object], seconds: float) -> bool:
+    """Wait so long; return whether it has gone."""
+    until = time.monotonic() + seconds
+    while is_there():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.02)
+    return True
+
+
 def send(target: int, number: int) -> None:
     # Gone, or no longer ours: a rank may have changed its user.
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(target, number)
-
-
-# The ranks' files on this node's own disk, on their way to the folder that was asked for.
-
-
-class Files:
-    """Brings what ranks wrote whose shims, which bring it else, are lost or killed."""
-
-    def __init__(self, kept: str, folder: str) -> None:
-        self._kept, self._folder = kept, folder
-        self._brought: dict[str, int] = {}  # of the files that are ours to bring, so many bytes
-        self._told: set[str] = set()
-        self.errors: list[str] = []
-        self._before: dict[str, int] = {}  # bytes of the targets when the ranks began
-
-    def begin(self, rank: int) -> None:
-        """Note how long the files are that a rank's output is to be appended to."""
-        for path, target in self._paths([rank]):
-            self._before[path] = os.path.getsize(target) if os.path.exists(target) else 0
-
-    def bring(self, ranks: Iterable[int]) -> None:
-        """Bring what these ranks have written since we did so last."""
-        for path, target in self._paths(ranks):
-            try:
-                self._append(path, target)
-            except FileNotFoundError:
-                continue  # it wrote nothing there, or its shim brings it
-            except OSError as error:
-                self.errors.append(
-                    f"{target} cannot be written ({error.strerror}); expected a folder for the "
-                    f"ranks' output; it is {path}.going on {os.uname().nodename}"
-                )
-
-    def _paths(self, ranks: Iterable[int]) -> list[tuple[str, str]]:
-        ranks = ranks if self._kept else ()
-        names = [(rank, f"rank-{rank}.{end}") for rank in ranks for end in ("out", "err")]
-        return [(f"{self._kept}-{rank}/{name}", f"{self._folder}/{name}") for rank, name in names]
-
-    def bring_within(self, seconds: float, ranks: Iterable[int]) -> bool:
-        """Do so, but let no file system that hangs save a rank; return whether it is done."""
-        if not self._kept:
-            return False
-        thread = threading.Thread(target=self.bring, args=(ranks,), daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:  # there is no room for one
-            return False
-        thread.join(seconds)
-        return not thread.is_alive()
-
-    def _append(self, path: str, target: str) -> None:
-        if path not in self._brought:
-            os.rename(path, f"{path}.going")
-            self._brought[path] = 0
-        os.makedirs(self._folder, exist_ok=True)
-        with open(f"{path}.going", "rb") as its, open(target, "ab", buffering=0) as ours:
-            its.seek(self._brought[path])
-            while data := its.read(1 << 20):
-                while data:
-                    written = ours.write(data)
-                    self._brought[path] += written
-                    data = data[written:]
-
-    def _complete(self, path: str, target: str) -> bool:
-        """Bring the rest of what a shim that is dead had begun to; False where that is unknown."""
-        before = self._before.get(path, -1)
-        done = (os.path.getsize(target) if os.path.exists(target) else 0) - before
-        if before < 0 or not 0 <= done <= os.path.getsize(f"{path}.going"):
-            return False
-        self._brought[path] = done
-        self._append(path, target)
-        return True
-
-    def drop(self, killed: Iterable[int]) -> None:
-        """Remove what has been brought whole; complete what a killed shim had begun to bring."""
-        for path, target in self._paths(killed):
-            if path in self._brought or path in self._told or not os.path.exists(f"{path}.going"):
-                continue
-            try:
-                is_whole = self._complete(path, target)
-            except OSError:  # the message says where it is
-                is_whole = False
-            if not is_whole:
-                self._told.add(path)
-                self.errors.append(
-                    f"{target} is not whole: its rank was killed while it was brought there; "
-                    f"whole it is {path}.going on {os.uname().nodename}"
-                )
-        for path, size in self._brought.items():
-            with contextlib.suppress(OSError):  # it is gone, or something else is there
-                if os.path.getsize(f"{path}.going") == size:
-                    os.unlink(f"{path}.going")
-                    os.rmdir(os.path.dirname(path))
 
 
 # The ranks of one node: who has started, who is lost, and signals that reach them.
@@ -309,10 +231,9 @@ class Ranks:
         self._pids[rank] = pid
         self.files.begin(rank)
         self._born[pid], self._parents[pid] = birth_of(pid), parent_of(pid)
-        try:
+        self._groups[pid] = 0
+        with contextlib.suppress(ProcessLookupError):
             self._groups[pid] = os.getpgid(pid)
-        except ProcessLookupError:
-            self._groups[pid] = 0
         if self._ending:
             # It comes late: all were told to end.
             send(self._target(pid), self._ending)
@@ -362,8 +283,8 @@ class Ranks:
             return is_running(command) and birth_of(command) == born
         # The shim died before we had seen its command. Twice: it may just be ending.
         is_suspect, self._suspects = rank in self._suspects, self._suspects | {rank}
-        marks = {b"EZPZ_LAUNCH_ID=" + self._launch_id, b"EZPZ_RANK=%d" % rank}
-        return is_suspect and any(marks <= set(each) for _, each in _environments())
+        marks = {b"EZPZ_LAUNCH_ID": self._launch_id, b"EZPZ_RANK": b"%d" % rank}
+        return is_suspect and any(marks.items() <= its.items() for _, its in _environments())
 
     def signal(self, number: int) -> None:
         """Signal every rank that has not ended: its process group, where it has one."""
@@ -389,35 +310,29 @@ class Ranks:
         is_brought = self.files.bring_within(_BRINGS, [*self._pids])
         self.signal(signal.SIGKILL)
         # What left its process group is found by its environment, where /proc shows it.
-        for pid in _of_launch(self._launch_id):
+        for pid in self._left():
             send(pid, signal.SIGKILL)
         if is_brought:
             # A shim that brings its files does so until it is gone.
-            until = time.monotonic() + _MOMENT
-            while time.monotonic() < until and self._has_some():
-                time.sleep(_MOMENT / 20)
+            _goes_away(lambda: any(map(is_running, self._pids.values())) or self._left(), _MOMENT)
             self.files.bring([*self._pids])
             self.files.drop([*self._pids])
 
-    def _has_some(self) -> bool:
-        return any(map(is_running, self._pids.values())) or bool(_of_launch(self._launch_id))
+    def _left(self) -> list[int]:
+        return _of_launch(self._launch_id)
 
     def end_left(self, tell: Callable[[str], None]) -> None:
         """Name what ranks that have all ended left running, of each once, and end it."""
         named: set[int] = set()
         for number in (0, signal.SIGTERM, signal.SIGKILL):  # first it may end by itself
-            left = _of_launch(self._launch_id)
+            left = self._left()
             if number and (new := [pid for pid in left if pid not in named]):
                 more = f" and {len(new) - _NAMED} more" if len(new) > _NAMED else ""
                 tell(f"{', '.join(map(_name, new[:_NAMED]))}{more} on {os.uname().nodename}")
                 named.update(new)
             for pid in left if number else ():
                 send(pid, number)
-            until = time.monotonic() + _MOMENT
-            while left and time.monotonic() < until:
-                time.sleep(_MOMENT / 20)
-                left = _of_launch(self._launch_id)
-            if not left:
+            if _goes_away(self._left, _MOMENT):
                 return
 
     def stacks(self, which: list[int]) -> str:
@@ -459,11 +374,10 @@ _BYSTANDERS = ("multiprocessing.resource_tracker", "torch/_inductor/compile_work
 
 def find_py_spy(path: str, beside: str) -> str | None:
     """Return py-spy on a PATH, or beside Python, for an environment that is not activated."""
-    for directory in (*path.split(os.pathsep), beside):
-        program = os.path.join(directory, "py-spy")
-        if directory and os.path.isfile(program) and os.access(program, os.X_OK):
-            return program
-    return None
+    import shutil  # noqa: PLC0415 - few ranks hang
+
+    folders = [folder for folder in (*path.split(os.pathsep), beside) if folder]
+    return shutil.which("py-spy", path=os.pathsep.join(folders))
 
 
 def python_processes(shim: int) -> tuple[list[int], list[int]]:
@@ -639,14 +553,10 @@ def fork(launch_id: str, launcher: int, scratch: str, files: Files) -> tuple[int
         _detach(4)
         if not Agent(socket.socket(fileno=3), Ranks(launch_id, files=files)).serve():
             send(-launcher, signal.SIGTERM)
-            until = time.monotonic() + _TERMINATED
-            while time.monotonic() < until and is_running(launcher):
-                time.sleep(0.02)
+            _goes_away(lambda: is_running(launcher), _TERMINATED)
             send(-launcher, signal.SIGKILL)
-            if os.path.isdir(scratch):  # torchrun has a folder
+            if scratch:  # a file, or torchrun's folder
                 subprocess.run(["rm", "-rf", scratch], check=False)
-            elif scratch:
-                os.unlink(scratch)
     finally:
         os._exit(0)
 

@@ -17,7 +17,7 @@ from types import FrameType
 from typing import NamedTuple
 
 from . import rank_output
-from ._agent import PROTOCOL_LINE, Files, fork, is_proof, keep_alive, proof
+from ._agent import PROTOCOL_LINE, fork, is_proof, keep_alive, proof
 from ._errors import UsageError
 from ._options import GRACE, fold_ranks
 
@@ -256,7 +256,7 @@ class Nodes:
         """Start this host's agent; if we are killed, nothing outlives us, nor the scratch file."""
         launch = self._launch
         control = launch.control
-        files = Files(control.kept, control.files)
+        files = rank_output.Files(control.kept, control.files)
         pid, connection = fork(control.launch_id, launcher, launch.scratch, files)
         self._here = pid, self._add(connection, _GUARD)
         if launch.on_this_host:

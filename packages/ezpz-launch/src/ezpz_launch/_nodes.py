@@ -474,13 +474,7 @@ def command(argv: Sequence[str], env: Mapping[str, str]) -> str:
             if unknown:
                 known = ", ".join(bad.host for bad in found) or "none"
                 raise UsageError(f"nodes forget {min(unknown)}: expected one of: {known}")
-            for bad in named:
-                with suppress(FileNotFoundError):  # somebody was quicker
-                    os.unlink(
-                        os.path.join(
-                            records_folder(env, "nodes"), f"{bad.host.replace('/', '_')}.json"
-                        )
-                    )
+            forget([bad.host for bad in named], env)
             return f"forgotten: {', '.join(bad.host for bad in named) or 'none'}"
         case []:
             if not found:

@@ -460,6 +460,109 @@ def _reap(running: set[int], options: int) -> int:
     return status
 
 
+# The ranks' files on this node's own disk, on their way to the folder that was asked for.
+
+
+class Files:
+    """Brings what ranks wrote whose shims, which bring it else, are lost or killed.
+
+    Args:
+        kept: Folders on this node's disk, less the rank's number; empty where there are none.
+        folder: Where the files are to be.
+    """
+
+    def __init__(self, kept: str, folder: str) -> None:
+        self._kept, self._folder = kept, folder
+        self._brought: dict[str, int] = {}  # of the files that are ours to bring, so many bytes
+        self._before: dict[str, int] = {}  # bytes of the targets when the ranks began
+        self._told: set[str] = set()
+        self.errors: list[str] = []
+
+    def begin(self, rank: int) -> None:
+        """Note how long the files are that a rank's output is to be appended to."""
+        for path, target in self._paths([rank]):
+            self._before[path] = _size(target)
+
+    def bring(self, ranks: list[int]) -> None:
+        """Bring what these ranks have written since we did so last."""
+        for path, target in self._paths(ranks):
+            try:
+                self._append(path, target)
+            except FileNotFoundError:
+                continue  # it wrote nothing there, or its shim brings it
+            except OSError as error:
+                expected = "expected a folder for the ranks' output; it"
+                self._complain(path, f"{target} cannot be written ({error.strerror}); {expected}")
+
+    def bring_within(self, seconds: float, ranks: list[int]) -> bool:
+        """Do so, but let no file system that hangs save a rank; return whether it is done."""
+        if not self._kept:
+            return False
+        import threading  # noqa: PLC0415 - the pump has none
+
+        thread = threading.Thread(target=self.bring, args=(ranks,), daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # there is no room for one
+            return False
+        thread.join(seconds)
+        return not thread.is_alive()
+
+    def drop(self, killed: list[int]) -> None:
+        """Remove what has been brought whole; complete what a killed shim had begun to bring."""
+        for path, target in self._paths(killed):
+            if path in self._brought or path in self._told or not os.path.exists(f"{path}.going"):
+                continue
+            if not self._complete(path, target):
+                self._told.add(path)
+                why = "its rank was killed while it was brought there; whole it"
+                self._complain(path, f"{target} is not whole: {why}")
+        for path, size in self._brought.items():
+            try:
+                if os.path.getsize(f"{path}.going") == size:
+                    os.unlink(f"{path}.going")
+                    os.rmdir(os.path.dirname(path))
+            except OSError:
+                continue  # it is gone, or something else is there
+
+    def _paths(self, ranks: list[int]) -> list[tuple[str, str]]:
+        names = [(rank, f"rank-{rank}.{end}") for rank in ranks for end in ("out", "err")]
+        paths = [(f"{self._kept}-{rank}/{name}", f"{self._folder}/{name}") for rank, name in names]
+        return paths if self._kept else []
+
+    def _append(self, path: str, target: str) -> None:
+        if path not in self._brought:
+            os.rename(path, f"{path}.going")
+            self._brought[path] = 0
+        os.makedirs(self._folder, exist_ok=True)
+        with open(f"{path}.going", "rb") as its, open(target, "ab", buffering=0) as ours:
+            its.seek(self._brought[path])
+            while data := its.read(1 << 20):
+                while data:
+                    written = ours.write(data)
+                    self._brought[path] += written
+                    data = data[written:]
+
+    def _complete(self, path: str, target: str) -> bool:
+        """Bring the rest of what a shim that is dead had begun to; False where that is unknown."""
+        try:
+            done = _size(target) - self._before[path]
+            if 0 <= done <= os.path.getsize(f"{path}.going"):
+                self._brought[path] = done
+                self._append(path, target)
+                return True
+        except (KeyError, OSError):  # the message says where it is
+            return False
+        return False
+
+    def _complain(self, path: str, why: str) -> None:
+        self.errors.append(f"{why} is {path}.going on {os.uname().nodename}")
+
+
+def _size(path: str) -> int:
+    return os.path.getsize(path) if os.path.exists(path) else 0
+
+
 def _say(message: str) -> None:
     try:
         os.write(2, os.fsencode(f"ezpz-launch: {message}\n"))
