@@ -11,7 +11,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
@@ -201,13 +201,8 @@ _PREFIX = re.compile(r"^(?:\[(?:rank)?(\d+)(?:@[^\]\s]*)?\]:? ?)*")
 _RAISED = re.compile(r"([A-Za-z_][\w.]*)(:.*)?$")
 
 
-def exceptions(words: bytes) -> dict[str, list[int]]:
-    """Return which exceptions ended tracebacks there, and of which ranks: -1 where it is not told.
-
-    Those are left out that only followed, because another rank had gone.
-    """
-    found: dict[str, list[int]] = {}
-    following = [row.match for row in patterns() if row.whose == _CASCADE]
+def tracebacks(words: bytes) -> Iterator[tuple[int, str, bytes]]:
+    """Return of each traceback its rank, -1 where it is not told, and the line that ends it."""
     within: set[str] = set()  # prefixes of the lines of tracebacks that have begun
     for line in words.splitlines():
         text = line.decode(errors="replace")
@@ -217,10 +212,20 @@ def exceptions(words: bytes) -> dict[str, list[int]]:
             within.add(start)
         elif start in within and (raised := _RAISED.match(rest)):
             within.discard(start)
-            if not any(each.search(line) for each in following):
-                rank = int(prefix[1]) if prefix and prefix[1] else -1
-                # Ranks that fail alike differ in numbers at most.
-                found.setdefault(re.sub(r"\d+", "N", raised[0])[:80], []).append(rank)
+            yield int(prefix[1]) if prefix and prefix[1] else -1, raised[0], line
+
+
+def exceptions(words: bytes) -> dict[str, list[int]]:
+    """Return which exceptions ended tracebacks there, and of which ranks.
+
+    Those are left out that only followed, because another rank had gone.
+    """
+    found: dict[str, list[int]] = {}
+    following = [row.match for row in patterns() if row.whose == _CASCADE]
+    for rank, raised, line in tracebacks(words):
+        if not any(each.search(line) for each in following):
+            # Ranks that fail alike differ in numbers at most.
+            found.setdefault(re.sub(r"\d+", "N", raised)[:80], []).append(rank)
     return found
 
 
@@ -305,6 +310,18 @@ class Pool:
         return again, ", ".join(done)
 
 
+def own_launch(
+    request: Request, launcher: str, env: Mapping[str, str]
+) -> tuple[list[str], dict[str, str]]:
+    """Return the first words of a launch of ours, of one rank a node, and its environment."""
+    words = [sys.executable, "-m", "ezpz_launch", "--launcher", launcher, "--ppn", "1"]
+    words += ["--grace", "1", *(["--hostfile", request.hostfile] if request.hostfile else [])]
+    if request.launcher_args:
+        words += ["--launcher-args", shlex.join(request.launcher_args)]
+    # No record of it is kept, and nodes found bad are not left out.
+    return words, {**env, "EZPZ_STATE_DIR": os.devnull}
+
+
 def sweep(
     hosts: Sequence[str], launch_id: str, planned: LaunchPlan, env: Mapping[str, str]
 ) -> Callable[[], object]:
@@ -314,20 +331,15 @@ def sweep(
     """
     import subprocess  # noqa: PLC0415 - only this needs it
 
-    request, count = planned.request, str(len(hosts))
-    words = ["--launcher", planned.launcher.kind, "-n", count, "--ppn", "1", "--grace", "1"]
-    words += ["--include", fold_nodelist(hosts), "--idle-timeout", str(_SWEPT)]
-    words += ["--hostfile", request.hostfile] if request.hostfile else []
-    if request.launcher_args:
-        words += ["--launcher-args", shlex.join(request.launcher_args)]
+    words, own = own_launch(planned.request, planned.launcher.kind, env)
+    words += ["-n", str(len(hosts)), "--include", fold_nodelist(hosts)]
+    words += ["--idle-timeout", str(_SWEPT)]
     agent = os.path.join(os.path.dirname(os.path.abspath(__file__)), "_agent.py")
     words += ["--", sys.executable, "-I", "-S", agent, "--end", launch_id]
     null = subprocess.DEVNULL
-    # It is no launch of the user's: no record of it is kept.
     begun = subprocess.Popen(
-        [sys.executable, "-m", "ezpz_launch", *words], stdin=null, stdout=null, stderr=null,
-        env={**env, "EZPZ_STATE_DIR": os.devnull}, start_new_session=True,
-    )  # fmt: skip
+        words, stdin=null, stdout=null, stderr=null, env=own, start_new_session=True
+    )
 
     def wait() -> None:
         with suppress(subprocess.TimeoutExpired):

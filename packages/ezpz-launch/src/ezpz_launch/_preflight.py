@@ -9,7 +9,6 @@ import json
 import os
 import platform
 import re
-import shlex
 import socket
 import subprocess
 import sys
@@ -23,7 +22,7 @@ from statistics import median
 from typing import IO, TYPE_CHECKING, Any
 
 from ._errors import LaunchError, UsageError, say
-from ._nodes import NODE, allocation_of, patterns, remember
+from ._nodes import NODE, allocation_of, own_launch, patterns, remember
 from ._options import request_of, split
 from ._record import why_not_written
 
@@ -142,19 +141,14 @@ _TIME = 60.0
 
 def look(request: Request, env: Mapping[str, str]) -> tuple[Reports, list[str], str]:
     """Return what each host of a launch reports, its hosts, and what the launch said."""
-    words = ["--launcher", request.launcher, "--ppn", "1", "--grace", "1"]
-    for name in ("hostfile", "include", "exclude", "machine"):
+    start, own = own_launch(request, request.launcher, env)
+    for name in ("include", "exclude", "machine"):
         if value := getattr(request, name):
-            words += [f"--{name}", value]
+            start += [f"--{name}", value]
     if request.nodes:
-        words += ["-N", str(request.nodes + request.spares)]
-    if request.launcher_args:
-        words += ["--launcher-args", shlex.join(request.launcher_args)]
+        start += ["-N", str(request.nodes + request.spares)]
     for pair in request.env:
-        words += ["--env", pair]
-    start = [sys.executable, "-m", "ezpz_launch", *words]
-    # It is no launch of the user's: no record is kept, and nodes found bad are looked at, too.
-    own = {**env, "EZPZ_STATE_DIR": os.devnull}
+        start += ["--env", pair]
     planned = _run([*start, "--dry-run", "--json", "true"], own)
     if planned.returncode:
         raise LaunchError(planned.stderr.strip().removeprefix("ezpz-launch: "))

@@ -15,30 +15,15 @@ from typing import NamedTuple, Protocol
 
 from ezpz_topo import Allocation, TopoError, Topology, get_allocation, same_host
 
+from . import _nodes
 from ._environment import free_port
 from ._errors import LaunchError, StageError, UsageError, say
 from ._launch import NEVER, NODE_TIMEOUT, Control, Heard, Launch, Outcome, pause, signals
 from ._launchers import PROGRAMS, SHIM, hostfile_of, needs_hostfile
 from ._launchers import argv as argv_of
-from ._nodes import (
-    NODE,
-    UNKNOWN,
-    Pool,
-    Replan,
-    Suspects,
-    Verdict,
-    allocation_of,
-    describe,
-    forget,
-    remember,
-    sweep,
-    verdict,
-    warn_of_the_scheduler,
-)
 from ._plan import LaunchPlan
-from ._record import Keeper, read_progress, why_not_written
+from ._record import Keeper, duration, read_progress, why_not_written
 from ._run import REQUEUE, SETTLE, run
-from ._terminal import Terminal
 
 _LOOK = 0.1  # seconds between two looks for the first step
 _LOOKED_UP = 1000  # so many hosts are looked up, to find whose an address is
@@ -66,13 +51,13 @@ class Preparation(Protocol):
 class Attempts:
     def __init__(
         self, planned: LaunchPlan, topology: Topology, env: Mapping[str, str],
-        before: int = 0, progress_file: str = "", *, replan: Replan | None = None,
+        before: int = 0, progress_file: str = "", *, replan: _nodes.Replan | None = None,
         prepare: Callable[[LaunchPlan], Preparation] | None = None,
     ) -> None:  # fmt: skip
         """See a plan through; ``before`` attempts were earlier jobs', with a file for all."""
-        self._pool, self._suspects = Pool(planned, replan), Suspects()
+        self._pool, self._suspects = _nodes.Pool(planned, replan), _nodes.Suspects()
         self._began = self._first_step = self._failed = self._ended = 0.0
-        self._allocation = allocation_of(topology.allocation, planned.request, env)
+        self._allocation = _nodes.allocation_of(topology.allocation, planned.request, env)
         self._fault = ""  # the last attempt's, as people read it
         self._sweeps: list[Callable[[], object]] = []
         self._has_successor = bool(progress_file)
@@ -106,7 +91,7 @@ class Attempts:
         if self._pool.replaces:
             # The ranks do not wait for the scheduler's answer.
             job = topology.allocation, env
-            threading.Thread(target=warn_of_the_scheduler, args=job, daemon=True).start()
+            threading.Thread(target=_nodes.warn_of_the_scheduler, args=job, daemon=True).start()
 
     def _fit(self, planned: LaunchPlan) -> LaunchPlan:
         """Return a plan with what its ranks need where they start, and are told of a terminal."""
@@ -141,7 +126,7 @@ class Attempts:
                 if outcome.failure and folder:
                     self._say_what_is_in_the_files(outcome.failure[0])
                 status, seconds, found = outcome.exit_status, None, self._judge(outcome)
-                if found and found.whose == NODE and self._pool.replaces:
+                if found and found.whose == _nodes.NODE and self._pool.replaces:
                     seconds = self._replace(found)
                 elif status and self._request.retries:
                     seconds = self._pause_after(outcome, found)
@@ -152,7 +137,7 @@ class Attempts:
                         self._number += 1
                         continue
                     status = 128 + told
-                elif self._has_successor and found and found.whose == NODE:
+                elif self._has_successor and found and found.whose == _nodes.NODE:
                     say(f"exit status {REQUEUE} instead of {status}: the next job has other nodes")
                     status = REQUEUE
                 self._end(status, outcome)
@@ -170,7 +155,7 @@ class Attempts:
                 if not self._pool.replaces or planned is None:
                     raise
                 say(f"{error}; {done}")
-                remember(list(error.hosts), "staging failed", self._allocation, self._env)
+                _nodes.remember(list(error.hosts), "staging failed", self._allocation, self._env)
                 self._planned = self._fit(planned)
         return 0
 
@@ -196,26 +181,26 @@ class Attempts:
         if pause(_LONGEST_PAUSE, self._heard):
             time.sleep(SETTLE)  # the script has the same signal
 
-    def _judge(self, outcome: Outcome) -> Verdict | None:
+    def _judge(self, outcome: Outcome) -> _nodes.Verdict | None:
         """Say whose fault it was, and keep it; None where it did not fail by itself."""
         if outcome.facts is None or outcome.port_taken or outcome.exit_status == REQUEUE:
             return None
         self._failed, self._ended = outcome.facts.seen, time.time()
         words = self._last_words(outcome)
-        found = verdict(outcome, words, self._host_at)
+        found = _nodes.verdict(outcome, words, self._host_at)
         several = len(outcome.facts.hosts) > 1 or self._pool.replaces
         if several:
             found = self._suspects.judge(found, outcome.failure)
         if gone := [outcome.facts.hosts[node] for node in sorted(outcome.facts.gone)]:
             launch = f"{self._keeper.launch_id}.{self._number}"
-            self._sweeps.append(sweep(gone, launch, self._planned, self._env))
+            self._sweeps.append(_nodes.sweep(gone, launch, self._planned, self._env))
         # Of a line of the ranks' it may hold anything.
-        self._fault = "".join(c if c.isprintable() else "?" for c in describe(found))
+        self._fault = "".join(c if c.isprintable() else "?" for c in _nodes.describe(found))
         if several:
             say(self._fault)
-            forget(self._suspects.cleared, self._env)
-            if found.whose == NODE:
-                remember(found.hosts, found.why, self._allocation, self._env)
+            _nodes.forget(self._suspects.cleared, self._env)
+            if found.whose == _nodes.NODE:
+                _nodes.remember(found.hosts, found.why, self._allocation, self._env)
         told = {"whose": found.whose, "bad": list(found.hosts), "why": found.why}
         self._keeper.note(
             outcome, told, began=self._began, first_step=self._first_step,
@@ -223,7 +208,7 @@ class Attempts:
         )  # fmt: skip
         return found
 
-    def _replace(self, found: Verdict) -> float | None:
+    def _replace(self, found: _nodes.Verdict) -> float | None:
         """Plan the next attempt without these nodes; return the seconds to wait for it, or None."""
         planned, done = self._pool.without(found.hosts, self._planned)
         if planned and time.time() >= self._signal_at():
@@ -322,10 +307,12 @@ class Attempts:
             python=self._moved(sys.executable), programs=self._moved(PROGRAMS),
         )  # fmt: skip
 
-    def _pause_after(self, outcome: Outcome, found: Verdict | None) -> float | None:
+    def _pause_after(self, outcome: Outcome, found: _nodes.Verdict | None) -> float | None:
         """Return the seconds to wait before the next attempt, and say why; None for no other."""
         # On one node alone it may be the node's, and then another attempt may succeed.
-        may_be_nodes = found and found.whose == UNKNOWN and found.hosts and self._pool.replaces
+        may_be_nodes = (
+            found and found.whose == _nodes.UNKNOWN and found.hosts and self._pool.replaces
+        )
         seconds, why = self._retries.decide(
             outcome.exit_status,
             told=outcome.told is not None,
@@ -393,28 +380,75 @@ def _hostfile(planned: LaunchPlan, directory: str) -> Iterator[LaunchPlan]:
         yield planned
         return
     path = os.path.join(directory, f"ezpz-hosts-{os.urandom(8).hex()}")
-    ready = replace(planned, hostfile=path)
-    if not (lines := hostfile_of(planned)):  # it makes a folder there
-        try:
-            yield ready
-        finally:
-            import shutil  # noqa: PLC0415 - few launchers leave a folder
-
-            shutil.rmtree(path, ignore_errors=True)
-        return
+    lines = hostfile_of(planned)  # none: the launcher makes a folder there
     try:
-        with open(path, "x", encoding="utf-8") as file:
-            file.writelines(f"{line}\n" for line in lines)
+        if lines:
+            with open(path, "x", encoding="utf-8") as file:
+                file.writelines(f"{line}\n" for line in lines)
     except OSError as error:
         raise LaunchError(
             f"cannot make a file in {directory} ({error.strerror}); expected a directory for the "
             "launcher's hostfile; set TMPDIR to one"
         ) from error
     try:
-        yield ready
+        yield replace(planned, hostfile=path)
     finally:
-        with suppress(FileNotFoundError):  # what cleans /tmp found it old
-            os.unlink(path)
+        if lines:
+            with suppress(FileNotFoundError):  # what cleans /tmp found it old
+                os.unlink(path)
+        else:
+            import shutil  # noqa: PLC0415 - few launchers leave a folder
+
+            shutil.rmtree(path, ignore_errors=True)
+
+
+# A launch whose output is shown on a terminal: what its ranks are told, and what people are.
+
+
+class Terminal:
+    def __init__(self, planned: LaunchPlan, env: Mapping[str, str], run_file: str) -> None:
+        self._planned, self._run_file = planned, run_file
+        self._began = time.monotonic()
+        self.environment = _told(planned, env)
+        """What is added to the ranks' environment."""
+
+    def begin(self) -> None:
+        """Say what is started: it may take a rank a minute to import torch."""
+        launcher, placement = self._planned.launcher, self._planned.placement
+        program, count = os.path.basename(launcher.path), len(placement.hosts)
+        own = program.startswith(("python", launcher.kind))
+        how = launcher.kind if own else f"{program} ({launcher.kind})"
+        first = os.uname().nodename if self._planned.on_this_host else placement.hosts[0]
+        ranks = f"{placement.nproc} rank{'s' * (placement.nproc > 1)}"
+        say(f"{ranks} on {first if count == 1 else f'{count} hosts'} by {how}")
+
+    def end(self, status: int) -> None:
+        """Say that all is well, and in any case where the metrics are."""
+        words = [f"ok in {duration(time.monotonic() - self._began)}"] if not status else []
+        with suppress(OSError):  # no History of rank 0's, or on a host that does not share the file
+            with open(self._run_file, encoding="utf-8", errors="surrogateescape") as file:
+                folder = os.path.relpath(os.path.dirname(file.read().strip()))
+            words.append(f"metrics: ezpz-obs report {folder}")
+        if words:
+            say("; ".join(words))
+
+
+def _told(planned: LaunchPlan, env: Mapping[str, str]) -> dict[str, str]:
+    """Return what the ranks are told of the terminal; what the user has set, stays."""
+    columns, lines = os.get_terminal_size(1)
+    if planned.request.prefix:
+        placement = planned.placement
+        columns -= len(f"[{placement.nproc - 1}@{max(placement.hosts, key=len)}] ")
+    # Ours is read by the rank's pump and by ezpz_obs. FORCE_COLOR is read by rich, structlog,
+    # termcolor, pytest, and Python from 3.13 on (docs.python.org/3/using/cmdline.html,
+    # "Controlling color"); COLUMNS and LINES by Python's shutil, rich, and tqdm, which takes the
+    # other sign of a terminal (ioctl) from the pipe that it has (tqdm/utils.py, 4.67).
+    told = {"EZPZ_TERMINAL": "1", "TERM": "xterm", "FORCE_COLOR": "1"}
+    if columns > 20 and lines > 0:  # some pseudo-terminals have no size
+        told |= {"COLUMNS": str(columns), "LINES": str(lines)}
+    if env.get("NO_COLOR") or env.get("TERM") == "dumb":
+        del told["FORCE_COLOR"]
+    return {name: env.get(name, value) for name, value in told.items()}
 
 
 # The ranks' files, in --log-dir.
@@ -465,8 +499,7 @@ _NEVER_AGAIN = {
     127: "exit status 127: the program was not found",
 }
 
-_ERROR_NAME = re.compile(rb"(?:[\w.]+\.)?(?:ModuleNotFoundError|ImportError)\s*(?::|$)")
-_PREFIX = re.compile(rb"\[[0-9]+@[^\]\s]*\] ?")
+_FAILED_IMPORT = re.compile(r"(?:[\w.]+\.)?(?:ModuleNotFoundError|ImportError)\s*(?::|$)")
 
 
 class Progress(NamedTuple):
@@ -521,11 +554,8 @@ class Retries:
 
 def ends_with_import_error(stderr: bytes) -> bool:
     """Whether a rank's last words are Python's traceback of an import that failed."""
-    _, found, tail = stderr.rpartition(b"Traceback (most recent call last):")
-    lines = [_PREFIX.sub(b"", line) for line in tail.splitlines() if line.strip()]
-    # The lines of a traceback are indented; the first that is not names the exception.
-    named = next((line for line in lines if not line[:1].isspace()), b"")
-    return bool(found) and _ERROR_NAME.match(named) is not None
+    *_, (_, raised, _) = [(0, "", b""), *_nodes.tracebacks(stderr)]
+    return _FAILED_IMPORT.match(raised) is not None
 
 
 # When the job ends, and so when --signal-before has to tell the ranks.
