@@ -25,6 +25,8 @@ import fire
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.conftest import load
 
+launches = load("faults.launches")
+words_of, parent_of = launches.words_of, launches.parent_of
 STEPS, PPN, NODES, SPARES = 40, 2, 2, 2
 PROGRAM = Path(__file__).resolve().parent / "programs" / "steps.py"
 NODE, UNKNOWN, PROGRAMS = "node", "unknown", "program"
@@ -176,12 +178,6 @@ def until(is_so, patience=PATIENCE):
         time.sleep(0.02)
 
 
-def words_of(pid):
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
-    return []
-
-
 def variables_of(pid):
     with contextlib.suppress(OSError):
         text = Path(f"/proc/{pid}/environ").read_text(errors="replace")
@@ -195,7 +191,28 @@ def send(pids, number):
             os.kill(pid, number)
 
 
-class Hydra:
+class Place:
+    """Four hosts on which cases run, one after the other."""
+
+    def words(self, command):
+        return [sys.executable, "-m", "ezpz_launch", *self.where, *options(command)]
+
+    def mend(self, faults):
+        pass
+
+    def left(self, folder):
+        """Return what is left of a case, which is ended."""
+        try:
+            until(lambda: not self.running(folder), 40)
+        except TimeoutError:
+            left = self.running(folder)
+            named = [words_of(pid)[:6] for pid in left]
+            send(left, signal.SIGKILL)
+            return [f"left running: {named}"]
+        return [f"left: {file}" for file in (folder / "tmp").glob("ezpz-*")]
+
+
+class Hydra(Place):
     """Four hosts in namespaces of their own; ezpz-launch is on the first."""
 
     kinds = KINDS.keys()
@@ -203,17 +220,14 @@ class Hydra:
     def __init__(self, stack):
         self.sandbox = stack.enter_context(load("hosts.sandbox").FourHosts())
         self.hosts = list(self.sandbox.names)
-        self.environment = {
-            **self.sandbox.environment,
-            "PATH": f"{Path(sys.executable).parent}:{self.sandbox.environment['PATH']}",
-        }
+        path = f"{Path(sys.executable).parent}:{self.sandbox.environment['PATH']}"
+        self.environment = {**self.sandbox.environment, "PATH": path}
         self.hostfile = self.sandbox.directory / "hostfile"
         self.hostfile.write_text("\n".join(self.hosts))
+        self.where = ["--launcher", "hydra", "--hostfile", str(self.hostfile)]
 
     def words(self, command):
-        where = ["--launcher", "hydra", "--hostfile", str(self.hostfile)]
-        start = [str(self.sandbox.directory / "enter"), self.hosts[0], sys.executable]
-        return [*start, "-m", "ezpz_launch", *where, *options(command)]
+        return [str(self.sandbox.directory / "enter"), self.hosts[0], *super().words(command)]
 
     def pids(self, host):
         name = f"{self.sandbox.directory.name}-{host}"
@@ -235,72 +249,34 @@ class Hydra:
             self.sandbox.set_link(each["host"], "up")
             send(self.pids(each["host"]), signal.SIGCONT)
 
-    def left(self, folder):
-        try:
-            until(lambda: not any(map(self.pids, self.hosts)), 40)
-        except TimeoutError:
-            left = {host: [words_of(pid)[:6] for pid in self.pids(host)] for host in self.hosts}
-            for host in self.hosts:
-                send(self.pids(host), signal.SIGKILL)
-            return [f"left running: {left}"]
-        return [f"left: {file}" for file in (folder / "tmp").glob("ezpz-*")]
+    def running(self, folder):
+        return [pid for host in self.hosts for pid in self.pids(host)]
 
 
-class Srun:
+class Srun(Place):
     """A job of four nodes of a private Slurm, whose nodes are all this host."""
 
     kinds = ON_SRUN
+    hosts = ("nid001", "nid002", "nid003", "nid004")
+    where = ("--launcher", "srun", "--env", "MASTER_ADDR=127.0.0.1",
+             "--env", "GLOO_SOCKET_IFNAME=lo")  # fmt: skip
 
     def __init__(self, stack):
         slurm = stack.enter_context(load("slurm.sandbox").SlurmSandbox())
-        told = slurm.directory / "told"
-        script = f"env -0 >{told}.new && mv {told}.new {told} && exec cat"
-        stack.enter_context(subprocess.Popen(
-            ["salloc", "-Q", "--no-kill", "-N", "4", "-n", "8", "sh", "-c", script],
-            env=slurm.environment, stdin=subprocess.PIPE, start_new_session=True,
-        ))  # fmt: skip
-        until(told.exists)
-        pairs = (pair.partition("=") for pair in told.read_text().split("\0") if pair)
-        self.environment = {name: value for name, _, value in pairs}
-        self.environment["SLURM_NO_KILL"] = "set"
-        self.hosts = ["nid001", "nid002", "nid003", "nid004"]
-        self.processes_with = load("slurm.sandbox").processes_with
-
-    def words(self, command):
-        here = [
-            "--launcher",
-            "srun",
-            "--env",
-            "MASTER_ADDR=127.0.0.1",
-            "--env",
-            "GLOO_SOCKET_IFNAME=lo",
-        ]
-        return [sys.executable, "-m", "ezpz_launch", *here, *options(command)]
+        job = launches.allocation(slurm, slurm.directory, "--no-kill", "-N", "4", "-n", "8")
+        self.environment = {**stack.enter_context(job), "SLURM_NO_KILL": "set"}
 
     def do(self, fault, folder):
-        mine = self.processes_with(f"EZPZ_CHAOS={folder}")
-        pids = [p for p in mine if variables_of(p).get("SLURMD_NODENAME") == fault["host"]]
+        pids = [
+            pid
+            for pid in self.running(folder)
+            if variables_of(pid).get("SLURMD_NODENAME") == fault["host"]
+        ]
         shims = [pid for pid in pids if "rank_shim.sh" in "".join(words_of(pid)[1:2])]
         do_to(fault, pids, {parent_of(pid) for pid in shims} - set(pids))
 
-    def mend(self, faults):
-        pass
-
-    def left(self, folder):
-        try:
-            until(lambda: not self.processes_with(f"EZPZ_CHAOS={folder}"), 40)
-        except TimeoutError:
-            left = self.processes_with(f"EZPZ_CHAOS={folder}")
-            named = [words_of(pid)[:6] for pid in left]
-            send(left, signal.SIGKILL)
-            return [f"left running: {named}"]
-        return [f"left: {file}" for file in (folder / "tmp").glob("ezpz-*")]
-
-
-def parent_of(pid):
-    with contextlib.suppress(OSError):
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    return 0
+    def running(self, folder):
+        return load("slurm.sandbox").processes_with(f"EZPZ_CHAOS={folder}")
 
 
 def do_to(fault, pids, proxies):

@@ -2,9 +2,7 @@
 
 import os
 import shutil
-import subprocess
 import sysconfig
-import time
 from pathlib import Path
 
 import pytest
@@ -75,18 +73,7 @@ def place(request, user_env):
 def srun_place(slurm, tmp_path_factory):
     """A job of three nodes, as the shell of salloc sees it; each launch is a step of it."""
     folder = tmp_path_factory.mktemp("job")
-    draft, told = folder / "draft", folder / "environment"
-    script = f"env -0 >{draft} && mv {draft} {told} && exec cat"
-    with subprocess.Popen(
-        ["salloc", "-Q", "-N", "3", "-n", "3", "sh", "-c", script],
-        env=slurm.environment, cwd=folder, stdin=subprocess.PIPE, start_new_session=True,
-    ) as job:  # fmt: skip
-        # Slurm answers in a second; where it does not, the job's shell never starts.
-        while not told.exists():
-            assert job.poll() is None, "salloc has ended"
-            time.sleep(0.05)
-        pairs = (pair.partition("=") for pair in told.read_text().split("\0") if pair)
-        environment = {name: value for name, _, value in pairs}
+    with launches.allocation(slurm, folder, "-N", "3", "-n", "3") as environment:
         scripts = sysconfig.get_path("scripts")
         environment["PATH"] = os.pathsep.join([scripts, environment["PATH"]])
 

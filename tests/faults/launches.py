@@ -4,7 +4,6 @@ import contextlib
 import fcntl
 import json
 import os
-import re
 import shlex
 import signal
 import subprocess
@@ -175,15 +174,11 @@ class Launch:
 
     def find(self, word):
         """Return the processes of this launch that have a word that ends so."""
-        return [pid for pid in self.left() if any(each.endswith(word) for each in _words(pid))]
+        return [pid for pid in self.left() if any(each.endswith(word) for each in words_of(pid))]
 
-    def parent(self, pid):
-        """Return the process that started another, 0 where that is gone."""
-        with contextlib.suppress(OSError):
-            status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
-            if found := re.search(r"^PPid:\s*(\d+)$", status, re.MULTILINE):
-                return int(found[1])
-        return 0
+    @staticmethod
+    def parent(pid):
+        return parent_of(pid)
 
     def shim(self, rank):
         """Return the process that runs a rank: the nearest above it that is the shim."""
@@ -200,13 +195,15 @@ class Launch:
         """Return the process that ezpz-launch started to start the ranks."""
         children = [pid for pid in self.left() if self.parent(pid) == self.process.pid]
         # A child that is still ezpz-launch itself is not the one.
-        (pid,) = (pid for pid in children if _words(pid)[1:3] != ["-m", "ezpz_launch"])
+        (pid,) = (pid for pid in children if words_of(pid)[1:3] != ["-m", "ezpz_launch"])
         return pid
 
     def _state(self):
         lines = [f"status {self.process.poll()}", f"--- stderr\n{self.stderr[-4000:]}"]
         lines += [f"--- processes of the launch {self.place.leftovers()}"]
-        lines += [f"{pid} of {self.parent(pid)}: {shlex.join(_words(pid))}" for pid in self.left()]
+        lines += [
+            f"{pid} of {self.parent(pid)}: {shlex.join(words_of(pid))}" for pid in self.left()
+        ]
         return "\n".join(lines)
 
 
@@ -242,12 +239,36 @@ def rank_program(behaviour, *arguments):
     return [sys.executable, str(PROGRAMS / "rank.py"), "said", behaviour, *arguments]
 
 
-def _words(pid):
+def words_of(pid):
     """Return the command line of a process; nothing where it is gone."""
     with contextlib.suppress(OSError):
         text = Path(f"/proc/{pid}/cmdline").read_bytes()
         return text.decode(errors="replace").split("\0")[:-1]
     return []
+
+
+def parent_of(pid):
+    """Return the process that started another, 0 where that is gone."""
+    with contextlib.suppress(OSError):
+        return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[1])
+    return 0
+
+
+@contextlib.contextmanager
+def allocation(slurm, folder, *options):
+    """A job as the shell of salloc sees it: its environment."""
+    draft, told = folder / "draft", folder / "environment"
+    script = f"env -0 >{draft} && mv {draft} {told} && exec cat"
+    with subprocess.Popen(
+        ["salloc", "-Q", *options, "sh", "-c", script],
+        env=slurm.environment, cwd=folder, stdin=subprocess.PIPE, start_new_session=True,
+    ) as job:  # fmt: skip
+        # Slurm answers in a second; where it does not, the job's shell never starts.
+        while not told.exists():
+            assert job.poll() is None, "salloc has ended"
+            time.sleep(0.05)
+        pairs = (pair.partition("=") for pair in told.read_text().split("\0") if pair)
+        yield {name: value for name, _, value in pairs}
 
 
 def take_terminal():
