@@ -144,19 +144,6 @@ def test_ezpz_launch_is_killed(running):
     assert started.done() == []
 
 
-@pytest.mark.parametrize("which", ["the launcher", "the other host's"])
-def test_a_launcher_is_killed(running, which):
-    """The other host's: as where the ssh to it breaks, or somebody ends the proxy there."""
-    started = running(["--grace", "1"], rank_program("waits"))
-    if which == "the launcher":
-        os.kill(started.launcher(), signal.SIGKILL)
-        started.ends_with(137, within=4)
-    else:
-        os.kill(started.parent(started.shim(2)), signal.SIGKILL)
-        assert started.ends(within=6) != 0, started.stderr
-        started.leaves_nothing()
-
-
 def test_a_lost_host_is_named(running, hosts):
     env = {"EZPZ_NODE_TIMEOUT": "3"}
     options = ["--grace", "1", "--log-dir", "logs", "--node-logs"]

@@ -47,7 +47,7 @@ def test_nodes_that_are_alike(look):
     reports = look()
     assert judge(reports, HOSTS) == {}
     assert table({}, {}, HOSTS) == ["3 of 3 nodes are alike, and well"]
-    assert [len(each["links"]) for each in reports.values()] == [2, 1, 1]
+    assert [len(each["links"]) for each in reports.values()] == [10, 5, 5]
     assert ("torch" in reports["n0"]) is (find_spec("torch") is not None)
 
 
@@ -68,7 +68,7 @@ def test_a_processor_of_half_the_speed_is_found_or_said_not_to_be_judged(look, t
     bad, notes = judge(reports, HOSTS), unjudged(reports)
     # Beside what else this machine does, too: then none is blamed, and each of them is named.
     assert list(bad) == ["n1"] or notes, reports
-    assert "its siblings" in str(bad) or "processor not judged (others used " in str(notes)
+    assert "its siblings" in str(bad) or "links not judged (others used " in str(notes)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="not root: no disk to fill")
@@ -125,11 +125,12 @@ def test_what_differs_is_named(change, why, count):
 
 
 def test_a_busy_processor_is_not_judged_and_that_is_said():
-    busy = {"devices": [{"rates": [], "right": True, "share": 0.4}], "throttled": 0.0}
-    reports = {"n0": GOOD, "n1": GOOD | busy | {"devices": busy["devices"] * 2}}
+    busy = {"devices": [{"rates": [], "right": True, "share": 0.4}] * 2, "throttled": 0.0}
+    reports = {"n0": GOOD, "n1": GOOD | busy | {"links": [90.0]}}
     assert judge(reports, ["n0", "n1"]) == {}
     assert table({}, unjudged(reports), ["n0", "n1"]) == [
-        "n1  processor not judged (others used 60 % of it)", "2 of 2 nodes are alike, and well",
+        "n1  processor and links not judged (others used 60% of it)",
+        "2 of 2 nodes are alike, and well",
     ]  # fmt: skip
     # One that is throttled is bad for that.
     assert unjudged({"n1": GOOD | busy | {"throttled": 0.6}}) == {}

@@ -377,20 +377,6 @@ def test_the_largest_exit_status(script, status):
     assert spawned(3, "sh", "-c", script).returncode == status
 
 
-def test_lines_of_several_ranks_are_whole():
-    code = (
-        "import os\n"
-        "rank = os.environ['EZPZ_SPAWN_RANK'].encode()\n"
-        "for _ in range(300):\n"
-        "    for piece in (rank * 400, rank * 400, b'\\n'):\n"
-        "        os.write(1, piece); os.write(2, piece)\n"
-    )
-    done = spawned(3, sys.executable, "-I", "-S", "-c", code)
-    for stream in (done.stdout, done.stderr):
-        lines = sorted(stream.split(b"\n"))
-        assert lines == [b""] + [b"%d" % rank * 800 for rank in range(3) for _ in range(300)]
-
-
 def test_sigterm_reaches_every_rank_and_what_it_started(process, until):
     script = "trap 'echo bye; exit 9' TERM; sleep 600 & echo $!; wait"
     spawner = process(*SPAWNER, "2", "sh", "-c", script, stdout=-1)

@@ -455,15 +455,9 @@ class Nodes:
 
 
 def _listen(family: socket.AddressFamily, host: str) -> socket.socket:
-    server = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        server.bind((host, 0))
-        # All agents may come at once.
-        server.listen(socket.SOMAXCONN)
-        server.setblocking(False)
-    except OSError:
-        server.close()
-        raise
+    # All agents may come at once.
+    server = socket.create_server((host, 0), family=family, backlog=socket.SOMAXCONN)
+    server.setblocking(False)
     return server
 
 

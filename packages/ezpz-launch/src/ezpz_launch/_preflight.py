@@ -61,7 +61,7 @@ def judge(reports: Reports, hosts: Sequence[str]) -> dict[str, list[str]]:
 def unjudged(reports: Reports) -> dict[str, str]:
     """Return of which hosts something was not judged, and why: no fault of theirs."""
     return {
-        host: f"processor not judged (others used {100 * (1 - device['share']):.0f} % of it)"
+        host: f"processor and links not judged (others used {1 - device['share']:.0%} of it)"
         for host, each in reports.items()
         for device in each.get("devices", ())
         if not device["rates"] and each["throttled"] <= _THROTTLED
@@ -86,17 +86,13 @@ def _alone(reports: Reports) -> Iterator[tuple[str, str]]:
 def _beside_others(reports: Reports) -> Iterator[tuple[str, str]]:
     """Return what should be alike on all nodes, and is not."""
     for name in _VERSIONS:
-        known = Counter(each[name] for each in reports.values() if name in each)
-        for host, each in reports.items():
-            if (
-                len(known) > 1
-                and name in each
-                and each[name] != (most := known.most_common()[0][0])
-            ):
-                yield host, f"{name} {each[name]}, most have {most}"
-    devices = {host: len(each["devices"]) for host, each in reports.items() if "devices" in each}
-    clocks = {host: each["clock"] for host, each in reports.items() if "clock" in each}
-    memories = {host: each["memory"] for host, each in reports.items() if "memory" in each}
+        versions = _all(reports, name)
+        ((most, _),) = Counter(versions.values()).most_common(1) or [("", 0)]
+        for host, version_there in versions.items():
+            if version_there != most:
+                yield host, f"{name} {version_there}, most have {most}"
+    devices = {host: len(its) for host, its in _all(reports, "devices").items()}
+    clocks, memories = _all(reports, "clock"), _all(reports, "memory")
     for host, count in devices.items():
         if count != _usual(devices):
             yield host, f"{count} devices, others have {_usual(devices)}"
@@ -114,17 +110,26 @@ def _rates(reports: Reports) -> Iterator[tuple[str, str]]:
     """Return what is slow beside its siblings, at its best: what is busy for a moment is not."""
     best = {
         (host, index): max(device["rates"])
-        for host, each in reports.items()
-        for index, device in enumerate(each.get("devices", ()))
+        for host, devices in _all(reports, "devices").items()
+        for index, device in enumerate(devices)
         if device["rates"]
     }
-    links = {host: max(each["links"]) for host, each in reports.items() if each.get("links")}
+    # Who waits for a processor is as slow on a link.
+    busy = unjudged(reports)
+    links = {
+        host: max(its) for host, its in _all(reports, "links").items() if its and host not in busy
+    }
     for (host, index), rate in best.items():
         if rate < _SLOW * (usual := _usual(best)):
             yield host, f"device {index} does {rate:.3g} GFLOP/s, its siblings {usual:.3g}"
     for host, rate in links.items():
         if rate < _SLOW_LINK * (usual := _usual(links)):
             yield host, f"its links do {rate:.3g} MB/s, others' {usual:.3g}"
+
+
+def _all(reports: Reports, key: str) -> dict[str, Any]:
+    """Return this of each host that reports it."""
+    return {host: each[key] for host, each in reports.items() if key in each}
 
 
 def _usual(figures: Mapping[Any, float]) -> float:
@@ -199,7 +204,7 @@ usage: {USAGE}
 Look at every node of this job at once: devices and what they compute, memory, disk, clock,
 versions, links, errors of the kernel. Nodes that differ from the others are listed.
 
-A processor that others use meanwhile is not judged, and a line says so.
+Where others use the processor meanwhile, it and the links are not judged, and a line says so.
 
 examples:
   ezpz-launch preflight             a table of the bad nodes, and a line for the good ones
@@ -243,7 +248,8 @@ def table(
 
 _PATIENCE = 10.0  # seconds in which the others must have come
 _PAYLOAD = 8 << 20  # bytes of one exchange
-_ROUNDS = 4  # exchanges at most: what is slow shows in the first
+_ROUNDS = 4  # partners at most: what is slow shows with the first
+_EXCHANGES = 5  # with each, of which the best counts
 _WORK = 0.3  # seconds of matrix products, thrice
 _WORKED = 0.8  # less of that time is no measure: who had the rest had the caches, too
 
@@ -347,7 +353,9 @@ def _put(connection: socket.socket, value: object) -> None:
 
 
 def _get(said: IO[bytes]) -> Any:
-    return json.loads(said.readline(1 << 24))
+    if not (line := said.readline(1 << 24)):
+        raise ConnectionError("another node has closed its connection")
+    return json.loads(line)
 
 
 def _meet(node: int, count: int, mine: int) -> tuple[dict[int, tuple[str, int]], float]:
@@ -410,13 +418,13 @@ def _exchange(node: int, table: dict[int, tuple[str, int]], server: socket.socke
                 link, _ = server.accept()
             with link, link.makefile("rb") as arriving:
                 link.settimeout(_PATIENCE)
-                begin = time.monotonic()
-                sender = threading.Thread(target=link.sendall, args=(bytes(_PAYLOAD),))
-                sender.start()
-                arrived = len(arriving.read(_PAYLOAD))
-                sender.join()
-                whole = arrived == _PAYLOAD
-                rates.append(whole * 2e-6 * _PAYLOAD / (time.monotonic() - begin))
+                for _ in range(_EXCHANGES):
+                    begin = time.monotonic()
+                    sender = threading.Thread(target=link.sendall, args=(bytes(_PAYLOAD),))
+                    sender.start()
+                    is_whole = len(arriving.read(_PAYLOAD)) == _PAYLOAD
+                    sender.join()
+                    rates.append(is_whole * 2e-6 * _PAYLOAD / (time.monotonic() - begin))
         except OSError:
             rates.append(0.0)
     return rates
