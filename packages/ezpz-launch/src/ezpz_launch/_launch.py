@@ -67,17 +67,7 @@ class Control(NamedTuple):
         pumped = self.tee or (
             (self.prefix or self.only_ranks is not None or self.whole_lines) and not self.files
         )
-        program, compiled = rank_output.__file__, getattr(rank_output, "__cached__", "")
-        if self.programs != _HERE:
-            program = os.path.join(self.programs, "rank_output.py")
-        # A program that is given by its source is compiled at each start, 4 ms of a rank's.
-        with contextlib.suppress(OSError):  # where nothing is compiled, or not here
-            if (
-                not self.where
-                and self.programs == _HERE
-                and os.path.getmtime(compiled) > os.path.getmtime(program)
-            ):
-                program = compiled
+        program = os.path.join(self.programs, "rank_output.py")
         fields = [
             self.launch_id, f"{self.hold:.0f}", self.python,
             os.path.join(self.programs, "_agent.py") if self.where else "", " ".join(self.where),

@@ -5,12 +5,15 @@ And `ezpz-launch nodes`, which shows that.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
 import signal
+import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
@@ -61,8 +64,6 @@ class Pattern(NamedTuple):
 
 @cache
 def patterns() -> tuple[Pattern, ...]:
-    import tomllib  # noqa: PLC0415 - only a failure needs it
-
     with open(os.path.join(os.path.dirname(__file__), "faults.toml"), "rb") as file:
         rows = tomllib.load(file)["fault"]
     return tuple(Pattern(**{**row, "match": re.compile(row["match"].encode())}) for row in rows)
@@ -329,8 +330,6 @@ def sweep(
 
     Return what waits for its end.
     """
-    import subprocess  # noqa: PLC0415 - only this needs it
-
     words, own = own_launch(planned.request, planned.launcher.kind, env)
     words += ["-n", str(len(hosts)), "--include", fold_nodelist(hosts)]
     words += ["--idle-timeout", str(_SWEPT)]
@@ -413,8 +412,6 @@ def forget(hosts: Sequence[str], env: Mapping[str, str]) -> None:
 
 def recall(env: Mapping[str, str]) -> list[Bad]:
     """Return the nodes that were found bad, the oldest first; those of yesterday are forgotten."""
-    import json  # noqa: PLC0415 - as above
-
     found = []
     try:
         names = os.listdir(folder := records_folder(env, "nodes"))
@@ -477,8 +474,6 @@ def command(argv: Sequence[str], env: Mapping[str, str]) -> str:
         case ["-h" | "--help"]:
             return PAGE
         case ["--json"]:
-            import json  # noqa: PLC0415 - as above
-
             return json.dumps([bad._asdict() for bad in found], indent=1)
         case ["forget", _, *_] as words:
             named = [bad for bad in found if words[1:] == ["--all"] or bad.host in words[1:]]

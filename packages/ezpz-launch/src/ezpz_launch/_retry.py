@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
+import socket
 import sys
 import threading
 import time
@@ -278,8 +280,6 @@ class Attempts:
 
     def _host_at(self, address: str) -> str:
         """Return the host of the launch that has this address, else the address."""
-        import socket  # noqa: PLC0415 - as above
-
         for host in self._planned.placement.hosts[:_LOOKED_UP]:
             with suppress(OSError):
                 if address in {each[4][0] for each in socket.getaddrinfo(host, None)}:
@@ -360,8 +360,6 @@ def _with_new_port(planned: LaunchPlan) -> LaunchPlan:
 
 def _look_up(planned: LaunchPlan) -> None:
     """Say early that MASTER_ADDR cannot be looked up: the ranks would say so late."""
-    import socket  # noqa: PLC0415 - 6 ms
-
     name = planned.environment["MASTER_ADDR"]
     try:
         socket.getaddrinfo(name, None)
@@ -397,8 +395,6 @@ def _hostfile(planned: LaunchPlan, directory: str) -> Iterator[LaunchPlan]:
             with suppress(FileNotFoundError):  # what cleans /tmp found it old
                 os.unlink(path)
         else:
-            import shutil  # noqa: PLC0415 - few launchers leave a folder
-
             shutil.rmtree(path, ignore_errors=True)
 
 

@@ -64,10 +64,11 @@ def _run_rank(words: list[str]) -> int:
     try:
         rank, host, *options = words[: words.index("--")]
         command = words[words.index("--") + 1 :]
-        prefix, folder, hidden = _options(options)
-        if not command:
+        folder = options.pop(options.index("--files") + 1) if "--files" in options else ""
+        prefix, hidden = "--prefix" in options, "--hide" in options
+        if not command or not {"--files", "--prefix", "--hide"}.issuperset(options):
             raise ValueError(words)
-    except ValueError:
+    except (ValueError, IndexError):
         _say(f"rank_output.py: got {words}; expected RANK HOST OPTIONS -- COMMAND; see its head")
         return 2
     head = os.fsencode(f"[{rank}@{host}] ") if prefix else b""
@@ -96,21 +97,6 @@ def _run_rank(words: list[str]) -> int:
         tail = streams[1].tail
         _Sink(2, "the terminal's stderr").write(tail if tail.endswith(b"\n") else tail + b"\n")
     return status
-
-
-def _options(words: list[str]) -> tuple[bool, str, bool]:
-    prefix, folder, hidden = False, "", False
-    rest = iter(words)
-    for word in rest:
-        if word == "--prefix":
-            prefix = True
-        elif word == "--hide":
-            hidden = True
-        elif word == "--files":
-            folder = next(rest, "")
-        else:
-            raise ValueError(word)
-    return prefix, folder, hidden
 
 
 def _open(folder: str, name: str) -> _Sink:
