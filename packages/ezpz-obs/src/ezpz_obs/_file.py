@@ -479,8 +479,9 @@ def make_header(
 
     loaded = {name: getattr(sys.modules.get(name), "__version__", None) for name in _WORTH_KNOWING}
     versions = {name: str(version) for name, version in loaded.items() if version is not None}
-    # By ezpz-launch: whose fault the end of the attempt before was.
-    before_it = {"last_fault": os.environ.get("EZPZ_LAST_FAULT")}
+    # ezpz-launch tells which attempt it is, and whose fault the end of the one before was.
+    told = {"launch_attempt": "EZPZ_LAUNCH_ID", "last_fault": "EZPZ_LAST_FAULT"}
+    own = {"argv": sys.argv, "config": config, **{k: os.environ.get(v) for k, v in told.items()}}
     return {
         "ezpz_obs": SCHEMA, "attempt": before.attempts, "time": time.time(), "run": run,
         "rank": place.rank, "world_size": place.world_size, "host": place.host,
@@ -489,7 +490,7 @@ def make_header(
         "git": find_commit() if place.rank == 0 else None,
         "versions": {"python": platform.python_version(), **versions},
         # As it will stand in the file: what an object says of itself may hold a secret, too.
-        **redact(orjson.loads(encode_anything({"argv": sys.argv, "config": config, **before_it}))),
+        **redact(orjson.loads(encode_anything(own))),
         **({"project": project} if project else {}),
     }  # fmt: skip
 

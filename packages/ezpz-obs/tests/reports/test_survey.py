@@ -34,13 +34,21 @@ def test_cause_of_end(write_run, records, message, age, outcome):
     assert found.outcome == outcome
 
 
-def test_a_restart_supersedes(write_run, records, header):
+# An attempt between the two may have ended before it had a History.
+@pytest.mark.parametrize(("number", "fault"), [(10, "; the fault of n1: gone"), (11, "")])
+def test_a_restart_supersedes(*, write_run, records, header, number, fault):
     begun = 1_732_000_000.0
     folder = write_run(
-        header(),
+        header(launch_attempt="2026-a.9"),
         *records(range(10), loss=1.0),
         {"event": "end", "time": begun + 5, "step": 9, "message": "RuntimeError: rank 3 is gone"},
-        header(attempt=1, time=begun + 100, continues=9, last_fault="the fault of n1: gone"),
+        header(
+            attempt=1,
+            time=begun + 100,
+            continues=9,
+            launch_attempt=f"2026-a.{number}",
+            last_fault="the fault of n1: gone",
+        ),
         *[{**line, "replay": True} for line in records(range(6, 10), start=begun + 100, loss=2.0)],
         *records(range(10, 20), start=begun + 100, loss=2.0),
         end("closed", begun + 120),
@@ -51,7 +59,7 @@ def test_a_restart_supersedes(write_run, records, header):
     rows = attempts(found).rows
     assert [row[4] for row in rows] == ["\N{EN DASH}", "4"]
     assert [row[3] for row in rows] == ["0 \N{EN DASH} 5", "6 \N{EN DASH} 19"]
-    assert rows[0][5].endswith("rank 3 is gone; the fault of n1: gone")
+    assert rows[0][5].endswith(f"rank 3 is gone{fault}")
     assert attempts(found).marked == {0}
     assert found.outcome[0] == "good"
     assert pauses(found) == []

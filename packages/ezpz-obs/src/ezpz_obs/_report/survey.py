@@ -474,7 +474,6 @@ def _attempts(
         while ends and (_time(ends[0].get("time")) or 0.0) < until:
             end = ends.pop(0)
         continues = headers[number].get("continues") if headers else None
-        following = headers[number + 1] if headers[number + 1 :] else {}
         replayed = 0
         if isinstance(continues, int) and reached.first_step is not None:
             replayed = max(0, continues - reached.first_step + 1)
@@ -483,10 +482,20 @@ def _attempts(
                 number, begun, reached, replayed,
                 None if end is None else str(end.get("message", "")),
                 None if end is None else _time(end.get("time")),
-                str(following.get("last_fault") or ""),
+                _fault(headers[number : number + 2]),
             )
         )  # fmt: skip
     return found
+
+
+def _fault(headers: list[dict[str, Any]]) -> str:
+    """Return whose fault the end of the first of two was, as its launch's very next was told."""
+    if len(headers) < 2:
+        return ""
+    own, other = (str(each.get("launch_attempt")) for each in headers)
+    launch, _, number = own.rpartition(".")
+    is_next = number.isdecimal() and other == f"{launch}.{int(number[:9]) + 1}"
+    return str(headers[1].get("last_fault") or "") if is_next else ""
 
 
 def _time(value: Any) -> float | None:
