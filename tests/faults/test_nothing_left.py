@@ -43,16 +43,6 @@ def test_a_rank_s_shim_is_killed(running):
     assert f"1 on {started.place.hosts[1]}" in started.stderr
 
 
-# On one host the launcher is its own daemon; and Slurm's node would be out of order for good.
-@pytest.mark.without("openmpi", "spawn", "srun")
-def test_the_launcher_s_daemon_is_killed(running):
-    """What stands between the launcher and the ranks: Hydra itself does not see that it is gone."""
-    started = running(["--grace", "1"], rank_program("waits"))
-    os.kill(started.parent(started.shim(1)), signal.SIGKILL)
-    assert started.ends(within=5) != 0, started.stderr
-    started.leaves_nothing()
-
-
 @pytest.mark.without("openmpi")
 def test_a_killed_rank_s_workers_go_with_it(launch):
     """One that is in its process group, and one that has a session of its own."""

@@ -4,14 +4,12 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 from tests.conftest import load
 
-FAULTS = Path(__file__).resolve().parents[1] / "faults"
 PLACES = [("nodeA", 0, 0), ("nodeA", 0, 1), ("nodeB", 1, 0), ("nodeB", 1, 1)]
 
 # A login's environment: what the ranks need else, the launcher brings.
@@ -91,16 +89,6 @@ def test_a_place_to_meet_that_is_no_host_is_told_once_and_early(running):
     started.process.send_signal(signal.SIGTERM)
     started.ends(within=15)
     assert started.stderr.count(line) == 1
-
-
-def test_ranks_of_an_unmodified_torchrun_script_meet(launch):
-    script = [sys.executable, str(FAULTS / "programs" / "for_torchrun.py")]
-    started = launch(["--env", "OMP_NUM_THREADS=1"], script)
-    assert started.ends(within=90) == 0, started.stderr
-    said = sorted(started.stdout.decode().splitlines())
-    assert said == [f"{rank} of 4 on {host}: 6" for rank, (host, *_) in enumerate(PLACES)]
-    # torch's own caches are in TMPDIR.
-    started.leaves_nothing(files=True)
 
 
 def test_a_rank_fails_and_survivors_that_ignore_sigterm_are_killed_on_both_hosts(running):
