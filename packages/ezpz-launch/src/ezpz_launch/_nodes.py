@@ -16,7 +16,7 @@ import time
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from ezpz_topo import Allocation, TopoError, ask, fold_nodelist, get_pbs_folder, same_host
@@ -93,12 +93,13 @@ def verdict(outcome: Outcome, words: bytes = b"", host_at: Callable[[str], str] 
         return Verdict(UNKNOWN, (), "no rank failed: the launcher did")
     host = outcome.failure[1]
     own = {each: ended for each, ended in facts.own.items() if ended and ended not in _SENT}
+    by_patterns = partial(_by_patterns, words, host, facts, host_at)
     return (
-        _by_patterns(words, host, (NODE, PROGRAM))
+        by_patterns((NODE, PROGRAM))
         or _by_status(outcome.failure, own, facts)
         or _by_exceptions(outcome.failure, own, facts, words)
-        or _by_patterns(words, host, (UNKNOWN,))
-        or _of_a_cascade(words, facts.hosts, host_at)
+        or by_patterns((UNKNOWN,))
+        or by_patterns((_CASCADE,))
         or Verdict(UNKNOWN, (host,), _said(outcome.failure))
     )
 
@@ -175,24 +176,18 @@ def _lost(facts: Facts, outcome: Outcome) -> Verdict | None:
     return None
 
 
-def _by_patterns(words: bytes, host: str, whose: Sequence[str]) -> Verdict | None:
+def _by_patterns(
+    words: bytes, host: str, facts: Facts, host_at: Callable[[str], str], whose: Sequence[str]
+) -> Verdict | None:
+    """Return the verdict of the first row that is found; of a cascade the peer is a suspect."""
     for row in patterns():
         if row.whose in whose and (match := row.match.search(words)):
-            named = match.groupdict().get("host")
-            hosts = () if row.whose == PROGRAM else (named.decode() if named else host,)
+            named = {name: value.decode() for name, value in match.groupdict().items() if value}
+            if row.whose == _CASCADE:
+                suspect = host_at(named["peer"]) if "peer" in named else ""
+                return Verdict(UNKNOWN, (suspect,) if suspect in facts.hosts else (), row.why)
+            hosts = () if row.whose == PROGRAM else (named.get("host", host),)
             return Verdict(row.whose, hosts, row.why)
-    return None
-
-
-def _of_a_cascade(
-    words: bytes, hosts: Sequence[str], host_at: Callable[[str], str]
-) -> Verdict | None:
-    """Return the verdict where all that is known is who lost whom."""
-    for row in patterns():
-        if row.whose == _CASCADE and (match := row.match.search(words)):
-            peer = (match.groupdict().get("peer") or b"").decode()
-            suspect = host_at(peer) if peer else ""
-            return Verdict(UNKNOWN, (suspect,) if suspect in hosts else (), row.why)
     return None
 
 
