@@ -265,20 +265,6 @@ def test_what_is_written_to_files_is_output(background, tmp_path, writes):
     assert launch.wait(120) == (0 if writes else 124), launch.stderr.read()
 
 
-def test_when_files_were_written_to_last(tmp_path):
-    now = time.time()
-    for rank, age in ((0, 500), (1, 4), (2, -3600)):
-        for name, more in (("out", 0), ("err", 1000)):  # of the two, the newer counts
-            path = tmp_path / f"rank-{rank}.{name}"
-            path.touch()
-            os.utime(path, (now - age - more,) * 2)
-    newest = [module._newest(tmp_path, ranks) for ranks in ([0], [0, 1], [2])]
-    assert newest == pytest.approx([now - 500, now - 4, now + 3600], abs=1)
-    # one that is not seen from here may be written to at any time
-    (tmp_path / "rank-1.err").unlink()
-    assert module._newest(tmp_path, [0, 1]) == pytest.approx(time.time(), abs=30)
-
-
 def test_a_launch_that_was_stopped_does_not_hang(background, until, tmp_path):
     script = f"for i in $(seq 30); do echo $i; touch {tmp_path}/on; sleep 0.2; done"
     launch = background("-n", "1", "--idle-timeout", "1.5", "sh", "-c", script, stdout=-3)

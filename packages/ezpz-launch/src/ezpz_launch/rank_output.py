@@ -202,11 +202,9 @@ def _die_with(parent: int) -> None:
     if sys.platform != "linux":
         return
     try:
-        import _ctypes  # noqa: PLC0415 - only the child needs it, and may do without
+        import ctypes  # noqa: PLC0415 - only the child needs it, and may do without
 
-        itself = _ctypes.dlopen(None, 0)  # type: ignore[arg-type]  # as dlopen(3) has it
-        prctl = _ctypes.dlsym(itself, "prctl")
-        _ctypes.call_function(prctl, (_PR_SET_PDEATHSIG, signal.SIGKILL))
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     except (ImportError, AttributeError, OSError):
         return
     if os.getppid() != parent:
