@@ -108,26 +108,11 @@ def test_a_command_that_hangs_is_ended_with_all_that_it_started_and_one_that_fai
     assert hosts.run(["sh", "-c", "exit 7"], expect=None).returncode == 7
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_an_interrupted_run_leaves_nothing_and_what_a_killed_one_leaves_can_be_removed(
-    hosts, sandbox, waiting, number
-):
+def test_an_interrupted_run_leaves_nothing(hosts, sandbox, waiting):
     started, directory, inodes = waiting
-    started.send_signal(number)
+    started.send_signal(signal.SIGINT)
     assert started.wait() != 0
-    if number == signal.SIGKILL:
-        before = interfaces()
-        with sandbox.TwoHosts() as other:  # neither disturbs the other
-            theirs = inodes_of(sandbox, other.directory)
-            assert other.run(["getent", "hosts", "nodeB"]).stdout.split()[0] == "198.18.0.2"
-            other.run(["sh", "-c", "nohup sleep 300 >/dev/null 2>&1 & hostname"], on="nodeB")
-            assert len(processes_in(theirs)) == 1
-            assert interfaces() == before
-        assert (processes_in(theirs), sandbox.namespaces(other.directory)) == ([], [])
-        assert not other.directory.exists()
-        assert hosts.run(["hostname"]).stdout == "nodeA\n", "the session's live on"
-        assert processes_in(inodes), "another's live on"
-        sandbox.remove(directory)
     assert processes_in(inodes) == []
     assert sandbox.namespaces(directory) == []
     assert not directory.exists()
+    assert hosts.run(["hostname"]).stdout == "nodeA\n", "the session's live on"
