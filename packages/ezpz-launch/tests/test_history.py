@@ -151,7 +151,7 @@ OVER = {
     "pbs": ("qstat", "echo qstat: 12 Job has finished, use -x or -H >&2; exit 35"),
     "slurm": ("scontrol", "echo slurm_load_jobs error: Invalid job id specified >&2; exit 1"),
 }
-RUNS = """echo '{"Jobs":{"12":{"job_state":"R","exec_host":"x1n0/0*2"}}}'"""
+RUNS = "echo 'Job Id: 12'; echo '    job_state = R'; echo '    exec_host = x1n0/0*2'"
 
 
 @pytest.mark.parametrize(("scheduler", "answer", "state"), [

@@ -1,6 +1,5 @@
 """A launch from its log folder to its last attempt; the job's end as Slurm and OpenPBS told it."""
 
-import json
 import os
 import signal
 import subprocess
@@ -297,8 +296,8 @@ PBS = {"PBS_JOBID": "1.pbs-0001", "PBS_ENVIRONMENT": "PBS_BATCH", "PBS_JOBNAME":
 
 def qstat(stime="Sat Nov 21 02:10:43 2026", **resources):
     job = {"job_state": "R", "exec_host": "x1n0/0*2+x1n1/0*2", "stime": stime}
-    told = {**job, "Resource_List": {"ncpus": 4, "nodect": 2, **resources}}
-    return json.dumps({"timestamp": 1795227100, "Jobs": {"1.pbs-0001": told}})
+    told = {**job, **{f"Resource_List.{name}": value for name, value in resources.items()}}
+    return "\n".join(["Job Id: 1.pbs-0001", *(f"    {name} = {told[name]}" for name in told)])
 
 
 @pytest.fixture
@@ -336,7 +335,7 @@ def test_the_end(tmp_path, scheduler, env, served, end):
     (SLURM, ("scontrol", SCONTROL.format(end="Unknown")), "job 12 has no time limit", False),
     (SLURM, ("scontrol", "slurm_load_jobs error: Invalid"), "the end of job 12", True),
     (PBS, ("qstat", qstat()), "job 1.pbs-0001 has no time limit", False),
-    (PBS, ("qstat", "qstat: Unknown Job Id"), "end is not known: .* qstat -f -F json", True),
+    (PBS, ("qstat", "qstat: Unknown Job Id"), "end is not known: .* qstat -E -fw", True),
     ({}, ("squeue", ""), "no job here", False),
     ({}, ("qselect", "?"), "end is not known: PBS job id", False),
 ])  # fmt: skip

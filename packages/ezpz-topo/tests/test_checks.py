@@ -1,6 +1,5 @@
 """The checks of ``ezpz doctor``: good and bad states, with schedulers that answer as real ones."""
 
-import json
 import os
 import socket
 
@@ -48,9 +47,10 @@ def pbs(tmp_path, command):
     """A PATH with a qstat that knows job 1 on x1n0 and x1n1."""
     job = {
         "Job_Name": "probe", "job_state": "R", "queue": "workq", "exec_host": "x1n0/0*2+x1n1/0*2",
-        "Resource_List": {"select": "2:ncpus=2:mpiprocs=2", "mpiprocs": "4"},
+        "Resource_List.select": "2:ncpus=2:mpiprocs=2", "Resource_List.mpiprocs": "4",
     }  # fmt: skip
-    (tmp_path / "answer").write_text(json.dumps({"Jobs": {"1.pbs-0001": job}}))
+    lines = "".join(f"    {name} = {text}\n" for name, text in job.items())
+    (tmp_path / "answer").write_text(f"Job Id: 1.pbs-0001\n{lines}")
     command("qstat", f'[ "$1" = -B ] && exit 0; cat "{tmp_path}/answer"')
     return {
         "PATH": f"{tmp_path}:/usr/bin:/bin", "PBS_JOBID": "1.pbs-0001",

@@ -65,7 +65,7 @@ def get_allocation(env: Mapping[str, str] | None = None, *, ask: bool | None = N
     except TopoError as error:
         # It is good to know, and no more: hosts and ranks are known without it.
         return replace(job, notes=(*job.notes, f"end of the walltime: {error}"))
-    source = "qstat -f -F json" if scheduler == "pbs" else "scontrol show job"
+    source = "qstat -E -fw" if scheduler == "pbs" else "scontrol show job"
     return replace(job, ends_at=ends_at, sources={**job.sources, "ends_at": source})
 
 

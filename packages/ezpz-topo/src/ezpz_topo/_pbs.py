@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import pwd
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from typing import Any
 
 from . import _commands
@@ -104,7 +103,9 @@ def _placed(job: Allocation, hostname: str) -> Allocation:
 
 # The server: what qstat and qselect tell of jobs.
 
-QSTAT = "qstat -f -F json"
+# Not its JSON, which tells only the first of several, and is none where a variable holds a quote.
+# -E: one question for all jobs; without it each takes a connection of its own, 20 ms and more.
+QSTAT = "qstat -E -fw"
 _UNKNOWN, _FINISHED = 153, 35
 
 _JOB_ID = re.compile(r"[0-9]+(?:\[[0-9]*\])?(?:[.@][0-9A-Za-z_.@-]+)?")
@@ -114,8 +115,8 @@ _COUNT = re.compile(r"[1-9][0-9]{0,5}")
 _WALLTIME = re.compile(r"[0-9]{1,9}(?::[0-9]{1,9}){0,3}(?:\.[0-9]+)?")
 _MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
 
-Attributes = Mapping[str, object]
-"""One job of qstat's JSON."""
+Attributes = Mapping[str, Any]
+"""One job, as `get_pbs_jobs` returns it."""
 
 
 def get_pbs_folder(env: Mapping[str, str] | None = None) -> str:
@@ -133,13 +134,13 @@ def get_pbs_folder(env: Mapping[str, str] | None = None) -> str:
 
 
 def get_pbs_jobs(
-    job_ids: Sequence[str] = (), env: Mapping[str, str] | None = None
+    job_ids: Sequence[str], env: Mapping[str, str] | None = None
 ) -> dict[str, dict[str, Any]]:
-    """Return what ``qstat -fw`` tells of jobs, by full id.
+    """Return what qstat tells of jobs, by full id.
 
     Args:
         job_ids: As qselect or qsub prints them; of those that are over PBS tells where it has a
-            history. Each takes it 20 ms. Default: all that wait or run, whosever they are.
+            history.
         env: The environment to ask in; default ``os.environ``.
 
     Returns:
@@ -153,27 +154,71 @@ def get_pbs_jobs(
         SchedulerError: qstat is missing, failed, or did not answer in time.
     """
     env = os.environ if env is None else env
-    # Not its JSON, which tells only the first of several (OpenPBS 23.06).
-    option = "-xfw" if job_ids else "-fw"
-    answer = _ask_qstat(("qstat", option), job_ids, env, attempts=1)
+    return _jobs(job_ids, env, "-x", attempts=1)[1] if job_ids else {}
+
+
+def _jobs(
+    job_ids: Sequence[str], env: Mapping[str, str], *more: str, attempts: int = 2
+) -> tuple[int, dict[str, dict[str, Any]]]:
+    """Return qstat's exit status, and the jobs that it tells of."""
+    for job_id in job_ids:
+        if not _JOB_ID.fullmatch(job_id):
+            raise InvalidVariableError(
+                f"PBS job id {job_id[:80]!r}; expected one such as 1.pbs-0001 or 40[1].pbs-0001; "
+                "unset PBS_JOBID, or give it as qstat prints it"
+            )
+    # qstat itself makes text of times, with ctime (OpenPBS, qstat.c): the zone is ours to choose.
+    answer = _commands.ask(
+        (*QSTAT.split(), *more, *job_ids), env={**env, "TZ": "UTC0"},
+        good=(0, _UNKNOWN, _FINISHED), attempts=attempts, place=get_pbs_folder(env),
+    )  # fmt: skip
     found: dict[str, dict[str, Any]] = {}
-    for part in re.split(r"(?m)^Job Id: ", answer.stdout)[1:]:
+    before, *parts = re.split(r"(?m)^Job Id: ", answer.stdout)
+    if before.strip():
+        raise SchedulerError(
+            f"{QSTAT} printed {before[:60]!r}; expected 'Job Id: 1.pbs-0001' and lines of its "
+            "attributes; run it by hand, and ask the site which qstat this is"
+        )
+    for part in parts:
         job_id, _, lines = part.partition("\n")
         job = found.setdefault(job_id.strip(), {})
         for name, text in re.findall(r"(?m)^ {4}([\w.]+) = (.*)", lines):
             group, _, key = name.rpartition(".")
             place = job.setdefault(group, {}) if group else job
-            place.setdefault(key, _number_of(key, text))  # what a value's own lines say comes later
-    return found
+            # What a value's own lines say comes later.
+            place.setdefault(key, _number_of(text, _READ[key]) if key in _READ else text)
+    return answer.status, found
 
 
-def _number_of(key: str, text: str) -> str | float:
-    with contextlib.suppress(ValueError, OverflowError):  # it stays the text that it is
-        if key in ("qtime", "stime", "mtime", "obittime", "start_time"):
-            return _moment(text).timestamp()
-        if key == "walltime":
-            return _walltime(text).total_seconds()
-    return text
+def _number_of(text: str, read: Callable[[str], float]) -> str | float:
+    try:
+        return read(text)
+    except (ValueError, OverflowError):
+        return text
+
+
+def _moment(text: str) -> float:
+    """Read "Sat Nov 21 02:10:43 2026", always in English, in the zone that `_jobs` chose."""
+    _, month, day, clock, year = text.split()
+    hour, minute, second = clock.split(":")
+    date = (int(year), _MONTHS.index(month) + 1, int(day))
+    return datetime(*date, int(hour), int(minute), int(second), tzinfo=UTC).timestamp()
+
+
+def _walltime(text: str) -> float:
+    """Read ``DD:HH:MM:SS``, of which any left part may be missing, in seconds."""
+    if not _WALLTIME.fullmatch(text):
+        raise ValueError(text)
+    parts = reversed(text.partition(".")[0].split(":"))
+    return float(sum(unit * int(part) for unit, part in zip(_UNITS, parts, strict=False)))
+
+
+_UNITS = (1, 60, 3600, 86400)
+_READ = {
+    **dict.fromkeys(("qtime", "stime", "mtime", "obittime", "start_time"), _moment),
+    "walltime": _walltime,
+}
+"""What is text to qstat, and a number here."""
 
 
 def job_by_id(job_id: str, env: Mapping[str, str]) -> Allocation:
@@ -194,12 +239,9 @@ def job_of_this_host(env: Mapping[str, str], hostname: str) -> Allocation | None
     job_ids = _commands.ask(argv, env=env, place=get_pbs_folder(env)).stdout.split()
     if not job_ids:
         return None
-    _, jobs = _jobs(job_ids, env)
-    for job_id in [job_id for job_id in job_ids if job_id not in jobs]:
-        # Some builds tell only the first of several jobs (openpbs issue 2672).
-        jobs.update(_jobs([job_id], env)[1])
     # A job that ended since qselect has no exec_host, or is not told at all.
-    found = [_allocation_of(key, job) for key, job in jobs.items() if _text(job, "exec_host")]
+    jobs = _jobs(job_ids, env)[1]
+    found = [_allocation_of(key, job) for key, job in jobs.items() if "exec_host" in job]
     here = [job for job in found if find_host(hostname, job.hosts)]
     if len(here) > 1:
         ids = ", ".join(str(job.job_id) for job in here)
@@ -239,74 +281,12 @@ def _job(job_id: str, env: Mapping[str, str]) -> Attributes:
     )
 
 
-def _jobs(job_ids: Sequence[str], env: Mapping[str, str]) -> tuple[int, dict[str, Attributes]]:
-    answer = _ask_qstat(QSTAT.split(), job_ids, env)
-    if answer.status and not answer.stdout.strip():
-        return answer.status, {}
-    told = _parse(answer.stdout).get("Jobs")
-    jobs = told if isinstance(told, dict) else {}
-    return answer.status, {key: job for key, job in jobs.items() if isinstance(job, dict)}
-
-
-def _ask_qstat(
-    argv: Sequence[str], job_ids: Sequence[str], env: Mapping[str, str], attempts: int = 2
-) -> _commands.Answer:
-    for job_id in job_ids:
-        if not _JOB_ID.fullmatch(job_id):
-            raise InvalidVariableError(
-                f"PBS job id {job_id[:80]!r}; expected one such as 1.pbs-0001 or 40[1].pbs-0001; "
-                "unset PBS_JOBID, or give it as qstat prints it"
-            )
-    # qstat itself makes text of times, with ctime (OpenPBS, qstat.c): the zone is ours to choose.
-    return _commands.ask(
-        (*argv, *job_ids), env={**env, "TZ": "UTC0"}, good=(0, _UNKNOWN, _FINISHED),
-        attempts=attempts, place=get_pbs_folder(env),
-    )  # fmt: skip
-
-
-def _parse(text: str) -> Attributes:
-    """Parse qstat's JSON, which is not always JSON; numbers stay the text that they were."""
-    problem = ""
-    for mend in (str, _mended):
-        try:
-            # A job called 1e5 is told as a number: as text it keeps its name.
-            told = json.loads(
-                mend(text), strict=False, parse_int=str, parse_float=str, parse_constant=str
-            )
-        except (ValueError, RecursionError) as error:
-            problem = problem or str(error)
-            continue
-        if isinstance(told, dict):
-            return told
-        problem = f"a JSON {type(told).__name__}"
-    raise SchedulerError(
-        f"{QSTAT} printed what is no JSON object ({problem}), {text[:60]!r}; expected one with "
-        "Jobs; run it by hand: this PBS is older than its JSON, or a job's name or arguments "
-        "hold quotes or backslashes that it does not escape"
-    )
-
-
-def _mended(text: str) -> str:
-    """Mend what OpenPBS is known to print: its own escapes, and bare words and 007 for numbers."""
-    # Most of it is in the user's environment, which is not needed.
-    text = re.sub(
-        r'(?ms)^([ \t]*)"Variable_List":\s*\{$.*?(?:^\1\}|\Z)', r'\1"Variable_List":{}', text
-    )
-    text = re.sub(r'\\(["\\/bfnrt]|u[0-9a-fA-F]{4})?', lambda m: m[0] if m[1] else r"\\", text)
-    return re.sub(r'(?m)^([ \t]*"[^"\n]*":[ \t]*)([^\s"{}\[\],]+)(,?)$', r'\1"\2"\3', text)
-
-
-def _text(attributes: object, key: str) -> str:
-    value = attributes.get(key) if isinstance(attributes, dict) else None
-    return value if isinstance(value, str) else ""
-
-
 def _allocation_of(job_id: str, job: Attributes) -> Allocation:
     names = [name for name, _ in _chunks(job_id, job)]
     facts: dict[str, object] = {
-        "slots": _slots(names, job.get("Resource_List")),
-        "name": _text(job, "Job_Name"),
-        "queue": _text(job, "queue"),
+        "slots": _slots(names, job.get("Resource_List", {})),
+        "name": job.get("Job_Name"),
+        "queue": job.get("queue"),
     }
     with contextlib.suppress(SchedulerError):  # the hosts are known without it
         facts["ends_at"] = _end(job_id, job)
@@ -316,10 +296,10 @@ def _allocation_of(job_id: str, job: Attributes) -> Allocation:
 
 
 def _chunks(job_id: str, job: Attributes) -> list[tuple[str, int]]:
-    exec_host, state = _text(job, "exec_host"), _text(job, "job_state")
+    exec_host, state = job.get("exec_host", ""), job.get("job_state", "unknown")
     if not exec_host:
         raise SchedulerError(
-            f"{QSTAT}: job {job_id} has no exec_host and is in state {state or 'unknown'!r}; "
+            f"{QSTAT}: job {job_id} has no exec_host and is in state {state!r}; "
             "expected a job that runs; wait until it starts"
         )
     chunks = [_CHUNK.fullmatch(part) for part in exec_host.split("+")]
@@ -332,12 +312,12 @@ def _chunks(job_id: str, job: Attributes) -> list[tuple[str, int]]:
     return found
 
 
-def _slots(names: Sequence[str], resources: object) -> tuple[int, ...] | None:
+def _slots(names: Sequence[str], resources: Attributes) -> tuple[int, ...] | None:
     """Return the MPI slots of each host, where ``select`` and ``mpiprocs`` leave no doubt."""
     # The numbers of exec_host are CPUs. It has one entry a chunk of ``select``, in its order,
     # and a chunk has one slot unless it says ``mpiprocs``.
     each: list[int] = []
-    for part in _text(resources, "select").split("+"):
+    for part in resources.get("select", "").split("+"):
         number, *items = part.split(":")
         if "=" in number:
             number, items = "1", [number, *items]
@@ -348,7 +328,7 @@ def _slots(names: Sequence[str], resources: object) -> tuple[int, ...] | None:
         if wanted.get("ncpus") == "0" or len(each) + int(number) > len(names):
             return None
         each += [int(procs)] * int(number)
-    if len(each) != len(names) or _text(resources, "mpiprocs") not in ("", str(sum(each))):
+    if len(each) != len(names) or resources.get("mpiprocs", "") not in ("", str(sum(each))):
         return None
     slots = dict.fromkeys(names, 0)
     for name, procs_here in zip(names, each, strict=True):
@@ -357,29 +337,13 @@ def _slots(names: Sequence[str], resources: object) -> tuple[int, ...] | None:
 
 
 def _end(job_id: str, job: Attributes) -> datetime | None:
-    start, limit = _text(job, "stime"), _text(job.get("Resource_List"), "walltime")
+    start, limit = job.get("stime"), job.get("Resource_List", {}).get("walltime")
     if not start or not limit:
         return None
     try:
-        return _moment(start) + _walltime(limit)
-    except (ValueError, OverflowError) as error:
+        return datetime.fromtimestamp(start + limit, UTC)
+    except (TypeError, ValueError, OverflowError) as error:
         raise SchedulerError(
-            f"{QSTAT}: job {job_id} has stime {start[:40]!r} and walltime {limit[:40]!r}; "
-            "expected 'Sat Nov 21 02:10:43 2026' and '00:05:00'; ask the site which qstat this is"
+            f"{QSTAT}: job {job_id} has stime {start!r} and walltime {limit!r}; expected 'Sat Nov "
+            "21 02:10:43 2026' and '00:05:00'; ask the site which qstat this is"
         ) from error
-
-
-def _moment(text: str) -> datetime:
-    """Read "Sat Nov 21 02:10:43 2026", always in English, in the zone that `_jobs` chose."""
-    _, month, day, clock, year = text.split()
-    hour, minute, second = clock.split(":")
-    date = (int(year), _MONTHS.index(month) + 1, int(day))
-    return datetime(*date, int(hour), int(minute), int(second), tzinfo=UTC)
-
-
-def _walltime(text: str) -> timedelta:
-    if not _WALLTIME.fullmatch(text):
-        raise ValueError(text)
-    parts = [int(part) for part in reversed(text.partition(".")[0].split(":"))]
-    units = ("seconds", "minutes", "hours", "days")
-    return timedelta(**dict(zip(units, parts, strict=False)))

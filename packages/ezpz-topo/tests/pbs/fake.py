@@ -1,13 +1,12 @@
 """A fake qstat and qselect: what OpenPBS 23.06 answered, replayed at the process boundary.
 
-``fake.py JOBS qstat -f -F json ID...`` and ``fake.py JOBS qselect -T -u USER -s R``. JOBS is
+``fake.py JOBS qstat -E -fw ID...`` and ``fake.py JOBS qselect -T -u USER -s R``. JOBS is
 a JSON file, id to attributes; ``stime`` is in seconds since 1970, which qstat itself turns into
 text in its own time zone. JOBS.log gets one line a call, its arguments. ``-T`` is in qselect's
 manual page and was not captured.
 """
 
 import json
-import re
 import sys
 import time
 
@@ -15,9 +14,9 @@ UNKNOWN, FINISHED = 153, 35
 
 
 def qstat(jobs, arguments):
-    assert arguments[:3] == ["-f", "-F", "json"], arguments
-    told, status = {}, 0
-    for job_id in arguments[3:]:
+    assert arguments[:2] == ["-E", "-fw"], arguments
+    found, status = 0, 0
+    for job_id in arguments[2:]:
         if job_id not in jobs:
             print(f"qstat: Unknown Job Id {job_id}", file=sys.stderr)
             status = UNKNOWN
@@ -26,17 +25,19 @@ def qstat(jobs, arguments):
             print(f"qstat: {job_id} {why}", file=sys.stderr)
             status = FINISHED
         else:
-            job = dict(jobs[job_id])
-            if "stime" in job:
-                job["stime"] = time.ctime(job["stime"])
-            told[job_id] = job
-    answer = {"timestamp": 1795227100, "pbs_version": "23.06.06", "pbs_server": "pbs-0001"}
-    if told:
-        answer["Jobs"] = told
-    text = json.dumps(answer, indent=4, separators=(",", ":"))
-    # Strings that look like numbers are told as numbers, without their leading zeros.
-    print(re.sub(r':"0*([0-9]+(?:e[0-9]+)?)"', r":\1", text))
-    return status
+            print(f"Job Id: {job_id}")
+            for name, value in jobs[job_id].items():
+                pairs = (
+                    {f"{name}.{key}": each for key, each in value.items()}
+                    if isinstance(value, dict)
+                    else {name: value}
+                )
+                for key, each in pairs.items():
+                    shown = time.ctime(each) if key == "stime" and isinstance(each, int) else each
+                    print(f"    {key} = {shown}")
+            print()
+            found += 1
+    return 0 if found else status
 
 
 def qselect(jobs, arguments):
