@@ -8,7 +8,8 @@ import pytest
 
 from ezpz_launch import LaunchError, UsageError
 from ezpz_launch._agent import birth_of
-from ezpz_launch._record import USAGE, Record, command, iso_time, new_id, to_json
+from ezpz_launch._jobs import LAUNCHES_PAGE, launches
+from ezpz_launch._record import Record, iso_time, new_id, to_json
 from ezpz_topo import get_hostname
 
 START = 1795227043.25
@@ -53,7 +54,7 @@ def write(tmp_path):
 
 
 def told(env, *words):
-    return json.loads(command(["--json", *words], env))
+    return json.loads(launches(["--json", *words], env))
 
 
 def test_the_table(env, write):
@@ -66,7 +67,7 @@ def test_the_table(env, write):
     )
     command_ = "python train.py --lr 1e-4 'a b'"
     hosts, long = "nid[001-004]            ", f"{'h' * 21}..."
-    assert command([], env).splitlines() == [
+    assert launches([], env).splitlines() == [
         f"when                 took      exit          ranks  {'hosts':24}  job     command",
         f"2026-11-21 02:10:43  0:07      0             16     {hosts}  m 12    {command_}",
         f"2026-11-21 02:11:43  12:34     137           16     {long}  laptop  {command_}",
@@ -80,8 +81,8 @@ def test_the_table(env, write):
 def test_the_newest_are_last_and_no_more_than_asked(env, write, words):
     write(*(record(number, nproc=number + 1) for number in range(25)))
     assert [one["nproc"] for one in told(env, *words)] == [24, 25]
-    assert len(command(words, env).splitlines()) == 1 + 2
-    assert len(command([], env).splitlines()) == 1 + 20
+    assert len(launches(words, env).splitlines()) == 1 + 2
+    assert len(launches([], env).splitlines()) == 1 + 20
     assert len(told(env, "-n", "100")) == 25
 
 
@@ -90,11 +91,9 @@ def test_the_newest_are_last_and_no_more_than_asked(env, write, words):
     [["-n"], ["-n", "two"], ["-n", "0"], ["-n=-1"], ["--limit="], ["--jsn"], ["x"], ["-n²"]],
 )
 def test_the_command_refuses_what_it_does_not_know_and_shows_its_page(env, words):
-    with pytest.raises(UsageError, match=r"launches: .*expected"):
-        command(words, env)
-    page = f"usage: {USAGE}\n\nexamples:\n  ezpz-launch launches "
-    assert command(["-h"], env) == command(["--help"], env)
-    assert command(["-h"], env).startswith(page)
+    with pytest.raises(UsageError, match=r"expected|did you mean --json"):
+        launches(words, env)
+    assert launches(["-h"], env) == launches(["--help"], env) == LAUNCHES_PAGE
 
 
 def test_json_has_the_whole_record(env, write):
@@ -111,7 +110,7 @@ def test_json_has_the_whole_record(env, write):
 
 def test_a_command_does_not_move_the_cursor(env, write):
     write(record(**ENDED, command=("\x1b[2J", "a\nb", "\u202eevil", "é")))
-    table = command([], env)
+    table = launches([], env)
     assert len(table.splitlines()) == 2
     assert all(letter.isprintable() for line in table.splitlines() for letter in line)
     assert "é" in table
@@ -131,7 +130,7 @@ def test_one_that_runs_and_is_killed(env, write, process):
     assert told(env)[0]["state"] == ("never ended" if one.pid_start else "running")
     child.wait()
     assert told(env)[0]["state"] == "never ended"
-    assert "never ended" in command([], env)
+    assert "never ended" in launches([], env)
 
 
 @pytest.mark.parametrize(("changes", "state"), [
@@ -146,27 +145,26 @@ def test_whether_it_runs(env, write, changes, state):
     assert told(env)[0]["state"] == state
 
 
-# What OpenPBS 23.06 and Slurm 22.05.8 answered about a job that is over, and about one that runs.
-OVER = {
-    "pbs": ("qstat", "echo qstat: 12 Job has finished, use -x or -H >&2; exit 35"),
-    "slurm": ("scontrol", "echo slurm_load_jobs error: Invalid job id specified >&2; exit 1"),
-}
-RUNS = "echo 'Job Id: 12'; echo '    job_state = R'; echo '    exec_host = x1n0/0*2'"
+QSTAT = "echo 'Job Id: 12'; echo '    job_state = {}'"
 
 
-@pytest.mark.parametrize(("scheduler", "answer", "state"), [
-    ("pbs", OVER["pbs"][1], "ended by the scheduler"),
-    ("slurm", OVER["slurm"][1], "ended by the scheduler"),
-    ("pbs", RUNS, "unknown"),
-    ("pbs", "echo cannot connect to server pbs-0001 >&2; exit 111", "unknown"),
+@pytest.mark.parametrize(("scheduler", "programs", "state"), [
+    ("pbs", {"qselect": ""}, "ended by the scheduler"),
+    ("pbs", {"qselect": "echo 12", "qstat": QSTAT.format("Q")}, "ended by the scheduler"),
+    ("pbs", {"qselect": "echo 12", "qstat": QSTAT.format("R")}, "unknown"),
+    ("pbs", {"qselect": "echo cannot connect to server pbs-0001 >&2; exit 111"}, "unknown"),
+    ("slurm", {"squeue": "", "sacct": ""}, "ended by the scheduler"),
+    ("slurm", {"qselect": ""}, "unknown"),
 ])  # fmt: skip
-def test_another_host_whose_job_is_over(*, env, write, program, tmp_path, scheduler, answer, state):
+def test_another_host_whose_job_is_over(
+    *, env, write, program, tmp_path, scheduler, programs, state
+):
     write(record(host="some-other-host", scheduler=scheduler))
-    program(OVER[scheduler][0], answer)
-    # asked in a shell of another job
-    env |= {"PATH": f"{tmp_path}:/usr/bin:/bin", "PBS_JOBID": "3", "PBS_NODEFILE": "/none"}
+    for name, text in programs.items():
+        program(name, text)
+    env |= {"PATH": f"{tmp_path}:/usr/bin:/bin"}
     assert told(env)[0]["state"] == state
-    assert state in command([], env)
+    assert state in launches([], env)
 
 
 # Damage.
@@ -182,7 +180,7 @@ def test_a_damaged_file_is_left_out_and_counted(env, write, tmp_path, damage):
     if isinstance(damage, dict):
         damage = json.dumps({**json.loads(to_json(good)), **damage}).encode()
     write(good, damage)
-    lines = command([], env).splitlines()
+    lines = launches([], env).splitlines()
     assert len(lines) == 3
     assert lines[-1] == f"left out, no record that can be read: 1 file in {tmp_path}/launches"
     assert [one["id"] for one in told(env)] == [good.id]
@@ -190,17 +188,17 @@ def test_a_damaged_file_is_left_out_and_counted(env, write, tmp_path, damage):
 
 def test_no_launches_and_files_that_are_no_records(env, write, tmp_path):
     no_launches = f"no launches so far; they are recorded in {tmp_path}/launches"
-    assert (command([], env), told(env)) == (no_launches, [])
+    assert (launches([], env), told(env)) == (no_launches, [])
     assert os.listdir(tmp_path) == []
     (tmp_path / "launches").mkdir()
-    assert (command([], env), told(env)) == (no_launches, [])
+    assert (launches([], env), told(env)) == (no_launches, [])
     folder = write(b"?").parent
     os.mkfifo(folder / f"{new_id(START + 1)}.json")
     (folder / f"{new_id(START + 9)}.json").mkdir()
     # not ours
     (folder / "notes.json").touch()
     (folder / f"{new_id(START)}.progress").touch()
-    first, last = command([], env).splitlines()
+    first, last = launches([], env).splitlines()
     assert first.startswith("no launches so far")
     assert last.startswith("left out, no record that can be read: 3 files in ")
 
@@ -208,6 +206,6 @@ def test_no_launches_and_files_that_are_no_records(env, write, tmp_path):
 def test_a_folder_that_cannot_be_read(env, tmp_path):
     (tmp_path / "launches").write_text("a file")
     with pytest.raises(LaunchError, match=r"cannot be read .* set EZPZ_STATE_DIR"):
-        command([], env)
+        launches([], env)
     with pytest.raises(LaunchError, match="HOME='alice'"):
-        command([], {"HOME": "alice"})
+        launches([], {"HOME": "alice"})

@@ -14,8 +14,8 @@ import pytest
 from ezpz_launch import LaunchError, Request, __version__, plan
 from ezpz_launch._identify import Launcher
 from ezpz_launch._record import (
-    ID,
     KEPT,
+    NAMES,
     Keeper,
     new_id,
     read_progress,
@@ -126,7 +126,7 @@ def test_ids_sort_by_time_and_are_unique():
     assert ids == sorted(ids)
     assert ids[0].startswith("19700101T000000000000Z-")
     assert len({new_id(1) for _ in range(100)}) == 100
-    assert all(re.fullmatch(ID, f"{one}.json") for one in ids)
+    assert all(re.fullmatch(NAMES, f"{one}.json") for one in ids)
 
 
 # Where nothing can be written.

@@ -7,8 +7,6 @@ once.
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import shlex
 import time
@@ -19,9 +17,17 @@ from ezpz_topo import SchedulerError, TopoError, ask, get_pbs_folder
 
 from ._errors import LaunchError, UsageError, say
 from ._queue import SCHEDULERS, Scheduler
-from ._record import ID, dump, iso_time, read_progress, records_folder, write
+from ._record import (
+    Stored,
+    dump,
+    iso_time,
+    read_progress,
+    read_record,
+    read_records,
+    records_folder,
+    write,
+)
 from ._retry import Attempts, Progress
-from ._version import __version__
 
 # The record of a job, or of a chain of them: one JSON file, beside the batch script.
 
@@ -33,8 +39,6 @@ class Chain(NamedTuple):
     name: str  # as the scheduler knows it
     kind: str  # job, array, until-done (each submits the next) or chain (submitted beforehand)
     command: tuple[str, ...]  # the user's, without what is secret; the script has it whole
-    cwd: str  # where it was submitted, and runs
-    machine: str
     scheduler: str  # slurm or pbs
     script: str  # path of the batch script
     output: str  # path of a job's output, in which %j is the number of its id
@@ -49,7 +53,6 @@ class Chain(NamedTuple):
     end: str | None = None  # when the outcome was known
     outcome: str | None = None  # done, failed, stopped or killed; None while it goes on
     why: str = ""  # of the outcome, in words for people
-    version: str = __version__
 
 
 def job_entry(job_id: str, submitted: str) -> dict[str, Any]:
@@ -64,17 +67,6 @@ def job_entry(job_id: str, submitted: str) -> dict[str, Any]:
     }
 
 
-NAMES = rf"[A-Za-z][\w.+-]*-{ID}"
-"""The names of our files, and of their batch scripts."""
-
-_TYPES: dict[str, type | tuple[type, ...]] = {
-    "id": str, "name": str, "kind": str, "command": list, "cwd": str, "machine": str,
-    "scheduler": str, "script": str, "output": str, "options": dict, "limit": int,
-    "start": str, "jobs": list, "attempts": int, "progress_file": str, "best": int, "idle": int,
-    "end": (str, type(None)), "outcome": (str, type(None)), "why": str, "version": str,
-}  # fmt: skip
-
-
 def jobs_folder(env: Mapping[str, str]) -> str:
     """Return the folder of these records, beside that of launches; it need not exist."""
     return records_folder(env, "jobs")
@@ -82,47 +74,30 @@ def jobs_folder(env: Mapping[str, str]) -> str:
 
 def read_chain(path: str) -> Chain | None:
     """Return the record in a file; None where there is none that can be read."""
-    if not os.path.isfile(path):  # a FIFO would wait for its writer
-        return None
-    try:
-        with open(path, encoding="utf-8") as file:
-            stored = json.load(file)
-    except (OSError, ValueError, RecursionError):
-        return None
-    is_record = (
-        isinstance(stored, dict)
-        and all(isinstance(stored.get(name, ...), kind) for name, kind in _TYPES.items())
-        and all(isinstance(job, dict) and isinstance(job.get("id"), str) for job in stored["jobs"])
-    )
-    if not is_record:
-        return None
-    values = {name: stored[name] for name in Chain._fields}
-    lists = {name: tuple(values[name]) for name in ("command", "jobs")}
-    return Chain(**{**values, **lists})
+    return _chain_of(read_record(path, Chain))
 
 
-def read_chains(env: Mapping[str, str], limit: int) -> tuple[list[Chain], int]:
-    """Return the newest records, newest last, and how many files among them are none."""
-    folder = jobs_folder(env)
-    try:
-        names = [name for name in os.listdir(folder) if name.endswith(".json")]
-    except FileNotFoundError:
-        return [], 0
-    except OSError as error:
-        raise LaunchError(
-            f"{folder} cannot be read ({error.strerror}); expected the folder of submitted jobs; "
-            "make it readable, or set EZPZ_STATE_DIR to another"
-        ) from error
-    ours = [(match[1], name) for name in names if (match := re.fullmatch(NAMES, name))]
-    newest = sorted(ours)[-limit:]
-    found = [read_chain(os.path.join(folder, name)) for _, name in newest]
-    read = [chain for chain in found if chain is not None]
-    return read, len(found) - len(read)
+def read_chains(env: Mapping[str, str], limit: int) -> list[Chain]:
+    """Return the newest records, newest last."""
+    found, _ = read_records(jobs_folder(env), limit, kind=Chain)
+    return list(filter(None, map(_chain_of, found)))
+
+
+def _chain_of(stored: Stored | None) -> Chain | None:
+    keys = job_entry("", "").keys()
+    if stored is None or not all(keys <= job.keys() for job in stored["jobs"]):
+        return None
+    fields = {name: stored[name] for name in Chain._fields}
+    return Chain(**{**fields, "jobs": tuple(stored["jobs"])})
 
 
 def path_of(chain: Chain) -> str:
     """Return the path of a chain's record: beside its progress."""
     return f"{chain.progress_file.removesuffix('.progress')}.json"
+
+
+def output_of(chain: Chain, job_id: str) -> str:
+    return chain.output.replace("%j", re.split(r"[.\[]", job_id)[0])
 
 
 def change_chain(path: str, **values: Any) -> Chain | None:

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from ._stage import Alone, CopperView, Staging
 
 COMMANDS = {
-    "launches": "_record:command",
-    "history": "_record:command",
+    "launches": "_jobs:launches",
+    "history": "_jobs:launches",
     "nodes": "_nodes:command",
     "preflight": "_preflight:command",
     "stage": "_cli:stage",

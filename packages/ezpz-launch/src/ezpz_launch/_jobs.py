@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shlex
 import signal
-import stat
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -14,16 +14,19 @@ from typing import Any, NamedTuple
 from ezpz_topo import NoSchedulerError, SchedulerError, find_schedulers, get_hostname, same_host
 
 from ._agent import send
-from ._chain import Chain, change_chain, jobs_folder, read_chain, read_chains
+from ._chain import Chain, change_chain, output_of, path_of, read_chain, read_chains
 from ._errors import LaunchError, UsageError, discard, say
+from ._options import Option, _number, split
 from ._queue import RUNNING, WAITING, Job, array_of, schedulers
 from ._record import (
+    ID,
     KEPT,
     Stored,
     aligned,
     duration,
     iso_time,
     moment,
+    name_of,
     read_progress,
     read_record,
     read_records,
@@ -51,13 +54,24 @@ class Entry(NamedTuple):
 
     @property
     def first_failure(self) -> Mapping[str, Any] | None:
-        return self.launches[-1].get("first_failure") if self.launches else None
+        return self.launches[-1]["first_failure"] if self.launches else None
+
+    @property
+    def failed_rank(self) -> str:
+        its = self.first_failure
+        return f"rank {its['rank']} on {its['host']} {its['how']}" if its else ""
+
+    @property
+    def left(self) -> str:
+        """The time until its limit, while it runs."""
+        its = self.job
+        return duration(its.end - time.time()) if its.state in RUNNING and its.end else ""
 
 
 def survey(env: Mapping[str, str], since: float) -> list[Entry]:
     """Return what waits or runs, and what ended since then, as it was submitted."""
     told: dict[str, Job] = {}
-    for scheduler in schedulers(env):
+    for scheduler in schedulers(env).values():
         with contextlib.suppress(NoSchedulerError):
             told.update((job.key, job) for job in scheduler.jobs(since))
     begun = min([since, *(job.start or since for job in told.values() if job.state in RUNNING)])
@@ -65,13 +79,13 @@ def survey(env: Mapping[str, str], since: float) -> list[Entry]:
     records, _ = read_records(records_folder(env), KEPT, oldest)
     launches: dict[str, list[Stored]] = {}
     for stored in records:
-        launches.setdefault(stored["job_id"] or "", []).append(stored)
+        launches.setdefault(_of_array(stored["job_id"] or ""), []).append(stored)
     by_id: dict[str, list[Job]] = {}
     for job in told.values():
         for job_id in {job.id, _of_array(job.id)}:
             by_id.setdefault(job_id, []).append(job)
     entries = []
-    for chain in read_chains(env, KEPT)[0]:
+    for chain in read_chains(env, KEPT):
         ids = [job["id"] for job in chain.jobs]
         jobs = [job for job_id in ids for job in by_id.get(job_id, ())]
         for job in jobs:
@@ -92,37 +106,35 @@ def survey(env: Mapping[str, str], since: float) -> list[Entry]:
 
 
 def _of_array(job_id: str) -> str:
-    return job_id.partition("_")[0]
+    """Return the id of the array that a task is of: 12 of 12_3, 40[].srv of 40[1].srv."""
+    return re.sub(r"\[[0-9]+\]", "[]", job_id.partition("_")[0])
 
 
 def _current(chain: Chain, jobs: Sequence[Job]) -> Job:
     """Return the job that a chain has come to; where the scheduler tells of none, as recorded."""
     if chain.kind == "array" and jobs:
         return array_of(jobs)
-    order = {job["id"]: at for at, job in enumerate(chain.jobs)}
-    ranked = sorted(jobs, key=lambda job: order[job.id])
-    alive = [job for job in ranked if job.state in RUNNING] or [
-        job for job in ranked if job.state in WAITING
+    alive = [job for job in jobs if job.state in RUNNING] or [
+        job for job in jobs if job.state in WAITING
     ]
     if alive and chain.outcome is None:
         return alive[0]
     begun = [job for job in chain.jobs if job["start"]] or list(chain.jobs)
     last: Mapping[str, Any] = begun[-1] if begun else {"id": "", "exit_status": None, "end": None}
-    job = next((job for job in ranked if job.id == last["id"]), None)
+    job = next((job for job in jobs if job.id == last["id"]), None)
     if alive:  # it is being ended, or its surplus goes
         return (job if job and not job.is_over else alive[0])._replace(why=chain.why)
-    status = last["exit_status"]
-    state = {"done": "completed", "failed": "failed", "killed": "cancelled"}.get(
-        chain.outcome or "", ""
-    )
     if job is None:
         end = moment(last["end"] or chain.end or chain.start)
-        job_id = str(last["id"])
-        job = Job(chain.scheduler, job_id, job_id, chain.name, "unknown", end=end)
+        job = Job(chain.scheduler, last["id"], last["id"], chain.name, "unknown", end=end)
+    state = _OUTCOMES.get(chain.outcome or "", job.state)
     ended = chain.outcome is not None or chain.limit == 1
     why = chain.why or (job.why if ended else "no job of the chain is left")
-    status = job.exit_status if status is None else status
-    return job._replace(state=state or job.state, why=why, exit_status=status)
+    status = job.exit_status if last["exit_status"] is None else last["exit_status"]
+    return job._replace(state=state, why=why, exit_status=status)
+
+
+_OUTCOMES = {"done": "completed", "failed": "failed", "killed": "cancelled"}
 
 
 def _recorded(stored: Stored) -> Job:
@@ -134,11 +146,9 @@ def _recorded(stored: Stored) -> Job:
         state = "unknown"
     why = "" if state != "unknown" else "no scheduler tells of it, and its launch not how it ended"
     start, end = moment(stored["start"]), stored["end"] and moment(stored["end"])
-    words = stored["command"]
-    named = next((word for word in words if word.endswith((".py", ".sh"))), (*words, "")[0])
-    job_id = str(stored["job_id"])
+    job_id = stored["job_id"]
     return Job(
-        stored["scheduler"], job_id, job_id, os.path.basename(named), state, why=why,
+        stored["scheduler"], job_id, job_id, name_of(stored["command"]), state, why=why,
         hosts=stored["hosts"], submitted=start, start=start, end=end, exit_status=status,
     )  # fmt: skip
 
@@ -234,7 +244,7 @@ def pick(entries: Sequence[Entry], word: str, env: Mapping[str, str]) -> Entry:
         if word in (job.name, chain.id if chain else "", *ids):
             return entry
     if re.fullmatch(r"[0-9]+[0-9_\[\]]*([.@].*)?", word):
-        for scheduler in schedulers(env):  # a task of an array; or older than what it lists
+        for scheduler in schedulers(env).values():  # a task of an array; older than what it lists
             with contextlib.suppress(NoSchedulerError):
                 if (found := scheduler.job(word)) is not None:
                     return Entry(found)
@@ -257,18 +267,15 @@ def _when(moment: float | None) -> str:
 
 
 def _row(entry: Entry, env: Mapping[str, str]) -> tuple[str, ...]:
-    job, progress = entry.job, progress_of(entry, env)
-    failure = entry.first_failure if job.state == "failed" else None
-    why = f"rank {failure['rank']} on {failure['host']} {failure['how']}" if failure else job.why
+    job, chain, progress = entry.job, entry.chain, progress_of(entry, env)
+    why = (job.state == "failed" and entry.failed_rank) or job.why
     if job.state in WAITING and job.start:
         why = f"starts about {_when(job.start)}; {why}"
-    left = duration(job.end - time.time()) if job.state in RUNNING and job.end else ""
-    chain = entry.chain
     begun = sum(1 for each in chain.jobs if each["start"]) if chain else 0
     name = f"{job.name} ({begun} of {chain.limit})" if chain and chain.limit > 1 else job.name
     loss = progress.get("loss", "")
     return (
-        job.id, shortened(name, 30), state_in_words(job), str(job.nodes or ""), left,
+        job.id, shortened(name, 30), state_in_words(job), str(job.nodes or ""), entry.left,
         str(progress.get("step", "")), f"{loss:.4g}" if isinstance(loss, float) else str(loss),
         shortened(why, 60),
     )  # fmt: skip
@@ -288,8 +295,7 @@ def _as_json(entry: Entry, env: Mapping[str, str]) -> dict[str, Any]:
 def _whole(entry: Entry, env: Mapping[str, str]) -> str:
     job, chain, progress = entry.job, entry.chain, progress_of(entry, env)
     ends = "ended" if job.is_over else "time limit"
-    left = f" ({duration(job.end - time.time())} left)" if job.state in RUNNING and job.end else ""
-    failure = entry.first_failure
+    left = f" ({entry.left} left)" if entry.left else ""
     rows = [
         ("job", f"{job.id} of {job.scheduler}"), ("name", job.name),
         ("state", state_in_words(job)), ("why", job.why), ("queue", job.queue),
@@ -299,8 +305,7 @@ def _whole(entry: Entry, env: Mapping[str, str]) -> str:
         ("output", _output(entry)[0]), ("step", str(progress.get("step", ""))),
         ("loss", str(progress.get("loss", ""))), ("recorded", _when(progress.get("time"))),
         ("metrics", progress.get("run", "")),
-        ("first failure", f"rank {failure['rank']} on {failure['host']} {failure['how']}"
-         if failure else ""),
+        ("first failure", entry.failed_rank),
         ("chain", f"{chain.id}, {chain.kind}, {len(chain.jobs)} of {chain.limit} jobs: "
          + ", ".join(each["id"] for each in chain.jobs) if chain and chain.limit > 1 else ""),
         ("outcome", f"{chain.outcome}: {chain.why}" if chain and chain.outcome else ""),
@@ -313,10 +318,83 @@ def _whole(entry: Entry, env: Mapping[str, str]) -> str:
 def _output(entry: Entry) -> tuple[str, str]:
     """Return the paths of a job's output and errors; of a job of ours its record tells them."""
     job, chain = entry.job, entry.chain
-    if chain and chain.kind != "array" and chain.output:
-        path = chain.output.replace("%j", job.id.partition(".")[0])
-        return path, path
+    if chain and chain.kind != "array":
+        return (output_of(chain, job.id),) * 2
     return job.stdout, job.stderr
+
+
+# `ezpz-launch launches` (once `history`): past launches, in a job or without.
+
+LAUNCHES_PAGE = """\
+usage: ezpz launches [-n N] [--json]
+
+The newest N launches, by default 20, the newest last.
+
+examples:
+  ezpz launches            a table: when, how long, exit status, ranks, hosts, job, command
+  ezpz launches -n 3       the last three
+  ezpz launches --json     as they were recorded, for programs"""
+
+_LAUNCHES = (
+    Option("limit", "", "N", "n", read=_number), Option("json", ""), Option("help", "", short="h"),
+)  # fmt: skip
+
+
+def launches(argv: Sequence[str], env: Mapping[str, str]) -> str:
+    """Return the table of this user's launches."""
+    options, words = split(argv, _LAUNCHES)
+    if "help" in options:
+        return LAUNCHES_PAGE
+    limit = _number("-n", str(options.get("limit", 20)))
+    if words or limit < 1:
+        wrong = repr(words[0]) if words else f"-n {limit}"
+        usage = LAUNCHES_PAGE.partition("\n")[0]
+        raise UsageError(f"launches: {wrong}: expected {usage}, of 1 launch at least")
+    folder = records_folder(env)
+    found, damaged = read_records(folder, limit)
+    for stored in found:
+        stored["state"] = state_of(stored)
+    if unknown := [stored for stored in found if stored["state"] == "unknown"]:
+        _look_for_jobs(unknown, env)
+    if "json" in options:
+        import json  # noqa: PLC0415 - as above
+
+        return json.dumps(found, indent=1)
+    titles = ("when", "took", "exit", "ranks", "hosts", "job", "command")
+    none = f"no launches so far; they are recorded in {folder}"
+    lines = aligned([titles, *map(_launch_row, found)]) if found else [none]
+    if damaged:
+        what = "1 file" if damaged == 1 else f"{damaged} files"
+        lines.append(f"left out, no record that can be read: {what} in {folder}")
+    return "\n".join(lines)
+
+
+def _look_for_jobs(unknown: Sequence[Stored], env: Mapping[str, str]) -> None:
+    """Put ``ended by the scheduler`` on launches, killed on other hosts, whose jobs are over."""
+    for name, scheduler in schedulers({"EZPZ_SCHEDULER_TIMEOUT": "3", **env}).items():
+        with contextlib.suppress(SchedulerError):  # no answer
+            jobs = [job for job in scheduler.jobs(time.time()) if job.state in RUNNING]
+            ids = {each for job in jobs for each in (job.id, job.key)}
+            for stored in unknown:
+                job_id = stored["job_id"]
+                if stored["scheduler"] == name and job_id and _of_array(job_id) not in ids:
+                    stored["state"] = "ended by the scheduler"
+
+
+def _launch_row(stored: Stored) -> tuple[str, ...]:
+    start, end = moment(stored["start"]), stored["end"]
+    status = str(stored["exit_status"]) if stored["state"] == "ended" else stored["state"]
+    if stored["attempt"]:
+        status += f", attempt {stored['attempt'] + 1}"
+    of_nodes = [each for each in stored["attempts"] if each.get("whose") == "node"]
+    if bad := list(dict.fromkeys(host for each in of_nodes for host in each["bad"])):
+        status += f", without {', '.join(bad)}"
+    job = " ".join(filter(None, (stored["machine"], stored["job_id"])))
+    return (
+        _when(start), duration(moment(end) - start) if end else "", status, str(stored["nproc"]),
+        shortened(stored["hosts"], 24), shortened(job, 30),
+        shortened(shlex.join(stored["command"]), 60),
+    )  # fmt: skip
 
 
 # `ezpz-launch follow`.
@@ -355,7 +433,7 @@ def follow(argv: Sequence[str], env: Mapping[str, str]) -> str | int:
     try:
         while True:
             job = _Follower(entry, env).run()
-            if (following := _successor(entry, env)) is None:
+            if (following := _successor(entry)) is None:
                 return _ended(entry._replace(job=job))
             entry, job_id = following, following.job.id
     except BrokenPipeError:
@@ -380,12 +458,11 @@ def _meant(words: Sequence[str], env: Mapping[str, str]) -> Entry:
     return alive[0]
 
 
-def _successor(entry: Entry, env: Mapping[str, str]) -> Entry | None:
+def _successor(entry: Entry) -> Entry | None:
     """Return the entry of the chain's next job, where it goes on with one."""
     if entry.chain is None or entry.chain.limit == 1:
         return None
-    path = os.path.join(jobs_folder(env), f"{entry.chain.id}.json")
-    if (chain := read_chain(path)) is None:
+    if (chain := read_chain(path_of(entry.chain))) is None:
         return None
     ids = [job["id"] for job in chain.jobs if job["start"] or chain.outcome is None]
     later = ids[ids.index(entry.job.id) + 1 :] if entry.job.id in ids else []
@@ -410,8 +487,7 @@ class _Follower:
 
     def __init__(self, entry: Entry, env: Mapping[str, str]) -> None:
         self._entry, self._job, self._env = entry, entry.job, env
-        kind = entry.job.scheduler
-        self._scheduler = next((one for one in schedulers(env) if one.name == kind), None)
+        self._scheduler = schedulers(env).get(entry.job.scheduler)
         self._tails: list[Tail] = []
         self._said, self._silent = "", False
 
@@ -495,37 +571,31 @@ class Tail:
 
     def __init__(self, path: str, fd: int) -> None:
         self.path, self._fd = path, fd
-        self.found = False
-        self._at, self._file = 0, -1
+        self.found, self._at = False, 0
         self._last = b""  # what stood right before there
 
     def copy(self) -> bool:
         """Copy what is new; return whether there was anything."""
+        if not os.path.isfile(self.path):  # a FIFO would wait for its writer
+            return False
         try:
             # Opened again each time: NFS tells a file's new length to who opens it.
-            file = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
             return False
-        status, before = os.fstat(file), self._file
-        if not stat.S_ISREG(status.st_mode):
+        try:
+            return self._copy(file)
+        finally:
             os.close(file)
-            return False
-        copied = False
-        if before >= 0:
-            if not os.path.samestat(status, os.fstat(before)):
-                copied = self._take(before)  # it was renamed: its end, then the new one
-                self._at, self._last = 0, b""
-            os.close(before)
-        elif status.st_size > _FROM:
-            self._at = status.st_size - _FROM
+
+    def _copy(self, file: int) -> bool:
+        size, copied = os.fstat(file).st_size, False
+        if not self.found and size > _FROM:
+            self._at = size - _FROM
             say(f"the end of {self.path}, of which {self._at} bytes stand before this:")
+        self.found = True
         if os.pread(file, len(self._last), self._at - len(self._last)) != self._last:
             self._at, self._last = 0, b""  # a requeued job has begun it again
-        self.found, self._file = True, file
-        return self._take(file) or copied
-
-    def _take(self, file: int) -> bool:
-        copied = False
         while chunk := os.pread(file, 1 << 16, self._at):
             self._at += len(chunk)
             copied, self._last = True, (self._last + chunk)[-_BEFORE:]
@@ -560,18 +630,13 @@ def kill(argv: Sequence[str], env: Mapping[str, str]) -> str | int:
     if "--help" in options:
         return KILL_PAGE
     now = "--now" in options
-    folder = records_folder(env)
     inside = env.get("SLURM_JOB_ID") or env.get("PBS_JOBID")
-    running = [
-        stored
-        for stored in read_records(folder, KEPT)[0]
-        if stored["end"] is None and state_of(stored) in ("running", "unknown")
-    ]
     launches = [
-        stored for stored in running
-        if (stored["id"] == words[0] if words else inside and stored["job_id"] == inside)
+        stored for stored in read_records(records_folder(env), KEPT)[0]
+        if state_of(stored) in ("running", "unknown")
+        and (stored["id"] == words[0] if words else inside and stored["job_id"] == inside)
     ]  # fmt: skip
-    if words and not launches and re.fullmatch(r"[0-9]{8}T[0-9]{6,12}Z-[0-9]+-[0-9a-f]+", words[0]):
+    if words and not launches and re.fullmatch(ID, words[0]):
         raise LaunchError(f"launch {words[0]} does not run; expected one that does: ezpz launches")
     if not words and inside and len(launches) != 1:
         ids = ", ".join(stored["id"] for stored in launches) or "none"
@@ -633,13 +698,11 @@ def _end_job(entry: Entry, env: Mapping[str, str], *, now: bool) -> int:
             f"job {job.id} ({job.name}) is over: {state_in_words(job)}; expected one that waits "
             "or runs"
         )
-    scheduler = next((one for one in schedulers(env) if one.name == job.scheduler), None)
-    if scheduler is None:
+    if (scheduler := schedulers(env).get(job.scheduler)) is None:
         raise LaunchError(f"no commands of {job.scheduler} on this host; expected them on PATH")
     ids = [job.id]
     if chain is not None:
-        path = os.path.join(jobs_folder(env), f"{chain.id}.json")
-        end = iso_time(time.time())
+        path, end = path_of(chain), iso_time(time.time())
         try:
             chain = change_chain(path, outcome="killed", why="ezpz kill", end=end) or chain
         except OSError as error:

@@ -515,6 +515,6 @@ SCHEDULERS: Mapping[str, Callable[[Mapping[str, str]], Scheduler]] = {"slurm": _
 """By name, to be given the environment."""
 
 
-def schedulers(env: Mapping[str, str]) -> list[Scheduler]:
-    """Return those whose commands are on this host."""
-    return [SCHEDULERS[name](env) for name in find_schedulers(env)]
+def schedulers(env: Mapping[str, str]) -> dict[str, Scheduler]:
+    """Return those whose commands are on this host, by name."""
+    return {name: SCHEDULERS[name](env) for name in find_schedulers(env)}

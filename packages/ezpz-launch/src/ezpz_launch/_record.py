@@ -1,4 +1,4 @@
-"""The record that a launch leaves, and `ezpz-launch launches`, which lists them."""
+"""The record that a launch leaves: one JSON file, in the user's state folder, as others of ours."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ezpz_topo import TopoError, fold_nodelist, get_allocation, get_hostname, same_host
+from ezpz_topo import fold_nodelist, get_hostname, same_host
 
 from ._agent import birth_of, is_running
-from ._errors import LaunchError, UsageError, say
+from ._errors import LaunchError, say
 from ._launch import Outcome, how
 from ._version import __version__
 
@@ -68,8 +68,18 @@ def record_of(launch_id: str, planned: LaunchPlan, argv: Sequence[str], job: All
     )  # fmt: skip
 
 
-ID = r"([0-9]{8}T[0-9]{6,12}Z-[0-9]+-[0-9a-f]+)\.(json|json\.new|sh|progress.*|run.*|end.*)"
-"""The names of our files, .sh beside the record of a job."""
+def name_of(command: Sequence[str]) -> str:
+    """Return a job's name: that of the script, the module or the program."""
+    named = next((word for word in command if word.endswith((".py", ".sh"))), (*command, "")[0])
+    if command[1:2] in (("-m",), ["-m"]):
+        named = command[2].rpartition(".")[2]
+    name = re.sub(r"[^\w.+-]", "_", os.path.splitext(os.path.basename(named))[0], flags=re.ASCII)
+    return name[:60] if re.match("[A-Za-z]", name) else f"job-{name}"[:60]
+
+
+ID = "([0-9]{8}T[0-9]{6,12}Z-[0-9]+-[0-9a-f]+)"
+NAMES = rf"(?:[A-Za-z][\w.+-]*-)?{ID}\.(json|json\.new|sh|progress.*|run.*|end.*)"
+"""The names of our files: of a launch, or, behind the job's name, of a job, with its script."""
 
 
 def new_id(now: float) -> str:
@@ -146,10 +156,10 @@ def make_folder(folder: str) -> None:
         os.mkdir(folder, 0o700)
 
 
-def write(path: str, text: str) -> None:
+def write(path: str, text: str, mode: int = 0o600) -> None:
     """Write a file for this user only; readers see it as it was or as it is, never half."""
     try:
-        descriptor = os.open(f"{path}.new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        descriptor = os.open(f"{path}.new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
         with open(descriptor, "w", encoding="utf-8", errors="surrogateescape") as file:
             file.write(text)
         os.replace(f"{path}.new", path)
@@ -177,10 +187,17 @@ def why_not_written(folder: str) -> str:
     return ""
 
 
-def prune(folder: str, names: str = ID) -> None:
+def unwritable(path: str, error: OSError) -> str:
+    return (
+        f"{path} cannot be written ({error.strerror or error}); expected a folder of this user "
+        "for ezpz's records; set EZPZ_STATE_DIR to another, which the nodes of a job see too"
+    )
+
+
+def prune(folder: str) -> None:
     """Remove all but the newest records, once there are a tenth too many."""
     with suppress(OSError):
-        ours = [match for name in os.listdir(folder) if (match := re.fullmatch(names, name))]
+        ours = [match for name in os.listdir(folder) if (match := re.fullmatch(NAMES, name))]
         ids = sorted(match[1] for match in ours if match[2] == "json")
         if len(ids) > KEPT + KEPT // 10:
             for match in ours:
@@ -198,22 +215,20 @@ class Keeper:
 
     def __init__(self, env: Mapping[str, str]) -> None:
         self.launch_id = new_id(time.time())
-        self.progress_file = ""
-        """Where scripts report their progress; empty where nothing can be written."""
-        self.run_file = self.end_file = ""
-        """Where a History says where its own file is, and where other hosts ask for the end."""
         self._record: Record | None = None
         self._folder = ""
         try:
             self._folder = records_folder(env)
             make_folder(self._folder)
-            beside = os.path.join(self._folder, self.launch_id)
-            self.progress_file, self.run_file = f"{beside}.progress", f"{beside}.run"
-            self.end_file = f"{beside}.end"
-        except LaunchError as error:
-            self._give_up(str(error))
-        except OSError as error:
-            self._give_up(self._why_not(error))
+        except (LaunchError, OSError) as error:
+            self._give_up(error)
+        beside = os.path.join(self._folder, self.launch_id) if self._folder else ""
+        self.progress_file = f"{beside}.progress" if beside else ""
+        """Where scripts report their progress; empty where nothing can be written."""
+        self.run_file = f"{beside}.run" if beside else ""
+        """Where a History says where its own file is."""
+        self.end_file = f"{beside}.end" if beside else ""
+        """Where other hosts ask for the end."""
 
     def start(self, planned: LaunchPlan, argv: Sequence[str], job: Allocation) -> None:
         """Write that an attempt runs; the ranks do not wait for it."""
@@ -258,15 +273,12 @@ class Keeper:
         try:
             write(os.path.join(self._folder, f"{record.id}.json"), to_json(record))
         except OSError as error:
-            self._give_up(self._why_not(error))
+            self._give_up(error)
 
-    def _why_not(self, error: OSError) -> str:
-        return (
-            f"{self._folder} cannot be written ({error.strerror or error}); expected a folder of "
-            "this user; set EZPZ_STATE_DIR to another"
-        )
-
-    def _give_up(self, why: str) -> None:
+    def _give_up(self, error: LaunchError | OSError) -> None:
+        why = error
+        if isinstance(error, OSError):
+            why = LaunchError(unwritable(self._folder, error))
         self._folder = ""
         say(f"no job record: {why}")
 
@@ -291,132 +303,76 @@ def read_progress(path: str) -> int | None:
     return int(step[1]) if step else None
 
 
-# `ezpz-launch launches` (once `history`): past launches, as a table for people or as JSON.
-
-USAGE = "ezpz-launch launches [-n N] [--json]: the newest N launches, by default 20, newest last"
-
-PAGE = f"""\
-usage: {USAGE}
-
-examples:
-  ezpz-launch launches            a table: when, how long, exit status, ranks, hosts, job, command
-  ezpz-launch launches -n 3       the last three
-  ezpz-launch launches --json     as they were recorded, for programs"""
-
-
-def command(argv: Sequence[str], env: Mapping[str, str]) -> str:
-    limit, as_json, words = "20", False, list(argv)
-    while words:
-        word = words.pop(0)
-        name, attached, value = word.partition("=")
-        if word in ("-h", "--help"):
-            return PAGE
-        if word == "--json":
-            as_json = True
-        elif name in ("-n", "--limit") and (attached or words):
-            limit = value if attached else words.pop(0)
-        elif word[:2] == "-n" and word[2:].isdecimal():
-            limit = word[2:]
-        else:
-            raise UsageError(f"launches: {word!r} is not known here; expected {USAGE}")
-    if not (limit.isascii() and limit.isdecimal() and int(limit[:9])):
-        expected = "a whole number of launches from 1, such as 20"
-        raise UsageError(f"launches: -n {limit}: expected {expected}")
-    return _history(env, int(limit[:9]), as_json=as_json)
-
-
-def _history(env: Mapping[str, str], limit: int, *, as_json: bool) -> str:
-    folder = records_folder(env)
-    found, damaged = read_records(folder, limit)
-    for stored in found:
-        stored["state"] = state_of(stored)
-    _look_for_jobs([stored for stored in found if stored["state"] == "unknown"], env)
-    if as_json:
-        import json  # noqa: PLC0415 - as in to_json
-
-        return json.dumps(found, indent=1)
-    none = f"no launches so far; they are recorded in {folder}"
-    lines = aligned([_TITLES, *map(_row, found)]) if found else [none]
-    if damaged:
-        what = "1 file" if damaged == 1 else f"{damaged} files"
-        lines.append(f"left out, no record that can be read: {what} in {folder}")
-    return "\n".join(lines)
-
-
-# The records that there are.
+# The records that there are: of launches, and of jobs.
 
 Stored = dict[str, Any]
+"""A record as it was read; what a later version has written is passed on."""
 
-_TYPES: dict[str, type | tuple[type, ...]] = {
-    "id": str, "command": list, "cwd": str, "machine": str, "scheduler": str,
-    "job_id": (str, type(None)), "hosts": str, "nproc": int, "host": str, "pid": int,
-    "pid_start": (int, type(None)), "start": str, "end": (str, type(None)),
-    "exit_status": (int, type(None)), "attempt": int,
-}  # fmt: skip
-"""What a record must have; what else it has is passed on."""
+_OF_JSON: dict[str, Any] = {"str": str, "int": int, "tuple": (list, tuple), "Mapping": dict}
 
 
-def read_records(folder: str, limit: int, since: str = "") -> tuple[list[Stored], int]:
-    """Return the newest records, newest last, and how many files among them are none.
-
-    ``since`` is the beginning of an id: none that is older is read.
-    """
-    try:
-        names = sorted(name for name in os.listdir(folder) if name.endswith(".json"))
-    except FileNotFoundError:
-        return [], 0
-    except OSError as error:
-        raise LaunchError(
-            f"{folder} cannot be read ({error.strerror}); expected the folder of launch records; "
-            "make it readable, or set EZPZ_STATE_DIR to another"
-        ) from error
-    found: list[Stored] = []
-    damaged = 0
-    for name in reversed(names):
-        if len(found) == limit or name < since:
-            break
-        if re.fullmatch(ID, name):
-            stored = read_record(os.path.join(folder, name))
-            if stored is None:
-                damaged += 1
-            else:
-                found.append(stored)
-    return found[::-1], damaged
+def _fits(value: object, annotation: str) -> bool:
+    """Return whether what was read is what a field of a record is annotated with."""
+    if value is None:
+        return annotation.endswith("| None")
+    outer, _, inner = annotation.partition("[")
+    outer = re.split(r"\W", outer)[0]
+    if not isinstance(value, _OF_JSON[outer]):
+        return False
+    return not isinstance(value, list) or all(_fits(each, inner) for each in value)
 
 
-def read_record(path: str) -> Stored | None:
+def read_record(path: str, kind: Any = Record) -> Stored | None:
+    """Return the record in a file, with the fields of its class; None where there is none."""
     import json  # noqa: PLC0415 - as in to_json
 
     if not os.path.isfile(path):  # a FIFO would wait for its writer
         return None
     try:
         with open(path, encoding="utf-8") as file:
-            stored = json.load(file)
-        is_record = (
-            isinstance(stored, dict)
-            and all(isinstance(stored.get(name, ...), kind) for name, kind in _TYPES.items())
-            and all(isinstance(word, str) for word in stored["command"])
-        )
-        if is_record:
-            moment(stored["start"])
-            moment(stored["end"] or stored["start"])
-    except (OSError, ValueError, OverflowError, RecursionError):
+            stored = {**kind._field_defaults, **json.load(file)}
+        moment(stored["start"])
+        moment(stored["end"] or stored["start"])
+        # Of a NamedTuple they are text in a ForwardRef.
+        types = {n: getattr(a, "__forward_arg__", a) for n, a in kind.__annotations__.items()}
+        fits = [_fits(stored[name], annotation) for name, annotation in types.items()]
+    except (OSError, KeyError, TypeError, ValueError, OverflowError, RecursionError):
         return None
-    return stored if is_record else None
+    return stored if all(fits) else None
+
+
+def read_records(
+    folder: str, limit: int, since: str = "", kind: Any = Record
+) -> tuple[list[Stored], int]:
+    """Return the newest records, newest last, and how many files among them are none.
+
+    ``since`` is the beginning of an id: none that is older is read.
+    """
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        return [], 0
+    except OSError as error:
+        raise LaunchError(
+            f"{folder} cannot be read ({error.strerror}); expected the folder of ezpz's records; "
+            "make it readable, or set EZPZ_STATE_DIR to another"
+        ) from error
+    ours = [match for name in names if (match := re.fullmatch(NAMES, name)) and match[2] == "json"]
+    found: list[Stored] = []
+    damaged = 0
+    for match in sorted(ours, key=lambda each: each[1], reverse=True):
+        if len(found) == limit or match[1] < since:
+            break
+        stored = read_record(os.path.join(folder, match[0]), kind)
+        found += [stored] if stored else []
+        damaged += stored is None
+    return found[::-1], damaged
 
 
 def moment(text: str) -> float:
     from datetime import datetime  # noqa: PLC0415 - only lists of launches need it
 
     return datetime.fromisoformat(text).timestamp()
-
-
-# What became of each: who was killed could not write that it had ended.
-
-_JOB = {"pbs": "PBS_JOBID", "slurm": "SLURM_JOB_ID"}
-_OF_A_JOB = ("PBS_JOB", "PBS_NODE", "PBS_ENV", "SLURM_JOB", "SLURM_STEP", "SLURM_NODE", "SLURM_HET")
-_NOT_RUNNING = ("that runs; ", "Invalid job id specified")
-"""What ezpz_topo's errors say of a job that does not run: in its own words, and in scontrol's."""
 
 
 def state_of(stored: Stored) -> str:
@@ -431,30 +387,7 @@ def state_of(stored: Stored) -> str:
     return "running" if is_there else "never ended"
 
 
-def _look_for_jobs(unknown: Sequence[Stored], env: Mapping[str, str]) -> None:
-    """Put ``ended by the scheduler`` on the launches whose jobs are over."""
-    mine = {name: value for name, value in env.items() if not name.startswith(_OF_A_JOB)}
-    mine.setdefault("EZPZ_SCHEDULER_TIMEOUT", "3")
-    over: dict[str, bool] = {}
-    for stored in unknown:
-        variable, job = _JOB.get(stored["scheduler"]), stored["job_id"]
-        if variable is None or not job:
-            continue
-        if job not in over:
-            try:
-                get_allocation({**mine, variable: job}, ask=True)
-                over[job] = False
-            except TopoError as error:
-                over[job] = any(words in str(error) for words in _NOT_RUNNING)
-                if not over[job]:
-                    return  # no answer
-        if over[job]:
-            stored["state"] = "ended by the scheduler"
-
-
-# The table.
-
-_TITLES = ("when", "took", "exit", "ranks", "hosts", "job", "command")
+# In tables.
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -463,32 +396,6 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
     ]
-
-
-def _row(stored: Stored) -> tuple[str, ...]:
-    from shlex import quote  # noqa: PLC0415 - only lists of launches need it
-
-    start, end = moment(stored["start"]), stored["end"]
-    status = str(stored["exit_status"]) if stored["state"] == "ended" else stored["state"]
-    if stored["attempt"]:
-        status += f", attempt {stored['attempt'] + 1}"
-    if bad := _found_bad(stored):
-        status += f", without {', '.join(bad)}"
-    job = " ".join(filter(None, (stored["machine"], stored["job_id"])))
-    return (
-        time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(start)),
-        duration(moment(end) - start) if end else "", status, str(stored["nproc"]),
-        shortened(stored["hosts"], 24), shortened(job, 30),
-        shortened(" ".join(map(quote, stored["command"])), 60),
-    )  # fmt: skip
-
-
-def _found_bad(stored: Stored) -> list[str]:
-    """Return the nodes whose fault the ends of attempts were."""
-    attempts = stored.get("attempts")
-    of_nodes = [each for each in attempts or () if isinstance(each, dict)]
-    of_nodes = [each for each in of_nodes if each.get("whose") == "node"]
-    return list(dict.fromkeys(str(host) for each in of_nodes for host in each.get("bad", ())))
 
 
 def duration(seconds: float) -> str:

@@ -17,13 +17,13 @@ from ezpz_topo import Machine, SchedulerError, find_schedulers, get_machine_info
 
 from ._chain import (
     CHAIN,
-    NAMES,
     Chain,
     change_chain,
     choices,
     delete_jobs,
     jobs_folder,
     keys_of,
+    output_of,
     path_of,
     queue_one,
     submit_words,
@@ -43,21 +43,20 @@ from ._options import (
     split,
 )
 from ._queue import SCHEDULERS, Scheduler, clock
-from ._record import dump, iso_time, make_folder, new_id, prune, write
+from ._record import dump, iso_time, make_folder, name_of, new_id, prune, unwritable, write
 from ._version import __version__
 
 # The options of the job, beside those of the launch in it.
 
 
+_DURATION = r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?|(?:(\d+)-)?(\d+):([0-5]\d):([0-5]\d)"
+
+
 def _duration(flag: str, text: str) -> int:
-    units = re.fullmatch(r"(?:([0-9]{1,4})d)?(?:([0-9]{1,5})h)?(?:([0-9]{1,6})m)?", text)
-    clock = re.fullmatch(r"(?:([0-9]{1,4})-)?([0-9]{1,5}):([0-5][0-9]):([0-5][0-9])", text)
-    days, hours, minutes, seconds = 0, 0, 0, 0
-    if units:
-        days, hours, minutes = (int(part or 0) for part in units.groups())
-    elif clock:
-        days, hours, minutes, seconds = (int(part or 0) for part in clock.groups())
-    if not (total := ((days * 24 + hours) * 60 + minutes) * 60 + seconds):
+    found = re.fullmatch(_DURATION, text, re.ASCII) if len(text) < 20 else None
+    parts = [int(part or 0) for part in found.groups()] if found else [0] * 7
+    days, hours, minutes = (parts[at] + parts[at + 3] for at in range(3))
+    if not (total := ((days * 24 + hours) * 60 + minutes) * 60 + parts[6]):
         # A bare number is minutes to Slurm and seconds to PBS.
         raise UsageError(f"{flag} {text!r}: expected such as 30m, 2h, 1h30m, 1d12h or 1:30:00")
     return total
@@ -182,7 +181,7 @@ def _make_job(
     request: Submission, options: Options, machine: Machine, env: Mapping[str, str]
 ) -> Job:
     scheduler, cwd = SCHEDULERS[machine.scheduler](env), os.getcwd()
-    name = request.name or _name_of(request.command)
+    name = request.name or name_of(request.command)
     queue = ""
     if _is_here(request):
         _check_command(request, env)
@@ -200,8 +199,8 @@ def _make_job(
         how = "each queues the next" if request.until_done else "queued now, one after the other"
         rows.append(Row("jobs", f"up to {limit}", f"--{kind}: {how}, until it is done"))
     chain = Chain(
-        id=chain_id, name=name, kind=kind, command=tuple(redact(list(request.command))), cwd=cwd,
-        machine=machine.name, scheduler=scheduler.name, script=script,
+        id=chain_id, name=name, kind=kind, command=tuple(redact(list(request.command))),
+        scheduler=scheduler.name, script=script,
         output=os.path.join(cwd, f"{name}.o%j"),
         options={
             "nodes": request.nodes or 1, "time": request.time,
@@ -222,15 +221,6 @@ def _make_job(
     # exec: a shell that the scheduler tells to end would take the ranks' grace with it.
     lines.append(" ".join(map(_quoted, ["exec", "ezpz-launch", *_launch_words(request, options)])))
     return Job(chain, rows, "\n".join([*lines, ""]))
-
-
-def _name_of(command: Sequence[str]) -> str:
-    """Return a job's name: that of the script, the module or the program."""
-    named = next((word for word in command if word.endswith((".py", ".sh"))), command[0])
-    if command[1:2] == ("-m",):
-        named = command[2].rpartition(".")[2]
-    name = re.sub(r"[^\w.+-]", "_", os.path.splitext(os.path.basename(named))[0], flags=re.ASCII)
-    return name[:60] if re.match("[A-Za-z]", name) else f"job-{name}"[:60]
 
 
 def _rows(request: Submission, machine: Machine, scheduler: Scheduler, name: str) -> list[Row]:
@@ -433,25 +423,19 @@ def _keep(chain: Chain, env: Mapping[str, str]) -> None:
     folder = jobs_folder(env)
     try:
         make_folder(folder)
-        prune(folder, NAMES)
+        prune(folder)
         write(path_of(chain), dump(chain._asdict()))
     except OSError as error:
-        raise LaunchError(
-            f"{folder} cannot be written ({error.strerror or error}); expected a folder of this "
-            "user for scripts and records of jobs; set EZPZ_STATE_DIR to another, which the nodes "
-            "see too"
-        ) from error
+        raise LaunchError(unwritable(folder, error)) from error
 
 
 def _write_script(job: Job) -> None:
-    script = job.chain.script
     try:
-        write(script, job.text)
-        os.chmod(script, 0o700)
+        write(job.chain.script, job.text, 0o700)
     except OSError as error:
         raise LaunchError(
-            f"{script} cannot be written ({error.strerror or error}); expected a place for the "
-            "batch script; name another: --script FILE"
+            f"{job.chain.script} cannot be written ({error.strerror or error}); expected a place "
+            "for the batch script; name another: --script FILE"
         ) from error
 
 
@@ -468,11 +452,7 @@ def _submit(job: Job, env: Mapping[str, str]) -> str:
     # At once, since the first may run by now: it waits until its number is there.
     change_chain(path_of(chain), jobs=entries)
     listed = " ".join(each["id"] for each in entries)
-    return f"{listed}\n  script {chain.script}\n  output {_output_of(chain, entries[0]['id'])}"
-
-
-def _output_of(chain: Chain, job_id: str) -> str:
-    return chain.output.replace("%j", re.split(r"[.\[]", job_id)[0])
+    return f"{listed}\n  script {chain.script}\n  output {output_of(chain, entries[0]['id'])}"
 
 
 # The page that ``ezpz submit --help`` prints.
