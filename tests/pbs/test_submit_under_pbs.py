@@ -30,14 +30,16 @@ def submit(pbs, request):
 
     class Submitted:
         def __init__(self, *words):
-            begin = f". {pbs.home}/env/bin/activate; mkdir -p {folder}; cd {folder}; "
-            begin += f"export EZPZ_STATE_DIR={folder}/state; "
-            chosen = ("submit", "-N", "2", "--ppn", "1", *words)
             self.folder = folder
-            self.said = pbs.on(
-                SERVER, f"{begin} ezpz-launch {shlex.join(chosen)} 2>&1; echo status $?"
-            )
+            self.said = self.ours("submit", "-N", "2", "--ppn", "1", *words)
             self.path = pbs.on(SERVER, f"echo {folder}/state/jobs/*.json").strip()
+
+        def ours(self, *words, **more):
+            """Run a command of ours on the login node; return what it says, its status last."""
+            begin = f". {pbs.home}/env/bin/activate; mkdir -p {folder}; cd {folder}; "
+            begin += f"export EZPZ_STATE_DIR={folder}/state EZPZ_SCHEDULER_TIMEOUT=60; "
+            text = f"{begin} ezpz-launch {shlex.join(words)} 2>&1; echo status $?"
+            return pbs.on(SERVER, text, **more)
 
         @property
         def record(self):
@@ -109,6 +111,29 @@ def test_a_deleted_job_ends_its_chain(pbs, submit, words):
     assert record["attempts"] == 1
 
 
+def test_a_chain_is_followed_to_its_end(submit):
+    body = (
+        'echo "part $EZPZ_ATTEMPT"; echo 1 >"$EZPZ_PROGRESS_FILE"; exit $((75 - 75 * EZPZ_ATTEMPT))'
+    )
+    chain = submit("--until-done", "3", "--name", "parts", "sh", "-c", body)
+    first, second, *_ = chain.until(lambda record: len(record["jobs"]) > 1)[0]["jobs"]
+    said = chain.ours("follow", "parts", timeout=300)
+    assert [said.count(f"part {attempt}") for attempt in (0, 1)] == [2, 2], said
+    assert f"job {first['id']} is over; the chain goes on with job {second['id']}" in said
+    assert said.endswith("status 0\n")
+
+
+def test_a_chain_is_killed_with_its_successor(pbs, submit):
+    chain = submit("--until-done", "3", "--name", "long", "sh", "-c", "echo here; sleep 600")
+    record, _ = chain.until(lambda record: "here" in chain.output(record))
+    said = chain.ours("kill", "long", timeout=300)
+    assert said.endswith("status 0\n"), said
+    told = json.loads(chain.ours("jobs", "long", "--json").rpartition("}")[0] + "}")
+    assert (told["state"], told["why"], told["chain"]["attempts"]) == ("cancelled", "ezpz kill", 1)
+    for job in record["jobs"]:
+        pbs.run("wait", job["id"])
+
+
 def test_a_requeued_job_is_another_attempt(pbs, submit):
     body = 'echo "here $EZPZ_ATTEMPT"; [ "$EZPZ_ATTEMPT" = 1 ] || sleep 600'
     chain = submit("--until-done", "3", "sh", "-c", body)
@@ -119,28 +144,34 @@ def test_a_requeued_job_is_another_attempt(pbs, submit):
     assert record["jobs"][0]["exit_status"] == 0
 
 
+REFUSES = """
+import pbs
+if str(pbs.event().job.Account_Name) == "closed":
+    pbs.event().reject("account closed has no hours left")
+"""
+
+
 @pytest.fixture
-def tight(pbs):
-    """A queue with limits, which is not for alice."""
-
-    def manage(*orders):
-        each = " && ".join(f"qmgr -c {shlex.quote(order)}" for order in orders)
-        pbs.run("on", SERVER, "sh", "-c", f". /etc/profile; {each}")
-
+def strict(pbs):
+    """A queue with limits, which is not for alice, and an account that is refused."""
     limits = ("resources_max.walltime=1:00:00", "resources_max.nodect=2", "resources_min.nodect=2")
     is_closed = ("acl_user_enable=true", "acl_users=bob", "enabled=true", "started=true")
     begin = [f"set queue tight {each}" for each in (*limits, *is_closed)]
-    manage("create queue tight queue_type=execution", *begin)
+    pbs.manage("create queue tight queue_type=execution", *begin)
+    hook = "import hook accounts application/x-python default -"
+    pbs.manage("create hook accounts event=queuejob", hook, stdin=REFUSES.encode())
     yield
-    manage("delete queue tight")
+    pbs.manage("delete queue tight", "delete hook accounts")
 
 
-@pytest.mark.usefixtures("tight")
+@pytest.mark.usefixtures("strict")
 @pytest.mark.parametrize(("words", "message"), [
     (["--queue", "none"], "--queue none: no such queue; expected one of workq"),
     (["--queue", "none"], "tight (2 to 2 nodes, up to 1:00:00)"),
     (["--queue", "tight", "--time", "2h"], "jobs of tight may run for 1:00:00; expected less"),
     (["--queue", "tight"], "was refused: qsub: Unauthorized Request; asked for nodes 2, queue"),
+    (["-A", "closed"], "was refused: qsub: account closed has no hours left; asked for nodes 2,"),
+    (["-A", "closed"], "account closed; expected what the site allows (queues: workq"),
     (["--submit-args", "-q tight"], "was refused: qsub: Unauthorized Request; asked for nodes 2;"),
     (["--submit-args", "-l none=1"], "was refused: qsub: Unknown resource Resource_List.none"),
     (["--submit-args", "-l select=9:ncpus"], "was refused: qsub: Illegal attribute or resource"),

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.conftest import lacking
 
 RESUMED = Path(__file__).resolve().parents[1] / "worlds" / "resumed.py"
 
@@ -124,9 +125,13 @@ def test_a_job_that_had_to_go_is_another_attempt(slurm, submit, partition, act, 
 @pytest.mark.parametrize(("words", "message"), [
     (["--partition", "none"], "--queue none: no such queue; expected one of all (1 to 4 nodes, up"),
     (["--time", "2h"], "jobs of all may run for 1:00:00"),
+    (["-A", "closed"], "account closed has no hours left"),
+    (["-A", "closed"], "asked for nodes 2, queue all, account closed; expected"),
     (["--submit-args", "--constraint=none"], "Invalid feature specification; asked for nodes 2"),
 ])  # fmt: skip
-def test_what_slurm_refuses_is_said_in_its_words(submit, words, message):
+def test_what_slurm_refuses_is_said_in_its_words(sandbox, submit, words, message):
+    if "closed" in words and not sandbox.LUA:
+        lacking("this Slurm has no job_submit/lua, which refuses an account")
     assert message in submit(*words, "true", expect=2).said
 
 
