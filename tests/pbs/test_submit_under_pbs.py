@@ -195,3 +195,7 @@ def test_an_array_is_one_job_of_many(pbs, submit):
     pbs.run("wait", job["id"], timeout=180)
     said = pbs.on(SERVER, f"cat {chain.folder}/*.o* ||:")
     assert [said.count(f"task {index}") for index in (0, 1)] == [2, 2], said
+    told = json.loads(chain.ours("jobs", "--json").rpartition("]")[0] + "]")
+    number = job["id"].partition("]")[0]
+    assert [each["id"] for each in told if each["id"].startswith(number)] == [job["id"]]
+    assert len(next(each for each in told if each["id"] == job["id"])["launches"]) == 2

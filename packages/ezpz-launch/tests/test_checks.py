@@ -23,8 +23,8 @@ from ezpz_launch._checks import (
     look_at,
     run,
     shared_memory,
-    type_of,
 )
+from ezpz_launch._record import type_of
 
 VERSION = 'if [ "$1" = --version ]; then echo {}; exit; fi\n'
 

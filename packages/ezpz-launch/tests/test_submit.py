@@ -288,12 +288,6 @@ def test_a_successor_that_is_refused_stops_the_chain(chain, pbs):
     assert said.count("would exceed queue generic's per-user limit") >= 2
 
 
-def test_a_scheduler_that_hangs_is_named(pbs, said, program, monkeypatch):
-    program("bin/qstat", "sleep 60")
-    monkeypatch.setenv("EZPZ_SCHEDULER_TIMEOUT", "0.5")
-    assert "'qstat -B -f -F json' gave no answer in 0.5 s (1 attempt)" in said("true", status=2)
-
-
 def test_a_state_folder_that_cannot_be_written(pbs, said, monkeypatch):
     monkeypatch.setenv("EZPZ_STATE_DIR", "/proc/self")
     told = said("true", status=2)

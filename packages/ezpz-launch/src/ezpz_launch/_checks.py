@@ -23,7 +23,7 @@ from ezpz_topo import CheckResult, TopoError, detect, fold_nodelist, get_allocat
 from ._errors import CommandNotFoundError, LaunchError
 from ._identify import find_mpiexec, outside_of_launch
 from ._launchers import LAUNCHERS, Launcher, find_command
-from ._record import records_folder, why_not_written
+from ._record import records_folder, type_of, why_not_written
 
 # Run a command for a check: no input, a time limit, and nothing left of it afterwards.
 
@@ -410,20 +410,6 @@ def look_at(folder: str, seconds: float) -> Environment:
         folder, type_of(folder), opened / took, len(missing) / max(len(modules), 1),
         (time.process_time() - began) / max(compiled, 1),
     )  # fmt: skip
-
-
-def type_of(path: str, mounts: str = "/proc/self/mountinfo") -> str:
-    """Return the type of the file system that a path is on; empty where the kernel does not say."""
-    path, found = os.path.realpath(path), ("", "")
-    with contextlib.suppress(OSError), open(mounts, encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            own, _, its = line.partition(" - ")
-            # proc(5): the fifth field is the mount point, with \040 for a space.
-            point = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), own.split()[4])
-            # Of two on the same point the later one is seen.
-            if f"{path}/".startswith(f"{point.rstrip('/')}/") and len(point) >= len(found[0]):
-                found = point, its.split()[0]
-    return found[1]
 
 
 def judge_environment(

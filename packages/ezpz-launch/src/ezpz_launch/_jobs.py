@@ -551,16 +551,12 @@ class _Follower:
     def _in_words(self, job: Job) -> str:
         text = f"job {job.id} ({job.name}): {state_in_words(job)}"
         if job.state in WAITING:
-            text += f" ({job.why})" * bool(job.why)
-            text += f", starts about {_when(job.start)}" if job.start else ""
-        elif job.keeper:
-            text += (
-                f" on {job.hosts}; PBS keeps its output on {job.keeper} until it ends (qsub -koed "
-                "writes it at once)"
-            )
-        else:
-            text += f" on {job.hosts}" if job.hosts else ""
-        return text
+            starts = f", starts about {_when(job.start)}" if job.start else ""
+            return text + f" ({job.why})" * bool(job.why) + starts
+        kept = (
+            f"; PBS keeps its output on {job.keeper} until it ends (qsub -koed writes it at once)"
+        )
+        return text + f" on {job.hosts}" * bool(job.hosts) + kept * bool(job.keeper)
 
     def _copy(self) -> bool:
         return bool([None for tail in self._tails if tail.copy()])
@@ -631,20 +627,20 @@ def kill(argv: Sequence[str], env: Mapping[str, str]) -> str | int:
         return KILL_PAGE
     now = "--now" in options
     inside = env.get("SLURM_JOB_ID") or env.get("PBS_JOBID")
-    launches = [
+    meant = [
         stored for stored in read_records(records_folder(env), KEPT)[0]
         if state_of(stored) in ("running", "unknown")
         and (stored["id"] == words[0] if words else inside and stored["job_id"] == inside)
     ]  # fmt: skip
-    if words and not launches and re.fullmatch(ID, words[0]):
+    if words and not meant and re.fullmatch(ID, words[0]):
         raise LaunchError(f"launch {words[0]} does not run; expected one that does: ezpz launches")
-    if not words and inside and len(launches) != 1:
-        ids = ", ".join(stored["id"] for stored in launches) or "none"
+    if not words and inside and len(meant) != 1:
+        ids = ", ".join(stored["id"] for stored in meant) or "none"
         raise UsageError(f"launches that run in job {inside}: {ids}; expected one; give its id")
-    if not launches:
+    if not meant:
         return _end_job(_meant(words, env), env, now=now)
-    (one,) = launches
-    if (ended := _end_launches(launches, env, "now" if now else "with grace")[0]) is None:
+    (one,) = meant
+    if (ended := _end_launches(meant, env, "now" if now else "with grace")) is None:
         raise LaunchError(
             f"launch {one['id']} goes on; expected ezpz-launch, process {one['pid']} on "
             f"{one['host']}, to end it; end its job: ezpz kill {one['job_id'] or ''}"
@@ -653,26 +649,26 @@ def kill(argv: Sequence[str], env: Mapping[str, str]) -> str | int:
     return 0
 
 
-def _end_launches(
-    launches: Sequence[Stored], env: Mapping[str, str], how: str
-) -> list[Stored | None]:
-    """Have launches end on all of their nodes; return the records of those that have."""
-    folder = records_folder(env)
-    asked = []
+def _end_launches(launches: Sequence[Stored], env: Mapping[str, str], how: str) -> Stored | None:
+    """Have launches end on all of their nodes; return the last one's record, once it has."""
+    folder, asked, ended = records_folder(env), list[str](), None
     for one in launches:
+        beside = os.path.join(folder, one["id"])
         if same_host(one["host"], get_hostname()) and how != "with the job":
             for _ in range(REQUESTS[how]):  # the second means: now
                 send(one["pid"], signal.SIGTERM)
                 time.sleep(_LOOK)
         else:
             try:
-                write(os.path.join(folder, f"{one['id']}.end"), f"{how}\n")
+                write(f"{beside}.end", f"{how}\n")
             except OSError as error:
                 say(f"{folder} cannot be written ({error.strerror}): {one['id']} is not asked")
                 continue
-        asked.append(one)
+        asked.append(beside)
     began = time.monotonic()
-    return [_ended_record(os.path.join(folder, one["id"]), began) for one in asked] or [None]
+    for beside in asked:
+        ended = _ended_record(beside, began)
+    return ended
 
 
 def _ended_record(beside: str, began: float) -> Stored | None:
@@ -681,9 +677,8 @@ def _ended_record(beside: str, began: float) -> Stored | None:
         its = read_record(f"{beside}.json")
         if its is None or its["end"] is not None:
             return its
-        if state_of(its) == "never ended":
-            return None
-        if time.monotonic() > began + _HEARD and os.path.exists(f"{beside}.end"):
+        is_deaf = time.monotonic() > began + _HEARD and os.path.exists(f"{beside}.end")
+        if is_deaf or state_of(its) == "never ended":
             break
         time.sleep(_LOOK)
     with contextlib.suppress(OSError):

@@ -7,7 +7,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from ezpz_topo import (
     Answer,
@@ -89,30 +89,45 @@ def clock(seconds: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
 
 
-class Scheduler(Protocol):
+class Scheduler:
+    """What is asked of a scheduler, in the same words for all; each has its own answers."""
+
     name: str
     directive: str
     submit: Sequence[str]  # words that submit a script
     depend: Sequence[str]  # those that have it wait for the end of another
     words: Mapping[str, str]  # of the batch script, by what they ask for
 
+    def __init__(self, env: Mapping[str, str]) -> None:
+        # The times that it prints, and reads, are of the zone in which it runs.
+        self._env = {**env, "TZ": "UTC0"}
+
     def jobs(self, since: float) -> list[Job]:
         """Return the user's jobs that wait or run, and those that ended since, as it tells."""
+        raise NotImplementedError
 
     def job(self, job_id: str) -> Job | None:
         """Return a job with the paths of its output; None where it tells no more of it."""
+        raise NotImplementedError
 
     def end(self, job_ids: Sequence[str], *, now: bool) -> None:
         """End jobs, each in the order given: with the grace that the scheduler has, or without."""
+        raise NotImplementedError
 
     def queues(self) -> list[Queue]:
         """Return the queues that take jobs."""
+        raise NotImplementedError
 
     def accounts(self) -> str:
         """Return the accounts that are the user's, where there is a list."""
+        return ""
 
-    def chunk(self, count: int) -> tuple[str, str]:
+    def chunk(self, _count: int) -> tuple[str, str]:
         """Return what asks for all of each of so many nodes, beside their number, and why."""
+        return "", ""
+
+    def _ask(self, *argv: str, good: tuple[int, ...] = (0,)) -> Answer:
+        return ask(argv, env=self._env, attempts=1, good=good, place=get_pbs_folder(self._env))
 
 
 # Slurm.
@@ -149,7 +164,7 @@ _NO_REASON = ("completed", "cancelled", "preempted", "time limit")
 """States of which the reason is an old one, or says the same again."""
 
 
-class _Slurm:
+class _Slurm(Scheduler):
     name, directive = "slurm", "#SBATCH"
     submit: Sequence[str] = ("sbatch", "--parsable")
     depend: Sequence[str] = ("--dependency=afterany:{}",)
@@ -164,8 +179,7 @@ class _Slurm:
 
     def __init__(self, env: Mapping[str, str]) -> None:
         changing = ("SLURM_TIME_FORMAT", "SLURM_BITSTR_LEN", "SQUEUE_", "SACCT_", "SCANCEL_")
-        plain = {name: value for name, value in env.items() if not name.startswith(changing)}
-        self._env = {**plain, "TZ": "UTC0"}
+        super().__init__({k: value for k, value in env.items() if not k.startswith(changing)})
 
     def jobs(self, since: float) -> list[Job]:
         found = self._squeue("--me", columns=_COLUMNS)
@@ -212,12 +226,6 @@ class _Slurm:
         query = ("show", "associations", f"user={user}", "format=account")
         told = self._ask("sacctmgr", "--noheader", "--parsable2", *query).stdout
         return ", ".join(sorted(set(told.split())))
-
-    def chunk(self, _count: int) -> tuple[str, str]:
-        return "", ""
-
-    def _ask(self, *argv: str, good: tuple[int, ...] = (0,)) -> Answer:
-        return ask(argv, env=self._env, attempts=1, good=good)
 
     def _squeue(self, whose: str, columns: Mapping[str, str]) -> list[Job]:
         columns = {**columns, **_NAME}
@@ -354,7 +362,7 @@ _PBS_HISTORY = 1000
 """So many jobs that are over are asked for, the newest."""
 
 
-class _Pbs:
+class _Pbs(Scheduler):
     name, directive = "pbs", "#PBS"
     # -f: without a helper in the background, which would hold our pipe open.
     submit: Sequence[str] = ("qsub", "-f")
@@ -365,9 +373,6 @@ class _Pbs:
         "after": "-W depend=afterok:{}", "output": "-j oe -k doe", "requeue": "-r y",
         "lost nodes": "-W tolerate_node_failures=all",
     }  # fmt: skip
-
-    def __init__(self, env: Mapping[str, str]) -> None:
-        self._env = env
 
     def jobs(self, since: float) -> list[Job]:
         import getpass  # noqa: PLC0415 - only PBS needs the name
@@ -404,11 +409,7 @@ class _Pbs:
                 ))  # fmt: skip
         return found
 
-    def accounts(self) -> str:
-        return ""  # PBS keeps no list
-
     def chunk(self, count: int) -> tuple[str, str]:
-        """Return what asks for all of a node, where all nodes are alike."""
         nodes = self._ask_json("pbsnodes", "-a", "-F", "json")["nodes"]
         has = [node.get("resources_available", {}) for node in nodes.values()]
         kinds = {(int(each.get("ncpus", 0)), int(each.get("ngpus", 0))) for each in has}
@@ -434,11 +435,6 @@ class _Pbs:
                 f"{' '.join(argv)} printed what is no JSON ({error}), {told[:60]!r}; expected "
                 "some; run it by hand"
             ) from error
-
-    def _ask(self, *argv: str, good: tuple[int, ...] = (0,)) -> Answer:
-        place = get_pbs_folder(self._env)
-        # The times of qselect's words are of the zone in which it runs.
-        return ask(argv, env={**self._env, "TZ": "UTC0"}, attempts=1, good=good, place=place)
 
 
 def _pbs_job(job_id: str, told: Mapping[str, Any]) -> Job:

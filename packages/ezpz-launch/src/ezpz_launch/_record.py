@@ -156,6 +156,20 @@ def make_folder(folder: str) -> None:
         os.mkdir(folder, 0o700)
 
 
+def type_of(path: str, mounts: str = "/proc/self/mountinfo") -> str:
+    """Return the type of the file system that a path is on; empty where the kernel does not say."""
+    path, found = os.path.realpath(path), ("", "")
+    with suppress(OSError), open(mounts, encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            own, _, its = line.partition(" - ")
+            # proc(5): the fifth field is the mount point, with \040 for a space.
+            point = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), own.split()[4])
+            # Of two on the same point the later one is seen.
+            if f"{path}/".startswith(f"{point.rstrip('/')}/") and len(point) >= len(found[0]):
+                found = point, its.split()[0]
+    return found[1]
+
+
 def write(path: str, text: str, mode: int = 0o600) -> None:
     """Write a file for this user only; readers see it as it was or as it is, never half."""
     try:

@@ -43,7 +43,7 @@ from ._options import (
     split,
 )
 from ._queue import SCHEDULERS, Scheduler, clock
-from ._record import dump, iso_time, make_folder, name_of, new_id, prune, unwritable, write
+from ._record import dump, iso_time, make_folder, name_of, new_id, prune, type_of, unwritable, write
 from ._version import __version__
 
 # The options of the job, beside those of the launch in it.
@@ -356,19 +356,10 @@ def _node_local(path: str, env: Mapping[str, str]) -> str:
     shared = filter(None, env.get("EZPZ_SHARED_FOLDERS", "").split(os.pathsep))
     if any(f"{path}/".startswith(f"{folder.rstrip('/')}/") for folder in shared):
         return ""
-    for folder in _LOCAL:
-        if f"{path}/".startswith(f"{folder}/"):
-            return f"below {folder}"
-    best, kind = "", ""
-    try:
-        with open("/proc/self/mounts", encoding="utf-8", errors="surrogateescape") as file:
-            for line in file:
-                _, at, its, *_ = line.split()
-                if len(at) >= len(best) and f"{path}/".startswith(f"{at.rstrip('/')}/"):
-                    best, kind = at, its
-    except OSError:
-        return ""  # no Linux
-    return f"{kind} at {best}" if kind in _IN_MEMORY else ""
+    if below := next((each for each in _LOCAL if f"{path}/".startswith(f"{each}/")), ""):
+        return f"below {below}"
+    kind = type_of(path)
+    return kind if kind in _IN_MEMORY else ""
 
 
 def _check_queue(request: Submission, machine: Machine, scheduler: Scheduler) -> str:
