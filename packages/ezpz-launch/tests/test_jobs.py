@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from ezpz_launch._jobs import Tail, last_record
+from ezpz_launch._jobs import Tail
+from ezpz_launch._record import last_record
 
 HOST = os.uname().nodename
 

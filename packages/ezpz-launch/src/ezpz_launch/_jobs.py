@@ -25,6 +25,7 @@ from ._record import (
     aligned,
     duration,
     iso_time,
+    last_record,
     moment,
     name_of,
     read_progress,
@@ -41,8 +42,6 @@ from ._run import REQUESTS
 
 _LATELY = 24 * 3600.0
 """Seconds for which a job that is over is shown without --all."""
-
-_TAIL = 1 << 16  # bytes of a run's file in which its last record is looked for
 
 
 class Entry(NamedTuple):
@@ -114,9 +113,7 @@ def _current(chain: Chain, jobs: Sequence[Job]) -> Job:
     """Return the job that a chain has come to; where the scheduler tells of none, as recorded."""
     if chain.kind == "array" and jobs:
         return array_of(jobs)
-    alive = [job for job in jobs if job.state in RUNNING] or [
-        job for job in jobs if job.state in WAITING
-    ]
+    alive = sorted((job for job in jobs if not job.is_over), key=lambda job: job.state in WAITING)
     if alive and chain.outcome is None:
         return alive[0]
     begun = [job for job in chain.jobs if job["start"]] or list(chain.jobs)
@@ -139,11 +136,9 @@ _OUTCOMES = {"done": "completed", "failed": "failed", "killed": "cancelled"}
 
 def _recorded(stored: Stored) -> Job:
     """Return a job that no scheduler tells of, by its last launch."""
-    state, status = state_of(stored), stored["exit_status"]
-    if state == "ended":
-        state = "failed" if status else "completed"
-    elif state != "running":
-        state = "unknown"
+    status = stored["exit_status"]
+    ended = "failed" if status else "completed"
+    state = {"ended": ended, "running": "running"}.get(state_of(stored), "unknown")
     why = "" if state != "unknown" else "no scheduler tells of it, and its launch not how it ended"
     start, end = moment(stored["start"]), stored["end"] and moment(stored["end"])
     job_id = stored["job_id"]
@@ -163,22 +158,6 @@ def progress_of(entry: Entry, env: Mapping[str, str]) -> dict[str, Any]:
             return {"step": step}
     if entry.chain and (step := read_progress(entry.chain.progress_file)) is not None:
         return {"step": step}
-    return {}
-
-
-def last_record(path: str) -> dict[str, Any]:
-    """Return step, loss and time of the last whole record of a run's file (see ezpz-obs)."""
-    import json  # noqa: PLC0415 - only jobs with a run need it
-
-    with open(path, "rb") as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL))
-        lines = file.read().split(b"\n")[:-1]
-    for line in reversed(lines):
-        if line.startswith(b'{"step":'):
-            record = json.loads(line)
-            losses = [name for name in record if re.split("[/_]", name)[-1] == "loss"]
-            loss = {"loss": record[losses[0]]} if losses else {}
-            return {"step": record["step"], **loss, "time": record["time"], "run": path}
     return {}
 
 
@@ -294,14 +273,14 @@ def _as_json(entry: Entry, env: Mapping[str, str]) -> dict[str, Any]:
 
 def _whole(entry: Entry, env: Mapping[str, str]) -> str:
     job, chain, progress = entry.job, entry.chain, progress_of(entry, env)
-    ends = "ended" if job.is_over else "time limit"
     left = f" ({entry.left} left)" if entry.left else ""
     rows = [
         ("job", f"{job.id} of {job.scheduler}"), ("name", job.name),
         ("state", state_in_words(job)), ("why", job.why), ("queue", job.queue),
         ("nodes", f"{job.nodes or ''} {job.hosts}".strip()), ("submitted", _when(job.submitted)),
         ("starts about" if job.state in WAITING else "started", _when(job.start)),
-        (ends, _when(job.end) + left), ("restarts", str(job.restarts or "")),
+        ("ended" if job.is_over else "time limit", _when(job.end) + left),
+        ("restarts", str(job.restarts or "")),
         ("output", _output(entry)[0]), ("step", str(progress.get("step", ""))),
         ("loss", str(progress.get("loss", ""))), ("recorded", _when(progress.get("time"))),
         ("metrics", progress.get("run", "")),
@@ -364,8 +343,8 @@ def launches(argv: Sequence[str], env: Mapping[str, str]) -> str:
     none = f"no launches so far; they are recorded in {folder}"
     lines = aligned([titles, *map(_launch_row, found)]) if found else [none]
     if damaged:
-        what = "1 file" if damaged == 1 else f"{damaged} files"
-        lines.append(f"left out, no record that can be read: {what} in {folder}")
+        what = f"{damaged} file{'s' * (damaged > 1)} in {folder}"
+        lines.append(f"left out, no record that can be read: {what}")
     return "\n".join(lines)
 
 
@@ -429,18 +408,17 @@ def follow(argv: Sequence[str], env: Mapping[str, str]) -> str | int:
     if "--help" in options:
         return FOLLOW_PAGE
     entry = _meant(words, env)
-    job_id = entry.job.id
     try:
         while True:
             job = _Follower(entry, env).run()
             if (following := _successor(entry)) is None:
                 return _ended(entry._replace(job=job))
-            entry, job_id = following, following.job.id
+            entry = following
     except BrokenPipeError:
         discard(1)
         return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
-        say(f"job {job_id} goes on without us; ezpz kill {job_id} ends it")
+        say(f"job {entry.job.id} goes on without us; ezpz kill {entry.job.id} ends it")
         return 130
 
 
@@ -625,8 +603,7 @@ def kill(argv: Sequence[str], env: Mapping[str, str]) -> str | int:
     options, words = _parse("kill", argv, ("--now",), KILL_PAGE)
     if "--help" in options:
         return KILL_PAGE
-    now = "--now" in options
-    inside = env.get("SLURM_JOB_ID") or env.get("PBS_JOBID")
+    now, inside = "--now" in options, env.get("SLURM_JOB_ID") or env.get("PBS_JOBID")
     meant = [
         stored for stored in read_records(records_folder(env), KEPT)[0]
         if state_of(stored) in ("running", "unknown")
@@ -639,7 +616,7 @@ def kill(argv: Sequence[str], env: Mapping[str, str]) -> str | int:
         raise UsageError(f"launches that run in job {inside}: {ids}; expected one; give its id")
     if not meant:
         return _end_job(_meant(words, env), env, now=now)
-    (one,) = meant
+    one = meant[0]
     if (ended := _end_launches(meant, env, "now" if now else "with grace")) is None:
         raise LaunchError(
             f"launch {one['id']} goes on; expected ezpz-launch, process {one['pid']} on "

@@ -317,6 +317,25 @@ def read_progress(path: str) -> int | None:
     return int(step[1]) if step else None
 
 
+_TAIL = 1 << 16  # bytes of a run's file in which its last record is looked for
+
+
+def last_record(path: str) -> dict[str, Any]:
+    """Return step, loss and time of the last whole record of a run's file (see ezpz-obs)."""
+    import json  # noqa: PLC0415 - as in to_json
+
+    with open(path, "rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL))
+        lines = file.read().split(b"\n")[:-1]
+    for line in reversed(lines):
+        if line.startswith(b'{"step":'):
+            record = json.loads(line)
+            losses = [name for name in record if re.split("[/_]", name)[-1] == "loss"]
+            loss = {"loss": record[losses[0]]} if losses else {}
+            return {"step": record["step"], **loss, "time": record["time"], "run": path}
+    return {}
+
+
 # The records that there are: of launches, and of jobs.
 
 Stored = dict[str, Any]
