@@ -16,7 +16,7 @@ import pytest
 import ezpz_launch
 import ezpz_topo
 from ezpz_launch import UsageError, _stage_node
-from ezpz_launch._archive import Python, Root, Source, What
+from ezpz_launch._archive import _GRAIN, Python, Root, Source, What
 from ezpz_launch._tree import Tree
 
 SOURCES = [str(Path(package.__file__).parents[1]) for package in (ezpz_launch, ezpz_topo)]
@@ -43,6 +43,7 @@ def data(tmp_path):
     (folder / "near").symlink_to("p1/1.py")
     (folder / "whole").symlink_to(folder / "p1")
     (folder / "outside").symlink_to("/usr/bin/env")
+    time.sleep(_GRAIN / 1e9)  # what is younger is taken for changed at the next look
     return folder
 
 
@@ -189,12 +190,11 @@ class Damaged(Source):
 
     times = 1
 
-    def get(self, number):
-        sums, chunk = super().get(number)
-        if number == 1 and self.times:
-            self.times -= 1
-            chunk = bytes(len(chunk))
-        return sums, chunk
+    def chunks(self, numbers):
+        for number, sums, data in super().chunks(numbers):
+            damaged = number == 1 and self.times > 0
+            self.times -= damaged
+            yield number, sums, bytes(len(data)) if damaged else data
 
 
 def test_a_damaged_chunk_is_asked_for_again(*, staged, data):

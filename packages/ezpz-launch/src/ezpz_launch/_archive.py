@@ -9,15 +9,16 @@ import hashlib
 import json
 import os
 import re
-import stat
 import subprocess
 import threading
-from bisect import bisect_left
+import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, islice
 from typing import NamedTuple
 
 from ._errors import UsageError
-from ._stage_node import CHUNK, File, Manifest, checksums
+from ._stage_node import CHUNK, MANIFEST, Chunk, File, Folder, Manifest, checksums, packed
 
 # The environment of a Python, and what of it is the user's own.
 
@@ -165,8 +166,15 @@ def is_below(path: str, folder: str) -> bool:
 
 # Its files: looked at, packed into chunks, and each read once.
 
+_FORMAT = 2  # of what a tree has in .ezpz
 _READERS = 16  # threads that look at folders and read files: a shared file system answers late
 _AHEAD = 16  # chunks that are read before they are sent
+
+_GRAIN = 20_000_000
+"""Nanoseconds in which a file may change twice and have one time: Linux's clock steps by 1 to 10 ms
+(CONFIG_HZ). Some file systems keep whole seconds."""
+
+_SECOND = 1_000_000_000
 
 
 class Source:
@@ -175,53 +183,46 @@ class Source:
     def __init__(self, what: What, folder: str) -> None:
         self.what = what
         self._pool = concurrent.futures.ThreadPoolExecutor(_READERS)
-        self._files = dict[str, File]()
-        self._folders = dict[str, int]()
-        self._links = dict[str, str]()
+        self._found = dict[str, Folder]()
         for root in what.roots:
             self._walk(root)
-        links = [(path, self._target(path)) for path in sorted(self._links)]
-        files = sorted(self._files.values())
-        self._parts = files, sorted(self._folders.items()), links
-        # A tenth of the time that their repr takes.
-        lines = [f"{path}\0{mode}\0{at}\0{size}\0{key}" for path, mode, at, size, key in files]
-        rest = repr([1, CHUNK, folder, *self._parts[1:], sorted(what.prefixes)])
-        text = "\0".join([*lines, rest]).encode(errors="surrogateescape")
-        self.name = hashlib.sha256(text).hexdigest()[:16]
+        self._names = dict[str, set[str]]()  # of folders that links point into
+        self._folders = [
+            (path, mode, files, [(name, self._target(path, target)) for name, target in links])
+            for path, mode, files, links in sorted(self._found.values())
+        ]
+        text = repr([_FORMAT, CHUNK, folder, sorted(what.prefixes), self._folders])
+        self.name = hashlib.sha256(text.encode()).hexdigest()[:16]
         """The tree's: another where a file's path, size, mode or time has changed."""
         self.home = os.path.join(folder, f"ezpz-{os.getuid()}")
         self.root = os.path.join(self.home, self.name, "root")
-        self.size = sum(file[3] for file in files)
-        self.count = len(files)
+        self.size = sum(file[3] for _, _, files, _ in self._folders for file in files)
+        self.count = sum(len(files) for _, _, files, _ in self._folders)
         self.bytes_read = 0
         self.error = ""
-        self.busy = 0  # chunks that are being read
-        self._lock = threading.Lock()
+        self.busy = 0  # connections that wait for a chunk to be read
+        self._lock = threading.RLock()
         self._manifest: Manifest | None = None
-        self._bytes = b""
         self._fixed = dict[str, bytes]()
-        self._wanted = list[int]()
-        self._read = dict[int, concurrent.futures.Future[tuple[bytes, bytes]]]()
 
     def _walk(self, root: Root) -> None:
-        for folder in _parents(root.path):
-            self._folders.setdefault(folder, 0o700)
+        above, name = os.path.split(root.path)
+        parts = above.split("/")[1:]
+        for depth in range(len(parts)):
+            folder = "/".join(parts[: depth + 1])
+            self._found.setdefault(folder, (folder, 0o700, [], []))
         if not os.path.isdir(root.path):
-            self._files[root.path[1:]] = _file(root.path, os.stat(root.path))
+            self._found[above[1:]][2].append(_file(above, name, os.stat(root.path), time.time_ns()))
             return
         level = [root.path]
         while level:
             # Many folders to a thread: to hand one over takes as long as to look at one.
             step = -(-len(level) // _READERS)
-            parts = [level[at : at + step] for at in range(0, len(level), step)]
-            found = [each for part in self._pool.map(_scan, parts) for each in part]
-            below = list[str]()
-            for folder, (mode, folders, files, links) in zip(level, found, strict=True):
-                self._folders[folder[1:]] = mode
-                below += [f for f in folders if folder != root.path or self._is_in(root, f)]
-                self._files.update(files)
-                self._links.update(links)
-            level = below
+            shares = [level[at : at + step] for at in range(0, len(level), step)]
+            is_top, level = level[0] == root.path, []
+            for found, folders in chain.from_iterable(self._pool.map(_scan, shares)):
+                self._found[found[0]] = found
+                level += [each for each in folders if not is_top or self._is_in(root, each)]
 
     @staticmethod
     def _is_in(root: Root, folder: str) -> bool:
@@ -235,14 +236,20 @@ class Source:
         is_environment = "pyvenv.cfg" in entries or "conda-meta" in entries
         return (python or info) and not is_environment and not name.startswith(".")
 
-    def _target(self, path: str) -> str:
+    def _target(self, folder: str, target: str) -> str:
         """Return where a link points in the tree: to the tree where that holds it, else outside."""
-        target = self._links[path]
-        at = os.path.normpath(os.path.join("/", os.path.dirname(path), target))
+        at = os.path.normpath(os.path.join("/", folder, target))
         for full in (at, os.path.realpath(at)):
-            if any(full[1:] in held for held in (self._files, self._folders, self._links)):
-                return os.path.relpath(full, os.path.dirname(f"/{path}"))
+            if self._has(full[1:]):
+                return os.path.relpath(full, f"/{folder}")
         return at
+
+    def _has(self, path: str) -> bool:
+        folder, name = os.path.split(path)
+        if folder in self._found and folder not in self._names:
+            _, _, files, links = self._found[folder]
+            self._names[folder] = {*(file[0] for file in files), *(link[0] for link in links)}
+        return path in self._found or name in self._names.get(folder, ())
 
     def moved(self, path: str) -> str:
         """Return where a path is in the tree; itself where it is not staged."""
@@ -254,34 +261,28 @@ class Source:
     def manifest(self) -> Manifest:
         with self._lock:
             if self._manifest is None:
-                files, folders, links = self._parts
-                self._manifest = Manifest(list(map(self._fix, files)), folders, links, self.about)
-                self._bytes = self._manifest.to_bytes()
+                folders = [
+                    (path, mode, [self._fix(path, file) for file in files], links)
+                    for path, mode, files, links in self._folders
+                ]
+                about = ", ".join(root.path for root in self.what.roots[:3])
+                self._manifest = Manifest(packed((folders, about)))
             return self._manifest
 
-    @property
-    def about(self) -> str:
-        return ", ".join(root.path for root in self.what.roots[:3])
-
-    @property
-    def digest(self) -> str:
-        self.manifest()
-        return hashlib.sha256(self._bytes).hexdigest()
-
-    def _fix(self, file: File) -> File:
+    def _fix(self, folder: str, file: File) -> File:
         """Return the file as it will be in the tree, where what it says of paths has to move."""
-        path, mode, mtime, size, _ = file
-        folder, _, name = path.rpartition("/")
+        name, mode, mtime, size, _ = file
         is_script = folder.endswith("/bin") and size < 1 << 18
         if not (is_script or name == "pyvenv.cfg" or name.endswith(".pth")
                 or name.startswith("__editable__")):  # fmt: skip
             return file
+        path = os.path.join(folder, name)
         with open(f"/{path}", "rb") as opened:
             data = opened.read()
-        self.bytes_read += len(data)
+        self._count(data)
         fixed = self._moved_program(data) if data[:4] == b"\x7fELF" else self._moved_text(data)
         self._fixed[path] = fixed  # it is read once, also where it stays as it is
-        return file if fixed == data else (path, mode, mtime, len(fixed), "")
+        return file if fixed == data else (name, mode, mtime, len(fixed), 0)
 
     def _moved_program(self, data: bytes) -> bytes:
         """Return an interpreter that finds its library beside itself: pyenv's has a path for it."""
@@ -303,93 +304,84 @@ class Source:
             first = b"#!/bin/sh\n'''exec' \"" + first[2:] + b'" "$0" "$@"\n' + b"' '''"
         return first + newline + rest
 
-    # What the tree's root answers, as a node's store does.
+    def chunks(self, numbers: Sequence[int]) -> Iterator[Chunk]:
+        """Return each of these chunks, as a node's store does; a few are read ahead."""
+        left, ahead = iter(numbers), deque[concurrent.futures.Future[Chunk]]()
+        while True:
+            for number in islice(left, _AHEAD - len(ahead)):
+                ahead.append(self._pool.submit(self._read, number))
+            if not ahead:
+                return
+            self._waits(1)
+            try:
+                chunk = ahead.popleft().result()
+            except OSError as error:
+                self.error = self.error or str(error)
+                raise
+            finally:
+                self._waits(-1)
+            yield chunk
 
-    def wanted(self, numbers: list[int]) -> None:
-        self._wanted = sorted(numbers)
-
-    def get(self, number: int) -> tuple[bytes, bytes]:
-        if number < 0:
-            self.manifest()
-            return b"", self._bytes
+    def _waits(self, more: int) -> None:
         with self._lock:
-            at = bisect_left(self._wanted, number)
-            ahead = self._wanted[at : at + _AHEAD]
-            for each in (number, *ahead):
-                if each not in self._read:
-                    self._read[each] = self._pool.submit(self._read_chunk, each)
-            for each in [n for n in self._read if n != number and n not in ahead][:-_AHEAD]:
-                del self._read[each]
-            read = self._read[number]
-            self.busy += 1
-        try:
-            return read.result()
-        except OSError as error:
-            self.error = self.error or str(error)
-            raise
-        finally:
-            with self._lock:
-                self.busy -= 1
+            self.busy += more
 
-    def _read_chunk(self, number: int) -> tuple[bytes, bytes]:
-        manifest = self._manifest
-        assert manifest
+    def _count(self, data: bytes) -> None:
+        with self._lock:
+            self.bytes_read += len(data)
+
+    def _read(self, number: int) -> Chunk:
+        manifest = self.manifest()
+        if number == MANIFEST:
+            return number, b"", manifest.data
         pieces, parts = manifest.chunks[number], list[bytes]()
         for which, offset, length in pieces:
             path, _, mtime, size, _ = manifest.files[which]
-            fixed = self._fixed.get(path)
-            if fixed is not None:
+            if (fixed := self._fixed.get(path)) is not None:
                 parts.append(fixed[offset : offset + length])
                 continue
             with open(f"/{path}", "rb", buffering=0) as opened:
                 status = os.fstat(opened.fileno())
                 parts.append(os.pread(opened.fileno(), length, offset))
-            self.bytes_read += len(parts[-1])
+            self._count(parts[-1])
             if (status.st_size, status.st_mtime_ns) != (size, mtime):
                 raise OSError(f"/{path} changed while it was staged; start again")
         data = b"".join(parts)
-        return checksums(pieces, memoryview(data)), data
+        return number, checksums(pieces, memoryview(data)), data
 
 
-def _parents(path: str) -> Iterator[str]:
-    """Return the folders above a path, without the first slash, from the root on."""
-    parts = path.split("/")[1:-1]
-    return ("/".join(parts[: n + 1]) for n in range(len(parts)))
-
-
-_Found = tuple[int, list[str], list[tuple[str, File]], list[tuple[str, str]]]
-
-
-def _scan(folders: Sequence[str]) -> list[_Found]:
-    """Return for each folder its mode, and its folders, files and links, each with its path."""
-    found = list[_Found]()
+def _scan(folders: Sequence[str]) -> list[tuple[Folder, list[str]]]:
+    """Return what each folder is, and has: by name; and the folders in it, by path."""
+    found = list[tuple[Folder, list[str]]]()
     for folder in folders:
-        below, files, links = list[str](), list[tuple[str, File]](), list[tuple[str, str]]()
+        below, files, links = list[str](), list[File](), list[tuple[str, str]]()
+        now = time.time_ns()
         try:
             with os.scandir(folder) as entries:
                 for entry in entries:
-                    path = entry.path
-                    if entry.is_symlink():
-                        links.append((path[1:], os.readlink(path)))
+                    if entry.is_file(follow_symlinks=False):
+                        status = entry.stat(follow_symlinks=False)
+                        files.append(_file(folder, entry.name, status, now))
+                    elif entry.is_symlink():
+                        links.append((entry.name, os.readlink(entry.path)))
                     elif entry.is_dir():
-                        below.append(path)
-                    elif stat.S_ISREG((status := entry.stat(follow_symlinks=False)).st_mode):
-                        files.append((path[1:], _file(path, status)))
-            found.append((os.stat(folder).st_mode & 0o777, below, files, links))
+                        below.append(entry.path)
+            mode = os.stat(folder).st_mode & 0o777
         except OSError as error:
             why = f"{error.filename or folder} cannot be read ({error.strerror})"
             raise UsageError(f"{why}; expected what the user may read") from error
+        found.append(((folder[1:], mode, sorted(files), sorted(links)), below))
     return found
 
 
-def _file(path: str, status: os.stat_result) -> File:
-    mode = status.st_mode
-    if not (mode & 0o400 and status.st_uid == os.getuid()) and not os.access(path, os.R_OK):
+def _file(folder: str, name: str, status: os.stat_result, now: int) -> File:
+    mode, key = status.st_mode, status.st_ctime_ns
+    is_own = status.st_uid == os.getuid()
+    if not (mode & 0o400 and is_own) and not os.access(f"{folder}/{name}", os.R_OK):
         raise UsageError(
-            f"{path} cannot be read (Permission denied); expected what the user may read"
+            f"{folder}/{name} cannot be read (Permission denied); expected what the user may read"
         )
     # Not the mtime alone: packages' files have that of their archive, whatever is in them.
-    return path[1:], mode & 0o777, status.st_mtime_ns, status.st_size, f"{status.st_ctime_ns:x}"
-
-
-_UID = os.getuid()
+    if key > now - (_GRAIN if key % _SECOND else _SECOND):
+        key = now  # it may change unseen: the next start takes it for another one
+    return name, mode & 0o777, status.st_mtime_ns, status.st_size, key

@@ -423,18 +423,10 @@ class Nodes:
         if self._server is None:
             return None
         try:
-            return self._server.accept()[0]
-        except (BlockingIOError, ConnectionError):
-            return None  # that was the last one, or it is gone again
+            return _accept(self._server)
         except OSError as error:
             if error.errno != errno.EMFILE:
                 raise
-        # One a node: the usual limit of 1,024 open files is soon too low. Only now, when the
-        # launcher has started: its ranks keep the limit that the user gave them.
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if soft != hard:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-            return self._accept()
         # The nodes that are left are not reached; the run loop says so when it matters.
         self._unregister(self._server)
         return None
@@ -449,6 +441,22 @@ def _listen(family: socket.AddressFamily, host: str) -> socket.socket:
     server = socket.create_server((host, 0), family=family, backlog=socket.SOMAXCONN)
     server.setblocking(False)
     return server
+
+
+def _accept(server: socket.socket) -> socket.socket | None:
+    """Return the next connection, if there is one; OSError: no more of them can be open."""
+    try:
+        return server.accept()[0]
+    except (BlockingIOError, ConnectionError):
+        return None  # that was the last one, or it is gone again
+    except OSError as error:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if error.errno != errno.EMFILE or soft == hard:
+            raise
+    # One a node: the usual limit of 1,024 open files is soon too low. Only now, when the
+    # launcher has started: its ranks keep the limit that the user gave them.
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return _accept(server)
 
 
 def _own_address(hosts: Iterable[str]) -> tuple[socket.AddressFamily, str]:

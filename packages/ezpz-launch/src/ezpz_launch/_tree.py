@@ -9,11 +9,12 @@ import select
 import socket
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from ._launch import _listen, _own_address
+from ._launch import _accept, _Connection, _listen, _own_address
 from ._stage_node import is_introduced, say, serve
 
 if TYPE_CHECKING:
@@ -26,19 +27,16 @@ _ROOT = -1  # ezpz-launch itself, as a parent
 _PARENTS = 8  # so many parents are tried before a node is the one that fails
 
 
-class _Peer:
-    """A node's connection; ``node`` is None until it has proved whose it is."""
+class _Peer(_Connection):
+    """A node's connection, and how far the node is."""
 
     def __init__(self, its: socket.socket) -> None:
-        its.settimeout(10)
-        self.socket, self.fd = its, its.fileno()
-        self.node: int | None = None
-        self.challenge, self.since, self.received = os.urandom(16).hex(), time.monotonic(), b""
+        super().__init__(its)
         self.state = ""  # "lacking", "whole", "failed"
+        self.place = 0  # in the order of arrival; 0 of one that has all already
         self.assigned = 0.0
         self.address = ""
         self.parent: int | None = None
-        self.children = set[int]()
         self.tried = set[int]()
         self.bytes = 0
 
@@ -69,10 +67,11 @@ class Tree:
         host = f"[{address}]" if ":" in address else address
         self.where = f"{host}:{self._server.getsockname()[1]}"
         self._data_address = f"{host}:{self._data.getsockname()[1]}"
-        self._wake = os.pipe()
+        self._is_stopped, self._refused = False, ""
         self._connections, self._peers = dict[int, _Peer](), dict[int, _Peer]()
-        self._open = deque([_ROOT])
-        self._of_root = set[int]()
+        self._open = deque([_ROOT])  # who may have room for a child
+        self._children = defaultdict[int, set[int]](set)
+        self._whole, self._places = set[int](), count(1)
         self.bad = dict[int, str]()
         self.had = set[int]()
         self.answers = dict[int, Any]()
@@ -84,20 +83,18 @@ class Tree:
 
     def start(self) -> None:
         if self._source:
-            words = (self._data, self.secret, self._source.get, self._source.wanted)
+            words = (self._data, self.secret, self._source.chunks)
             threading.Thread(target=serve, args=words, daemon=True).start()
         self._thread.start()
 
     def stop(self) -> None:
         """Wait for no node any more."""
-        os.write(self._wake[1], b"!")
+        self._is_stopped = True
         self._thread.join()
         for each in (self._server, self._data):
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)  # wakes who accepts
             each.close()
-        for end in self._wake:
-            os.close(end)
 
     def join(self, timeout: float | None = None) -> bool:
         """Return whether all nodes have answered, or failed, within so many seconds."""
@@ -106,7 +103,7 @@ class Tree:
 
     @property
     def whole(self) -> int:
-        return sum(peer.state == "whole" for peer in list(self._peers.values()))
+        return len(self._whole)
 
     @property
     def bytes(self) -> int:
@@ -117,17 +114,11 @@ class Tree:
         return {self._hosts[node]: why for node, why in sorted(self.bad.items())}
 
     def _run(self) -> None:
-        for fd in (self._server.fileno(), self._wake[0]):
-            self._poll.register(fd, select.POLLIN)
-        while not self._is_over():
+        self._poll.register(self._server, select.POLLIN)
+        while not (self._is_stopped or self._is_over()):
             for fd, _ in self._poll.poll(250):
-                if fd == self._wake[0]:
-                    break
                 self._handle(fd)
-            else:
-                self._look()
-                continue
-            break
+            self._look()
         self.seconds = time.monotonic() - self.began
         for peer in list(self._connections.values()):
             with contextlib.suppress(OSError):
@@ -135,17 +126,19 @@ class Tree:
             peer.socket.close()
 
     def _is_over(self) -> bool:
-        done = len(self.answers) if self._source is None else self.whole
-        return done + len(self.bad) >= len(self._hosts)
+        return len(self.answers) + self.whole + len(self.bad) >= len(self._hosts)
 
     def _handle(self, fd: int) -> None:
         if fd == self._server.fileno():
-            with contextlib.suppress(BlockingIOError, ConnectionError):
-                while True:
-                    new = _Peer(self._server.accept()[0])
+            try:
+                while (connection := _accept(self._server)) is not None:
+                    new = _Peer(connection)
                     self._connections[new.fd] = new
                     self._poll.register(new.fd, select.POLLIN)
                     self._say(new, "challenge", new.challenge)
+            except OSError as error:
+                self._refused = f" ({error.strerror} here)"
+                self._poll.unregister(self._server)
         elif peer := self._connections.get(fd):
             try:
                 received = peer.socket.recv(1 << 16)
@@ -187,10 +180,12 @@ class Tree:
         assert peer.node is not None
         host = peer.socket.getpeername()[0]
         peer.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        peer.state = "whole" if is_whole else "lacking"
         if is_whole:
+            peer.state = "whole"
             self.had.add(peer.node)
+            self._whole.add(peer.node)
         else:
+            peer.state, peer.place = "lacking", next(self._places)
             self._assign(peer)
         self._open.append(peer.node)
 
@@ -198,7 +193,9 @@ class Tree:
         peer.bytes = size
 
     def _on_whole(self, peer: _Peer, size: int) -> None:
+        assert peer.node is not None
         peer.bytes, peer.state = size, "whole"
+        self._whole.add(peer.node)
         if 2 * self.whole >= len(self._hosts):
             self.half = self.half or time.monotonic() - self.arrived
 
@@ -229,43 +226,40 @@ class Tree:
             self._fail(peer, f"it gets nothing from {len(peer.tried)} other nodes: {why}")
             return
         if peer.parent is not None:
-            self._children(peer.parent).discard(peer.node)
+            self._children[peer.parent].discard(peer.node)
         while self._open and not self._has_room(self._open[0]):
             self._open.popleft()
         candidates = (*list(self._open)[:64], _ROOT, *self._peers)
         chosen = next((each for each in candidates if self._serves(each, peer)), _ROOT)
         peer.parent, peer.assigned = chosen, time.monotonic()
-        self._children(chosen).add(peer.node)
+        self._children[chosen].add(peer.node)
         address = self._data_address if chosen == _ROOT else self._peers[chosen].address
         try:
-            self._say(peer, "from", address, chosen, self._source.digest)
+            digest = self._source.manifest().data[:32].hex()
         except OSError as error:
             self._source.error = f"{error.filename}: {error.strerror}"
+        else:
+            self._say(peer, "from", address, chosen, digest)
 
     def _has_room(self, node: int) -> bool:
         # The shared file system is read for one node, and once.
-        return len(self._children(node)) < (1 if node == _ROOT else self._fan_out)
-
-    def _children(self, node: int) -> set[int]:
-        return self._of_root if node == _ROOT else self._peers[node].children
+        return len(self._children[node]) < (1 if node == _ROOT else self._fan_out)
 
     def _serves(self, node: int, peer: _Peer) -> bool:
         """Return whether a node can be a parent: it is well, and asks not this one in the end."""
-        if node in peer.tried or node == peer.node:
-            return False
-        if node != _ROOT and self._peers[node].state not in ("lacking", "whole"):
-            return False
-        above: int | None = node
-        while above not in (None, _ROOT) and above != peer.node:
-            above = self._peers[above].parent if self._peers[above].state == "lacking" else None
-        return above != peer.node
+        if node in peer.tried or node == _ROOT:
+            return node not in peer.tried
+        other = self._peers[node]
+        earlier = other.state == "lacking" and other.place < peer.place
+        return earlier or other.state == "whole"
 
     def _fail(self, peer: _Peer, why: str) -> None:
         if peer.node is None or peer.state == "failed":
             return
         peer.state = "failed"
         self.bad[peer.node] = why
-        for child in sorted(peer.children):
+        self._whole.discard(peer.node)
+        for child in sorted(self._children[peer.node]):
             if self._peers[child].state == "lacking":
                 self._peers[child].tried.add(peer.node)
                 self._assign(self._peers[child], why)
@@ -291,7 +285,7 @@ class Tree:
         if not self.arrived or now - self.arrived < self._patience:
             return
         for node in set(range(len(self._hosts))) - self._peers.keys() - self.bad.keys():
-            self.bad[node] = f"no sign of it within {self._patience:g} s"
+            self.bad[node] = f"no sign of it within {self._patience:g} s{self._refused}"
         for peer in list(self._peers.values()):
             parent = self._peers.get(peer.parent) if peer.parent not in (None, _ROOT) else None
             # Who waits for a slow one is not slow.
