@@ -15,8 +15,8 @@ import pytest
 
 import ezpz_launch
 import ezpz_topo
-from ezpz_launch import UsageError, _stage_node
-from ezpz_launch._archive import _GRAIN, Python, Root, Source, What
+from ezpz_launch import UsageError, _archive, _stage_node
+from ezpz_launch._archive import Python, Root, Source, What
 from ezpz_launch._tree import Tree
 
 SOURCES = [str(Path(package.__file__).parents[1]) for package in (ezpz_launch, ezpz_topo)]
@@ -43,22 +43,23 @@ def data(tmp_path):
     (folder / "near").symlink_to("p1/1.py")
     (folder / "whole").symlink_to(folder / "p1")
     (folder / "outside").symlink_to("/usr/bin/env")
-    time.sleep(_GRAIN / 1e9)  # what is younger is taken for changed at the next look
+    time.sleep(_archive._GRAIN / 1e9)  # what is younger is taken for changed at the next look
     return folder
+
+
+def look(data, disk, source=Source):
+    python = Python(str(data), str(data), "", "", "", "", [])
+    what = What([Root(str(data), "test")], {str(data): str(data)}, [], python)
+    return source(what, str(disk / "0"))
 
 
 class Nodes:
     """Node processes of one staging, and its root."""
 
-    def __init__(self, data, disk, count, *, patience=60.0, order=None, source=Source):
-        python = Python(str(data), str(data), "", "", "", "", [])
-        what = What([Root(str(data), "test")], {str(data): str(data)}, [], python)
-        self.source = source(what, str(disk / "0"))
-        self.disk = disk
-        order = order or ("stage", self.source.name, 0.1)
-        hosts = [f"host{node}" for node in range(count)]
+    def __init__(self, data, disk, count, *, patience=60.0, source=Source):
+        self.source, self.disk, self.processes = look(data, disk, source), disk, []
+        hosts, order = [f"host{node}" for node in range(count)], ("stage", self.source.name, 0.1)
         self.tree = Tree(hosts, order, self.source, here=True, patience=patience)
-        self.processes = []
 
     def __enter__(self):
         self.tree.start()
@@ -77,9 +78,11 @@ class Nodes:
         assert self.tree.join(300)
         return self.tree
 
+    def home(self, node=0):
+        return self.disk / str(node) / f"ezpz-{os.getuid()}"
+
     def root(self, node=0):
-        home = self.disk / str(node) / f"ezpz-{os.getuid()}"
-        trees = [each for each in home.iterdir() if ".part-" not in each.name]
+        trees = [each for each in self.home(node).iterdir() if ".part-" not in each.name]
         newest = max(trees, key=lambda each: (each / ".ezpz").stat().st_mtime)
         return newest / "root"
 
@@ -146,20 +149,25 @@ def test_a_second_start_sends_nothing_and_a_changed_environment_what_changed(*, 
     assert is_same(data, Path(str(changed.root(2)) + str(data)))
 
 
-def test_a_node_that_lost_a_file_gets_it_from_one_that_has_it(*, staged, data):
+def test_a_file_that_may_change_unseen_is_taken_for_changed(*, data, disk, monkeypatch):
+    assert look(data, disk).name == look(data, disk).name
+    monkeypatch.setattr(_archive, "_GRAIN", 3600 * 10**9)
+    assert look(data, disk).name != look(data, disk).name
+
+
+def test_a_node_that_lost_a_file_gets_it_from_one_that_has_it(*, staged, data, until):
     nodes = staged(2)
     Path(f"{nodes.root(1)}{data}/p4/4.py").unlink()
     with Nodes(data, nodes.disk, 2) as again:
         again.start(0)
-        while not again.tree.had:
-            time.sleep(0.01)
+        until(lambda: again.tree.had)
         again.start(1).done()
     assert again.tree.had == {0}
     assert is_same(data, Path(f"{again.root(1)}{data}"))
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_64_nodes_of_which_some_are_killed_at_random_moments(*, data, disk, seed, until):
+def test_64_nodes_of_which_some_are_killed_at_random_moments(*, data, disk, seed, staged, until):
     chance = random.Random(seed)
     with Nodes(data, disk, 64) as nodes:
         nodes.start(*range(64))
@@ -175,14 +183,13 @@ def test_64_nodes_of_which_some_are_killed_at_random_moments(*, data, disk, seed
     assert tree.whole == 64 - len(killed)
     assert nodes.source.bytes_read <= 2 * nodes.source.size
     for node in set(range(64)) - set(victims):
-        assert list((disk / str(node) / f"ezpz-{os.getuid()}").glob("*.part-*")) == []
+        assert list(nodes.home(node).glob("*.part-*")) == []
     # What a killed one left is not taken for whole, and goes when it starts again.
-    with Nodes(data, disk, 64) as again:
-        again.start(*range(64)).done()
+    again = staged(64)
     assert again.tree.failed() == {}
     for victim in victims:
         assert is_same(data, Path(f"{again.root(victim)}{data}"))
-        assert list((disk / str(victim) / f"ezpz-{os.getuid()}").glob("*.part-*")) == []
+        assert list(again.home(victim).glob("*.part-*")) == []
 
 
 class Damaged(Source):
@@ -203,7 +210,7 @@ def test_a_damaged_chunk_is_asked_for_again(*, staged, data):
     assert is_same(data, Path(f"{nodes.root(1)}{data}"))
 
 
-def test_who_keeps_sending_damaged_chunks_is_named(*, data, disk, staged):
+def test_who_keeps_sending_damaged_chunks_is_named(*, data, disk, staged, until):
     path = Path(f"{staged(1).root()}{data}/big.so")
     status = path.stat()
     with path.open("r+b") as file:
@@ -211,15 +218,16 @@ def test_who_keeps_sending_damaged_chunks_is_named(*, data, disk, staged):
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
     with Nodes(data, disk, 3) as nodes:
         nodes.start(0)
-        while not nodes.tree.had:
-            time.sleep(0.01)
+        until(lambda: nodes.tree.had)
         nodes.start(1, 2).done()
     assert list(nodes.tree.failed()) == ["host0"]
     assert "damaged" in nodes.tree.failed()["host0"]
     assert is_same(data, Path(f"{nodes.root(2)}{data}"))
 
 
-def test_a_node_that_cannot_write_is_named_and_its_children_get_another_parent(*, data, disk):
+def test_a_node_that_cannot_write_is_named_and_its_children_get_another_parent(
+    *, data, disk, until
+):
     import resource
 
     def small():
@@ -227,14 +235,12 @@ def test_a_node_that_cannot_write_is_named_and_its_children_get_another_parent(*
 
     with Nodes(data, disk, 6) as nodes:
         nodes.start(0, preexec_fn=small)
-        until_there = time.monotonic() + 60
-        while not nodes.tree._peers and time.monotonic() < until_there:
-            time.sleep(0.01)
+        until(lambda: nodes.tree._peers)
         nodes.start(*range(1, 6)).done()
     assert list(nodes.tree.failed()) == ["host0"]
     assert "File too large" in nodes.tree.failed()["host0"]
     assert nodes.tree.whole == 5
-    assert list((disk / "0" / f"ezpz-{os.getuid()}").iterdir()) == []
+    assert list(nodes.home().iterdir()) == []
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts a disk")
@@ -248,7 +254,7 @@ def test_a_disk_without_room_is_told_before_anything_is_written(*, data, disk):
             nodes.start(0, 1).done()
         assert list(nodes.tree.failed()) == ["host0"]
         assert "MB free; expected" in nodes.tree.failed()["host0"]
-        assert list((disk / "0" / f"ezpz-{os.getuid()}").iterdir()) == []
+        assert list(nodes.home().iterdir()) == []
     finally:
         subprocess.run(["umount", disk / "0"], check=True)
 
@@ -396,10 +402,9 @@ def environment(home, tmp_path, clean_env):
     return make
 
 
-def run(prefix, env, *words, **options):
+def run(prefix, env, *words):
     words = [prefix / "bin" / "python", "-m", "ezpz_launch", *words]
-    return subprocess.run(words, env=env, capture_output=True, text=True, timeout=300, check=False,
-                          **options)  # fmt: skip
+    return subprocess.run(words, env=env, capture_output=True, text=True, timeout=300, check=False)
 
 
 @pytest.mark.parametrize("kind", ["venv", "site", "conda"])
@@ -437,19 +442,8 @@ def test_the_ranks_are_in_the_staged_environment_and_all_that_they_start(
 def test_data_lies_beside_it_and_a_function_finds_it(*, environment, data, tmp_path):
     prefix, env = environment("site")
     code = f"from ezpz_topo import get_staged_path as p; print(p({str(data / 'big.so')!r}))"
-    words = (
-        "--launcher",
-        "spawn",
-        "-n",
-        "1",
-        "--stage",
-        "--stage-data",
-        data,
-        "python",
-        "-c",
-        code,
-    )
-    done = run(prefix, env, *words)
+    words = ("--launcher", "spawn", "-n", "1", "--stage", "--stage-data", data)
+    done = run(prefix, env, *words, "python", "-c", code)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip().startswith(f"{tmp_path}/local/ezpz-")
     assert ezpz_topo.get_staged_path(data, {}) == str(data)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -23,7 +23,7 @@ from ._version import __version__
 
 if TYPE_CHECKING:
     from ._retry import Attempts
-    from ._stage import Alone, CopperView, Staging
+    from ._stage import CopperView, Staging
 
 COMMANDS = {
     "launches": "_jobs:launches",
@@ -148,29 +148,36 @@ def _looked_at(
 
 def stage(argv: Sequence[str], env: Mapping[str, str]) -> int:
     """Do ``ezpz stage``: what ``--stage`` does before a launch, without one."""
-    from ._stage import Alone  # noqa: PLC0415  # only this needs it
+    from ._stage import Alone, Staging  # noqa: PLC0415  # only this needs it
 
     alone = Alone.of(argv)
     if alone.page:
         return _print(alone.page)
     request: Request = request_of(alone.options, (sys.executable,))
     planned, topology, own = _looked_at(request, env)
-    staging = _staging(planned, topology, own, alone)
+    replan = _on_the_same_hosts(planned, topology, own)
+    staging = Staging(planned, own, replan, alone.to, alone.python)
     if request.dry_run:
         return _print(_explained(staging.planned))
     return _print(staging.question(alone.question)) if alone.question else staging.alone()
 
 
 def _staging(
-    planned: LaunchPlan, topology: Topology, env: Mapping[str, str], alone: Alone | None = None
+    planned: LaunchPlan, topology: Topology, env: Mapping[str, str]
 ) -> Staging | CopperView:
     from ._stage import prepare  # noqa: PLC0415  # few launches need it
 
+    return prepare(planned, env, _on_the_same_hosts(planned, topology, env))
+
+
+def _on_the_same_hosts(
+    planned: LaunchPlan, topology: Topology, env: Mapping[str, str]
+) -> Callable[[Request], LaunchPlan]:
     def replan(request: Request) -> LaunchPlan:
         every = replace(request, include="", exclude="", nodes=None, spares=0, min_nodes=None)
         return _planned(topology, every, env, only=planned.placement.hosts)
 
-    return prepare(planned, env, replan, alone)
+    return replan
 
 
 def _planned(

@@ -102,18 +102,17 @@ class Staging:
                     self.source.home, "caches", name.partition("_")[0].lower()
                 )
         changed["EZPZ_STAGED"] = self.source.root
-        environment = {**planned.environment, **changed}
-        sources = {**planned.sources, **dict.fromkeys(changed, "--stage")}
-        kind = LAUNCHERS[planned.launcher.kind]
-        first, *words = planned.command
         staged = [f"staged: {root.path}: {root.why}" for root in what.roots]
         kept = [f"not staged: {stays}" for stays in what.stays]
-        size = f"{self.source.size / 1e6:,.0f} MB in {self.source.count:,} files"
-        return replace(
-            planned, command=(moved(first), *words), environment=environment, sources=sources,
-            exported=kind.exported(planned.machine, environment, self._env),
-            notes=(*planned.notes, f"staged to {self.folder} ({self.why}): {size}", *staged, *kept),
-        )  # fmt: skip
+        first, *words = planned.command
+        notes = f"staged to {self.folder} ({self.why}): {self._size}", *staged, *kept
+        return _told(
+            replace(planned, command=(moved(first), *words)), self._env, changed, "--stage", notes
+        )
+
+    @property
+    def _size(self) -> str:
+        return f"{self.source.size / 1e6:,.0f} MB in {self.source.count:,} files"
 
     def moved(self, path: str) -> str:
         return self.source.moved(path)
@@ -145,9 +144,8 @@ class Staging:
         if outcome.exit_status or tree.whole < nodes:
             return outcome.exit_status or 1  # the run has said why
         new = nodes - len(tree.had)
-        what = f"{self.source.size / 1e6:,.0f} MB in {self.source.count:,} files"
         say(
-            f"staged {what}: {new} node{'s' * (new != 1)} got {tree.bytes / 1e6:,.0f} MB in "
+            f"staged {self._size}: {new} node{'s' * (new != 1)} got {tree.bytes / 1e6:,.0f} MB in "
             f"{tree.seconds:.1f} s ({self.source.bytes_read / 1e6:,.0f} MB were read), "
             f"{len(tree.had)} had it already: {self.source.root}"
         )
@@ -216,6 +214,21 @@ class Staging:
         return self._env.get("TMPDIR") or "/tmp"
 
 
+def _told(
+    planned: LaunchPlan, env: Mapping[str, str], added: Mapping[str, str], source: str,
+    notes: Sequence[str],
+) -> LaunchPlan:  # fmt: skip
+    """Return the plan with more in its ranks' environment."""
+    environment = {**planned.environment, **added}
+    kind = LAUNCHERS[planned.launcher.kind]
+    return replace(
+        planned, environment=environment,
+        sources={**planned.sources, **dict.fromkeys(added, source)},
+        exported=kind.exported(planned.machine, environment, env),
+        notes=(*planned.notes, *notes),
+    )  # fmt: skip
+
+
 _HOLD = 86400.0  # seconds for which a node's shim stays: its launcher would end the others
 
 
@@ -230,23 +243,18 @@ def _show(tree: Tree, nodes: int, source: Source | None) -> None:
     """Tell how far it is: on a terminal in one line, else in a line now and then."""
     if source is None or sys.stderr is None:
         return
-    terminal = sys.stderr.isatty()
-    before, at, shown = 0, time.monotonic(), False
+    terminal, before, at = sys.stderr.isatty(), 0, time.monotonic()
+    start, end = ("\r\x1b[K", "") if terminal else ("", "\n")
     while not tree.join(0.5 if terminal else 10.0):
         got, now = tree.bytes, time.monotonic()
         rate, before, at = (got - before) / (now - at), got, now
-        lacking = nodes - len(tree.had)
-        left = f", {max(0, lacking * source.size - got) / rate:,.0f} s left" if rate else ""
+        lacking = (nodes - len(tree.had)) * source.size - got
+        left = f", {max(0, lacking) / rate:,.0f} s left" if rate else ""
         line = f"staging: {tree.whole} of {nodes} nodes, {rate / 1e9:.2f} GB/s in sum{left}"
-        if terminal:
-            shown = True
-            with contextlib.suppress(OSError):
-                print(f"\r\x1b[Kezpz-launch: {line}", end="", file=sys.stderr, flush=True)
-        else:
-            say(line)
-    if shown:
         with contextlib.suppress(OSError):
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+            print(f"{start}ezpz-launch: {line}", end=end, file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):
+        print(start, end="", file=sys.stderr, flush=True)
 
 
 # What a site has of its own: ALCF's Copper, a read-only view that the nodes share. Not run there.
@@ -289,44 +297,29 @@ class CopperView:
         own = planned.environment.get("PYTHONPATH", self._env.get("PYTHONPATH", ""))
         there = [self._mount + path for path in self._path]
         path = os.pathsep.join(dict.fromkeys([*there, *filter(None, own.split(os.pathsep))]))
-        environment = {**planned.environment, "PYTHONPATH": path}
-        kind = LAUNCHERS[planned.launcher.kind]
-        return replace(
-            planned, environment=environment,
-            sources={**planned.sources, "PYTHONPATH": "--stage=copper"},
-            exported=kind.exported(planned.machine, environment, self._env),
-            notes=(*planned.notes, f"{self._start} before the ranks, {self._stop} after them"),
-        )  # fmt: skip
+        note = f"{self._start} before the ranks, {self._stop} after them"
+        return _told(planned, self._env, {"PYTHONPATH": path}, "--stage=copper", [note])
 
     def moved(self, path: str) -> str:
         return path
 
-    def _words(self, script: str) -> list[str]:
+    def _run(self, script: str) -> int:
         logs = os.path.join(self._env.get("HOME") or os.getcwd(), "copper-logs")
-        return [script, "-d", logs, "-v", self._mount]
+        words = [script, "-d", logs, "-v", self._mount]
+        done = subprocess.run(words, env=self._env, check=False, stdin=subprocess.DEVNULL,
+                              stdout=sys.stderr)  # fmt: skip
+        return done.returncode
 
     def bring(self, heard: Heard) -> int:
         say(f"starting {self._start}")
-        done = subprocess.run(self._words(self._start), env=self._env, check=False,
-                              stdin=subprocess.DEVNULL, stdout=sys.stderr)  # fmt: skip
-        if done.returncode:
-            raise LaunchError(
-                f"{self._start} ended with {done.returncode}; expected 0; see its output"
-            )
+        if status := self._run(self._start):
+            raise LaunchError(f"{self._start} ended with {status}; expected 0; see its output")
         told = next((number for number in heard[0] if number in ENDING), None)
         return 128 + told if told else 0
 
     def end(self) -> None:
-        done = subprocess.run(self._words(self._stop), env=self._env, check=False,
-                              stdin=subprocess.DEVNULL, stdout=sys.stderr)  # fmt: skip
-        if done.returncode:
-            say(f"{self._stop} ended with {done.returncode}; Copper may still run on the nodes")
-
-    def question(self, _what: str) -> str:
-        raise UsageError("ezpz stage --stage=copper: expected python or all; Copper keeps nothing")
-
-    def alone(self) -> int:
-        return int(bool(self.question("")))
+        if status := self._run(self._stop):
+            say(f"{self._stop} ended with {status}; Copper may still run on the nodes")
 
 
 # `ezpz stage`: the same without a launch.
@@ -378,6 +371,8 @@ class Alone(NamedTuple):
             raise UsageError(
                 f"stage: {' '.join(found)}: expected one environment; other files: --stage-data"
             )
+        if options.get("stage") == "copper":
+            raise UsageError("stage --stage=copper: expected python or all; Copper keeps nothing")
         page = PAGE if "help" in options else ""
         return cls({"stage": "python", **options}, "".join(found), page=page, **own)
 
@@ -398,14 +393,12 @@ class Alone(NamedTuple):
 
 
 def prepare(
-    planned: LaunchPlan, env: Mapping[str, str], replan: Callable[[Request], LaunchPlan],
-    alone: Alone | None = None,
-) -> Staging | CopperView:  # fmt: skip
+    planned: LaunchPlan, env: Mapping[str, str], replan: Callable[[Request], LaunchPlan]
+) -> Staging | CopperView:
     """Return what a launch with ``--stage`` prepares; nothing is started yet."""
     machine = planned.machine
     if planned.request.stage != "copper":
-        to, python = (alone.to, alone.python) if alone else ("", "")
-        return Staging(planned, env, replan, to, python)
+        return Staging(planned, env, replan)
     if machine.copper is None:
         raise UsageError(
             f"--stage=copper: {machine.name}.toml has no [copper]; expected a machine that has it; "

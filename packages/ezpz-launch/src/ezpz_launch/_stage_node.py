@@ -27,13 +27,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, partial
 from queue import Queue
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 if TYPE_CHECKING or __package__:
-    from ._agent import _connect, is_proof, proof
+    from ._agent import _connect, _environments, is_proof, proof
 else:  # the program
     sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-    from _agent import _connect, is_proof, proof
+    from _agent import _connect, _environments, is_proof, proof
 
     del sys.path[0]
 
@@ -75,14 +75,14 @@ Folder = tuple[str, int, list[File], list[tuple[str, str]]]
 Piece = tuple[int, int, int]
 """A part of a chunk: the file's number, where in it, how many bytes."""
 
-Chunk = tuple[int, bytes, bytes | bytearray]
+Chunk = tuple[int, bytes, bytes]
 """Its number, its pieces' checksums one after the other, its bytes."""
 
 
 class Manifest:
     """What a tree holds, of the bytes that are sent, and kept in it; ValueError: damaged."""
 
-    def __init__(self, data: bytes | bytearray) -> None:
+    def __init__(self, data: bytes) -> None:
         self.data = data
         self.folders: list[Folder]
         self.about: str
@@ -118,7 +118,7 @@ def packed(value: Any) -> bytes:
     return hashlib.sha256(body).digest() + body
 
 
-def unpacked(data: bytes | bytearray) -> Any:
+def unpacked(data: bytes) -> Any:
     if hashlib.sha256(data[32:]).digest() != data[:32]:
         raise ValueError("damaged")
     return marshal.loads(data[32:])  # noqa: S302 - checked, and written by us
@@ -140,26 +140,21 @@ def say(connection: socket.socket, *words: object) -> None:
     connection.sendall(json.dumps(words).encode() + b"\n")
 
 
-def hear(connection: socket.socket) -> list[Any]:
-    """Return the next line; OSError: there is none. Only what has been asked for comes after it."""
-    line = b""
-    while not line.endswith(b"\n"):
-        byte = connection.recv(1) if len(line) < 4096 else b""
-        if not byte:
-            raise ConnectionError("closed")
-        line += byte
-    words = json.loads(line)
+def hear(file: BinaryIO) -> list[Any]:
+    """Return the next line; OSError: there is none."""
+    line = file.readline(4096)
+    words = json.loads(line) if line.endswith(b"\n") else None
     if not isinstance(words, list) or not words:
-        raise ConnectionError("no words")
+        raise ConnectionError("closed")
     return words
 
 
-def introduce(connection: socket.socket, secret: str, node: int) -> None:
+def introduce(connection: socket.socket, file: BinaryIO, secret: str, node: int) -> None:
     """Prove to who accepted a connection that we are a node of this launch; see that it is, too."""
-    _, challenge = hear(connection)
+    _, challenge = hear(file)
     own = os.urandom(16).hex()
     say(connection, "hello", node, own, proof(secret, node, "child", challenge, own))
-    word, shown = hear(connection)
+    word, shown = hear(file)
     if word != "welcome" or not is_proof(shown.encode(), secret, node, "parent", own, challenge):
         raise ConnectionError("no node of this launch")
 
@@ -174,14 +169,10 @@ def is_introduced(words: list[Any], secret: str, challenge: str) -> str:
     return proof(secret, node, "parent", own, challenge)
 
 
-def _receive(connection: socket.socket, size: int) -> bytearray:
-    data = bytearray(size)
-    view, at = memoryview(data), 0
-    while at < size:
-        got = connection.recv_into(view[at:])
-        if not got:
-            raise ConnectionError("closed")
-        at += got
+def _receive(file: BinaryIO, size: int) -> bytes:
+    data = file.read(size)
+    if len(data) < size:
+        raise ConnectionError("closed")
     return data
 
 
@@ -199,31 +190,31 @@ def _serve_child(
     connection: socket.socket, secret: str, chunks: Callable[[Sequence[int]], Iterable[Chunk]]
 ) -> None:
     # Where we fail, or the child, the connection ends: it asks another one.
-    with connection, contextlib.suppress(OSError, ValueError):
+    with connection, connection.makefile("rb") as file, contextlib.suppress(OSError, ValueError):
         connection.settimeout(_WAIT)
         challenge = os.urandom(16).hex()
         say(connection, "challenge", challenge)
-        answer = is_introduced(hear(connection), secret, challenge)
+        answer = is_introduced(hear(file), secret, challenge)
         if not answer:
             return
         say(connection, "welcome", answer)
         connection.settimeout(None)
         while True:
-            (count,) = struct.unpack(">I", _receive(connection, 4))
-            wanted = struct.unpack(f">{count}i", _receive(connection, 4 * count))
+            (count,) = struct.unpack(">I", _receive(file, 4))
+            wanted = struct.unpack(f">{count}i", _receive(file, 4 * count))
             for number, sums, data in chunks(wanted):
                 connection.sendall(_HEADER.pack(number, len(sums), len(data)) + sums)
                 connection.sendall(data)
 
 
-def _request(connection: socket.socket, numbers: Sequence[int]) -> Iterator[Chunk]:
+def _request(connection: socket.socket, file: BinaryIO, numbers: Sequence[int]) -> Iterator[Chunk]:
     """Ask a parent for chunks; return each as it comes, unchecked."""
     connection.sendall(struct.pack(f">I{len(numbers)}i", len(numbers), *numbers))
     for _ in numbers:
-        number, length, size = _HEADER.unpack(_receive(connection, _HEADER.size))
+        number, length, size = _HEADER.unpack(_receive(file, _HEADER.size))
         if size > 2 * CHUNK and number != MANIFEST:
             raise ConnectionError("what it sends is not what was asked for")
-        yield number, bytes(_receive(connection, length)), _receive(connection, size)
+        yield number, _receive(file, length), _receive(file, size)
 
 
 # Trees on this node's disk, in a folder of the user's own.
@@ -303,14 +294,9 @@ def trees(home: str) -> list[tuple[float, str]]:
 
 def in_use(home: str) -> set[str]:
     """Return the names of trees that a process of this user's was started in."""
-    mark, names = f"EZPZ_STAGED={home}/".encode(), set[str]()
-    for pid in os.listdir("/proc") if os.path.isdir("/proc") else ():
-        if pid.isdecimal():
-            with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as file:
-                _, found, rest = file.read().partition(mark)
-                if found:
-                    names.add(os.fsdecode(rest[:16]))
-    return names
+    mark = f"EZPZ_STAGED={home}/".encode()
+    started = (variable for _, environment in _environments() for variable in environment)
+    return {os.fsdecode(each[len(mark) :][:16]) for each in started if each.startswith(mark)}
 
 
 def clean(home: str, goes: Callable[[float], bool], kept: str = "") -> list[str]:
@@ -358,8 +344,9 @@ class Control:
     """The connection to ezpz-launch."""
 
     def __init__(self, connection: socket.socket, secret: str, me: int) -> None:
-        introduce(connection, secret, me)
         self.connection, self.secret, self.me = connection, secret, me
+        self.file = connection.makefile("rb")
+        introduce(connection, self.file, secret, me)
         self._speaks = threading.Lock()
 
     def tell(self, *words: object) -> None:
@@ -452,14 +439,14 @@ class Node:
         if connection is None:
             raise ConnectionError("it does not answer")
         self._parent = connection
-        with connection:
-            introduce(connection, self._control.secret, self._control.me)
+        with connection, connection.makefile("rb") as file:
+            introduce(connection, file, self._control.secret, self._control.me)
             if self._manifest is None:
-                ((_, _, data),) = _request(connection, [MANIFEST])
+                ((_, _, data),) = _request(connection, file, [MANIFEST])
                 if data[:32].hex() != digest:
                     raise ConnectionError("its list of what is staged is not the launch's")
                 self._prepare(Manifest(data))
-            self._fetch(connection, parent)
+            self._fetch(connection, file, parent)
         self._wait(lambda: not self._lacking)
         with self._disk():
             self._complete()
@@ -541,13 +528,13 @@ class Node:
                 "--clean), or name another disk: ezpz stage --to, TMPDIR"
             )
 
-    def _fetch(self, connection: socket.socket, parent: int) -> None:
+    def _fetch(self, connection: socket.socket, file: BinaryIO, parent: int) -> None:
         manifest = self._manifest
         assert manifest
         wanted = sorted(self._lacking - self._sums.keys())
         for _ in range(_TRIES):
             damaged = list[int]()
-            for number, sums, data in _request(connection, wanted):
+            for number, sums, data in _request(connection, file, wanted):
                 if number not in wanted:
                     raise ConnectionError("what it sends is not what was asked for")
                 if checksums(manifest.chunks[number], memoryview(data)) != sums:
@@ -647,7 +634,7 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
-        while (words := hear(connection)) != ["bye"]:
+        while (words := hear(control.file)) != ["bye"]:
             try:
                 node = _obey(control, node, *words)
             except (NodeError, OSError) as error:

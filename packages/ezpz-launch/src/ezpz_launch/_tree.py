@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -166,56 +166,56 @@ class Tree:
             self._peers[node] = peer
             self._say(peer, "welcome", answer)
             self._say(peer, *self._order)
-            return
-        what, *values = words
-        peer.since = time.monotonic()
-        # Of a dialogue with strangers it would be a hole; these have proved who they are.
-        handle: Callable[..., None] | None = getattr(self, f"_on_{what}", None)
-        if handle is None:
-            self._drop(peer, f"it says {what!r}")
         elif peer.state != "failed":
-            handle(peer, *values)
+            peer.since = time.monotonic()
+            self._hear(peer, peer.node, words)
 
-    def _on_at(self, peer: _Peer, port: int, is_whole: bool) -> None:
-        assert peer.node is not None
+    def _hear(self, peer: _Peer, node: int, words: list[Any]) -> None:
+        match words:
+            case ["at", port, is_whole]:
+                self._place(peer, node, port, is_whole=is_whole)
+            case ["got", size]:
+                peer.bytes = size
+            case ["whole", size]:
+                peer.bytes = size
+                self._keep(peer, node)
+                if 2 * self.whole >= len(self._hosts):
+                    self.half = self.half or time.monotonic() - self.arrived
+            case ["orphan" | "corrupt" as what, parent, why]:
+                self._leave(peer, parent, why, is_corrupt=what == "corrupt")
+            case ["failed", why]:
+                self._fail(peer, why)
+            case ["status", trees, removed]:
+                self.answers[node] = trees, removed
+            case _:
+                self._drop(peer, f"it says {words[0]!r}")
+
+    def _place(self, peer: _Peer, node: int, port: int, *, is_whole: bool) -> None:
         host = peer.socket.getpeername()[0]
         peer.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         if is_whole:
-            peer.state = "whole"
-            self.had.add(peer.node)
-            self._whole.add(peer.node)
+            self.had.add(node)
+            self._keep(peer, node)
         else:
             peer.state, peer.place = "lacking", next(self._places)
             self._assign(peer)
-        self._open.append(peer.node)
+        self._open.append(node)
 
-    def _on_got(self, peer: _Peer, size: int) -> None:
-        peer.bytes = size
-
-    def _on_whole(self, peer: _Peer, size: int) -> None:
-        assert peer.node is not None
-        peer.bytes, peer.state = size, "whole"
-        self._whole.add(peer.node)
-        if 2 * self.whole >= len(self._hosts):
-            self.half = self.half or time.monotonic() - self.arrived
-
-    def _on_orphan(self, peer: _Peer, parent: int, why: str) -> None:
-        if peer.parent == parent and peer.state == "lacking":
+    def _leave(self, peer: _Peer, parent: int, why: str, *, is_corrupt: bool) -> None:
+        """Give a node another parent, where it has not been given one meanwhile."""
+        if peer.parent != parent or peer.state != "lacking":
+            return
+        if not is_corrupt:
             peer.tried.add(parent)
             self._assign(peer, why)
-
-    def _on_corrupt(self, peer: _Peer, parent: int, why: str) -> None:
-        if parent == _ROOT:
+        elif parent == _ROOT:
             self._fail(peer, f"what ezpz-launch sends arrives damaged: {why}")
-        elif parent == peer.parent:
+        else:
             self._fail(self._peers[parent], f"it sent on what was damaged: {why}")
 
-    def _on_failed(self, peer: _Peer, why: str) -> None:
-        self._fail(peer, why)
-
-    def _on_status(self, peer: _Peer, trees: list[Any], removed: list[str]) -> None:
-        assert peer.node is not None
-        self.answers[peer.node] = trees, removed
+    def _keep(self, peer: _Peer, node: int) -> None:
+        peer.state = "whole"
+        self._whole.add(node)
 
     def _assign(self, peer: _Peer, why: str = "") -> None:
         """Tell a node whom to ask."""
