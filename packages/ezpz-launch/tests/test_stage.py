@@ -133,7 +133,8 @@ def test_the_source_is_read_once_whatever_the_number_of_nodes(*, staged, data, c
 
 
 def test_a_second_start_sends_nothing_and_a_changed_environment_what_changed(*, staged, data):
-    staged(3)
+    first = staged(3)
+    Path(f"{first.root(1)}{data}/p1/compiled.pyc").touch()
     again = staged(3)
     assert len(again.tree.had) == 3
     assert again.source.bytes_read == 0
@@ -459,6 +460,7 @@ def test_data_lies_beside_it_and_a_function_finds_it(*, environment, data, tmp_p
         (["--stage=copper", "true"], "workstation.toml has no [copper]"),
         (["stage", "/usr/share"], "/usr/share is no environment"),
         (["stage", "one", "two"], "expected one environment"),
+        (["stage", "--stage=copper"], "expected python or all"),
         (["stage", "--to", "/nowhere"], "/nowhere/ezpz-"),
     ],
 )

@@ -200,7 +200,7 @@ class Source:
         self.count = sum(len(files) for _, _, files, _ in self._folders)
         self.bytes_read = 0
         self.error = ""
-        self.busy = 0  # connections that wait for a chunk to be read
+        self.busy = set[concurrent.futures.Future[Chunk]]()  # chunks that are waited for
         self._lock = threading.RLock()
         self._manifest: Manifest | None = None
         self._fixed = dict[str, bytes]()
@@ -312,19 +312,16 @@ class Source:
                 ahead.append(self._pool.submit(self._read, number))
             if not ahead:
                 return
-            self._waits(1)
+            first = ahead.popleft()
+            self.busy.add(first)
             try:
-                chunk = ahead.popleft().result()
+                chunk = first.result()
             except OSError as error:
                 self.error = self.error or str(error)
                 raise
             finally:
-                self._waits(-1)
+                self.busy.discard(first)
             yield chunk
-
-    def _waits(self, more: int) -> None:
-        with self._lock:
-            self.busy += more
 
     def _count(self, data: bytes) -> None:
         with self._lock:

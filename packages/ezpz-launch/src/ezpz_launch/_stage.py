@@ -244,17 +244,20 @@ def _show(tree: Tree, nodes: int, source: Source | None) -> None:
     if source is None or sys.stderr is None:
         return
     terminal, before, at = sys.stderr.isatty(), 0, time.monotonic()
-    start, end = ("\r\x1b[K", "") if terminal else ("", "\n")
     while not tree.join(0.5 if terminal else 10.0):
         got, now = tree.bytes, time.monotonic()
         rate, before, at = (got - before) / (now - at), got, now
         lacking = (nodes - len(tree.had)) * source.size - got
         left = f", {max(0, lacking) / rate:,.0f} s left" if rate else ""
         line = f"staging: {tree.whole} of {nodes} nodes, {rate / 1e9:.2f} GB/s in sum{left}"
-        with contextlib.suppress(OSError):
-            print(f"{start}ezpz-launch: {line}", end=end, file=sys.stderr, flush=True)
+        _overwrite(f"ezpz-launch: {line}") if terminal else say(line)
+    if terminal:
+        _overwrite("")
+
+
+def _overwrite(line: str) -> None:
     with contextlib.suppress(OSError):
-        print(start, end="", file=sys.stderr, flush=True)
+        print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
 
 
 # What a site has of its own: ALCF's Copper, a read-only view that the nodes share. Not run there.
