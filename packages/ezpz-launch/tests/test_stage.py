@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import resource
 import shutil
 import signal
 import subprocess
@@ -229,8 +230,6 @@ def test_who_keeps_sending_damaged_chunks_is_named(*, data, disk, staged, until)
 def test_a_node_that_cannot_write_is_named_and_its_children_get_another_parent(
     *, data, disk, until
 ):
-    import resource
-
     def small():
         resource.setrlimit(resource.RLIMIT_FSIZE, (8 << 20, 8 << 20))
 
@@ -242,6 +241,15 @@ def test_a_node_that_cannot_write_is_named_and_its_children_get_another_parent(
     assert "File too large" in nodes.tree.failed()["host0"]
     assert nodes.tree.whole == 5
     assert list(nodes.home().iterdir()) == []
+
+
+def test_more_nodes_than_files_may_be_open(*, staged):
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 20, limits[1]))
+    try:
+        assert staged(24).tree.whole == 24
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts a disk")

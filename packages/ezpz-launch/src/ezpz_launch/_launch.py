@@ -191,6 +191,7 @@ _HELLO = 10.0  # seconds in which an agent says who it is
 _SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN)
 """What the kernel says of a host that answers no more; one where the agent is dead does answer."""
 
+_OTHER_FILES = 64  # files that may be open beside the connections to the nodes
 _LONGEST_ANSWER = 1 << 24  # bytes of one node's stacks: more is no answer
 _LAST_WORDS = 30.0  # seconds that this host's agent has to end what is left here: it may be busy
 _GUARD = -1  # the node of this host's agent where its ranks have one of their own, or it has none
@@ -446,17 +447,15 @@ def _listen(family: socket.AddressFamily, host: str) -> socket.socket:
 def _accept(server: socket.socket) -> socket.socket | None:
     """Return the next connection, if there is one; OSError: no more of them can be open."""
     try:
-        return server.accept()[0]
+        connection = server.accept()[0]
     except (BlockingIOError, ConnectionError):
         return None  # that was the last one, or it is gone again
-    except OSError as error:
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if error.errno != errno.EMFILE or soft == hard:
-            raise
     # One a node: the usual limit of 1,024 open files is soon too low. Only now, when the
     # launcher has started: its ranks keep the limit that the user gave them.
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return _accept(server)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if connection.fileno() >= soft - _OTHER_FILES:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return connection
 
 
 def _own_address(hosts: Iterable[str]) -> tuple[socket.AddressFamily, str]:
