@@ -133,7 +133,8 @@ def main(*, files: int = 400, size: float = 24, disk: float = 4, read: float = 1
             one = one or tree.seconds
             ratio = what.bytes_read / what.size
             began = time.perf_counter()
-            again = staged(source_again(what), nodes, folder, disk * 1e6)
+            looked_again = Source(what.what, os.path.dirname(what.home))
+            again = staged(looked_again, nodes, folder, disk * 1e6)
             second = time.perf_counter() - began
             times = f"{tree.seconds:6.2f} s ({tree.seconds / one:.2f} x one)"
             had = f"again {second:.2f} s, {len(again.had)} had it"
@@ -153,11 +154,6 @@ def main(*, files: int = 400, size: float = 24, disk: float = 4, read: float = 1
         print(f"a rank of minimal, staged: {number} calls name a file that is not on the node")
         missed |= number > 300
     sys.exit(missed)
-
-
-def source_again(what: Source) -> Source:
-    """Return the same, looked at again."""
-    return Source(what.what, os.path.dirname(what.home))
 
 
 if __name__ == "__main__":

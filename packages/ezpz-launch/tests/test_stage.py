@@ -320,7 +320,7 @@ def test_a_folder_that_is_not_our_own_is_not_used(*, data, disk, what):
     assert "expected a folder of this user's own" in nodes.tree.failed()["host0"]
 
 
-def test_old_trees_go_but_not_those_in_use(*, staged, data, disk):
+def test_old_trees_go_but_not_those_in_use(*, staged, data):
     first = staged(1).root()
     (data / "p1" / "1.py").write_text("second")
     second = staged(1).root()
@@ -330,12 +330,11 @@ def test_old_trees_go_but_not_those_in_use(*, staged, data, disk):
         os.utime(root.parent / ".ezpz", (long_ago, long_ago))
     user = subprocess.Popen(["sleep", "600"], env={"EZPZ_STAGED": str(first)})
     try:
-        third = staged(1).root()
+        third = staged(1)
     finally:
         user.kill()
         user.wait()
-    home = disk / "0" / f"ezpz-{os.getuid()}"
-    assert {each.name for each in home.iterdir()} == {first.parent.name, third.parent.name}
+    assert set(third.home().iterdir()) == {first.parent, third.root().parent}
 
 
 # The command, on this host.
@@ -411,9 +410,10 @@ def environment(home, tmp_path, clean_env):
     return make
 
 
-def run(prefix, env, *words):
-    words = [prefix / "bin" / "python", "-m", "ezpz_launch", *words]
-    return subprocess.run(words, env=env, capture_output=True, text=True, timeout=300, check=False)
+def run(prefix, env, *words, first=(), launcher="spawn"):
+    words = [*first, "--launcher", launcher, *words]
+    return subprocess.run([prefix / "bin" / "python", "-m", "ezpz_launch", *words], check=False,
+                          env=env, capture_output=True, text=True, timeout=300)  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ["venv", "site", "conda"])
@@ -423,7 +423,7 @@ def test_the_ranks_are_in_the_staged_environment_and_all_that_they_start(
     prefix, env = environment(kind)
     script = tmp_path / "says.py"
     script.write_text(SAYS)
-    done = run(prefix, env, "--launcher", "spawn", "-n", "1", "--stage", "python", script)
+    done = run(prefix, env, "-n", "1", "--stage", "python", script)
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
     tree = said["tree"]
@@ -436,23 +436,22 @@ def test_the_ranks_are_in_the_staged_environment_and_all_that_they_start(
     assert "1 node got" in done.stderr
     # What the first launch compiled is sent to the second, and nothing to the third.
     for _ in range(2):
-        again = run(prefix, env, "--launcher", "spawn", "-n", "1", "--stage", "python", "-c", "0")
+        again = run(prefix, env, "-n", "1", "--stage", "python", "-c", "0")
     assert "0 nodes got 0 MB" in again.stderr
     assert ", 1 had it already" in again.stderr
-    dry = run(prefix, env, "--launcher", "spawn", "--stage", "--dry-run", "--json", "python")
+    dry = run(prefix, env, "--stage", "--dry-run", "--json", "python")
     assert json.loads(dry.stdout)["environment"]["PATH"].startswith(f"{tmp_path}/local/")
-    status = run(prefix, env, "stage", "--launcher", "spawn", "--status")
+    status = run(prefix, env, "--status", first=["stage"])
     assert f"1 of 1 nodes  last used 0.0 h ago  {prefix}" in status.stdout
-    run(prefix, env, "stage", "--launcher", "spawn", "--clean")
-    status = run(prefix, env, "stage", "--launcher", "spawn", "--status")
+    run(prefix, env, "--clean", first=["stage"])
+    status = run(prefix, env, "--status", first=["stage"])
     assert "nothing is staged" in status.stdout
 
 
 def test_data_lies_beside_it_and_a_function_finds_it(*, environment, data, tmp_path):
     prefix, env = environment("site")
     code = f"from ezpz_topo import get_staged_path as p; print(p({str(data / 'big.so')!r}))"
-    words = ("--launcher", "spawn", "-n", "1", "--stage", "--stage-data", data)
-    done = run(prefix, env, *words, "python", "-c", code)
+    done = run(prefix, env, "-n", "1", "--stage", "--stage-data", data, "python", "-c", code)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip().startswith(f"{tmp_path}/local/ezpz-")
     assert ezpz_topo.get_staged_path(data, {}) == str(data)
@@ -474,8 +473,8 @@ def test_data_lies_beside_it_and_a_function_finds_it(*, environment, data, tmp_p
 )
 def test_what_cannot_be_is_told_in_one_line(*, environment, words, said):
     prefix, env = environment("site")
-    first = ["stage", "--launcher", "spawn"] if words[0] == "stage" else ["--launcher", "spawn"]
-    done = run(prefix, env, *first, *(words[1:] if words[0] == "stage" else words))
+    at = words[0] == "stage"
+    done = run(prefix, env, *words[at:], first=words[:at])
     assert done.returncode in (1, 2)
     assert said in done.stderr
     assert len(done.stderr.splitlines()) == 1
@@ -502,9 +501,7 @@ def test_copper_is_started_used_and_stopped(*, environment, program, tmp_path):
     env |= {"EZPZ_MACHINES": str(tmp_path / "machines"), "EZPZ_MACHINE": "here", "USER": "alice",
             "PATH": f"{env['PATH']}:{tmp_path}/bin"}  # fmt: skip
     code = "import os; print(os.environ['PYTHONPATH'], open(%r).read())" % str(calls)  # noqa: UP031
-    done = run(
-        prefix, env, "--launcher", "spawn", "-n", "1", "--stage=copper", "python", "-c", code
-    )
+    done = run(prefix, env, "-n", "1", "--stage=copper", "python", "-c", code)
     assert done.returncode == 0, done.stderr
     path, first = done.stdout.split(" ", 1)
     assert path.startswith(f"/mount/alice{prefix}/lib/")
@@ -512,6 +509,9 @@ def test_copper_is_started_used_and_stopped(*, environment, program, tmp_path):
     assert first.strip() == f"bin/start-copper {logs}"
     assert calls.read_text().splitlines() == [f"bin/start-copper {logs}", f"bin/stop-copper {logs}"]
     words = ("--dry-run", "--machine", "aurora", "--cpu-bind", "running-jobs", "true")
-    bound = [run(prefix, env, *more, *words).stdout for more in ((), ("--stage=copper",))]
+    bound = [
+        run(prefix, env, *more, *words, launcher="auto").stdout
+        for more in ((), ("--stage=copper",))
+    ]
     assert ":41-48:" in bound[0]
     assert ":41-47:" in bound[1]
