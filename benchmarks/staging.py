@@ -49,6 +49,7 @@ def source(files: int, size: float, folder: Path) -> Source:
         path = data / str(number % 50) / f"{number}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(os.urandom(int(size * 1e6 / files)))
+    time.sleep(0.1)  # what is younger than the clock's grain is taken for changed at the next look
     python = Python(str(data), str(data), "", "", "", "", [])
     return Source(What([Root(str(data), "benchmark")], {}, [], python), str(folder))
 

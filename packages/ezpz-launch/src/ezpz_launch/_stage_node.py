@@ -4,8 +4,8 @@ ezpz-launch starts it once on each node: ``python -I -S _stage_node.py FOLDER``,
 (where ezpz-launch listens, and a secret). It needs the standard library alone, and few files of it.
 
 A tree is staged in chunks. Each node asks its parent, another node, for the chunks that it lacks,
-and answers its own children, as soon as a chunk is on its disk. So a parent that dies can be
-replaced by any other node, and a node that has a file already needs none.
+and answers its own children: from memory what is still to be written, from its disk the rest. So a
+parent that dies can be replaced by any other node, and a node that has a file already needs none.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ else:  # the program
 VARIABLE = "EZPZ_STAGE"
 
 CHUNK = 4 << 20
-"""Bytes of a chunk, at most: a node hands a chunk on when it has written all of it."""
+"""Bytes of a chunk, at most: a node hands a chunk on when it has all of it."""
 
 MANIFEST = -1
 """The number of the chunk that is the manifest."""
@@ -365,6 +365,7 @@ class Node:
         self._queue: Queue[Chunk] = Queue(_UNWRITTEN)
         self._turn, self._changed = threading.Lock(), threading.Condition()
         self._lacking = {MANIFEST}  # chunks that are not on the disk; this one tells the others
+        self._held: dict[int, Chunk] = {}  # of these, what has come
         self._has_failed = False
         self._parent: socket.socket | None = None
         self._manifest: Manifest | None = None
@@ -388,8 +389,10 @@ class Node:
             raise ConnectionError("this node has failed")
 
     def read(self, number: int) -> Chunk:
-        """Return a chunk when it is on the disk."""
-        self._wait(lambda: number not in self._lacking)
+        """Return a chunk when there is one."""
+        self._wait(lambda: number in self._held or number not in self._lacking)
+        if held := self._held.get(number):
+            return held
         manifest = self._manifest
         assert manifest
         if number == MANIFEST:
@@ -542,7 +545,11 @@ class Node:
                     continue
                 self._bytes += len(data)
                 self._sums[number] = sums
-                self._queue.put((number, sums, data))
+                chunk = number, sums, data
+                with self._changed:
+                    self._held[number] = chunk
+                    self._changed.notify_all()
+                self._queue.put(chunk)
                 if time.monotonic() - self._told > self._every:
                     self._told = time.monotonic()
                     self._tell("got", self._bytes)
@@ -562,6 +569,7 @@ class Node:
                     at += length
                 with self._changed:
                     self._lacking.discard(number)
+                    del self._held[number]
                     self._changed.notify_all()
         except OSError as error:
             if self._part:
