@@ -184,6 +184,7 @@ class Source:
         self.what = what
         self._pool = concurrent.futures.ThreadPoolExecutor(_READERS)
         self._found = dict[str, Folder]()
+        self._is_late = False  # whether the file system answers late
         for root in what.roots:
             self._walk(root)
         self._names = dict[str, set[str]]()  # of folders that links point into
@@ -216,13 +217,17 @@ class Source:
             return
         level = [root.path]
         while level:
-            # Many folders to a thread: to hand one over takes as long as to look at one.
-            step = -(-len(level) // _READERS)
+            # Many folders to a thread: to hand one over takes as long as to look at one. And many
+            # threads only where answers are waited for: else they fight over Python's lock.
+            began, worked = time.perf_counter(), time.process_time()
+            step = -(-len(level) // (_READERS if self._is_late else 1))
             shares = [level[at : at + step] for at in range(0, len(level), step)]
             is_top, level = level[0] == root.path, []
             for found, folders in chain.from_iterable(self._pool.map(_scan, shares)):
                 self._found[found[0]] = found
                 level += [each for each in folders if not is_top or self._is_in(root, each)]
+            took, worked = time.perf_counter() - began, time.process_time() - worked
+            self._is_late = took > 2 * worked
 
     @staticmethod
     def _is_in(root: Root, folder: str) -> bool:
