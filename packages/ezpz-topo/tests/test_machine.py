@@ -386,41 +386,15 @@ def test_what_is_no_toml_is_a_machine_error(tmp_path):
             read(tmp_path, text)
 
 
-# The packaged machines: flags, variables and options are pinned by ezpz-launch's dry-runs.
+# The packaged machines: their facts are in their files, and pinned by ezpz-launch's dry-runs.
 
 MACHINES = known_machines({})
 
 
 def test_all_of_them_are_there():
-    assert sorted(MACHINES) == [
-        "aurora", "crux", "frontier", "generic-pbs", "generic-slurm", "perlmutter", "polaris",
-        "sirius", "sophia", "sunspot", "workstation",
-    ]  # fmt: skip
     assert {f"{name}.toml" for name in MACHINES} == set(os.listdir(PACKAGED))
     assert {MACHINES[name].scheduler: name for name in GENERIC.values()} == GENERIC
-
-
-@pytest.mark.parametrize(("name", "expected"), [
-    ("aurora", ("ALCF", "pbs", "pals", 10624, 12, "xpu", ("xccl", "ccl"))),
-    ("sunspot", ("ALCF", "pbs", "pals", None, 12, "xpu", ("xccl", "ccl"))),
-    ("polaris", ("ALCF", "pbs", "pals", 560, 4, "cuda", ("nccl",))),
-    ("sirius", ("ALCF", "pbs", "pals", None, 4, "cuda", ("nccl",))),
-    ("sophia", ("ALCF", "pbs", "openmpi", 24, 8, "cuda", ("nccl",))),
-    ("crux", ("ALCF", "pbs", "pals", 256, 0, "cpu", ("gloo",))),
-    ("perlmutter", ("NERSC", "slurm", "srun", 1792, 4, "cuda", ("nccl",))),
-    ("frontier", ("OLCF", "slurm", "srun", 9856, 8, "cuda", ("nccl", "gloo"))),
-    ("generic-pbs", ("any", "pbs", "mpiexec", None, None, "", ())),
-    ("generic-slurm", ("any", "slurm", "srun", None, None, "", ())),
-    ("workstation", ("any", "none", "mpiexec", None, None, "", ())),
-])  # fmt: skip
-def test_the_table(name, expected):
-    machine = MACHINES[name]
-    assert expected == (
-        machine.site, machine.scheduler, machine.launcher, machine.nodes,
-        machine.devices_per_node, machine.device_type, machine.backends,
-    )  # fmt: skip
-    assert machine.date >= "2026-08"
-    assert machine.source
+    assert all(machine.date >= "2026-08" and machine.source for machine in MACHINES.values())
 
 
 def test_bind_lists():

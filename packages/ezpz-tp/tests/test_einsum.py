@@ -16,7 +16,7 @@ def steps(answer):
 
 
 COPY, SUM = "copy_to_tensor_parallel_region({})", "reduce_from_tensor_parallel_region({})"
-INTO, OUT_OF = "{}_to_sequence_parallel_region({})", "gather_from_sequence_parallel_region({})"
+OUT_OF = "gather_from_sequence_parallel_region({})"
 HIDDEN, HEADS = "bsh,hf->bsf", "b@data h@tensor"
 
 # Equation, operands, wanted output; output, gradients, steps forward and backward (of an axis, the
@@ -105,38 +105,14 @@ def test_an_output_left_partial_has_yet_to_be_summed():
     assert answer.bytes > 2 * 4096 * 1024 * 2 * 7 // 64
 
 
-@pytest.mark.parametrize(
-    ("operands", "output", "regions"),
-    [
-        ("f f", "replicated", [SUM.format("y")]),
-        ("- g", "replicated", [COPY.format("x"), "gather_from_tensor_parallel_region(y)"]),
-        (
-            "s -", "replicated",
-            [COPY.format("w"), OUT_OF.format("y, tensor_parallel_output_grad=False, dim=1")],
-        ),
-        ("f f", "b", [INTO.format("reduce_scatter", "y")]),
-        ("f f", "s", [INTO.format("reduce_scatter", "y, dim=1")]),
-        ("f f", "g", ["reduce_scatter_last_dim_to_tensor_parallel_region(y)"]),
-        ("s g", "g", [OUT_OF.format("x, dim=1")]),
-        ("f g", "g", ["all_gather_last_dim_from_tensor_parallel_region(x)"]),
-        ("- f", "-", ["scatter_to_tensor_parallel_region(x)"]),
-        ("f -", "-", [INTO.format("scatter", "w")]),
-        ("b f", "b", [OUT_OF.format("w")]),
-        ("b g", "b", ["all_gather_last_dim_from_tensor_parallel_region(w)"]),
-        ("b f", "s", ["sequence_to_head(x, sequence_dim=0, head_dim=1)", OUT_OF.format("w")]),
-        ("partial -", "s", [COPY.format("w"), INTO.format("reduce_scatter", "y, dim=1")]),
-        ("partial g", "g", [SUM.format("x"), COPY.format("x")]),
-        ("f f", "-", []),
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize("axis", ["tensor", "tp", "data"])
-def test_regions_are_those_of_this_package(operands, output, regions, axis):
-    given = ["" if word == "-" else f"{word}@{axis}" for word in operands.split()]
-    goal = None if output == "-" else f"{output}@{axis}"
-    answer = einsum_sharding("bsf,fg->bsg", *given, output=goal)
-    assert list(answer.regions) == (regions if axis != "data" else [])
+@pytest.mark.parametrize(("axis", "is_ours"), [("tensor", True), ("tp", True), ("data", False)])
+def test_regions_are_of_the_tensor_axis(axis, is_ours):
+    """Which they are: those that do it on real ranks, for every placement; see below."""
+    answer = einsum_sharding("bsf,fg->bsg", f"s@{axis}", f"g@{axis}", output=f"g@{axis}")
+    regions = [OUT_OF.format("x, dim=1")] if is_ours else []
+    assert list(answer.regions) == regions
     named = {step.region for step in (*answer.forward, *answer.backward)}
-    assert named == (set(regions) if axis != "data" or not named else {None})
+    assert named == (set(regions) or {None})
 
 
 def test_placements_may_be_mappings():

@@ -437,41 +437,6 @@ def test_what_does_not_fit_is_said(make, message):
         make()
 
 
-EXPECTED = {
-    "embedding.weight": Shard((45, 16), 0, padded=True),
-    "qkv.weight": Shard((64, 16), 0, blocks=(32, 16, 16)),
-    "qkv.bias": Shard((64,), 0, blocks=(32, 16, 16)),
-    "glu.weight": Shard((48, 16), 0, blocks=(24, 24)),
-    "glu.bias": Shard((48,), 0, blocks=(24, 24)),
-    "down.weight": Shard((16, 24), 1, blocks=(16, 8)),
-    "down.bias": Shard((16,)),
-    "column.weight": Shard((16, 16), 0),
-    "column.bias": Shard((16,), 0),
-    "columns.weight": Shard((13, 16), 1),
-    "norm.weight": Shard((16,)),
-    "norm.bias": Shard((16,)),
-    "head.weight": Shard((45, 16), 0, padded=True),
-    "head.bias": Shard((45,), 0, padded=True),
-    "frozen": Shard((3,)),
-}
-
-
-def every_layer():
-    module = Model()
-    found = {name: shard_of(parameter) for name, parameter in module.named_parameters()}
-    assert found == EXPECTED
-    for name, parameter in module.named_parameters():
-        assert parameter.shape == found[name].local_shape(0, module.qkv.tp_size), name
-    master = nn.Parameter(module.qkv.weight.float())
-    ezpz_tp.copy_tensor_model_parallel_attributes(master, module.qkv.weight)
-    assert shard_of(master) == EXPECTED["qkv.weight"]
-
-
-@pytest.mark.parametrize("degree", [1, 2])
-def test_every_parameter_of_every_layer_says_what_it_is_a_part_of(degree):
-    run_ranks(every_layer, degree)
-
-
 def test_megatron_attributes_alone_are_understood_with_a_degree():
     parameter = nn.Parameter(torch.zeros(4, 6))
     ezpz_tp.set_tensor_model_parallel_attributes(parameter, True, 1, 2)
@@ -500,6 +465,11 @@ def test_of_a_parameter_of_ones_own_it_can_be_said():
             set_shard(parameter, shard, degree)
     with pytest.raises(DegreeError, match=r"at degree 4; expected \(4, 4\)"):
         set_shard(parameter, Shard((16, 4), 0), 4)
+    # What is copied with Megatron's attributes, as to a master weight.
+    layer = ColumnParallelLinear(16, 64, stride=(32, 16, 16))
+    master = nn.Parameter(layer.weight.float())
+    ezpz_tp.copy_tensor_model_parallel_attributes(master, layer.weight)
+    assert shard_of(master) == Shard((64, 16), 0, blocks=(32, 16, 16))
 
 
 class Grouped(nn.Module):
