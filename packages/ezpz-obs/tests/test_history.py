@@ -348,7 +348,7 @@ def test_memory_does_not_grow_with_the_run(python):
 @pytest.mark.parametrize("options", [{}, {"checksum": True}, {"deferred": True}])
 def test_kill_9_loses_nothing_that_was_said(tmp_path, options):
     """At random moments, each run going on with the file of the one before."""
-    moments = np.random.default_rng(7).integers(1, 400, 67)  # 201 with the other options
+    moments = np.random.default_rng(7).integers(1, 400, 25)  # 75 with the other options
     last = -1
     for moment in moments:
         reading, writing = os.pipe()

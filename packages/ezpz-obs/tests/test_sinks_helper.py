@@ -192,23 +192,16 @@ def test_what_it_was_given_is_sent_where_training_is_killed(train, tmp_path):
     assert len(events.Scalars("loss")) == 200
 
 
-@needs("tensorboard")
-def test_signals_to_all_processes_do_not_end_it(train):
-    process = train("tensorboard", then=SENT + "time.sleep(3); " + CLOSE)
-    assert [process.stdout.readline() for _ in range(2)] == ["trained\n", "sent\n"]
-    for which in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        os.kill(helper_of(process.pid), which)
-    _, errors = process.communicate(timeout=550)
-    assert "WARNING" not in errors
-
-
 @needs("wandb")
-def test_no_process_is_left(train):
+def test_signals_to_all_processes_do_not_end_it_and_none_is_left(train):
     process = train("wandb", then=SENT + "time.sleep(5); " + CLOSE)
     assert [process.stdout.readline() for _ in range(2)] == ["trained\n", "sent\n"]
     helper = helper_of(process.pid)
     wait_until(lambda: any("wandb-core" in command for command in children_of(helper).values()))
     services = children_of(helper)
-    process.communicate(timeout=550)
+    for which in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        os.kill(helper, which)
+    _, errors = process.communicate(timeout=550)
     assert process.returncode == 0
+    assert "WARNING" not in errors
     wait_until(lambda: not any(Path("/proc", str(pid)).exists() for pid in (helper, *services)))
