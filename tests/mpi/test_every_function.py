@@ -8,6 +8,7 @@ import pytest
 from tests.conftest import load
 
 import ezpz_dist
+import ezpz_topo
 
 PROGRAM = Path(__file__).resolve().parents[1] / "worlds" / "every_function.py"
 
@@ -15,6 +16,15 @@ PROGRAM = Path(__file__).resolve().parents[1] / "worlds" / "every_function.py"
 @pytest.fixture
 def program():
     return load("worlds.every_function")
+
+
+def test_topo_torch_and_mpi_agree(world):
+    info = ezpz_topo.get_rank_info()
+    assert (info.rank, info.world_size, info.local_rank, info.local_world_size) == 2 * world
+    if world[1] > 1:
+        from mpi4py import MPI
+
+        assert (MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size) == world
 
 
 def test_every_function(world, program, tmp_path):
