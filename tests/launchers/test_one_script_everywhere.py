@@ -70,7 +70,7 @@ def test_the_twelve_lines_of_the_readme_train(tmp_path):
     [
         (1, []),
         (2, ["torchrun", "--nproc-per-node", "2", "--no-python"]),
-        (4, ["ezpz-launch", "-n", "4", "--launcher", "spawn"]),
+        (2, ["ezpz-launch", "-n", "2", "--launcher", "spawn"]),
     ],
 )
 def test_every_function(size, words, tmp_path):

@@ -162,13 +162,13 @@ def test_fp16_on_two_ranks_is_near_fp32_in_the_folder_of_rank_0(ranks, tmp_path)
         from ezpz.examples.fsdp import Settings, train
         for dtype in ("fp32", "fp16"):
             outdir = {str(tmp_path)!r} + "/" + dtype + "-" + os.environ["RANK"]
-            train(Settings(steps=20, dtype=dtype, outdir=outdir))
+            train(Settings(steps=8, dtype=dtype, outdir=outdir))
         """,
     )
     names = ["fp16-0", "fp32-0"]
     assert sorted(each.name for each in tmp_path.glob("fp*")) == names
     half, full = ([value for _, value in curve(tmp_path / name, "loss/mean")] for name in names)
-    assert len(half) == 20
+    assert len(half) == 8
     assert half == pytest.approx(full, rel=0.02)
 
 
