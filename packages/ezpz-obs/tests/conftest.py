@@ -75,7 +75,8 @@ def warned(caplog):
 
 @pytest.fixture(scope="session")
 def preloaded():
-    return ["ezpz_obs._across"]
+    # FSDP, DTensors and profiles need the latter, which is a second for each rank.
+    return ["ezpz_obs._across", "torch._dynamo"]
 
 
 @pytest.fixture
