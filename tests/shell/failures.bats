@@ -120,19 +120,12 @@ no_python() {
 
 # --- half-built
 
-@test "killed in the middle: the next call repairs, whoever began it" {
+# Ended while it makes the environment: utils.bats.
+@test "killed while it installs: the next call repairs" {
   make_clone clone
-  mkdir slow
-  make_script slow/uv 'case $1 in venv) mkdir -p "$HOME/../clone/.venv/bin"; kill -KILL $PPID ;; esac; exit 1'
-  # shellcheck disable=SC2016
-  run env -i HOME="$HOME_DIR" PATH="$PWD/slow:$BIN" bash --norc -c '. "$1/utils.sh" && ezpz_setup_env && echo ready' bash "$PWD/clone"
-  has_not ready
   CLONE=$PWD/clone
-  BIN_DIR=$UV:$BIN here '. "$1/utils.sh" && ezpz_setup_env && command -v python' "$CLONE"
-  [ "${lines[-1]}" = "$CLONE/.venv/bin/python" ]
-  # killed while it installs: activated, but not ready
+  mkdir slow
   make_script slow/uv "case \$1 in pip) kill -KILL \$PPID; exit 1 ;; esac; exec '$UV/uv' \"\$@\""
-  rm -rf clone/.venv
   # shellcheck disable=SC2016
   run env -i HOME="$HOME_DIR" PATH="$PWD/slow:$BIN" bash --norc -c '. "$1/utils.sh" && ezpz_setup_env && echo ready' bash "$CLONE"
   has_not ready

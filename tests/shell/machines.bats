@@ -1,7 +1,7 @@
 #!/usr/bin/env bats
 # `source utils.sh && ezpz_setup_env` as a person types it, on each machine: its host name, its job's
 # variables, its module tree under a real Lmod, a Python of the site with a torch. uv is a fake that makes
-# real environments; one machine is done with the real pip, from a folder of wheels.
+# real environments; the real pip is in utils.bats.
 
 bats_require_minimum_version 1.5.0
 load test_helper
@@ -12,7 +12,7 @@ setup_file() {
   export PYTHON
   MINOR=$("$PYTHON" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
   export MINOR BIN=$BATS_FILE_TMPDIR/bin UV=$BATS_FILE_TMPDIR/uv SITES=$BATS_FILE_TMPDIR/sites HOME_DIR=$BATS_FILE_TMPDIR/home
-  export CLONE="$BATS_FILE_TMPDIR/it's a clone" WHEELS=$BATS_FILE_TMPDIR/wheels
+  export CLONE="$BATS_FILE_TMPDIR/it's a clone"
   make_site_bin "$BIN" "$PYTHON"
   make_uv "$UV" "$PYTHON"
   make_sites "$SITES"
@@ -166,7 +166,7 @@ plain() { # SCHEDULER MACHINE NODES
   [ "${lines[2]} ${lines[3]} ${lines[4]}" = "308834.polaris-pbs-01.hsn.cm.polaris.alcf.anl.gov 2 conda/2025-09-25" ]
 }
 
-# --- MPI, uv and pip
+# --- MPI and uv
 
 @test "the site's MPI: mpi4py is built against it, once; without one: the wheels" {
   mkdir mpi
@@ -186,35 +186,6 @@ plain() { # SCHEDULER MACHINE NODES
   run -0 cat "$HOME_DIR/uv.said"
   has_not --no-binary
   has mpich
-}
-
-@test "with the real pip, offline: ezpz-tp and torch only; then all, on Polaris with the site's torch" {
-  sites
-  make_wheelhouse "$WHEELS"
-  mkdir clean # a home without a torch
-  VARS+=(EZPZ_WHEELS="$WHEELS" EZPZ_VENV="$PWD/tp")
-  HOME_DIR=$PWD/clean here 'set -eu; . "$1/utils.sh"; ezpz_install ezpz-tp; command -v python' "$CLONE"
-  run -0 "$PWD/tp/bin/python" -m pip list --format=freeze --disable-pip-version-check
-  has ezpz-tp
-  has torch==2.13.0
-  has_not ezpz-topo
-  has_not mpi4py
-  has_not numpy
-  # what is kept is the site's
-  in_pbs 308834.polaris-pbs-01.hsn.cm.polaris.alcf.anl.gov
-  rm -rf "$CLONE/.venv/polaris-py$MINOR"
-  VARS+=(EZPZ_VENV= MODULEPATH="$SITES/empty")
-  HOST_NAME=x3005c0s13b0n0 here "$WITH_LMOD"'
-    set -eu; . "$1/utils.sh"; ezpz_install ezpz-tp; python -m pip list --format=freeze --disable-pip-version-check --local' "$CLONE"
-  has ezpz-tp
-  no grep '^torch==' <<<"$output"
-  # what was installed for one package is completed
-  HOST_NAME=x3005c0s13b0n0 here "$WITH_LMOD"'
-    set -eu; . "$1/utils.sh"; ezpz_setup_env; python -m pip list --format=freeze --disable-pip-version-check --local; command -v ezpz-launch' "$CLONE"
-  has 'torch 2.9.0+site (kept'
-  has ezpz-suite
-  no grep '^torch==' <<<"$output"
-  [ "${lines[-1]}" = "$CLONE/.venv/polaris-py$MINOR/bin/ezpz-launch" ]
 }
 
 @test "a package that is none of ours is an error that lists them" {

@@ -30,36 +30,35 @@ make_script() { # FILE LINE...
   chmod +x "$1"
 }
 
-# An empty wheel; mpich gets an mpiexec as the real one has.
-make_wheel() { # DIR NAME VERSION
+# Empty wheels; mpich gets an mpiexec as the real one has.
+make_wheel() { # DIR [NAME VERSION]...
   python3 - "$@" <<'PY'
 import sys, zipfile
-folder, name, version = sys.argv[1:]
-stem = f"{name.replace('-', '_')}-{version}"
-files = {
-    f"{name.replace('-', '_')}/__init__.py": "",
-    f"{stem}.dist-info/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
-    f"{stem}.dist-info/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-}
-if name == "mpich":
-    files[f"{stem}.data/scripts/mpiexec"] = "#!/bin/sh\necho HYDRA build details:\n"
-record = f"{stem}.dist-info/RECORD"
-with zipfile.ZipFile(f"{folder}/{stem}-py3-none-any.whl", "w") as wheel:
-    for path, text in files.items():
-        entry = zipfile.ZipInfo(path)
-        entry.external_attr = (0o100755 if "scripts" in path else 0o100644) << 16
-        wheel.writestr(entry, text)
-    wheel.writestr(record, "".join(f"{path},,\n" for path in [*files, record]))
+folder, *words = sys.argv[1:]
+for name, version in zip(words[::2], words[1::2]):
+    stem = f"{name.replace('-', '_')}-{version}"
+    files = {
+        f"{name.replace('-', '_')}/__init__.py": "",
+        f"{stem}.dist-info/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
+        f"{stem}.dist-info/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    if name == "mpich":
+        files[f"{stem}.data/scripts/mpiexec"] = "#!/bin/sh\necho HYDRA build details:\n"
+    record = f"{stem}.dist-info/RECORD"
+    with zipfile.ZipFile(f"{folder}/{stem}-py3-none-any.whl", "w") as wheel:
+        for path, text in files.items():
+            entry = zipfile.ZipInfo(path)
+            entry.external_attr = (0o100755 if "scripts" in path else 0o100644) << 16
+            wheel.writestr(entry, text)
+        wheel.writestr(record, "".join(f"{path},,\n" for path in [*files, record]))
 PY
 }
 
 make_wheelhouse() { # DIR
   mkdir -p "$1"
   python3 -m pip download -q --only-binary :all: -d "$1" hatchling editables
-  local name version
-  while IFS='=' read -r name version; do
-    case $name in '' | '#'*) ;; *) make_wheel "$1" "$name" "${version#=}" ;; esac
-  done <"$REPO/constraints.txt"
+  # shellcheck disable=SC2046 # names and versions, in turn
+  make_wheel "$1" $(sed -n 's/^\([^#=]*\)==/\1 /p' "$REPO/constraints.txt")
 }
 
 # Into the site-packages of the private HOME, that the base Python searches.
