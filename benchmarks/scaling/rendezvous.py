@@ -13,8 +13,8 @@ from .growth import NODES, PER_NODE, Curve, Fact, Found, fit
 CLIENTS = (32, 64, 128, 256, 512)
 """So many ranks connect to torch's store for real, from four processes."""
 
-ROOTS = 945
-"""Of so many ranks NCCL asks each for a number, one of 128 ranks (TORCH_NCCL_RANKS_PER_ROOT)."""
+ROOTS = 64
+"""NCCL's numbers that each rank reads (ezpz-launch sets TORCH_NCCL_RANKS_PER_ROOT; else 945)."""
 
 COMMON = (
     PRINT_ALL
@@ -238,7 +238,7 @@ def _joined(
         scaled,
         "s",
         "extrapolated",
-        "from 2.23 on; with TORCH_NCCL_RANKS_PER_ROOT=4096 30 keys",
+        "from 2.23 on; 945 keys without ezpz-launch's TORCH_NCCL_RANKS_PER_ROOT",
     )
     yield Fact("rendezvous", "connections that torch's store holds", ranks, "files", "model",
                "one of each rank: see ulimit -Hn")  # fmt: skip

@@ -192,3 +192,14 @@ def test_launches_at_once_have_a_port_each_and_the_next_one_what_they_leave(proc
         probe.bind(("127.0.0.1", int(one)))
     first.communicate("\n", timeout=60)
     assert choose()[1] == one
+
+
+@pytest.mark.parametrize(("machine", "kind", "nodes", "env", "each"), [
+    ("frontier", "srun", 9408, {}, "1176"),
+    ("frontier", "srun", 1024, {}, None),
+    ("frontier", "srun", 9408, {"TORCH_NCCL_RANKS_PER_ROOT": "512"}, None),
+    ("aurora", "pals", 10080, {}, None),
+])  # fmt: skip
+def test_many_ranks_of_nccl_read_few_numbers(machine, kind, nodes, env, each):
+    told = planned(machine, kind, nodes=nodes, env=env)
+    assert told.environment.get("TORCH_NCCL_RANKS_PER_ROOT") == each

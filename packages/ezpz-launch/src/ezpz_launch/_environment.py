@@ -193,6 +193,17 @@ _OF_A_LAUNCHER = ("CCL_PROCESS_LAUNCHER", "CCL_ATL_TRANSPORT", "CCL_KVS_MODE", "
 """True under the machine's own launcher only; others expect oneCCL's own choice (Hydra, OFI)."""
 
 
+_ROOTS = 64
+
+
+def _roots(topology: Topology, nproc: int) -> dict[str, tuple[str, str]]:
+    """Limit what NCCL or RCCL reads: by default a number for each 128 ranks, all by every rank."""
+    if nproc <= 128 * _ROOTS or topology.accelerators.device_type != "cuda":
+        return {}
+    why = f"each rank reads {_ROOTS} numbers of NCCL's from rank 0, not {nproc // 128}"
+    return {"TORCH_NCCL_RANKS_PER_ROOT": (str(-(-nproc // _ROOTS)), why)}
+
+
 def users_own(env: Mapping[str, str]) -> set[str]:
     """Return the variables that are the user's own choice: PBS's for each job are not."""
     # OpenPBS 23.06 (start_exec.c): OMP_NUM_THREADS and NCPUS are one number, and TMPDIR is a
@@ -243,6 +254,7 @@ def ranks_environment(
         if name not in of_others
     }
     from_machine |= chosen.environment
+    from_machine |= _roots(topology, arrangement.placement.nproc)
     added |= {name: both for name, both in from_machine.items() if name not in own}
     for name in added.keys() & (user_env.keys() - own):
         value, why = added[name]
