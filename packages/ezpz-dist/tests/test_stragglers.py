@@ -82,7 +82,7 @@ for options in both if size == 4 else ():
     model = DDP(model, **options)
     stragglers = Stragglers(model, window=3)
     for step in range(7):
-        time.sleep(0.05 if rank == 1 else 0.002)
+        time.sleep(0.2 if rank == 1 else 0.002)
         model(torch.ones(4, 16))["out"][0].sum().backward()
         report = stragglers.step()
         assert (report is not None) == (step in (3, 6)), step
@@ -94,7 +94,7 @@ for kind in ("compute", "communication"):
     by_hand = Stragglers(window=4)
     for step in range(5):
         with by_hand.compute() if kind == "compute" else contextlib.nullcontext():
-            time.sleep(0.02 if rank == size - 1 else 0.001)
+            time.sleep(0.2 if rank == size - 1 else 0.001)
         with by_hand.communication() if kind == "communication" else contextlib.nullcontext():
             barrier()
         report = by_hand.step()
@@ -128,7 +128,7 @@ def test_the_slow_rank_is_named_though_all_steps_are_equally_long(ranks, size):
         assert ratio > 1.2
         # Their sum is nearly the same everywhere: without the wait nobody would stand out.
         assert waits[1] < min(wait for rank, wait in enumerate(waits) if rank != 1)
-        assert means[1] > 0.05
+        assert means[1] > 0.2
     assert all(rank == size - 1 and ratio > 1.2 for rank, ratio, _, _ in (first, second))
     said = [log for _, log in outs]
     assert f"WARNING slowest: rank {size - 1} (" in said[0]
