@@ -374,7 +374,11 @@ def home(tmp_path_factory):
                                       "lib2to3", "tkinter", "config-*", "*.a")  # fmt: skip
     library = Path(json.__file__).parents[1]
     shutil.copytree(library, home / "python" / "lib" / version, ignore=left_out)
-    (home / "python" / "lib" / version / "site-packages").mkdir(exist_ok=True)
+    packages = home / "python" / "lib" / version / "site-packages"
+    packages.mkdir(exist_ok=True)
+    # Debian's own looks into dist-packages only.
+    add = "import site, sys; site.addsitedir(sys.prefix + '/lib/{}/site-packages')\n"
+    (packages.parent / "sitecustomize.py").write_text(add.format(version))
     return home
 
 

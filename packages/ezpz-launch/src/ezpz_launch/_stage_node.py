@@ -295,9 +295,9 @@ def trees(home: str) -> list[tuple[float, str]]:
 
 def in_use(home: str) -> set[str]:
     """Return the names of trees that a process of this user's was started in."""
-    mark = f"EZPZ_STAGED={home}/".encode()
-    started = (variable for _, environment in _environments() for variable in environment)
-    return {os.fsdecode(each[len(mark) :][:16]) for each in started if each.startswith(mark)}
+    mark = f"{home}/".encode()
+    staged = (its.get(b"EZPZ_STAGED", b"") for _, its in _environments())
+    return {os.fsdecode(each[len(mark) :][:16]) for each in staged if each.startswith(mark)}
 
 
 def clean(home: str, goes: Callable[[float], bool], kept: str = "") -> list[str]:
