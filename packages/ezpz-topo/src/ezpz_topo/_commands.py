@@ -8,8 +8,9 @@ import re
 import selectors
 import signal
 import subprocess
+import threading
 import time
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ._errors import InvalidVariableError, NoSchedulerError, SchedulerError
@@ -123,12 +124,9 @@ def _run(
     """Run the command once; None where it did not end in time, and was killed with its group."""
     deadline = time.monotonic() + time_limit
     process = None
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     try:
-        # An interrupt in the middle of Popen would leave the command behind.
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        process = _start(argv, env, place)
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        with _uninterrupted():
+            process = _start(argv, env, place)
         out, err = _read(process, deadline)
         status = process.wait(max(deadline - time.monotonic(), 0.0))
         return Answer(status, out.decode("utf-8", "replace"), err.decode("utf-8", "replace"))
@@ -137,7 +135,22 @@ def _run(
     finally:
         if process is not None:
             _end(process)
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Hold an interrupt back to the end: in the middle of Popen it would leave the command."""
+    before, held = signal.getsignal(signal.SIGINT), list[int]()
+    if before is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, lambda number, _: held.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        for number in held[:1]:
+            signal.raise_signal(number)
 
 
 def _start(argv: Sequence[str], env: Mapping[str, str], place: str) -> subprocess.Popen[bytes]:
