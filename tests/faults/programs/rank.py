@@ -7,12 +7,14 @@ Nothing here lasts longer than a minute, so that a broken launcher leaves nothin
 """
 
 import ctypes
+import fcntl
 import json
 import os
 import resource
 import signal
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -171,14 +173,25 @@ def shouts():
             os.write(2, bytes([97 + RANK]) * length + b"\n")
 
 
+def unread(pid):
+    """Return how many bytes of a process's standard error, where it is a pipe, are not read yet."""
+    path = Path(f"/proc/{pid}/fd/2")
+    if not path.is_fifo():
+        return 0
+    with path.open("rb", buffering=0) as pipe:
+        return int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)), sys.byteorder)
+
+
 def all_exit(status):
     """Every rank fails by itself, the others as soon as rank 1 is known to have failed."""
     started(shim=shim_of(os.getpid()))
     wait(all_started)
     if RANK != FAILING:
         shim = json.loads((FOLDER / f"{FAILING}.started").read_text(encoding="utf-8"))["shim"]
-        # Its shim has reported the end once it waits to be released, by a sleep.
+        # Its shim has reported the end once it waits to be released, by a sleep; and it is known
+        # once that is read.
         wait(lambda: b"sleep" in b"".join(map(command_of, children_of(shim))))
+        wait(lambda: not unread(shim))
     done()
     sys.exit(int(status) if RANK == FAILING else 9)
 
