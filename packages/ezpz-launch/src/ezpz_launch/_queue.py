@@ -6,6 +6,7 @@ import json
 import os
 import re
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -89,7 +90,7 @@ def clock(seconds: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
 
 
-class Scheduler:
+class Scheduler(ABC):
     """What is asked of a scheduler, in the same words for all; each has its own answers."""
 
     name: str
@@ -102,21 +103,21 @@ class Scheduler:
         # The times that it prints, and reads, are of the zone in which it runs.
         self._env = {**env, "TZ": "UTC0"}
 
+    @abstractmethod
     def jobs(self, since: float) -> list[Job]:
         """Return the user's jobs that wait or run, and those that ended since, as it tells."""
-        raise NotImplementedError
 
+    @abstractmethod
     def job(self, job_id: str) -> Job | None:
         """Return a job with the paths of its output; None where it tells no more of it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def end(self, job_ids: Sequence[str], *, now: bool) -> None:
         """End jobs, each in the order given: with the grace that the scheduler has, or without."""
-        raise NotImplementedError
 
+    @abstractmethod
     def queues(self) -> list[Queue]:
         """Return the queues that take jobs."""
-        raise NotImplementedError
 
     def accounts(self) -> str:
         """Return the accounts that are the user's, where there is a list."""
