@@ -57,7 +57,9 @@ class Ended(NamedTuple):
 def user_env():
     """The environment of a user outside of any job, with this environment's commands first."""
     env = clean(os.environ)
-    return {**env, "PATH": os.pathsep.join([sysconfig.get_path("scripts"), env["PATH"]])}
+    path = os.pathsep.join([sysconfig.get_path("scripts"), env["PATH"]])
+    # On the CPU, also beside a GPU: there may be one, and several ranks.
+    return {**env, "PATH": path, "TORCH_DEVICE": "cpu", "CUDA_VISIBLE_DEVICES": ""}
 
 
 @pytest.fixture(scope="session")

@@ -32,12 +32,16 @@ def collectives(rank, size, implementation):
     by = {"implementation": implementation}
     assert ez.all_reduce(rank, **by) == size * (size - 1) // 2
     assert ez.all_reduce(float(rank), "mean", **by) == (size - 1) / 2
-    assert ez.all_reduce(torch.full((3,), rank), "max", **by).tolist() == [size - 1] * 3
-    got = ez.all_reduce({"loss": 1.0, "seen": torch.ones(2, dtype=torch.int64)}, **by)
+    device = ez.get_dist_info()["device"]
+    mine = torch.full((3,), rank, device=device)
+    assert ez.all_reduce(mine, "max", **by).tolist() == [size - 1] * 3
+    seen = torch.ones(2, dtype=torch.int64, device=device)
+    got = ez.all_reduce({"loss": 1.0, "seen": seen}, **by)
     assert got["loss"] == size
     assert got["seen"].tolist() == [size, size]
     assert ez.broadcast({"from": rank}, root=size - 1) == {"from": size - 1}
-    assert ez.broadcast(torch.full((5000,), rank), root=size - 1).eq(size - 1).all()
+    mine = torch.full((5000,), rank, device=device)
+    assert ez.broadcast(mine, root=size - 1).eq(size - 1).all()
     assert ez.all_gather_object(("rank", rank)) == [("rank", one) for one in range(size)]
     ez.synchronize()
     ez.barrier(**by)
@@ -90,6 +94,8 @@ def training(rank, size, folder):
     torch.manual_seed(0)
     bare = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1)).double()
     x = torch.randn(ROWS, 5, dtype=torch.float64)
+    device = ez.get_dist_info()["device"]
+    bare, x = bare.to(device), x.to(device)
     alone = copy.deepcopy(bare)
     expected = steps(alone, adamw(alone.parameters()), x)
     for wrap, optimizer_of in WRAPPERS:
@@ -114,7 +120,7 @@ def training(rank, size, folder):
     plain = folder / "plain.pt"
     if rank == 0:
         torch.save(weights, plain)
-    assert ez.load_on_one_rank(plain)["0.weight"].equal(weights["0.weight"])
+    assert ez.load_on_one_rank(plain)["0.weight"].equal(weights["0.weight"].cpu())
     sharded = ez.wrap_model_for_fsdp2(copy.deepcopy(bare))
     ez.load_into(sharded, plain)
     assert torch.allclose(sharded(x), loaded(x), rtol=1e-12)

@@ -167,25 +167,23 @@ def test_rank_0_is_called_once_by_each_node(programs):
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="no rank speaks for another")
 def test_a_speaker_that_dies_is_missing_and_another_one_speaks(programs, tmp_path):
     script = """
-import os, sys, time, ezpz_dist
+import os, time, ezpz_dist
 from pathlib import Path
+from ezpz_dist import _addresses
 here, rank = Path(os.environ["MEETING"]), int(os.environ["RANK"])
-def names():
-    return [line.split()[-1] for line in open("/proc/net/unix") if "@ezpz-" in line]
-def until(there):
-    while not there():
+def until(rank):
+    while not (here / rank).exists():
         time.sleep(0.01)
+def end(*_):
+    (here / "2").touch()  # it speaks for its node
+    until("3")
+    time.sleep(0.2)
+    os.kill(os.getpid(), 9)
 if rank == 3:
-    until(lambda: (here / "2").exists() and names())
+    until("2")
     (here / "3").touch()
 elif rank == 2:
-    from ezpz_dist import _addresses
-    def end(*_):
-        until((here / "3").exists)
-        time.sleep(0.2)
-        os.kill(os.getpid(), 9)
     _addresses._Leader._converse = end
-    (here / "2").touch()
 ezpz_dist.setup_torch(timeout=8)
 """
     ends = programs(4, script, env={"MEETING": str(tmp_path)}, nodes=2)

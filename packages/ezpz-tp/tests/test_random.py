@@ -143,7 +143,7 @@ def test_states_go_through_a_check_point(tracker, device):
     states = tracker.get_states()
     kept = {name: state.clone() for name, state in states.items()}
     with tracker.fork():
-        torch.rand(3)
+        torch.rand(3, device=device)
     assert all(torch.equal(states[name], kept[name]) for name in kept)
     assert not torch.equal(tracker.get_states()[MODEL], kept[MODEL])
     # Within a fork they are those of now.

@@ -225,8 +225,9 @@ def copy_to_host(flat: Mapping[str, Any]) -> Copies:
         torch = sys.modules["torch"]
         # MPS has no doubles.
         wide = torch.float32 if device.type == "mps" else torch.float64
-        values = [flat[name].detach().reshape(()) for name in names]
-        together = torch.stack([value.to(wide if floating else torch.int64) for value in values])
+        kind = wide if floating else torch.int64
+        values = [_whole(flat[name].detach()).reshape(()).to(kind) for name in names]
+        together = torch.stack(values)
         if device.type == "mps":
             copies.append((names, together.cpu(), None))
             continue
@@ -236,6 +237,11 @@ def copy_to_host(flat: Mapping[str, Any]) -> Copies:
         event.record()
         copies.append((names, host, event))
     return copies
+
+
+def _whole(value: Any) -> Any:
+    """A DTensor's value, such as of FSDP2's gradient norm; of a plain tensor itself."""
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
 def put_copies(copies: Copies, flat: dict[str, Any]) -> None:

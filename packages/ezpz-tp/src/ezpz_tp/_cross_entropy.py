@@ -161,25 +161,28 @@ class _CrossEntropy(torch.autograd.Function):
             result = pieces.new_empty(pieces.shape)
             result[:, terms.columns :] = 0
         # In the gradient's own memory where that has the precision.
-        in_place = (
-            result is not None
-            and result.dtype == weight.dtype
-            and not torch.compiler.is_compiling()
-        )
+        eager = result is not None and not torch.compiler.is_compiling()
+        in_place = eager and logits.dtype == weight.dtype
         for rows in _chunks(len(pieces), terms):
             kept = None if result is None else result[rows, : terms.columns]
             piece = torch.sub(
                 pieces[rows, : terms.columns], maximum[rows], out=kept if in_place else None
             )
-            piece.exp_().mul_(weight[rows])
+            piece.exp_()
+            at, here = index[rows], weight[rows]
             if even is not None:
-                piece.sub_(even[rows])
+                piece.mul_(here).sub_(even[rows])
+                here = torch.ones_like(here)
             if terms.columns:
                 # Of the tokens that are not this rank's, index 0 gets what it has.
-                piece.scatter_(1, index[rows], piece.gather(1, index[rows]) - at_target[rows])
+                own = piece.gather(1, at).mul_(here).sub_(at_target[rows])
+            # A product that is rounded as it is written: no float32 of it goes through memory.
+            piece = torch.mul(piece, here, out=kept if eager else None)
+            if terms.columns:
+                piece.scatter_(1, at, own.to(piece.dtype))
             if kept is None:
                 result = piece.to(logits.dtype)
-            elif not in_place:
+            elif not eager:
                 kept.copy_(piece)
         assert result is not None
         return result.view(logits.shape), *(None for _ in range(1 + len(terms)))

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d
@@ -249,7 +250,10 @@ def _unlist(group: Alone) -> None:
 
 
 def member(group: ProcessGroup | None, what: str) -> ProcessGroup | None:
-    if group is not None and not hasattr(group, "size"):
+    # Compilers before torch 2.13's do not know `hasattr` of a group; eager code has asked by then.
+    if group is None or torch.compiler.is_compiling():
+        return group
+    if not hasattr(group, "size"):
         raise ParallelError(
             f"the {what} group is {group!r}; expected a process group that this rank is in. "
             "torch.distributed.new_group returns this to the ranks that are not in the group: "

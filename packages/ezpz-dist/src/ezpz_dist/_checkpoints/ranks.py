@@ -166,7 +166,7 @@ def ranks_of(world: World | None) -> Ranks:
     """Return the ranks of a world. Collective the first time: it makes their group."""
     global _made
     if world is None or world.info.world_size == 1:
-        return Ranks()
+        return Ranks(world)
     if _made is None or _made[0] is not world:
         finish_before_leaving(_forget)  # see `cleanup` for groups that outlive it
         with waiting("the group for checkpoints", world):

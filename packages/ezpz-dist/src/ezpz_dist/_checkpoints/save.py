@@ -438,14 +438,14 @@ def _finish_in_time() -> None:
 
 
 def _at_exit() -> None:
-    global _failure
     try:
         _finish_in_time()
     except Exception:  # whatever ended the save, there is no caller left to raise it to
         logger.exception("the last asynchronous save failed; the exit status is 1")
-        _failure = _failure or _Failure()
-        # Let go of with sys, after all other modules: their open files are written by then.
-        vars(sys)["ezpz_dist's failure"] = _failure
+        # Let go of with sys, after all other modules: their open files are written by then. Nothing
+        # else holds it: from Python 3.12 on a module's own names can outlive sys.
+        if _FAILURE not in vars(sys):
+            vars(sys)[_FAILURE] = _Failure()
 
 
 class _Failure:
@@ -455,11 +455,11 @@ class _Failure:
         end(1)
 
 
-_failure: _Failure | None = None
+_FAILURE = "ezpz_dist's failure"
 
 
 def _end_function() -> None:
-    if _failure is not None:
+    if _FAILURE in vars(sys):
         raise SystemExit(1)
 
 
