@@ -252,3 +252,25 @@ def test_no_two_seeds_collide_and_the_largest_fits_torch():
 def test_out_of_range(seed, rank):
     with pytest.raises(ValueError, match="expected 0 to"):
         seed_for_rank(seed, rank)
+
+
+@pytest.mark.parametrize(("kind", "backend"), [("xpu", "xccl"), ("cuda", "nccl")])
+def test_the_group_is_bound_to_a_device_only_where_meshes_can_split_it(kind, backend, ranks):
+    """torch's DeviceMesh splits a bound group; XCCL has no such call (pytorch/pytorch#186548)."""
+    (said,) = ranks(
+        1,
+        f"""
+        from types import SimpleNamespace
+        from ezpz_dist import _setup
+        def init(backend, device_id=None, **_):
+            print(backend, device_id)
+            sys.stdout.flush()
+            os._exit(0)
+        dist.init_process_group = init
+        _setup.get_torch_device = lambda: "{kind}:0"
+        _setup.get_torch_backend = lambda *_: "{backend}"
+        torch.{kind}.set_device = lambda device: None
+        setup_torch(timeout=60)
+        """,
+    )
+    assert said.split() == [backend, "cuda:0" if kind == "cuda" else "None"]

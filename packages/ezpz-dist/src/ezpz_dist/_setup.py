@@ -321,8 +321,9 @@ def _make_group(
         dist.init_process_group(
             backend, timeout=timeout,
             store=PrefixStore("group", store), rank=info.rank, world_size=info.world_size,
-            # A bound device lets NCCL and XCCL connect now instead of at the first collective.
-            device_id=device if backend in ("nccl", "xccl") else None,
+            # A bound device lets NCCL connect now instead of at the first collective. It also lets
+            # torch's meshes split the group, which XCCL cannot (pytorch/pytorch#186548).
+            device_id=device if backend == "nccl" else None,
         )  # fmt: skip
         # init_process_group can return on rank 0, whose process may hold the store, while others
         # still read from it: were it to leave now, they would be cut off.
