@@ -120,8 +120,13 @@ class TwoHosts:
             (self.directory / host).mkdir()
 
     def set_link(self, host, state):
-        """Take a host's link ``"down"``, or ``"up"`` again."""
-        _ip("-n", f"{self.directory.name}-{_SWITCH}", "link", "set", host, state)
+        """Take a host's link ``"down"``, or ``"up"`` again, and wait until the host has seen it."""
+        name = self.directory.name
+        _ip("-n", f"{name}-{_SWITCH}", "link", "set", host, state)
+        # Linux tells of a carrier up to a second later: till then there is "no route to host".
+        eth0 = "-n", f"{name}-{host}", "link", "show", "eth0"
+        while state == "up" and "state UP" not in _ip(*eth0):
+            time.sleep(0.02)
 
     def _start(self):
         name = self.directory.name
