@@ -256,6 +256,53 @@ def test_chunks_bound_the_float32_working_memory(chunk, tokens):
     assert watch.elements == tokens * (1000, 990)[tp.get_tensor_parallel_rank()]
 
 
+def of_linear(input_, weight, target, grad, vocab_size, options):
+    """Loss and gradients of a rank's part of the output layer, beside those of all of it."""
+    loss, by_logits = unsharded(input_ @ weight.T, target, grad, vocab_size, **options)
+    expected = loss, by_logits @ weight, by_logits.flatten(0, 1).T @ input_.flatten(0, 1)
+    sequence_parallel = tp.get_tensor_parallel_world_size() == 5
+    own, rows = input_.clone().requires_grad_(), own_part(weight, 0)
+    if sequence_parallel:
+        own = own_part(input_, 0)
+    options = {**options, "vocab_size": vocab_size, "sequence_parallel": sequence_parallel}
+    found = tp.vocab_parallel_linear_cross_entropy(own, rows, target, **options, chunk_size=3)
+    found.backward(grad)
+    by_input, by_weight = (own_part(each, 0) for each in expected[1:])
+    if not sequence_parallel:
+        by_input = expected[1]
+    torch.testing.assert_close(found, expected[0], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(own.grad, by_input.detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(rows.grad, by_weight.detach(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "z_loss": 0.1}], ids=str)
+@pytest.mark.parametrize("degree", [1, 2, 5])  # 5: with a sequence that is split
+def test_with_the_output_layer(degree, options):
+    weight, target, grad = drawn(20, 18)
+    weight, input_ = weight.view(20, 10)[:, :7], drawn(7, 18, seed=1)[0]
+    run_ranks(of_linear, degree, input_, weight, target, grad, 18, options)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@on_ranks(2)
+def test_with_the_output_layer_in_lower_precision(autocast):
+    """The logits of the few tokens of a chunk exist at a time; sums are of float32."""
+    dtype = torch.float32 if autocast else torch.bfloat16
+    input_, target, _ = drawn(8, 2000, dtype)
+    weight = own_part(drawn(2000, 2000, seed=2)[0].reshape(-1)[:16_000].view(2000, 8), 0)
+    weight = weight.detach().to(dtype).requires_grad_()
+    plain = weight.detach().clone().requires_grad_()
+    input_.requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast), LargestInFloat32() as seen:
+        loss = tp.vocab_parallel_linear_cross_entropy(input_, weight, target, chunk_size=2)
+        loss.mean().backward()
+    assert seen.elements == 8000, "the gradient of the weight; two tokens are 2000"
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        logits = functional.linear(input_.detach(), plain)
+        tp.vocab_parallel_cross_entropy(logits, target).mean().backward()
+    torch.testing.assert_close(weight.grad, plain.grad, rtol=2e-2, atol=1e-4)
+
+
 LOGITS, TARGET = torch.zeros(3, 4), torch.zeros(3, dtype=torch.int64)
 WRONG = {
     "shape": ((LOGITS, TARGET[:2]), {}, ValueError, r"logits \(3, 4\) and target \(2,\)"),
@@ -277,6 +324,11 @@ def test_bad_input(case):
     args, options, error, message = WRONG[case]
     refused = partial(tp.vocab_parallel_cross_entropy, *args, **options)
     all_raise(2, refused, error, message)
+
+
+def test_a_weight_that_does_not_fit():
+    with pytest.raises(ValueError, match=r"input \(3, 4\) .* and weight \(8, 5\)"):
+        tp.vocab_parallel_linear_cross_entropy(LOGITS, torch.zeros(8, 5), TARGET)
 
 
 def test_a_bad_target_where_nobody_can_look_first():

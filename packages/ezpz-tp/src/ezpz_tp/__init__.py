@@ -19,7 +19,7 @@ user's own layers. One implementation lies beneath them all.
 import importlib
 from typing import TYPE_CHECKING
 
-from ._cross_entropy import vocab_parallel_cross_entropy
+from ._cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
 from ._current import (
     current_state,
     destroy_model_parallel,
@@ -198,4 +198,5 @@ __all__ = [
     "split_tensor_into_1d_equal_chunks", "tensor_parallel_is_initialized", "type_of",
     "ulysses_attention", "unified_attention", "unshard_sequence", "use_state", "verify_replicated",
     "vocab_parallel_cross_entropy",
+    "vocab_parallel_linear_cross_entropy",
 ]  # fmt: skip
