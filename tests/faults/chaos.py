@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -308,7 +309,7 @@ OPTIONS = [
 
 def main(seed=1, faults=10, jobs=2, on="hydra", *, kind="", torch=False):
     """Run so many cases; exit 1 where an invariant does not hold."""
-    failed, began = 0, time.monotonic()
+    failed, ended, began = 0, threading.Event(), time.monotonic()
     place = {"hydra": Hydra, "srun": Srun}[on]
     load("hosts.sandbox" if on == "hydra" else "slurm.sandbox")  # before there are threads
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -324,6 +325,8 @@ def main(seed=1, faults=10, jobs=2, on="hydra", *, kind="", torch=False):
                 end = (folder / "end").read_text()
                 shutil.rmtree(folder)
             for number in numbers:
+                if ended.is_set():
+                    return
                 case, folder = Case(number, here, kind), Path(tempfile.mkdtemp(prefix="chaos-"))
                 start = time.monotonic()
                 wrong = case.run(folder, end)
@@ -336,7 +339,10 @@ def main(seed=1, faults=10, jobs=2, on="hydra", *, kind="", torch=False):
                     shutil.rmtree(folder)
 
     with ThreadPoolExecutor(jobs) as pool:
-        list(pool.map(work, [range(seed + job, seed + faults, jobs) for job in range(jobs)]))
+        try:
+            list(pool.map(work, [range(seed + job, seed + faults, jobs) for job in range(jobs)]))
+        finally:
+            ended.set()  # Ctrl-C: each job ends its case, and takes its hosts down
     print(f"{faults} cases in {time.monotonic() - began:.0f} s, {failed} failed")
     sys.exit(bool(failed))
 
