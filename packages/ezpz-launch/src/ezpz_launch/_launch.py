@@ -314,21 +314,7 @@ class Nodes:
 
     def handle(self, fd: int) -> None:
         if self._server is not None and fd == self._server.fileno():
-            try:
-                # Of 10,000 nodes many come at once.
-                while (connection := _accept(self._server)) is not None:
-                    keep_alive(connection, self._launch.control.node_timeout)
-                    stranger = self._add(connection)
-                    self._write(stranger, f"challenge {stranger.challenge}")
-            except OSError as error:
-                if error.errno != errno.EMFILE:
-                    raise
-                # The nodes that are left are not reached; the run loop says so when it matters.
-                self._unregister(self._server)
-            late = time.monotonic() - _HELLO
-            for agent in list(self._connections.values()):
-                if agent.node is None and agent.since < late:
-                    self._drop(agent)
+            self._accept(self._server)
         elif fd in self._connections:
             agent = self._connections[fd]
             try:
@@ -342,6 +328,23 @@ class Nodes:
                     self.gone.append(agent.node)
             agent.received += chunk
             self._take(agent)
+
+    def _accept(self, server: socket.socket) -> None:
+        try:
+            # Of 10,000 nodes many come at once.
+            while (connection := _accept(server)) is not None:
+                keep_alive(connection, self._launch.control.node_timeout)
+                stranger = self._add(connection)
+                self._write(stranger, f"challenge {stranger.challenge}")
+        except OSError as error:
+            if error.errno != errno.EMFILE:
+                raise
+            # The nodes that are left are not reached; the run loop says so when it matters.
+            self._unregister(server)
+        late = time.monotonic() - _HELLO
+        for agent in list(self._connections.values()):
+            if agent.node is None and agent.since < late:
+                self._drop(agent)
 
     def _take(self, agent: _Connection) -> None:
         """Take what has come; who says anything but what an agent says is dropped."""
