@@ -245,7 +245,8 @@ def ranks_environment(
             why = "the cores that each rank is given"
         added["OMP_NUM_THREADS"] = str(bound or max(1, cores // ranks)), why
     of_others = [name for name in machine.environment if name.startswith(_OF_A_LAUNCHER)]
-    if of_others and launcher.is_of(machine.launcher):
+    is_mpiexec = machine.launcher == "mpiexec" and LAUNCHERS[launcher.kind].is_mpiexec
+    if launcher.kind == machine.launcher or is_mpiexec:
         of_others = []
     if of_others:
         notes.append(

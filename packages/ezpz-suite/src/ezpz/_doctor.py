@@ -458,11 +458,6 @@ def as_json(results: Sequence[CheckResult], seconds: float) -> bytes:
     return orjson.dumps(document, option=orjson.OPT_INDENT_2)
 
 
-def listing(checks: Sequence[Check]) -> str:
-    names = max(len(check.name) for check in checks)
-    return "\n".join(f"{check.name:<{names}}  {check.source}" for check in checks)
-
-
 @contextlib.contextmanager
 def _progress(stream: TextIO | None) -> Iterator[Callable[[Sequence[str]], None] | None]:
     if stream is None or not stream.isatty():
@@ -595,7 +590,9 @@ def _answer(words: list[str]) -> int:
     if not 0 < timeout < 1e6:
         raise DoctorError(f"--timeout={text}; expected seconds above 0, such as --timeout=60")
     if "list" in asked:
-        _print(listing(find_checks(only)))
+        checks = find_checks(only)
+        names = max(len(check.name) for check in checks)
+        _print("\n".join(f"{check.name:<{names}}  {check.source}" for check in checks))
         return 0
     begun = time.monotonic()
     with _progress(sys.stderr) as watch:

@@ -116,7 +116,8 @@ def start_all_gather(tensor: Tensor, group: ProcessGroup) -> tuple[Tensor, Work]
 
 def reduce_scatter(tensor: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """Return this rank's part, along ``dim``, of the ranks' sum. Collective."""
-    parts = _parts_first(tensor, dim, group.size())
+    cut: Tensor = tensor.unflatten(dim, (group.size(), -1))
+    parts = cut.movedim(dim % tensor.dim(), 0).contiguous()
     part = tensor.new_empty(parts.shape[1:])
     if torch.compiler.is_compiling():
         dist.reduce_scatter_tensor(part, parts.flatten(0, 1), SUM, group)
@@ -157,11 +158,6 @@ def broadcast_(tensor: Tensor, source: int, group: ProcessGroup) -> Tensor:
     options.rootTensor = 0
     _wait(group.broadcast([tensor], options))
     return tensor
-
-
-def _parts_first(tensor: Tensor, dim: int, count: int) -> Tensor:
-    parts: Tensor = tensor.unflatten(dim, (count, -1))
-    return parts.movedim(dim % tensor.dim(), 0).contiguous()
 
 
 def _wait(work: Work | None) -> None:
@@ -229,7 +225,9 @@ class _Split(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input_: Tensor, dim: int, group: ProcessGroup) -> Tensor:
         ctx.dim, ctx.group = dim, group
-        return own_part(input_, dim, group)
+        size = input_.shape[dim] // group.size()
+        # Never a view into the input.
+        return contiguous_copy(input_.narrow(dim, group.rank() * size, size))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
@@ -284,13 +282,6 @@ def reduce_gradient(grad: Tensor, group: ProcessGroup) -> Tensor:
 
 def copy_gradient(grad: Tensor, group: ProcessGroup) -> Tensor:
     return applied(_Copy, grad, group) if torch.is_grad_enabled() else grad
-
-
-def own_part(input_: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """A copy of this rank's equal part along ``dim``: never a view into the input."""
-    size = input_.shape[dim] // group.size()
-    part = input_.narrow(dim, group.rank() * size, size)
-    return contiguous_copy(part)
 
 
 def copy_to_tensor_parallel_region(input_: Tensor, tp_group: ProcessGroup | None = None) -> Tensor:

@@ -48,11 +48,6 @@ class Launcher(NamedTuple):
     pbs_tmrsh: str = ""
     """What starts Hydra's proxies on a PBS job's other nodes; empty for its own way."""
 
-    def is_of(self, launcher: str) -> bool:
-        """Whether it is the one that a machine's file names (``"mpiexec"``: any MPI's)."""
-        kind = LAUNCHERS[self.kind]
-        return self.kind == launcher or (launcher == "mpiexec" and kind.is_mpiexec)
-
 
 class Flags(NamedTuple):
     """A machine's flags, fitted to a launch."""
