@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from ezpz_launch import LaunchError, Request, UsageError, _environment, plan
-from ezpz_launch._environment import choose_options, free_port, users_own
+from ezpz_launch import LaunchError, Request, UsageError, _plan, plan
 from ezpz_launch._launchers import Launcher
+from ezpz_launch._plan import choose_options, free_port, users_own
 from ezpz_topo import imagine
 
 # The options of the real machines' files.
@@ -163,15 +163,15 @@ def test_a_port_that_is_taken_is_passed_over(monkeypatch, family, address):
     with socket.socket(family) as holder:
         holder.bind((address, 0))
         holder.listen()
-        monkeypatch.setattr(_environment, "_FIRST", holder.getsockname()[1])
-        monkeypatch.setattr(_environment, "_COUNT", 1)
+        monkeypatch.setattr(_plan, "_FIRST", holder.getsockname()[1])
+        monkeypatch.setattr(_plan, "_COUNT", 1)
         with pytest.raises(LaunchError, match="is taken"):
             free_port()
 
 
 CHOOSE = """
 import os
-from ezpz_launch._environment import free_port
+from ezpz_launch._plan import free_port
 os.urandom = bytes
 print(free_port(), flush=True)
 input()

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from ezpz_launch import CommandNotExecutableError, CommandNotFoundError, LaunchError, Request
-from ezpz_launch._identify import (
+from ezpz_launch._launchers import (
     choose_launcher,
     find_mpiexec,
     identify,

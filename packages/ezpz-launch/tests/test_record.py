@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ezpz_launch import Request, __version__, plan
-from ezpz_launch._identify import Launcher
+from ezpz_launch._launchers import Launcher
 from ezpz_launch._record import (
     KEPT,
     NAMES,

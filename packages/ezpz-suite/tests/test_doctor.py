@@ -13,7 +13,7 @@ import time
 
 import pytest
 
-from ezpz._doctor import checks
+from ezpz import _doctor as checks
 from ezpz.doctor import DoctorError, find_checks, main, run_checks
 
 OURS = {
@@ -275,7 +275,7 @@ def test_however_it_ends_it_leaves_nothing(probes, tmp_path, number, status):
 
 
 def test_without_any_check_it_is_an_error(monkeypatch):
-    monkeypatch.setattr("ezpz._doctor.checks.entry_points", lambda group: [])
+    monkeypatch.setattr("ezpz._doctor.entry_points", lambda group: [])
     with pytest.raises(DoctorError, match="no installed package has an entry point of the group"):
         find_checks()
 
@@ -352,7 +352,7 @@ def test_on_a_terminal_it_is_a_table_of_80_columns(probes):
 
 
 def test_beside_long_names_nothing_is_lost(monkeypatch):
-    from ezpz._doctor.cli import table
+    from ezpz._doctor import table
     from ezpz_topo import CheckResult
 
     monkeypatch.setenv("COLUMNS", "40")

@@ -21,8 +21,7 @@ from typing import NamedTuple
 from ezpz_topo import CheckResult, TopoError, detect, fold_nodelist, get_allocation, get_rank_info
 
 from ._errors import CommandNotFoundError, LaunchError
-from ._identify import find_mpiexec, outside_of_launch
-from ._launchers import LAUNCHERS, Launcher, find_command
+from ._launchers import LAUNCHERS, Launcher, find_command, find_mpiexec, outside_of_launch
 from ._record import records_folder, type_of, why_not_written
 
 # Run a command for a check: no input, a time limit, and nothing left of it afterwards.

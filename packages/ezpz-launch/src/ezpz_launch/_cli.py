@@ -12,13 +12,18 @@ from typing import TYPE_CHECKING
 
 from ezpz_topo import TopoError, Topology, detect, fold_nodelist, get_allocation
 
-from ._environment import free_port
 from ._errors import LaunchError, UsageError, discard, say
-from ._identify import choose_launcher, imagine_launcher, outside_of_launch, require_command
 from ._launchers import argv as argv_of
-from ._launchers import hostfile_of, needs_hostfile
+from ._launchers import (
+    choose_launcher,
+    hostfile_of,
+    imagine_launcher,
+    needs_hostfile,
+    outside_of_launch,
+    require_command,
+)
 from ._options import OPTIONS, Request, request_of, split
-from ._plan import LaunchPlan, explain, explain_json, plan
+from ._plan import LaunchPlan, explain, explain_json, free_port, plan
 from ._version import __version__
 
 if TYPE_CHECKING:

@@ -21,8 +21,6 @@ from ._agent import PROTOCOL_LINE, fork, is_proof, keep_alive, proof
 from ._errors import UsageError
 from ._options import GRACE, fold_ranks
 
-# One launch: what is to run, what its ranks' shims are told, the signals it hears, its outcome.
-
 NEVER = float("inf")
 
 # What the run loop tells the ranks' shims: one variable, one field a line.
@@ -316,15 +314,7 @@ class Nodes:
 
     def handle(self, fd: int) -> None:
         if self._server is not None and fd == self._server.fileno():
-            # Of 10,000 nodes many come at once.
-            while (connection := self._accept()) is not None:
-                keep_alive(connection, self._launch.control.node_timeout)
-                stranger = self._add(connection)
-                self._write(stranger, f"challenge {stranger.challenge}")
-            late = time.monotonic() - _HELLO
-            for agent in list(self._connections.values()):
-                if agent.node is None and agent.since < late:
-                    self._drop(agent)
+            self._accept(self._server)
         elif fd in self._connections:
             agent = self._connections[fd]
             try:
@@ -338,6 +328,23 @@ class Nodes:
                     self.gone.append(agent.node)
             agent.received += chunk
             self._take(agent)
+
+    def _accept(self, server: socket.socket) -> None:
+        try:
+            # Of 10,000 nodes many come at once.
+            while (connection := _accept(server)) is not None:
+                keep_alive(connection, self._launch.control.node_timeout)
+                stranger = self._add(connection)
+                self._write(stranger, f"challenge {stranger.challenge}")
+        except OSError as error:
+            if error.errno != errno.EMFILE:
+                raise
+            # The nodes that are left are not reached; the run loop says so when it matters.
+            self._unregister(server)
+        late = time.monotonic() - _HELLO
+        for agent in list(self._connections.values()):
+            if agent.node is None and agent.since < late:
+                self._drop(agent)
 
     def _take(self, agent: _Connection) -> None:
         """Take what has come; who says anything but what an agent says is dropped."""
@@ -419,18 +426,6 @@ class Nodes:
             self._agents.pop(agent.node, None)
         self._poll.unregister(agent.fd)
         agent.socket.close()
-
-    def _accept(self) -> socket.socket | None:
-        if self._server is None:
-            return None
-        try:
-            return _accept(self._server)
-        except OSError as error:
-            if error.errno != errno.EMFILE:
-                raise
-        # The nodes that are left are not reached; the run loop says so when it matters.
-        self._unregister(self._server)
-        return None
 
     def _unregister(self, server: socket.socket) -> None:
         with contextlib.suppress(KeyError):

@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from ._plan import LaunchPlan
 
 
-# The record that a launch leaves: one JSON file, in the user's state folder.
-
-
 class Record(NamedTuple):
     """What is known of one launch; the fields of the file."""
 

@@ -18,12 +18,11 @@ from typing import NamedTuple, Protocol
 from ezpz_topo import Allocation, TopoError, Topology, get_allocation, same_host
 
 from . import _nodes
-from ._environment import free_port
 from ._errors import LaunchError, StageError, UsageError, say
 from ._launch import NEVER, NODE_TIMEOUT, Control, Heard, Launch, Outcome, pause, signals
 from ._launchers import PROGRAMS, SHIM, hostfile_of, needs_hostfile
 from ._launchers import argv as argv_of
-from ._plan import LaunchPlan
+from ._plan import LaunchPlan, free_port
 from ._record import Keeper, duration, read_progress, why_not_written
 from ._run import REQUEUE, SETTLE, run
 

@@ -29,7 +29,7 @@ from ._chain import (
     submit_words,
 )
 from ._errors import LaunchError, UsageError
-from ._identify import require_command
+from ._launchers import require_command
 from ._options import (
     OPTIONS,
     Options,

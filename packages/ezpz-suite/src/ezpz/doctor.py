@@ -6,8 +6,7 @@ of its own, so that one that crashes or hangs is a result too, and the others go
 
 from ezpz_topo import CheckResult
 
-from ._doctor.checks import GROUP, TIMEOUT, Check, DoctorError, find_checks, run_checks
-from ._doctor.cli import main
+from ._doctor import GROUP, TIMEOUT, Check, DoctorError, find_checks, main, run_checks
 
 __all__ = [
     "GROUP", "TIMEOUT", "Check", "CheckResult", "DoctorError", "find_checks", "main", "run_checks",

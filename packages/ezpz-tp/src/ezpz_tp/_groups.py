@@ -129,8 +129,11 @@ class Alone(_Group):  # type: ignore[misc]
         self._listed = _list(self, rank)
 
     def forget(self) -> None:
-        if self._listed:
-            _unlist(self)
+        tables = c10d._world  # noqa: SLF001
+        if self._listed and tables.pg_group_ranks.pop(self, None) is not None:  # else cleared
+            tables.pg_map.pop(self, None)
+            tables.pg_backend_config.pop(self, None)
+            _core._unregister_process_group(self._name)  # noqa: SLF001
         self._listed = False
 
     @property
@@ -237,13 +240,6 @@ def _list(group: Alone, rank: int) -> bool:
     c10d._world.pg_backend_config[group] = dist.get_backend_config()  # noqa: SLF001
     _core._register_process_group(group.group_name, group)  # noqa: SLF001
     return True
-
-
-def _unlist(group: Alone) -> None:
-    if c10d._world.pg_group_ranks.pop(group, None) is not None:  # noqa: SLF001 - else cleared
-        c10d._world.pg_map.pop(group, None)  # noqa: SLF001
-        c10d._world.pg_backend_config.pop(group, None)  # noqa: SLF001
-        _core._unregister_process_group(group.group_name)  # noqa: SLF001
 
 
 # Process groups that were given: is this rank in them, and do they fit.

@@ -47,6 +47,17 @@ from torch.overrides import handle_torch_function, has_torch_function, has_torch
 from ._current import tensor_group
 from ._errors import DegreeError
 
+__all__ = [
+    "VocabUtility", "all_gather_last_dim_from_tensor_parallel_region", "all_to_all",
+    "all_to_all_hp2sp", "all_to_all_sp2hp", "copy_to_tensor_parallel_region",
+    "divide_and_check_no_remainder", "ensure_divisibility", "gather_from_sequence_parallel_region",
+    "gather_from_tensor_parallel_region", "gather_split_1d_tensor", "head_to_sequence",
+    "reduce_from_tensor_parallel_region", "reduce_scatter_last_dim_to_tensor_parallel_region",
+    "reduce_scatter_to_sequence_parallel_region", "scatter_to_sequence_parallel_region",
+    "scatter_to_tensor_parallel_region", "sequence_to_head", "split_tensor_along_last_dim",
+    "split_tensor_into_1d_equal_chunks",
+]  # fmt: skip
+
 # Collectives on tensors, without autograd. What ends in an underscore works in place, on a tensor
 # that the caller owns; all else returns a new one.
 #
@@ -116,7 +127,8 @@ def start_all_gather(tensor: Tensor, group: ProcessGroup) -> tuple[Tensor, Work]
 
 def reduce_scatter(tensor: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """Return this rank's part, along ``dim``, of the ranks' sum. Collective."""
-    parts = _parts_first(tensor, dim, group.size())
+    cut: Tensor = tensor.unflatten(dim, (group.size(), -1))
+    parts = cut.movedim(dim % tensor.dim(), 0).contiguous()
     part = tensor.new_empty(parts.shape[1:])
     if torch.compiler.is_compiling():
         dist.reduce_scatter_tensor(part, parts.flatten(0, 1), SUM, group)
@@ -157,11 +169,6 @@ def broadcast_(tensor: Tensor, source: int, group: ProcessGroup) -> Tensor:
     options.rootTensor = 0
     _wait(group.broadcast([tensor], options))
     return tensor
-
-
-def _parts_first(tensor: Tensor, dim: int, count: int) -> Tensor:
-    parts: Tensor = tensor.unflatten(dim, (count, -1))
-    return parts.movedim(dim % tensor.dim(), 0).contiguous()
 
 
 def _wait(work: Work | None) -> None:
@@ -229,7 +236,9 @@ class _Split(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input_: Tensor, dim: int, group: ProcessGroup) -> Tensor:
         ctx.dim, ctx.group = dim, group
-        return own_part(input_, dim, group)
+        size = input_.shape[dim] // group.size()
+        # Never a view into the input.
+        return contiguous_copy(input_.narrow(dim, group.rank() * size, size))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
@@ -284,13 +293,6 @@ def reduce_gradient(grad: Tensor, group: ProcessGroup) -> Tensor:
 
 def copy_gradient(grad: Tensor, group: ProcessGroup) -> Tensor:
     return applied(_Copy, grad, group) if torch.is_grad_enabled() else grad
-
-
-def own_part(input_: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """A copy of this rank's equal part along ``dim``: never a view into the input."""
-    size = input_.shape[dim] // group.size()
-    part = input_.narrow(dim, group.rank() * size, size)
-    return contiguous_copy(part)
 
 
 def copy_to_tensor_parallel_region(input_: Tensor, tp_group: ProcessGroup | None = None) -> Tensor:

@@ -60,14 +60,6 @@ def accumulated(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def block_attention(block: Block) -> tuple[Tensor, Tensor]:
-    return _KERNELS[_kernel(block)][0](block)
-
-
-def block_attention_backward(block: Block, grad: Tensor, out: Tensor, lse: Tensor) -> Gradients:
-    return _KERNELS[_kernel(block)][1](block, grad, out, lse)
-
-
 def _kernel(block: Block) -> str:
     q, device = block.q, block.q.device.type
     if q.shape[-1] != block.v.shape[-1]:
@@ -427,12 +419,13 @@ def _forward(
         seen = plan.seen(source, q.shape[2])
         if seen is None:
             continue
-        part, part_lse = block_attention(plan.block(seen, q, round_.pair))
+        block = plan.block(seen, q, round_.pair)
+        part, part_lse = _KERNELS[_kernel(block)][0](block)
         if source == plan.rank:
             out, lse = part.to(accumulated(q.dtype)), part_lse
         else:
             _merge_(out[:, :, seen.queries], lse[:, :, seen.queries], part, part_lse)
-        del part  # before the next one is made
+        del block, part  # before the next one is made
     return out, lse
 
 
@@ -475,7 +468,8 @@ def _backward(
 def _share(plan: _Plan, seen: _Seen, known: tuple[Tensor, ...], pair: Pair) -> Gradients:
     q, *others = known
     rows = (each[:, :, seen.queries] for each in others)
-    return block_attention_backward(plan.block(seen, q, pair), *rows)
+    block = plan.block(seen, q, pair)
+    return _KERNELS[_kernel(block)][1](block, *rows)
 
 
 class _Seen(NamedTuple):

@@ -46,23 +46,15 @@ from ._linear import (
     set_tensor_model_parallel_attributes,
 )
 from ._mappings import copy_to_tensor_parallel_region as copy_to_model_parallel_region
-from ._mappings import copy_to_tensor_parallel_region as copy_to_tensor_model_parallel_region
 from ._mappings import divide_and_check_no_remainder as divide
 from ._mappings import gather_from_tensor_parallel_region as gather_from_model_parallel_region
-from ._mappings import (
-    gather_from_tensor_parallel_region as gather_from_tensor_model_parallel_region,
-)
 from ._mappings import (
     gather_split_1d_tensor,
     split_tensor_along_last_dim,
     split_tensor_into_1d_equal_chunks,
 )
 from ._mappings import reduce_from_tensor_parallel_region as reduce_from_model_parallel_region
-from ._mappings import (
-    reduce_from_tensor_parallel_region as reduce_from_tensor_model_parallel_region,
-)
 from ._mappings import scatter_to_tensor_parallel_region as scatter_to_model_parallel_region
-from ._mappings import scatter_to_tensor_parallel_region as scatter_to_tensor_model_parallel_region
 from ._random import checkpoint_activations as checkpoint
 from ._random import get_rng_tracker as get_cuda_rng_tracker
 from ._random import seed_as_megatron as model_parallel_cuda_manual_seed
@@ -88,6 +80,11 @@ __all__ = [
     "split_tensor_into_1d_equal_chunks", "vocab_parallel_cross_entropy",
 ]  # fmt: skip
 __all__ += parallel_state.__all__
+
+copy_to_tensor_model_parallel_region = copy_to_model_parallel_region
+gather_from_tensor_model_parallel_region = gather_from_model_parallel_region
+reduce_from_tensor_model_parallel_region = reduce_from_model_parallel_region
+scatter_to_tensor_model_parallel_region = scatter_to_model_parallel_region
 
 
 # The layers of ``megatron.mpu``: Megatron-LM's before ``megatron.core``, and gpt-neox's.

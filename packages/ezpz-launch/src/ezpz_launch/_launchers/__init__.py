@@ -1,17 +1,25 @@
-"""What ezpz-launch knows of launchers: each kind is a file of this folder, and no other place."""
+"""What ezpz-launch knows of launchers: each kind is a file of this folder, and no other place.
+
+And which of them starts the ranks: what is installed, what it is, which one is taken.
+"""
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple
 
-from ezpz_launch._errors import CommandNotFoundError
+from ezpz_launch._errors import CommandNotExecutableError, CommandNotFoundError, LaunchError
 from ezpz_launch._options import KINDS
-from ezpz_topo import FAMILIES, Family
+from ezpz_launch._placement import match_hosts
+from ezpz_topo import FAMILIES, Family, family
 
 if TYPE_CHECKING:
+    from ezpz_launch._options import Request
     from ezpz_launch._placement import Arrangement, Placement
     from ezpz_launch._plan import LaunchPlan
     from ezpz_topo import Machine, Topology
@@ -39,11 +47,6 @@ class Launcher(NamedTuple):
     flavour: str = ""  # a variant of its kind, as `Kind.versions` has it
     pbs_tmrsh: str = ""
     """What starts Hydra's proxies on a PBS job's other nodes; empty for its own way."""
-
-    def is_of(self, launcher: str) -> bool:
-        """Whether it is the one that a machine's file names (``"mpiexec"``: any MPI's)."""
-        kind = LAUNCHERS[self.kind]
-        return self.kind == launcher or (launcher == "mpiexec" and kind.is_mpiexec)
 
 
 class Flags(NamedTuple):
@@ -164,3 +167,201 @@ def needs_hostfile(plan: LaunchPlan) -> bool:
 
 
 LAUNCHERS: dict[str, Kind] = {name: import_module(f".{name}", __name__).KIND for name in KINDS}
+
+
+# Which launcher to use: the user's word, else the machine's, else what is here.
+
+_NO_MPI = (
+    "no mpiexec here: the ranks are started as plain processes, and a program that uses MPI itself "
+    "would be a world of one in each; for such a one load the site's MPI, or: pip install mpich"
+)
+
+
+def choose_launcher(
+    arrangement: Arrangement, *, topology: Topology, request: Request, env: Env,
+    beside: str,
+) -> Launcher:  # fmt: skip
+    here, asked = arrangement.on_this_host, request.launcher
+    if asked == "auto":
+        found = _auto(topology, env, beside, here=here)
+    elif asked == "mpiexec" or LAUNCHERS[asked].is_mpiexec:
+        found = find_mpiexec(env, beside=beside)
+        if asked not in ("mpiexec", found.kind):
+            raise LaunchError(
+                f"--launcher {asked}: {found.path} is {found.kind} ({found.source}); expected "
+                f"{asked} first on PATH; load its module"
+            )
+    else:
+        found = _by_name(asked, f"--launcher {asked}", env, beside)
+    if here or match_hosts(arrangement.placement.hosts, topology.allocation.hosts)[1]:
+        return found
+    return LAUNCHERS[found.kind].reach(found, env, request.launcher_args)
+
+
+def _auto(topology: Topology, env: Env, beside: str, *, here: bool) -> Launcher:
+    machine, in_slurm = topology.machine, topology.allocation.scheduler == "slurm"
+    # A named machine's flags and bind lists are srun's.
+    is_named = machine.launcher == "srun" and machine.devices_per_node
+    if in_slurm and (is_named or not here):
+        try:
+            return find_command("srun", "srun", env, beside=beside)
+        except CommandNotFoundError:
+            if not here:
+                raise
+    kind = LAUNCHERS.get(machine.launcher)
+    if kind and not kind.is_mpiexec and kind.name != "srun":
+        return _by_name(kind.name, f"{machine.name}.toml", env, beside)
+    name = kind.program if kind and kind.is_mpiexec else "mpiexec"
+    try:
+        return find_mpiexec(env, beside=beside, name=name)
+    except CommandNotFoundError:
+        if not here:
+            raise
+    if in_slurm:
+        # srun gives programs that use MPI their world; plain processes cannot.
+        with suppress(CommandNotFoundError):
+            return find_command("srun", "srun", env, beside=beside)
+    why = f"no {name} on PATH or in this environment"
+    return Launcher(sys.executable, "spawn", why, (_NO_MPI,))
+
+
+def _by_name(kind: str, source: str, env: Env, beside: str) -> Launcher:
+    if kind == "spawn":
+        return Launcher(sys.executable, kind, source)
+    return find_command(LAUNCHERS[kind].program, kind, env, beside=beside)
+
+
+def imagine_launcher(topology: Topology, request: Request) -> Launcher:
+    """Return the launcher that a machine's file names, without looking for it."""
+    machine, asked = topology.machine, request.launcher
+    kind = machine.launcher if asked == "auto" else asked
+    named = f"{machine.name}.toml" if asked == "auto" else f"--launcher {asked}"
+    if kind == "mpiexec":
+        # The site's own, where the file tells whose it is.
+        own = LAUNCHERS.get(machine.launcher)
+        kind = own.name if own and own.is_mpiexec else "hydra"
+    program = sys.executable if kind == "spawn" else LAUNCHERS[kind].program
+    return Launcher(program, kind, f"{named}, not looked for")
+
+
+# Whose an mpiexec is: told by asking it, never by its name.
+
+
+def find_mpiexec(env: Env, *, beside: str = "", name: str = "mpiexec") -> Launcher:
+    """Find an MPI's launcher on PATH, else ``beside`` this Python, and identify it."""
+    directories = [d for d in (*env.get("PATH", "").split(os.pathsep), beside) if d]
+    here = dict.fromkeys(os.path.join(directory, name) for directory in directories)
+    found = [path for path in here if is_executable(path)]
+    if not found:
+        raise CommandNotFoundError(
+            f"no {name} on PATH or in this environment; expected an MPI; "
+            "load the site's MPI module, or: pip install mpich"
+        )
+    wrong: list[LaunchError] = []
+    for path in found:
+        try:
+            chosen = identify(path)
+        except LaunchError as error:
+            wrong.append(error)
+        else:
+            break
+    else:
+        raise wrong[0]
+    if wrong:
+        passed = f"; passed over {', '.join(found[: len(wrong)])}: no MPI's"
+        chosen = chosen._replace(source=chosen.source + passed)
+    shadowed = next((path for path in found[1:] if _kind_by_folder(path)), None)
+    if shadowed is None or LAUNCHERS[chosen.kind].folder:
+        return chosen
+    note = (
+        f"{chosen.path} comes before the site's {shadowed} on PATH: it may not reach the other "
+        "nodes; deactivate the environment that brings it, or load the site's module after it"
+    )
+    return chosen._replace(notes=(*chosen.notes, note))
+
+
+def identify(path: str) -> Launcher:
+    """Ask an mpiexec whose it is: by where it lies, then by ``--version``."""
+    if kind := _kind_by_folder(os.path.realpath(path)):
+        return Launcher(path, kind, f"it lies under {LAUNCHERS[kind].folder}")
+    try:
+        answer = subprocess.run(
+            [path, "--version"], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL, text=True, errors="replace", timeout=20, check=False,
+        ).stdout  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise LaunchError(f"{path} --version failed ({error}); expected an mpiexec") from error
+    for kind, known in LAUNCHERS.items():
+        for mark, flavour in known.versions.items():
+            if mark in answer:
+                bootstraps = answer.partition("Launchers available:")[2].partition("\n")[0]
+                found = Launcher(path, kind, f"--version says {mark}", flavour=flavour)
+                return found._replace(flavour="tm") if "pbs" in bootstraps.split() else found
+    first = answer.strip().partition("\n")[0][:80]
+    raise LaunchError(
+        f"{path} --version says {first!r}; expected MPICH's Hydra, Intel MPI, Open MPI or PALS; "
+        "put one of them first on PATH (pip install mpich), or choose --launcher spawn"
+    )
+
+
+def _kind_by_folder(path: str) -> str:
+    kinds = (name for name, kind in LAUNCHERS.items() if kind.folder)
+    return next((name for name in kinds if path.startswith(LAUNCHERS[name].folder)), "")
+
+
+# A launch inside a rank of another is cut off from the outer one's variables.
+
+
+def outside_of_launch(env: Env) -> dict[str, str]:
+    """Return the environment without what tells a process that it is a rank."""
+    slurm, named = family("slurm"), set[str]()
+    for known in FAMILIES:
+        # A step's own variables tell where the job's cores are; that it has ranks is not said.
+        parts = [known.rank, known.local_rank]
+        if known is not slurm:
+            parts += [known.world_size, known.local_world_size]
+            parts += [known.node_rank, known.num_nodes, known.proof]
+        named = named.union(*parts)
+    if env.get("EZPZ_LAUNCHER") or env.get("TORCHELASTIC_RUN_ID"):
+        # Where the outer ranks meet; of another launcher's rank it is the user's.
+        named |= {"MASTER_ADDR", "MASTER_PORT"}
+    told = tuple(start for kind in LAUNCHERS.values() for start in kind.tells)
+    kept = tuple(start for kind in LAUNCHERS.values() for start in kind.settings)
+    return {
+        name: value
+        for name, value in env.items()
+        if name not in named and (name.startswith(kept) or not name.startswith(told))
+    }
+
+
+# The user's command: whether it is there, before any rank is started for it.
+
+
+def require_command(program: str, env: Env) -> None:
+    has_directory = os.sep in program
+    directories = [""] if has_directory else env.get("PATH", "").split(os.pathsep)
+    candidates = [os.path.join(directory, program) for directory in directories]
+    found = [path for path in candidates if os.path.isfile(path)]
+    if any(os.access(path, os.X_OK) for path in found):
+        return
+    if found:
+        hint = (
+            f"ezpz-launch python {program}" if program.endswith(".py") else f"chmod +x {found[0]}"
+        )
+        raise CommandNotExecutableError(f"{found[0]} is not executable; try: {hint}")
+    where, hint = "not found on PATH", ""
+    if has_directory:
+        where = "no such file"
+        if not os.path.isabs(program):
+            where += f" in {os.getcwd()}"
+            # A job of PBS begins in the home.
+            folder = env.get("PBS_O_WORKDIR") or env.get("SLURM_SUBMIT_DIR") or ""
+            is_there = folder and os.path.isfile(os.path.join(folder, program))
+            hint = (
+                f"; try: cd {folder}" if is_there else "; give its path from there, or a whole one"
+            )
+    elif program.endswith(".py") and os.path.isfile(program):
+        hint = f"; try: ezpz-launch python {program}"
+    elif os.path.isfile(program):
+        hint = f"; try: ezpz-launch ./{program}"
+    raise CommandNotFoundError(f"{program!r}: {where}{hint}")

@@ -6,12 +6,12 @@ if TYPE_CHECKING:
     from ._digits import digits as digits
     from ._loader import DataLoader as DataLoader
     from ._loader import loader_options as loader_options
-    from ._texts import huggingface_texts as huggingface_texts
-    from ._texts import python_sources as python_sources
-    from ._texts import text_files as text_files
     from ._tokens import TokenBlocks as TokenBlocks
     from ._tokens import TokenHeader as TokenHeader
+    from ._tokens import huggingface_texts as huggingface_texts
+    from ._tokens import python_sources as python_sources
     from ._tokens import read_header as read_header
+    from ._tokens import text_files as text_files
     from ._tokens import write_tokens as write_tokens
     from ._tokens import write_tokens_once as write_tokens_once
 else:

@@ -4,15 +4,19 @@
 `numpy.load` reads it. ``text.tokens.index.npz`` says what else a reader needs: the vocabulary,
 where each document begins, and the checksum of all tokens. Both are written under other names and
 renamed when they are on disk, the index first: tokens that are there are whole.
+
+And where text comes from: files of this machine, and data sets of Hugging Face's that are on it.
 """
 
 from __future__ import annotations
 
 import os
+import sysconfig
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import IO, Any, TypeVar
 from uuid import uuid4
@@ -473,3 +477,127 @@ def _encoded(name: str, text: str, encode: Encode, vocab_size: int) -> bytes:
         wrong = int(found.min() if found.min() < 0 else found.max())
         raise DataError(f"{name}: token {wrong}; expected 0 to vocab_size - 1 = {vocab_size - 1}")
     return found.astype(f"<u{_itemsize(vocab_size)}").tobytes()
+
+
+# Where text comes from.
+
+_NOT_SOURCES = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
+
+
+def python_sources(most: int | None = None) -> list[Path]:
+    """Return the files of Python's own standard library: real text, on every machine.
+
+    In the order of their names, without tests and installed packages.
+
+    >>> python_sources(most=10_000)[0].name
+    '__future__.py'
+
+    Args:
+        most: Bytes; files are left out from the one on that would go beyond it. All (some 15 MB)
+            if None.
+
+    Raises:
+        DataError: There are none: this Python has its library in a zip file, or ``most`` is less
+            than the first of them has.
+    """
+    folder = Path(sysconfig.get_path("stdlib"))
+    return _within(most, _walk(folder, ".py"), folder)
+
+
+def text_files(path: str | Path, suffix: str = ".txt", *, most: int | None = None) -> list[Path]:
+    """Return a file, or all files with a suffix below a folder, in the order of their names.
+
+    Args:
+        path: A file, whatever its suffix, or a folder.
+        suffix: Of the files wanted; empty: all.
+        most: Bytes, as of `python_sources`.
+
+    Raises:
+        DataError: There is no such file, or none in the folder; or one of them, or a folder in
+            it, cannot be read.
+    """
+    place = Path(path)
+    found = [place] if place.is_file() else list(_walk(place, suffix))
+    return _within(most, found, place)
+
+
+def _walk(folder: Path, suffix: str) -> Iterable[Path]:
+    for where, folders, names in os.walk(folder, onerror=_refuse):
+        # What os.walk descends into next; sorted, so that it is the same everywhere.
+        folders[:] = sorted(set(folders) - _NOT_SOURCES) if suffix == ".py" else sorted(folders)
+        yield from (Path(where, name) for name in sorted(names) if name.endswith(suffix))
+
+
+def _refuse(error: OSError) -> None:
+    """Let no text be missing because of a folder that cannot be read, which os.walk passes over."""
+    raise DataError(
+        f"no text files in {error.filename}: {error.strerror}; expected a folder that can be read"
+    ) from error
+
+
+def _within(most: int | None, files: Iterable[Path], where: Path) -> list[Path]:
+    kept, size = list[Path](), 0
+    for file in files:
+        try:
+            size += file.stat().st_size
+        except OSError as error:
+            raise DataError(f"{file}: {error.strerror}; expected a file of text") from error
+        if most is not None and size > most:
+            break
+        kept.append(file)
+    if not kept:
+        limit = "" if most is None else f" within {most:,} bytes"
+        raise DataError(f"no text files in {where}{limit}; expected at least one")
+    return kept
+
+
+def huggingface_texts(
+    source: str | Path | Any, column: str = "text", *, split: str = "train"
+) -> Iterator[str]:
+    """Yield the texts of a Hugging Face data set, for ``write_tokens(path, texts=...)``.
+
+    Nothing is downloaded: fetch the data set once where there is a network, by
+    ``datasets.load_dataset(...).save_to_disk(folder)``, and give the folder. A data set that is
+    indexed by samples goes into a `DataLoader` as it is.
+
+    Args:
+        source: A folder that ``save_to_disk`` wrote, or a ``Dataset`` or ``DatasetDict``.
+        column: Which has the texts.
+        split: Of a ``DatasetDict``.
+
+    Raises:
+        DataError: When the first text is asked for: ``datasets`` is not installed; there is no
+            such folder, split or column; or the column has something else than texts.
+    """
+    found: Any = _opened(source) if isinstance(source, (str, Path)) else source
+    if not hasattr(found, "column_names"):
+        raise DataError(f"a {type(found).__name__}; expected a Hugging Face Dataset, or a folder")
+    if isinstance(found, dict):  # as a DatasetDict is
+        if split not in found:
+            raise DataError(f"no split {split!r}; expected one of {', '.join(map(repr, found))}")
+        found = found[split]
+    names = found.column_names or ()
+    if column not in names:
+        raise DataError(f"no column {column!r}; expected one of {', '.join(map(repr, names))}")
+    # As many rows at once as Arrow's files have in a batch.
+    for batch in found.select_columns([column]).iter(batch_size=1000):
+        for text in batch[column]:
+            if not isinstance(text, str):
+                raise DataError(f"column {column!r} has a {type(text).__name__}; expected texts")
+            yield text
+
+
+def _opened(folder: str | Path) -> object:
+    try:
+        load_from_disk: Any = import_module("datasets").load_from_disk  # an extra, without types
+    except ImportError as error:
+        raise DataError(
+            f"{folder}: reading it takes datasets ({error}); pip install 'ezpz-suite[huggingface]'"
+        ) from error
+    # Asked for first, as datasets would take anything else for a name on the hub.
+    if not Path(folder).is_dir():
+        raise DataError(f"{folder}: no folder; expected one that Dataset.save_to_disk wrote")
+    try:
+        return load_from_disk(str(folder))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{folder}: {error}; expected what Dataset.save_to_disk wrote") from error

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from datetime import timedelta
 
+from ezpz_tp._current import destroy_tensor_parallel as destroy_model_parallel
 from ezpz_tp._current import (
-    destroy_tensor_parallel,
     get_context_parallel_group,
     get_context_parallel_rank,
     get_context_parallel_ranks,
@@ -24,13 +24,13 @@ from ezpz_tp._current import (
     get_data_parallel_world_size,
     get_pipeline_parallel_group,
     get_pipeline_parallel_ranks,
-    get_tensor_parallel_group,
-    get_tensor_parallel_rank,
-    get_tensor_parallel_src_rank,
-    get_tensor_parallel_world_size,
     initialize_tensor_parallel,
-    tensor_parallel_is_initialized,
 )
+from ezpz_tp._current import get_tensor_parallel_group as get_model_parallel_group
+from ezpz_tp._current import get_tensor_parallel_rank as get_model_parallel_rank
+from ezpz_tp._current import get_tensor_parallel_src_rank as get_model_parallel_src_rank
+from ezpz_tp._current import get_tensor_parallel_world_size as get_model_parallel_world_size
+from ezpz_tp._current import tensor_parallel_is_initialized as model_parallel_is_initialized
 from ezpz_tp._ranks import ORDER
 
 __all__ = [
@@ -63,22 +63,6 @@ def initialize_model_parallel(
     Raises:
         DegreeError: The degrees do not fit, or groups exist with other arguments.
     """
-    initialize_tensor_parallel(
-        model_parallel_size_,
-        pipeline_length,
-        context_parallel_size,
-        model_parallel_backend,
-        pipeline_backend,
-        cp_backend,
-        ddp_backend,
-        timeout,
-        order=order,
-    )
-
-
-model_parallel_is_initialized = tensor_parallel_is_initialized
-get_model_parallel_group = get_tensor_parallel_group
-get_model_parallel_rank = get_tensor_parallel_rank
-get_model_parallel_world_size = get_tensor_parallel_world_size
-get_model_parallel_src_rank = get_tensor_parallel_src_rank
-destroy_model_parallel = destroy_tensor_parallel
+    sizes = model_parallel_size_, pipeline_length, context_parallel_size
+    backends = model_parallel_backend, pipeline_backend, cp_backend, ddp_backend
+    initialize_tensor_parallel(*sizes, *backends, timeout, order=order)

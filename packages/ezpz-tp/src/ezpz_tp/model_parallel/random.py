@@ -6,16 +6,15 @@ Source: facebookresearch/fairscale fairscale/nn/model_parallel/random.py, 2025-0
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from ezpz_tp._random import RngTracker, checkpoint_activations, get_rng_tracker, seed_as_megatron
+from ezpz_tp._random import RngTracker as CudaRNGStatesTracker
+from ezpz_tp._random import checkpoint_activations, seed_as_megatron
+from ezpz_tp._random import get_rng_tracker as get_cuda_rng_tracker
 
 __all__ = [
     "CudaRNGStatesTracker", "checkpoint", "get_cuda_rng_tracker", "model_parallel_cuda_manual_seed",
 ]  # fmt: skip
 
 Result = TypeVar("Result")
-
-CudaRNGStatesTracker = RngTracker
-get_cuda_rng_tracker = get_rng_tracker
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:

@@ -82,10 +82,11 @@ def compare(
         wrong = ~((found - expected).abs() <= tolerance * largest)
     if wrong.any():
         at = tuple(wrong.nonzero()[0].tolist())
+        uneven = whole.is_floating_point() and not whole.equal(whole.round())
         raise AssertionError(
             f"{where} differs in {int(wrong.sum())} of {wrong.numel()} values, first at "
             f"{list(at)}: {found[at].item()!r}, but {expected[at].item()!r} unsharded"
-            + (_NOT_INTEGERS if tolerance is None and not _are_integers(whole) else "")
+            + (_NOT_INTEGERS if tolerance is None and uneven else "")
         )
 
 
@@ -93,10 +94,6 @@ _NOT_INTEGERS = (
     "; the unsharded values are not all integers, so that the order of sums may show: "
     "not integer arithmetic: pass tolerance="
 )
-
-
-def _are_integers(tensor: Tensor) -> bool:
-    return not tensor.is_floating_point() or bool((tensor == tensor.round()).all())
 
 
 def _form(tensor: Tensor) -> str:
@@ -307,7 +304,9 @@ def _on_rank(task: _Task) -> tuple[dict[str, Part], Counter[str]]:
                 )
             parameter.copy_(mine)
     inputs = tuple(
-        part_of(value, task.split_inputs, 1, index, degree)[0] if _is_tensor(value) else value
+        part_of(value, task.split_inputs, 1, index, degree)[0]
+        if isinstance(value, Tensor) and value.dim()
+        else value
         for value in task.inputs
     )
     with counting() as counts:
@@ -356,10 +355,6 @@ def _partition(parameter: nn.Parameter) -> tuple[int | None, int | tuple[int, ..
     stride = getattr(parameter, "partition_stride", 1)
     blocks: tuple[int, ...] = getattr(parameter, "partition_blocks", ())
     return getattr(parameter, "partition_dim", 0), blocks or stride
-
-
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 0
 
 
 def _is_float(value: object) -> bool:

@@ -324,7 +324,8 @@ class Report:
 def serve(connection: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and ends this process
     faulthandler.enable()  # a crash leaves its stack on stderr
-    os.environ["GLOO_SOCKET_IFNAME"] = _loopback()
+    names: list[Any] = [name for _, name in socket.if_nameindex()]
+    os.environ["GLOO_SOCKET_IFNAME"] = next((n for n in names if n.startswith("lo")), "lo")
     torch.set_num_threads(1)
     with contextlib.suppress(EOFError, OSError):
         while True:
@@ -417,11 +418,6 @@ def _load(name: str, file: str) -> None:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)
-
-
-def _loopback() -> str:
-    names: list[Any] = [name for _, name in socket.if_nameindex()]
-    return next((name for name in names if name.startswith("lo")), "lo")
 
 
 # Ranks as processes that are kept for the next call.
