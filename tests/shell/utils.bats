@@ -17,7 +17,15 @@ setup_file() {
   make_clone "$CLONE"
   HOME_DIR=$BATS_FILE_TMPDIR/home VARS=()
   mkdir "$HOME_DIR"
-  in_shell 'source "$1/utils.sh" && ezpz_setup_env' "$CLONE"
+  # Made in a PBS job, another environment on PATH: PBS's profile puts its own mpiexec there, a shell
+  # script that starts no MPI (OpenPBS 23.06).
+  local job=$BATS_FILE_TMPDIR/job
+  "$PYTHON" -m venv --without-pip "$job/own"
+  make_wheel "$job" torch 2.8.0+own
+  "$PYTHON" -m zipfile -e "$job"/torch-*.whl "$job"/own/lib/python*/site-packages
+  mkdir "$job/pbs"
+  make_script "$job/pbs/mpiexec" 'echo pbs_version = 23.06.06'
+  BIN_DIR=$job/own/bin:$job/pbs:$BIN in_shell 'source "$1/utils.sh" && ezpz_setup_env && command -v mpiexec' "$CLONE"
   printf '%s\n' "$output" >"$BUILT_LOG"
 }
 
@@ -122,10 +130,12 @@ finds_its_clone() {
 
 # --- the environment
 
-@test "first call: an environment with the seven packages, constrained torch, MPI of the wheel" {
+@test "first call: the seven packages, constrained torch, MPI of the wheel; not PBS's mpiexec, nor another environment's torch" {
   output=$(cat "$BUILT_LOG")
   has 'torch 2.13.0 (installed by pip)'
+  has_not 'keeping'
   has 'MPI: mpich 5.0.2'
+  [ "$(tail -n 1 "$BUILT_LOG")" = "$CLONE/.venv/bin/mpiexec" ]
   run -0 "$CLONE/.venv/bin/python" -m pip list
   local package
   for package in topo device tp dist launch obs suite; do has "ezpz-$package"; done
@@ -220,21 +230,6 @@ second_call() {
   has 'torch 2.8.0+own (kept'
   [ ! -e "$NEW/.venv" ]
   [ "$(grep -c 'installing the packages' <<<"$output")" = 1 ]
-}
-
-# PBS's profile puts its own mpiexec on PATH, a shell script that starts no MPI (OpenPBS 23.06).
-@test "made in a PBS job, another environment on PATH: PBS's own mpiexec is no MPI, that torch not the site's" {
-  "$PYTHON" -m venv --without-pip own
-  make_wheel . torch 2.8.0+own
-  "$PYTHON" -m zipfile -e torch-*.whl own/lib/python*/site-packages
-  make_clone "$NEW"
-  mkdir pbs
-  make_script pbs/mpiexec 'echo pbs_version = 23.06.06'
-  BIN_DIR=$PWD/own/bin:$PWD/pbs:$BIN in_shell 'source "$1/utils.sh" && ezpz_setup_env && command -v mpiexec' "$NEW"
-  has 'torch 2.13.0 (installed by pip)'
-  has_not 'keeping'
-  has 'MPI: mpich 5.0.2'
-  [ "${lines[-1]}" = "$NEW/.venv/bin/mpiexec" ]
 }
 
 # The user's site-packages belong to the base Python, and an environment sees them only
