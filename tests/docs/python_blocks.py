@@ -18,7 +18,8 @@ import tempfile
 import traceback
 from pathlib import Path
 
-PRELOADED = ["torch", "torch.distributed", "ezpz_dist", "ezpz_tp", "ezpz_obs"]
+# torch._dynamo: what an optimizer imports at its first step, for seconds on each rank.
+PRELOADED = ["torch.distributed", "torch._dynamo", "ezpz_dist", "ezpz_tp", "ezpz_obs"]
 
 _ON_CPUS = {
     "accelerate": ("--multi_gpu --main_process_port {port}", {"ACCELERATE_USE_CPU": "1"}),
