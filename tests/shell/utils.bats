@@ -319,8 +319,9 @@ second_call() {
   need_zsh
   make_clone "$NEW"
   # Compiled by whoever imports it first: pip would compile all of torch, for half of the time here.
-  local pip=(PIP_NO_COMPILE=0) shell # 0, as pip would have it
-  mapfile -t -O 1 pip < <(env | grep '^PIP_' | grep -v '^PIP_NO_COMPILE=')
+  # And mpi4py, which is built where there is an mpicc, without the minute of -O3.
+  local pip=(PIP_NO_COMPILE=0 CFLAGS=-O0) shell # 0, as pip would have it
+  mapfile -t -O 2 pip < <(env | grep '^PIP_' | grep -v '^PIP_NO_COMPILE=')
   # What all ranks import is compiled once, by the first that asks for it.
   local train='python -c "import ezpz.examples.minimal, ezpz_obs, torch._dynamo"
       ezpz-launch python -m ezpz.examples.minimal --outdir=out
