@@ -139,7 +139,7 @@ def ranks(fork_server, prelude, clean_env, tmp_path):
         ]
         if not check:
             return done
-        said = "\n".join(f"rank {rank}: {one.err}" for rank, one in enumerate(done))
+        said = "\n".join(f"rank {n} ended with {one.status}: {one.err}" for n, one in enumerate(done))
         assert [one.status for one in done] == [0] * n, said
         return [one.out for one in done]
 
