@@ -139,8 +139,8 @@ def ranks(fork_server, prelude, clean_env, tmp_path):
         ]
         if not check:
             return done
-        said = "\n".join(f"rank {n} ended with {one.status}: {one.err}" for n, one in enumerate(done))
-        assert [one.status for one in done] == [0] * n, said
+        failed = [f"rank {n} ended with {one.status}: {one.err}" for n, one in enumerate(done)]
+        assert [one.status for one in done] == [0] * n, "\n".join(failed)
         return [one.out for one in done]
 
     yield run
