@@ -81,8 +81,10 @@ def prelude():
     return ""
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="session", autouse=True)
 def fork_server(preloaded):
+    # Before any test: there is one server a process, and code under test may start it, too; without
+    # these modules every later rank would import torch.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch.distributed", *preloaded])
     return context
