@@ -1,12 +1,10 @@
-"""Run a page's Python: in one process, or on ranks."""
+"""Run a page's Python in one process, and its scripts as they are without ezpz."""
 
-import atexit
 import contextlib
 import io
-import multiprocessing.connection
+import multiprocessing
 import os
 import re
-import runpy
 import shlex
 import shutil
 import signal
@@ -14,11 +12,8 @@ import socket
 import subprocess
 import sys
 import sysconfig
-import tempfile
 import traceback
 from pathlib import Path
-
-PRELOADED = ["torch", "torch.distributed", "ezpz_dist", "ezpz_tp", "ezpz_obs"]
 
 _ON_CPUS = {
     "accelerate": ("--multi_gpu --main_process_port {port}", {"ACCELERATE_USE_CPU": "1"}),
@@ -34,19 +29,11 @@ class BlockError(AssertionError):
     """A block of a page raised, or a script of it failed."""
 
 
-def _start(target, *given):
-    """Fork a process from one that has imported torch, which takes longer than most pages."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    process = context.Process(target=target, args=given)
-    process.start()
-    return process
-
-
-def run_in_order(blocks, folder):
+def run_in_order(fork_server, blocks, folder):
     """Run (place, code) one after another in a namespace of their own; return what each printed."""
     ours, theirs = multiprocessing.Pipe(duplex=False)
-    child = _start(_run, blocks, str(folder), dict(os.environ), theirs)
+    child = fork_server.Process(target=_run, args=(blocks, str(folder), dict(os.environ), theirs))
+    child.start()
     theirs.close()
     try:
         if not ours.poll(240):
@@ -81,54 +68,6 @@ def _run(blocks, folder, env, answer):
             return
         printed.append(out.getvalue())
     answer.send((printed, ""))
-
-
-def run_on_ranks(name, code, folder, *, ranks=2):
-    """Save a script, run it on forked ranks with ezpz-launch's variables, and return its output."""
-    (folder / name).write_text(code, encoding="utf-8")
-    with socket.socket() as probe, tempfile.TemporaryDirectory() as said:
-        # Held, without listening, so that no test beside this one is given the same port.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind(("127.0.0.1", 0))
-        job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
-        job |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks))
-        job |= dict.fromkeys(("NODE_RANK", "GROUP_RANK"), "0")
-        started = []
-        for rank in range(ranks):
-            env = {**os.environ, **job, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            started.append(_start(_run_rank, name, str(folder), env, f"{said}/{rank}"))
-        try:
-            # The first that fails ends the others, which may wait for it.
-            left = list(started)
-            while left and multiprocessing.connection.wait([one.sentinel for one in left], 240):
-                left = [one for one in left if one.exitcode is None]
-                if any(one.exitcode for one in started):
-                    break
-        finally:
-            for one in started:
-                one.kill()
-                one.join()
-        out, err = (
-            "".join(path.read_text() for path in sorted(Path(said).glob(f"*.{kind}")))
-            for kind in ("out", "err")
-        )
-    status = next((one.exitcode for one in started if one.exitcode and one not in left), bool(left))
-    if status:
-        raise BlockError(f"{name} on {ranks} ranks: status {status}\n{err}")
-    return out
-
-
-def _run_rank(name, folder, env, said):
-    for number, kind in ((1, "out"), (2, "err")):
-        os.dup2(os.open(f"{said}.{kind}", os.O_WRONLY | os.O_CREAT), number)
-    os.environ.clear()
-    os.environ.update(env)
-    os.chdir(folder)
-    sys.argv = [name]
-    try:
-        runpy.run_path(name, run_name="__main__")
-    finally:
-        atexit._run_exitfuncs()
 
 
 def command_before(code):

@@ -16,7 +16,6 @@ from tests.docs.python_blocks import (
     command_before,
     run_before,
     run_in_order,
-    run_on_ranks,
     sides_of,
 )
 from tests.docs.shell_blocks import check_syntax, commands_of, problem_of
@@ -31,7 +30,7 @@ def pages_with(*languages):
     return pytest.mark.parametrize("page", pages, ids=name_of)
 
 
-def on_ranks(block):
+def script_of(block):
     words = (block.marked("ranks") or "").split()
     return (int(words[0]), words[1]) if words else None
 
@@ -46,8 +45,8 @@ def output_after(block):
     blocks = BLOCKS[block.page]
     following = iter(blocks[blocks.index(block) + 1 :])
     after = next(following, None)
-    if on_ranks(block) and after is not None and after.language in SHELLS:
-        after = next(following, None) if on_ranks(block)[1] in after.code else after
+    if script_of(block) and after is not None and after.language in SHELLS:
+        after = next(following, None) if script_of(block)[1] in after.code else after
     is_output = after is not None and after.language == "text" and not after.marker
     return after.code if is_output else None
 
@@ -70,11 +69,12 @@ def matches(expected, printed):
 
 
 @pages_with("python")
-def test_python_prints_what_stands_below_it(page, tmp_path):
+def test_python_prints_what_stands_below_it(page, fork_server, tmp_path):
     blocks = in_order(page)
     if not blocks:
         return
-    printed = run_in_order([(block.place, block.code) for block in blocks], tmp_path)
+    code = [(block.place, block.code) for block in blocks]
+    printed = run_in_order(fork_server, code, tmp_path)
     for block, said in zip(blocks, printed, strict=True):
         if (expected := output_after(block)) is not None:
             assert matches(expected, said), f"{block.place} printed\n{said}"
@@ -82,10 +82,10 @@ def test_python_prints_what_stands_below_it(page, tmp_path):
             assert re.sub(r"^# ?", "", comment, flags=re.MULTILINE) in said, block.place
 
 
-@pytest.mark.parametrize("block", [*filter(on_ranks, EVERY)], ids=lambda block: block.place)
-def test_scripts_run_on_ranks(block, tmp_path):
-    ranks, name = on_ranks(block)
-    printed = run_on_ranks(name, block.code, tmp_path, ranks=ranks)
+@pytest.mark.parametrize("block", [*filter(script_of, EVERY)], ids=lambda block: block.place)
+def test_scripts_run_on_ranks(block, on_ranks, tmp_path):
+    count, name = script_of(block)
+    printed = on_ranks(name, block.code, count)
     if (expected := output_after(block)) is not None:
         assert has_lines(printed, expected), f"{block.place} printed\n{printed}"
     # What the page then does with what the script left.
@@ -96,13 +96,13 @@ def test_scripts_run_on_ranks(block, tmp_path):
 
 
 @pages_with("diff")
-def test_a_few_lines_of_diff_change_a_script_that_runs(page, tmp_path):
+def test_a_few_lines_of_diff_change_a_script_that_runs(page, on_ranks):
     for block in (each for each in BLOCKS[page] if each.language == "diff"):
         before, after, added = sides_of(block.code)
         compile(before, block.place, "exec")
         assert added <= 5, f"{block.place}: {added} lines are added; five are promised"
         expected = output_after(block)
-        assert has_lines(run_on_ranks("train.py", after, tmp_path), expected), block.place
+        assert has_lines(on_ranks("train.py", after), expected), block.place
 
 
 @pages_with("diff")
@@ -153,7 +153,7 @@ def test_a_text_is_something_that_is_printed():
                 continue
             assert before is not None, f"{block.place}: what prints it?"
             shown = before.language in ("python", "diff") or any(
-                output_after(each) == block.code for each in blocks if on_ranks(each)
+                output_after(each) == block.code for each in blocks if script_of(each)
             )
             assert shown, f"{block.place}: what prints it? If nothing does, mark it"
 
@@ -197,12 +197,12 @@ def test_every_block_is_of_a_kind_that_is_checked():
             assert any(block.marked(kind) is not None for kind in markers), block.place
 
 
-def test_a_wrong_page_is_seen(tmp_path):
+def test_a_wrong_page_is_seen(fork_server, on_ranks, tmp_path):
     """The checks above find what they are for."""
     with pytest.raises(BlockError, match="ZeroDivisionError"):
-        run_in_order([("x.md:1", "1 / 0")], tmp_path)
-    with pytest.raises(BlockError, match="status 3"):
-        run_on_ranks("x.py", "raise SystemExit(3)", tmp_path, ranks=1)
+        run_in_order(fork_server, [("x.md:1", "1 / 0")], tmp_path)
+    with pytest.raises(AssertionError, match="rank 0 ended with 3"):
+        on_ranks("x.py", "raise SystemExit(3)", 1)
     assert problem_of(["ezpz-launch", "--procs", "2", "python"], tmp_path)
     assert problem_of(["pip", "install", "ezpz-suite[nothing]"], tmp_path)
     assert problem_of(["frobnicate"], tmp_path)

@@ -81,8 +81,10 @@ def prelude():
     return ""
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="session", autouse=True)
 def fork_server(preloaded):
+    # Before any test: there is one server a process, and code under test may start it, too; without
+    # these modules every later rank would import torch.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch.distributed", *preloaded])
     return context
@@ -139,8 +141,8 @@ def ranks(fork_server, prelude, clean_env, tmp_path):
         ]
         if not check:
             return done
-        said = "\n".join(f"rank {rank}: {one.err}" for rank, one in enumerate(done))
-        assert [one.status for one in done] == [0] * n, said
+        failed = [f"rank {n} ended with {one.status}: {one.err}" for n, one in enumerate(done)]
+        assert [one.status for one in done] == [0] * n, "\n".join(failed)
         return [one.out for one in done]
 
     yield run

@@ -51,35 +51,22 @@ def test_nodes_that_are_alike(look):
     assert ("torch" in reports["n0"]) is (find_spec("torch") is not None)
 
 
-@pytest.mark.parametrize(("patch", "why"), [
-    (SKEWED, "its clock is +10.0 s off"), (OTHER, "python 2.7.18, most have"),
-], ids=["clock", "version"])  # fmt: skip
-def test_a_clock_and_a_version(look, tmp_path, patch, why):
-    (tmp_path / "sitecustomize.py").write_text(patch)
-    bad = judge(look({"PYTHONPATH": str(tmp_path)}), HOSTS)
-    assert list(bad) == ["n1"]
-    assert why in bad["n1"][0]
-
-
-@pytest.mark.skipif(find_spec("torch") is None, reason="no torch: no processor is measured")
-def test_a_processor_of_half_the_speed_is_found_or_said_not_to_be_judged(look, tmp_path):
-    (tmp_path / "sitecustomize.py").write_text(SLOW)
-    reports = look({"PYTHONPATH": str(tmp_path)})
-    bad, notes = judge(reports, HOSTS), unjudged(reports)
-    # Beside what else this machine does, too: then none is blamed, and each of them is named.
-    assert list(bad) == ["n1"] or notes, reports
-    assert "its siblings" in str(bad) or "links not judged (others used " in str(notes)
-
-
 @pytest.mark.skipif(os.geteuid() != 0, reason="not root: no disk to fill")
-def test_a_full_disk(look, tmp_path):
-    words = f'mount -t tmpfs -o size=64k none {tmp_path} && exec "$@"'
+def test_one_with_a_clock_a_version_a_full_disk_and_a_speed_of_its_own(look, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(SKEWED + OTHER + SLOW)
+    (full := tmp_path / "full").mkdir()
+    words = f'mount -t tmpfs -o size=64k none {full} && exec "$@"'
     start = ["unshare", "--mount", "sh", "-c", words, "sh"]
     if subprocess.run([*start, "true"], check=False, capture_output=True).returncode:
         pytest.skip("no mounts here")
-    bad = judge(look({"TMPDIR": str(tmp_path)}, start), HOSTS)
+    reports = look({"PYTHONPATH": str(tmp_path), "TMPDIR": str(full)}, start)
+    bad, notes = judge(reports, HOSTS), unjudged(reports)
     assert list(bad) == ["n1"]
-    assert "No space left on device" in bad["n1"][0]
+    for why in ("its clock is +10.0 s off", "python 2.7.18, most have", "No space left on device"):
+        assert why in "; ".join(bad["n1"])
+    # Beside what else this machine does, too: then its speed is no fault, and each is named.
+    slow = "its siblings" in str(bad) or "links not judged (others used " in str(notes)
+    assert slow is (find_spec("torch") is not None)
 
 
 def test_processors_that_are_throttled(look):

@@ -49,7 +49,9 @@ class TestTensorboard:
             for tag in events.Tags()["scalars"]
         }
 
-    def test_all_is_there(self, tmp_path, warned):
+    def test_all_is_there_and_a_restarted_run_and_a_replay_replace_their_steps(
+        self, tmp_path, warned
+    ):
         train(tmp_path, "tensorboard")
         found = self.scalars(tmp_path)
         assert warned() == []
@@ -61,9 +63,6 @@ class TestTensorboard:
         assert found["big"][0][1] == 2.0**70
         assert found["huge"][0][1] == math.inf
         assert found[HOSTILE][5] == (5, 2.0)
-
-    def test_a_restarted_run_and_a_replay_replace_their_steps(self, tmp_path):
-        train(tmp_path, "tensorboard")
         train(tmp_path, "tensorboard", first=150, last=220, factor=-1.0)
         loss = self.scalars(tmp_path)["loss"]
         assert [step for step, _ in loss] == list(range(220))

@@ -138,10 +138,8 @@ def start(tmp_path, clean):
     return start
 
 
-@pytest.mark.parametrize("home", ["", "file/home"], ids=["home", "no home"])
-def test_offline_without_credentials(start, tmp_path, home):
-    (tmp_path / "file").touch()
-    found = start(**({"HOME": str(tmp_path / home)} if home else {}))
+def test_offline_without_credentials(start, tmp_path):
+    found = start()
     assert found["offline"]
     assert found["project"] == "tests"
     assert not found["verify"]

@@ -3,6 +3,7 @@ import os
 import pytest
 
 from ezpz_obs import __version__
+from ezpz_obs._cli import main
 
 
 @pytest.fixture
@@ -33,13 +34,12 @@ def test_help_is_one_screen(command):
         (["replay", "RUN"], "to"), (["tail", "RUN", "--no-follow=1"], "expected --no-follow"),
     ],
 )  # fmt: skip
-def test_words_that_make_no_sense(command, run, words, said):
-    done = command(*[run if word == "RUN" else word for word in words])
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert len(done.stderr.splitlines()) == 1
-    assert done.stderr.startswith("ezpz-obs: ")
-    assert said in done.stderr
+def test_words_that_make_no_sense(run, capsys, words, said):
+    assert main([str(run) if word == "RUN" else word for word in words]) == 2
+    out, err = capsys.readouterr()
+    assert (out, len(err.splitlines())) == ("", 1)
+    assert err.startswith("ezpz-obs: ")
+    assert said in err
 
 
 @pytest.mark.parametrize(
@@ -47,11 +47,11 @@ def test_words_that_make_no_sense(command, run, words, said):
     [["report", "nowhere"], ["plot", "RUN", "los"], ["export", "RUN", "--csv=none/x.csv"],
      ["replay", "RUN", "--to=nobody"]],
 )  # fmt: skip
-def test_what_cannot_be_done_is_said_in_a_line(command, run, words):
-    done = command(*[run if word == "RUN" else word for word in words])
-    assert (done.returncode, done.stdout) == (1, "")
-    assert len(done.stderr.splitlines()) == 1
-    assert "expected" in done.stderr or "No such file" in done.stderr
+def test_what_cannot_be_done_is_said_in_a_line(run, capsys, words):
+    assert main([str(run) if word == "RUN" else word for word in words]) == 1
+    out, err = capsys.readouterr()
+    assert (out, len(err.splitlines())) == ("", 1)
+    assert "expected" in err or "No such file" in err
 
 
 def test_report(command, run, tmp_path):
