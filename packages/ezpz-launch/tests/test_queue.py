@@ -56,6 +56,8 @@ PBS = {
     "time limit": ({"job_state": "F", "Exit_status": "-29",
                     "comment": f"{RUN} and exceeded resource walltime"}, None),
     "node failed": ({"job_state": "F", "Exit_status": "-20", "comment": RUN}, None),
+    "out of memory": ({"job_state": "F", "Exit_status": "-27",
+                       "comment": f"{RUN} and exceeded resource mem"}, None),
 }  # fmt: skip
 
 
