@@ -67,9 +67,8 @@ class Staging:
             (self._user_env.get("TMPDIR", ""), "TMPDIR"),
             ("/tmp", "no other is known"),
         )
-        self.folder, self.why = next(place for place in places if place[0])
-        self.folder = os.path.abspath(self.folder)
-        self._python = python
+        folder, self.why = next(place for place in places if place[0])
+        self.folder, self._python = os.path.abspath(folder), python
 
     @cached_property
     def source(self) -> Source:

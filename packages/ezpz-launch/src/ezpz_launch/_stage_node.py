@@ -434,10 +434,11 @@ class Node:
         self.remove()
 
     def remove(self) -> None:
-        """Remove what is not whole."""
-        part, self._part = self._part, ""
-        if part:
-            shutil.rmtree(part, ignore_errors=True)
+        """Remove what is not whole; another thread that does it already is waited for."""
+        with self._changed:
+            part, self._part = self._part, ""
+            if part:
+                shutil.rmtree(part, ignore_errors=True)
 
     def _fetch_from(self, address: str, parent: int, digest: str) -> None:
         connection = _connect([address], _WAIT)
