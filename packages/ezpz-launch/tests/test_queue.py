@@ -35,6 +35,7 @@ def test_what_slurm_tells(told):
     assert (job.id, job.key, job.name, job.nodes) == ("12_3", "15", "a b\nc|d", 2)
     assert (job.submitted, job.start, job.hosts) == (1795533794.0, None, "")
     assert job.end == (None if job.state == "queued" else 1795533857.0)
+    assert ("or with status 135" in job.why) == (status == "7:0"), "it may have been more than 128"
 
 
 RUN = "Job run at Tue Nov 24 at 15:35 on (x1n0:ncpus=1)"

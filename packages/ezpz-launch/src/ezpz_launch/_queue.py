@@ -295,6 +295,9 @@ def _slurm_job(told: Mapping[str, str]) -> Job:
         elif restarts:
             state = "requeued"
     status = None if state in (*WAITING, *RUNNING) else _slurm_status(told["status"])
+    if status and state == "failed" and told["status"].endswith(":0"):
+        # sacct takes 128 from a status above it (22.05.8; its JSON says 0).
+        why = f"or with status {status + 128}: sacct tells both alike"
     hosts = told.get("hosts", "")
     return Job(
         "slurm", told["id"], told["key"], told["name"], state,
@@ -311,10 +314,7 @@ _LAST_SIGNAL = 64
 
 
 def _slurm_status(text: str) -> int | None:
-    """Read an exit status: sacct's ``status:signal``, or squeue's, which is what wait(2) gives.
-
-    sacct takes 128 from a status above it: 9:0 may be 137 (22.05.8; its JSON says 0).
-    """
+    """Read an exit status: sacct's ``status:signal``, or squeue's, which is what wait(2) gives."""
     if ":" in text:
         status, number = map(_number, text.split(":")[:2])
     elif text.isdecimal():
