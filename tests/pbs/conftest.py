@@ -107,6 +107,14 @@ class Pbs:
         self.jobs, self.lost = [], set()
 
 
+@pytest.fixture
+def impatient(pbs):
+    """A server that soon gives up a node that it finds down; to find it takes it 100 s."""
+    pbs.manage("set server node_fail_requeue=10")
+    yield
+    pbs.manage("set server node_fail_requeue=310")  # its default
+
+
 def _until_nodes_are_back(pbs):
     until = time.monotonic() + 120
     while "down" in (said := pbs.on(SERVER, "pbsnodes -aS")):

@@ -1,7 +1,4 @@
-"""`ezpz-launch jobs`, `follow` and `kill` on a real PBS: how each job ends, or does not start.
-
-A lost node takes PBS six minutes: it was seen by hand.
-"""
+"""`ezpz-launch jobs`, `follow` and `kill` on a real PBS: how each job ends, or does not start."""
 
 import json
 import os
@@ -32,7 +29,7 @@ def ours(pbs):
 @pytest.fixture
 def until(ours):
     def wait(job, *states):
-        until = time.monotonic() + 120
+        until = time.monotonic() + 240
         while True:
             told = json.loads(ours("jobs", job, "--json").rpartition("}")[0] + "}")
             if told["state"] in states:
@@ -80,6 +77,21 @@ def test_how_a_job_ends_or_waits(pbs, ours, until, end):
         said = ours("follow", job)
         assert "started" in said
         assert said.splitlines()[-1] == str(status)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_job_whose_node_is_lost(pbs, ours, until):
+    node = ("-l", "select=1:ncpus=1:host=x1n2")
+    for_good = pbs.sub(f"echo started; {SLEEP}", "-N", "good", "-r", "n", *node)
+    again = pbs.sub(f"echo started; {SLEEP}", "-N", "again", "-r", "y", *node)
+    for job in (for_good, again):
+        pbs.writes(job, "started")
+    pbs.lose("x1n2")
+    assert until(for_good, "node failed")["exit_status"] is None
+    assert until(again, "requeued")["id"] == again
+    said = ours("follow", for_good)
+    assert "started" in said
+    assert said.splitlines()[-1] == "137"
 
 
 @pytest.fixture

@@ -144,6 +144,21 @@ def test_a_requeued_job_is_another_attempt(pbs, submit):
     assert record["jobs"][0]["exit_status"] == 0
 
 
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_lost_node_is_seen_through(pbs, submit, which):
+    body = 'echo "here $EZPZ_ATTEMPT $(hostname)"; [ "$EZPZ_ATTEMPT" = 1 ] || sleep 600'
+    chain = submit("--until-done", "3", "sh", "-c", body)
+    record, said = chain.until(lambda record: chain.output(record).count("here 0") == 2)
+    (job, *_) = record["jobs"]
+    told = json.loads(pbs.on(SERVER, f"qstat -f -F json {job['id']}"))["Jobs"][job["id"]]
+    lost = [each.partition("/")[0] for each in told["exec_host"].split("+")][which]
+    pbs.lose(lost)
+    record, said = chain.ended()
+    assert (record["outcome"], record["attempts"]) == ("done", 2), (record, said)
+    assert lost not in [line.split()[2] for line in said.splitlines() if "here 1" in line]
+
+
 REFUSES = """
 import pbs
 if str(pbs.event().job.Account_Name) == "closed":

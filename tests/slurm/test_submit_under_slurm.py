@@ -106,8 +106,16 @@ def preempt(slurm, _):
     slurm.run(["sbatch", "--partition=high", "-N", "4", "--exclusive", "--wrap", "true"])
 
 
+def lose_a_node(slurm, job):
+    nodes = slurm.run(["squeue", "-h", "-o", "%N", "-j", job]).stdout.strip()
+    last = slurm.run(["scontrol", "show", "hostnames", nodes]).stdout.split()[-1]
+    # It comes back when it registers again: ReturnToService=2.
+    slurm.run(["scontrol", "update", f"nodename={last}", "state=down", "reason=test"])
+
+
 @pytest.mark.parametrize(("partition", "act", "of_job"), [
-    ("all", requeue, 0), ("requeued", preempt, 0), ("cancelled", preempt, 1),
+    ("all", requeue, 0), ("all", lose_a_node, 0), ("requeued", preempt, 0),
+    ("cancelled", preempt, 1),
 ])  # fmt: skip
 def test_a_job_that_had_to_go_is_another_attempt(slurm, submit, partition, act, of_job):
     body = 'echo "here $EZPZ_ATTEMPT"; [ "$EZPZ_ATTEMPT" = 1 ] || sleep 600'

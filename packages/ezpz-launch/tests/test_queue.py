@@ -1,4 +1,4 @@
-"""Jobs as Slurm 22.05.8 and OpenPBS 23.06 told of them, in our words; sacct's as documented."""
+"""Jobs as Slurm 22.05.8 (squeue, and sacct with slurmdbd) and OpenPBS 23.06 told of them."""
 
 import pytest
 
@@ -8,9 +8,18 @@ SLURM = {
     # state, reason, exit code, restarts; the others are seen in tests/slurm
     ("FAILED", "JobLaunchFailure", "9", "0"): ("failed", 137),
     ("PENDING", "BeginTime", "0", "0"): ("queued", None),
-    ("CANCELLED by 1000", "", "0:15", ""): ("cancelled", 143),  # sacct's
+    ("NODE_FAIL", "NodeDown", "0", "0"): ("node failed", None),
+    ("CANCELLED", "JobHeldUser", "0", "0"): ("cancelled", None),
+    ("OUT_OF_MEMORY", "OutOfMemory", "253", "0"): ("out of memory", None),
+    # sacct's
+    ("COMPLETED", "", "0:0", ""): ("completed", 0),
+    ("FAILED", "", "7:0", ""): ("failed", 7),
+    ("FAILED", "", "0:9", ""): ("failed", 137),
+    ("CANCELLED by 0", "", "0:0", ""): ("cancelled", None),
+    ("TIMEOUT", "", "0:0", ""): ("time limit", None),
+    ("PREEMPTED", "", "0:0", ""): ("preempted", None),
+    ("NODE_FAIL", "", "0:0", ""): ("node failed", None),
     ("OUT_OF_MEMORY", "", "0:125", ""): ("out of memory", None),
-    ("FAILED", "", "3:0", ""): ("failed", 3),
 }
 
 
@@ -20,12 +29,13 @@ def test_what_slurm_tells(told):
     job = _slurm_job({
         "id": "12_3", "key": "15", "name": "a b\nc|d", "state": state, "why": why, "queue": "all",
         "nodes": "2", "submitted": "2026-11-24T15:23:14", "start": "N/A", "status": status,
-        "end": "2026-11-24T15:24:17", "restarts": restarts,
+        "end": "2026-11-24T15:24:17", "restarts": restarts, "hosts": "None assigned",
     })  # fmt: skip
     assert (job.state, job.exit_status) == SLURM[told]
     assert (job.id, job.key, job.name, job.nodes) == ("12_3", "15", "a b\nc|d", 2)
-    assert (job.submitted, job.start) == (1795533794.0, None)
+    assert (job.submitted, job.start, job.hosts) == (1795533794.0, None, "")
     assert job.end == (None if job.state == "queued" else 1795533857.0)
+    assert ("or with status 135" in job.why) == (status == "7:0"), "it may have been more than 128"
 
 
 RUN = "Job run at Tue Nov 24 at 15:35 on (x1n0:ncpus=1)"
@@ -47,6 +57,8 @@ PBS = {
     "time limit": ({"job_state": "F", "Exit_status": "-29",
                     "comment": f"{RUN} and exceeded resource walltime"}, None),
     "node failed": ({"job_state": "F", "Exit_status": "-20", "comment": RUN}, None),
+    "out of memory": ({"job_state": "F", "Exit_status": "-27",
+                       "comment": f"{RUN} and exceeded resource mem"}, None),
 }  # fmt: skip
 
 

@@ -294,14 +294,19 @@ def _slurm_job(told: Mapping[str, str]) -> Job:
             state = "cannot start"
         elif restarts:
             state = "requeued"
-    waits, runs = state in WAITING, state in RUNNING
+    status = None if state in (*WAITING, *RUNNING) else _slurm_status(told["status"])
+    if status and state == "failed" and told["status"].endswith(":0"):
+        # sacct takes 128 from a status above it (22.05.8; its JSON says 0).
+        why = f"or with status {status + 128}: sacct tells both alike"
+    hosts = told.get("hosts", "")
     return Job(
         "slurm", told["id"], told["key"], told["name"], state,
         why="" if why == "None" or state in _NO_REASON else why, queue=told["queue"],
-        nodes=_number(told["nodes"]), hosts=told.get("hosts", ""),
+        nodes=_number(told["nodes"]), hosts="" if hosts == "None assigned" else hosts,
         submitted=_slurm_moment(told["submitted"]), start=_slurm_moment(told["start"]),
-        end=None if waits else _slurm_moment(told["end"]),
-        exit_status=None if waits or runs else _slurm_status(told["status"]), restarts=restarts,
+        end=None if state in WAITING else _slurm_moment(told["end"]), restarts=restarts,
+        # Slurm tells 0 also of what ended without an exit status: cancelled, its node lost.
+        exit_status=status if state == "completed" else status or None,
     )  # fmt: skip
 
 
@@ -312,12 +317,13 @@ def _slurm_status(text: str) -> int | None:
     """Read an exit status: sacct's ``status:signal``, or squeue's, which is what wait(2) gives."""
     if ":" in text:
         status, number = map(_number, text.split(":")[:2])
-        # 0:125 is no signal: memory was out.
-        return None if number > _LAST_SIGNAL else 128 + number if number else status
-    if not text.isdecimal():
+    elif text.isdecimal():
+        told = os.waitstatus_to_exitcode(int(text) & 0xFFFF)
+        status, number = max(told, 0), max(-told, 0)
+    else:
         return None
-    status = os.waitstatus_to_exitcode(int(text) & 0xFFFF)
-    return 128 - status if status < 0 else status
+    # 125 is no signal: memory was out.
+    return None if number > _LAST_SIGNAL else 128 + number if number else status
 
 
 def _slurm_moment(text: str) -> float | None:

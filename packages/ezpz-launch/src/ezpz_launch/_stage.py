@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ._archive import Source, ask, is_below, is_users, survey
@@ -66,11 +67,16 @@ class Staging:
             (self._user_env.get("TMPDIR", ""), "TMPDIR"),
             ("/tmp", "no other is known"),
         )
-        self.folder, self.why = next(place for place in places if place[0])
-        self.folder = os.path.abspath(self.folder)
-        told = ask(python or _program(request.command[0], self._user_env), self._user_env)
-        what = survey(told, self._user_env, request.stage_data, everything=request.stage == "all")
-        self.source = Source(what, self.folder)
+        folder, self.why = next(place for place in places if place[0])
+        self.folder, self._python = os.path.abspath(folder), python
+
+    @cached_property
+    def source(self) -> Source:
+        """What is staged; looked for when it is wanted: a question to the nodes needs it not."""
+        request, env = self._planned.request, self._user_env
+        told = ask(self._python or _program(request.command[0], env), env)
+        what = survey(told, env, request.stage_data, everything=request.stage == "all")
+        return Source(what, self.folder)
 
     @property
     def planned(self) -> LaunchPlan:
@@ -134,14 +140,10 @@ class Staging:
         Raises:
             StageError: Some hosts do not have it; the others do.
         """
-        every = max(0.5, len(self._planned.placement.hosts) / 2000)
-        tree, outcome = self._on_nodes(("stage", self.source.name, every), heard, self.source)
-        if outcome.told:
-            return outcome.exit_status
-        if tree.bad:
-            raise StageError(tree.failed(), len(self._planned.placement.hosts))
         nodes = len(self._planned.placement.hosts)
-        if outcome.exit_status or tree.whole < nodes:
+        order = ("stage", self.source.name, max(0.5, nodes / 2000))
+        tree, outcome = self._on_nodes(order, heard, self.source)
+        if outcome.told or outcome.exit_status or len(tree.whole) < nodes:
             return outcome.exit_status or 1  # the run has said why
         new = nodes - len(tree.had)
         say(
@@ -155,8 +157,6 @@ class Staging:
         """Return what the nodes have; ``what`` is ``"status"``, or ``"clean"`` to remove it."""
         with signals() as heard:
             tree, outcome = self._on_nodes((what,), heard)
-        if tree.bad:
-            raise StageError(tree.failed(), len(self._planned.placement.hosts))
         if outcome.exit_status:
             raise LaunchError(f"the nodes did not answer (exit status {outcome.exit_status})")
         rows, gone = dict[str, tuple[dict[str, Any], int]](), 0
@@ -172,7 +172,7 @@ class Staging:
             lines.append(
                 f"{row['name']}  {size:>10}  {count} of {nodes} nodes  {used}  {row['about']}"
             )
-        return "\n".join(lines or [f"nothing is staged in {self.source.home} on {nodes} nodes"])
+        return "\n".join(lines or [f"nothing is staged in {self.folder} on {nodes} nodes"])
 
     def _on_nodes(
         self, order: tuple[object, ...], heard: Heard, source: Source | None = None
@@ -183,7 +183,7 @@ class Staging:
             raise UsageError(
                 f"EZPZ_STAGE_FANOUT={given!r}: expected a number of children of a node"
             )
-        hosts = planned.placement.hosts
+        hosts, scratch = planned.placement.hosts, self._env.get("TMPDIR") or "/tmp"
         tree = Tree(hosts, order, source, here=planned.on_this_host, fan_out=int(given))
         words = (sys.executable, "-I", "-S", os.path.join(PROGRAMS, "_stage_node.py"), self.folder)
         request = replace(
@@ -194,7 +194,7 @@ class Staging:
         )  # fmt: skip
         tree.start()
         try:
-            with _hostfile(replace(self._replan(request), control=True), self.scratch) as ready:
+            with _hostfile(replace(self._replan(request), control=True), scratch) as ready:
                 kept = {name: v for name, v in self._env.items() if name not in ready.removed}
                 control = Control(f"{new_id(time.time())}.stage", _HOLD)
                 launch = Launch(
@@ -207,11 +207,9 @@ class Staging:
                 outcome = run(launch, heard)
         finally:
             tree.stop()
+        if tree.bad and not outcome.told:
+            raise StageError(tree.failed(), len(hosts))
         return tree, outcome
-
-    @property
-    def scratch(self) -> str:
-        return self._env.get("TMPDIR") or "/tmp"
 
 
 def _told(
@@ -249,7 +247,7 @@ def _show(tree: Tree, nodes: int, source: Source | None) -> None:
         rate, before, at = (got - before) / (now - at), got, now
         lacking = (nodes - len(tree.had)) * source.size - got
         left = f", {max(0, lacking) / rate:,.0f} s left" if rate else ""
-        line = f"staging: {tree.whole} of {nodes} nodes, {rate / 1e9:.2f} GB/s in sum{left}"
+        line = f"staging: {len(tree.whole)} of {nodes} nodes, {rate / 1e9:.2f} GB/s in sum{left}"
         _overwrite(f"ezpz-launch: {line}") if terminal else say(line)
     if terminal:
         _overwrite("")

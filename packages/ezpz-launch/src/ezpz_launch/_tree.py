@@ -71,9 +71,10 @@ class Tree:
         self._connections, self._peers = dict[int, _Peer](), dict[int, _Peer]()
         self._open = deque([_ROOT])  # who may have room for a child
         self._children = defaultdict[int, set[int]](set)
-        self._whole, self._places = set[int](), count(1)
+        self._places = count(1)
         self.bad = dict[int, str]()
         self.had = set[int]()
+        self.whole = set[int]()
         self.answers = dict[int, Any]()
         self.began = time.monotonic()
         self.arrived = 0.0  # when the first node did
@@ -102,10 +103,6 @@ class Tree:
         return not self._thread.is_alive()
 
     @property
-    def whole(self) -> int:
-        return len(self._whole)
-
-    @property
     def bytes(self) -> int:
         """Bytes that the nodes have got, in sum."""
         return sum(peer.bytes for peer in list(self._peers.values()))
@@ -126,7 +123,7 @@ class Tree:
             peer.socket.close()
 
     def _is_over(self) -> bool:
-        return len(self.answers) + self.whole + len(self.bad) >= len(self._hosts)
+        return len(self.answers) + len(self.whole) + len(self.bad) >= len(self._hosts)
 
     def _handle(self, fd: int) -> None:
         if fd == self._server.fileno():
@@ -179,7 +176,7 @@ class Tree:
             case ["whole", size]:
                 peer.bytes = size
                 self._keep(peer, node)
-                if 2 * self.whole >= len(self._hosts):
+                if 2 * len(self.whole) >= len(self._hosts):
                     self.half = self.half or time.monotonic() - self.arrived
             case ["orphan" | "corrupt" as what, parent, why]:
                 self._leave(peer, parent, why, is_corrupt=what == "corrupt")
@@ -215,7 +212,7 @@ class Tree:
 
     def _keep(self, peer: _Peer, node: int) -> None:
         peer.state = "whole"
-        self._whole.add(node)
+        self.whole.add(node)
 
     def _assign(self, peer: _Peer, why: str = "") -> None:
         """Tell a node whom to ask."""
@@ -258,7 +255,7 @@ class Tree:
             return
         peer.state = "failed"
         self.bad[peer.node] = why
-        self._whole.discard(peer.node)
+        self.whole.discard(peer.node)
         for child in sorted(self._children[peer.node]):
             if self._peers[child].state == "lacking":
                 self._peers[child].tried.add(peer.node)
