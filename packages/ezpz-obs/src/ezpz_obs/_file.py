@@ -34,6 +34,7 @@ RESERVED = frozenset({"step", "time", "replay", "event", "ezpz_obs", "crc"})
 """Names of the file's own: no metric may have one."""
 
 FILE_NAME = "metrics.jsonl"
+SYSTEM_NAME = "system.jsonl"  # what rank 0's host does, in the same format
 
 PLAIN = frozenset({int, float, bool})  # the types that JSON takes as they are
 

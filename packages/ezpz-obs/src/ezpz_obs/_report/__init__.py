@@ -16,7 +16,7 @@ from ezpz_obs._errors import ReportError, require
 from ezpz_obs._run import Run, read_run
 from ezpz_obs._version import __version__
 
-from .content import Plot, Report, RunPart, Table, compose
+from .content import SECTIONS, Plot, Report, RunPart, Table, compose
 from .figures import LIGHT, style
 from .survey import survey
 from .words import clean, distinct, shorten
@@ -40,11 +40,9 @@ def _markdown(report: Report) -> str:
             )
     if not report.alone:
         lines += ["## Side by side", "", *_table(report.comparison)]
-    for title, plots in (
-        ("Curves", report.curves), ("Speed", report.speed), ("Memory", report.memory)
-    ):  # fmt: skip
+    for section, plots in report.drawn.items():
         if plots:
-            lines += [f"## {title}", ""]
+            lines += [f"## {SECTIONS[section]}", ""]
             for plot in plots:
                 lines += _plot(plot)
     if report.left_out:
@@ -102,6 +100,7 @@ def _page(report: Report) -> str:
     template = environment.from_string(here.joinpath("page.html.j2").read_text("utf-8"))
     said: str = template.render(
         report=report,
+        titles=SECTIONS,
         version=__version__,
         style=f"{here.joinpath('page.css').read_text('utf-8')}{style(':root')}",
         colours=len(LIGHT),

@@ -25,8 +25,15 @@ _KNOWN: Final = {
 """Section and unit, in the order in which they are drawn."""
 
 
+SECTIONS: Final = {"curves": "Curves", "speed": "Speed", "memory": "Memory", "system": "System"}
+"""Of plots, by their anchors, in the order of the page."""
+
+_UNITS: Final = {"_gib": "GiB", "_mib_per_s": "MiB/s", "_w": "W", "_c": "°C"}
+"""Of system metrics, by how their names end; the use of something is a share."""
+
+
 class Panel(NamedTuple):
-    section: str  # "curves", "speed" or "memory"
+    section: str  # of `SECTIONS`
     title: str  # usually the metric
     unit: str  # of the vertical axis; "" where it is not known
     lines: list[tuple[int, str]]  # the run's index, and the metric
@@ -49,7 +56,21 @@ def arrange(surveys: Sequence[Survey]) -> list[Panel]:
         section, unit = _KNOWN.get(last_part(name), ("curves", ""))
         lines = [(place, name) for place, of in enumerate(surveys) if name in of.groups]
         panels.append(Panel(section, name, unit, lines))
-    return sorted(panels, key=lambda panel: ("curves", "speed", "memory").index(panel.section))
+    panels.sort(key=lambda panel: list(SECTIONS).index(panel.section))
+    return panels + _of_system(surveys)
+
+
+def _of_system(surveys: Sequence[Survey]) -> list[Panel]:
+    """Of one run a panel for each kind, of several one for each metric."""
+    panels: dict[str, Panel] = {}
+    for place, survey in enumerate(surveys):
+        for name in survey.system:
+            whose, _, part = name.partition("/")
+            kind = f"devices {part}" if whose.startswith("device") else f"host {whose}"
+            title = kind if len(surveys) == 1 else name
+            unit = next((unit for end, unit in _UNITS.items() if part.endswith(end)), "")
+            panels.setdefault(title, Panel("system", title, unit, [])).lines.append((place, name))
+    return list(panels.values())
 
 
 def last_part(name: str) -> str:
@@ -391,9 +412,7 @@ class RunPart(NamedTuple):
 class Report(NamedTuple):
     title: str
     runs: list[RunPart]
-    curves: list[Plot]
-    speed: list[Plot]
-    memory: list[Plot]
+    drawn: dict[str, list[Plot]]  # by section
     left_out: int
     comparison: Table
     environment: list[tuple[str, Table]]
@@ -409,7 +428,7 @@ class Report(NamedTuple):
 
     @property
     def plots(self) -> list[Plot]:
-        return [*self.curves, *self.speed, *self.memory]
+        return [plot for plots in self.drawn.values() for plot in plots]
 
     @property
     def sections(self) -> list[tuple[str, str]]:
@@ -417,9 +436,7 @@ class Report(NamedTuple):
             (anchor, title)
             for anchor, title, there in (
                 ("compared", "Side by side", not self.alone),
-                ("curves", "Curves", self.curves),
-                ("speed", "Speed", self.speed),
-                ("memory", "Memory", self.memory),
+                *((anchor, SECTIONS[anchor], plots) for anchor, plots in self.drawn.items()),
                 ("ranks", "Ranks", self.any_ranks),
                 ("warnings", "Warnings", True),
                 ("attempts", "Attempts", True),
@@ -432,7 +449,7 @@ class Report(NamedTuple):
 
 def compose(surveys: Sequence[Survey], say: Callable[[str], None] | None = None) -> Report:
     panels = arrange(surveys)
-    plots: dict[str, list[Plot]] = {"curves": [], "speed": [], "memory": []}
+    plots: dict[str, list[Plot]] = {section: [] for section in SECTIONS}
     times = [(survey.label, survey.step_times) for survey in surveys if _is_timed(survey)]
     if times:
         title = "step times"
@@ -454,7 +471,7 @@ def compose(surveys: Sequence[Survey], say: Callable[[str], None] | None = None)
     return Report(
         title=surveys[0].label if len(surveys) == 1 else f"{len(surveys)} runs compared",
         runs=runs, left_out=max(0, len(panels) - MOST), comparison=comparison(surveys),
-        environment=environment(surveys), made=moment(time.time()), **plots,
+        environment=environment(surveys), made=moment(time.time()), drawn=plots,
     )  # fmt: skip
 
 
@@ -462,14 +479,18 @@ def _plot(surveys: Sequence[Survey], panel: Panel) -> Plot:
     drawn, several = [], len(surveys) > 1
     for place, (run, name) in enumerate(panel.lines):
         survey = surveys[run]
-        series = survey.series.get(name) or survey.series[f"{name}/mean"]
+        of_system = panel.section == "system"
+        known = survey.system if of_system else survey.series
+        series = known.get(name) or known[f"{name}/mean"]
         spread = None
-        if survey.groups[name]:
+        if not of_system and survey.groups[name]:
             spread = {part: survey.series[f"{name}/{part}"] for part in STATISTICS}
         label = survey.label if several else name
         drawn.append(Drawn(label, series, spread, run if several else place))
     title = f"{panel.title} over steps"
     # A metric may be called as several together are.
     kind = "joint" if len({name for _, name in panel.lines}) > 1 else "curve"
+    if panel.section == "system":
+        kind = "system"
     svg, notes = curves(drawn, title=title)
     return Plot(panel.title, panel.unit, svg, tuple(notes), file_name(kind, panel.title))

@@ -62,7 +62,7 @@ def train(settings: Settings) -> None:
         logits: torch.Tensor = engine(batch.to(device, dtype))
         return logits.float()
 
-    with ezpz.History(settings.outdir, cross_rank=True) as history:
+    with ezpz.History(settings.outdir, cross_rank=True, system=True) as history:
         for epoch in range(settings.epochs):
             for batch, answers in loader:
                 loss = cross_entropy(ask(batch), answers.to(device))
