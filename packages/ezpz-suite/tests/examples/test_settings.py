@@ -148,7 +148,7 @@ def test_the_folder_it_chooses_is_named(alone, tmp_path, capsys):
     ("name", "package", "extra"),
     [
         ("accelerate", "accelerate", "huggingface"), ("deepspeed_zero", "deepspeed", "deepspeed"),
-        ("diffusion", "PIL", "examples"), ("hf_trainer", "transformers", "huggingface"),
+        ("diffusion", "sklearn", "examples"), ("hf_trainer", "transformers", "huggingface"),
         ("lightning_fabric", "lightning_fabric", "fabric"), ("minimal", "sklearn", "examples"),
     ],
 )  # fmt: skip

@@ -16,7 +16,7 @@ from ezpz_obs._errors import ReportError, require
 from ezpz_obs._run import Run, read_run
 from ezpz_obs._version import __version__
 
-from .content import SECTIONS, Plot, Report, RunPart, Table, compose
+from .content import SECTIONS, SHOWN, Plot, Report, RunPart, Table, compose
 from .figures import LIGHT, style
 from .survey import survey
 from .words import clean, distinct, shorten
@@ -25,8 +25,8 @@ _SPECIAL = re.compile(r"([\\`*_\[\]|$~#{}()!])")
 _ENTITIES = str.maketrans({"<": "&lt;", ">": "&gt;", "&": "&amp;"})
 
 
-def _markdown(report: Report) -> str:
-    """Return the report in short; its plots are expected as ``NAME.svg`` beside it."""
+def _markdown(report: Report, folder: Path) -> str:
+    """Return the report in short; its plots are expected as ``NAME.svg`` in this folder."""
     lines = [f"# {escape(report.title, 100)}", ""]
     for run in report.runs:
         whose = "" if report.alone else f"**{escape(run.label)}**: "
@@ -48,7 +48,7 @@ def _markdown(report: Report) -> str:
     if report.left_out:
         lines += [f"{report.left_out:,} more metrics are not drawn.", ""]
     for run in report.runs:
-        lines += _run(run, alone=report.alone)
+        lines += _shown(run, folder, alone=report.alone) + _run(run, alone=report.alone)
     for title, table in report.environment:
         lines += [f"## {title}", "", *_table(table)]
     return "\n".join(lines).rstrip() + "\n"
@@ -70,6 +70,19 @@ def _run(run: RunPart, *, alone: bool) -> list[str]:
     lines += [f"## Attempts{whose}", "", *_table(run.attempts)]
     if alone and run.metrics.rows:
         lines += ["## Metrics", "", *_table(run.metrics)]
+    return lines
+
+
+def _shown(run: RunPart, folder: Path, *, alone: bool) -> list[str]:
+    lines = [f"## {SHOWN}{'' if alone else f' of {escape(run.label)}'}", ""] if run.shown else []
+    for name, items, _ in run.shown:
+        lines += [f"### {escape(name)}", ""]
+        for item in items:
+            caption, where = escape(item.caption, 300), os.path.relpath(item.path, folder)
+            if item.table:
+                lines += [caption, "", *_table(item.table)]
+            else:
+                lines += [f"![{caption}]({where})" if item.image else f"[{caption}]({where})", ""]
     return lines
 
 
@@ -100,7 +113,7 @@ def _page(report: Report) -> str:
     template = environment.from_string(here.joinpath("page.html.j2").read_text("utf-8"))
     said: str = template.render(
         report=report,
-        titles=SECTIONS,
+        titles={**SECTIONS, "shown": SHOWN},
         version=__version__,
         style=f"{here.joinpath('page.css').read_text('utf-8')}{style(':root')}",
         colours=len(LIGHT),
@@ -160,7 +173,7 @@ def write_report(
     folder.mkdir(parents=True, exist_ok=True)
     # The page last: whoever finds the new one finds the new plots.
     plots = [_write(folder / f"{plot.file}.svg", _alone(plot.svg)) for plot in report.plots]
-    text = _write(folder / "report.md", _markdown(report))
+    text = _write(folder / "report.md", _markdown(report, folder))
     html = _write(folder / "index.html", _page(report))
     return (html, text, *plots)
 

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import time
+from base64 import b64encode
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final, NamedTuple
+
+import orjson
+
+from ezpz_obs._file import file_name
+from ezpz_obs._run import Shown
+from ezpz_topo import redact
 
 from .figures import Drawn, curves, step_histogram
 from .survey import STATISTICS, Notices, Series, Survey, say_end
-from .words import NOTHING, TIMES, clean, file_name, moment, number, seconds, share
+from .words import NOTHING, TIMES, clean, moment, number, seconds, share
 
 MOST: Final = 48  # plots on a page, at most: a model's every layer is for a table
 
@@ -27,6 +35,11 @@ _KNOWN: Final = {
 
 SECTIONS: Final = {"curves": "Curves", "speed": "Speed", "memory": "Memory", "system": "System"}
 """Of plots, by their anchors, in the order of the page."""
+
+SHOWN: Final = "Images, texts and tables"
+_MOST_NAMES, _LAST, _MOST_ROWS = 24, 6, 50  # on a page: names, of each the last, rows of a table
+_LARGEST: Final = 4_000_000  # bytes of a file that is shown
+_LONGEST: Final = 4000  # characters of a text
 
 _UNITS: Final = {"_gib": "GiB", "_mib_per_s": "MiB/s", "_w": "W", "_c": "°C"}
 """Of system metrics, by how their names end; the use of something is a share."""
@@ -396,6 +409,52 @@ class Plot(NamedTuple):
     file: str  # name of its own file, without the ending
 
 
+class Item(NamedTuple):
+    """An image, a text or a table at one step."""
+
+    caption: str
+    path: Path
+    image: str = ""  # as base64
+    text: str = ""
+    table: Table | None = None
+
+
+def items(shown: Sequence[Shown]) -> list[tuple[str, list[Item], int]]:
+    """Return the last few of each name, and how many earlier ones are left out."""
+    names = list(dict.fromkeys(one.name for one in shown))
+    found = []
+    for name in names[:_MOST_NAMES]:
+        of = [one for one in shown if one.name == name]
+        found.append((name, [_item(one) for one in of[-_LAST:]], max(0, len(of) - _LAST)))
+    return found
+
+
+def _item(one: Shown) -> Item:
+    caption = f"step {one.step:,}" + (f": {one.caption}" if one.caption else "")
+    try:
+        data = one.path.read_bytes()
+    except OSError:
+        return Item(caption, one.path, text="The file is not there.")
+    if one.kind == "text":
+        return Item(caption, one.path, text=redact(data.decode(errors="replace"))[:_LONGEST])
+    if len(data) > _LARGEST:
+        return Item(caption, one.path, text=f"{len(data) / 1e6:,.0f} MB: see the file.")
+    if one.kind == "image":
+        return Item(caption, one.path, image=b64encode(data).decode())
+    try:
+        of = orjson.loads(data)
+        rows = [tuple(_cell(cell) for cell in row) for row in of["data"]]
+        columns = tuple(map(clean, of["columns"]))
+    except (ValueError, LookupError, TypeError):
+        return Item(caption, one.path, text="The file is no table that a History wrote.")
+    note = f"{len(rows) - _MOST_ROWS:,} more rows are in the file." if rows[_MOST_ROWS:] else ""
+    return Item(caption, one.path, table=Table(columns, rows[:_MOST_ROWS], note=note))
+
+
+def _cell(value: Any) -> str:
+    return number(value) if type(value) in (int, float) else clean(value)
+
+
 class RunPart(NamedTuple):
     label: str
     state: str  # "good", "bad" or "open"
@@ -407,6 +466,7 @@ class RunPart(NamedTuple):
     ranks: Table | None
     notices: Table
     pauses: list[str]
+    shown: list[tuple[str, list[Item], int]]
 
 
 class Report(NamedTuple):
@@ -437,6 +497,7 @@ class Report(NamedTuple):
             for anchor, title, there in (
                 ("compared", "Side by side", not self.alone),
                 *((anchor, SECTIONS[anchor], plots) for anchor, plots in self.drawn.items()),
+                ("shown", SHOWN, any(run.shown for run in self.runs)),
                 ("ranks", "Ranks", self.any_ranks),
                 ("warnings", "Warnings", True),
                 ("attempts", "Attempts", True),
@@ -464,7 +525,7 @@ def compose(surveys: Sequence[Survey], say: Callable[[str], None] | None = None)
             label=survey.label, state=survey.outcome[0], words=clean(survey.outcome[1]),
             course=course(survey), tiles=tiles(survey), attempts=attempts(survey),
             metrics=metrics(survey), ranks=ranks(survey), notices=notices(survey.notices),
-            pauses=pauses(survey),
+            pauses=pauses(survey), shown=items(survey.shown),
         )
         for survey in surveys
     ]  # fmt: skip

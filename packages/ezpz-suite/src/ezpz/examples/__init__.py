@@ -5,17 +5,16 @@ from importlib.util import find_spec
 
 # What an example may import, and what to install for it.
 EXTRAS = {
-    **dict.fromkeys(["PIL", "sklearn"], "ezpz-suite[examples]"),
+    "sklearn": "ezpz-suite[examples]",
     **dict.fromkeys(["accelerate", "transformers"], "ezpz-suite[huggingface]"),
     **dict.fromkeys(["jinja2", "matplotlib"], "ezpz-obs[report]"),
     "deepspeed": "ezpz-suite[deepspeed]",
     "lightning_fabric": "ezpz-suite[fabric]",
 }
 _NEEDS = {
-    **dict.fromkeys(["ddp_resume", "minimal", "vit"], ("sklearn",)),
+    **dict.fromkeys(["ddp_resume", "diffusion", "minimal", "vit"], ("sklearn",)),
     "accelerate": ("sklearn", "accelerate"), "deepspeed_zero": ("sklearn", "deepspeed"),
-    "diffusion": ("sklearn", "PIL"), "hf_trainer": ("transformers",),
-    "lightning_fabric": ("sklearn", "lightning_fabric"),
+    "hf_trainer": ("transformers",), "lightning_fabric": ("sklearn", "lightning_fabric"),
 }  # fmt: skip
 
 
