@@ -5,14 +5,20 @@ from __future__ import annotations
 import logging
 import os
 import re
+import secrets
+import threading
+import time
 from base64 import b64encode
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from hashlib import sha256
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
 from pathlib import Path
 
 from ezpz_obs._context import replacing
-from ezpz_obs._errors import ReportError, require
+from ezpz_obs._errors import ObsError, ReportError, require
+from ezpz_obs._file import SYSTEM_NAME
 from ezpz_obs._run import Run, read_run
 from ezpz_obs._version import __version__
 
@@ -101,8 +107,8 @@ def _table(of: Table) -> list[str]:
     return lines + ([escape(of.note, 400), ""] if of.note else [])
 
 
-def _page(report: Report) -> str:
-    """Return the page: no request, and no script but ours; every name in it is text."""
+def _page(report: Report, *, live: bool = False) -> str:
+    """Return the page: no request but for itself, no script but ours; every name in it is text."""
     jinja2 = require("jinja2", "a report")
     here = files(__package__)
     environment = jinja2.Environment(
@@ -113,6 +119,7 @@ def _page(report: Report) -> str:
     template = environment.from_string(here.joinpath("page.html.j2").read_text("utf-8"))
     said: str = template.render(
         report=report,
+        live=live,
         titles={**SECTIONS, "shown": SHOWN},
         version=__version__,
         style=f"{here.joinpath('page.css').read_text('utf-8')}{style(':root')}",
@@ -152,20 +159,8 @@ def write_report(
         ReportError: Nothing was given, or what reports need is not installed.
     """
     given = [runs] if isinstance(runs, Run | str | os.PathLike) else list(runs)
-    if not given:
-        raise ReportError("no runs; expected one at least: write_report(['outputs/run'])")
-    for module in ("matplotlib", "jinja2"):  # before a million records are read for nothing
-        require(module, "a report")
-    found = [run if isinstance(run, Run) else read_run(run) for run in given]
-    # Of one folder the files of single ranks may be compared.
-    several = len({run.path.parent for run in found}) < len(found)
-    labels = distinct(
-        [run.name for run in found],
-        [str(run.path if several else run.path.parent) for run in found],
-    )
-    say = say or logger.info
-    surveys = [survey(run, label, say) for run, label in zip(found, labels, strict=True)]
-    report = compose(surveys, say)
+    found = _found(given)
+    report = _composed(found, say or logger.info)
     if out is None:
         folder = found[0].path.parent / ("report" if len(found) == 1 else "comparison")
     else:
@@ -176,6 +171,111 @@ def write_report(
     text = _write(folder / "report.md", _markdown(report, folder))
     html = _write(folder / "index.html", _page(report))
     return (html, text, *plots)
+
+
+def _found(given: Sequence[Run | str | os.PathLike[str]]) -> list[Run]:
+    if not given:
+        raise ReportError("no runs; expected one at least: write_report(['outputs/run'])")
+    for module in ("matplotlib", "jinja2"):  # before a million records are read for nothing
+        require(module, "a report")
+    return [run if isinstance(run, Run) else read_run(run) for run in given]
+
+
+def _composed(found: Sequence[Run], say: Callable[[str], None]) -> Report:
+    # Of one folder the files of single ranks may be compared.
+    several = len({run.path.parent for run in found}) < len(found)
+    labels = distinct(
+        [run.name for run in found],
+        [str(run.path if several else run.path.parent) for run in found],
+    )
+    surveys = [survey(run, label, say) for run, label in zip(found, labels, strict=True)]
+    return compose(surveys, say)
+
+
+class _Live:
+    """A page that is made again when it is asked for and the runs' files have changed."""
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        self._runs, self._lock = runs, threading.Lock()
+        self._mark, self._page = "", b""
+
+    def get(self) -> tuple[str, bytes]:
+        with self._lock:  # of several windows one at a time
+            if (mark := self._look()) != self._mark:
+                report = _composed([Run(run.path) for run in self._runs], logger.debug)
+                page = _page(report, live=True)
+                self._mark, self._page = mark, page.encode(errors="backslashreplace")
+            return self._mark, self._page
+
+    def _look(self) -> str:
+        found = []
+        for run in self._runs:
+            folder = run.path.parent
+            for path in (run.path, folder / SYSTEM_NAME, *sorted(folder.glob("logs/*.jsonl"))):
+                if path.exists():
+                    of = path.stat()
+                    # A run that says nothing for minutes is shown as one.
+                    minutes = min(10, int(time.time() - of.st_mtime) // 60)
+                    found.append((of.st_size, of.st_mtime_ns, minutes))
+        return f'"{sha256(repr(found).encode()).hexdigest()[:16]}"'
+
+
+def serve_report(
+    runs: Sequence[str | os.PathLike[str]], *, port: int = 0, say: Callable[[str], None] = print
+) -> None:
+    """Serve the report of runs to this host's own browsers, as they grow, until Ctrl-C.
+
+    Only on 127.0.0.1, and only at an address with a random token: other users of a shared host
+    cannot guess it.
+
+    Args:
+        runs: As for `write_report`; `read_run` reads them.
+        port: 0 is any that is free.
+        say: Told the address.
+
+    Raises:
+        HistoryError: There is no such run.
+        ReportError: Nothing was given, what reports need is not installed, or the port is taken.
+    """
+    live, token = _Live(_found(runs)), secrets.token_urlsafe(24)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if not secrets.compare_digest(self.path.encode(), f"/{token}/".encode()):
+                self._answer(404, b"not found")
+                return
+            try:
+                mark, page = live.get()
+            except (ObsError, OSError) as error:  # a run's folder that is gone: it may come back
+                self._answer(503, str(error).encode())
+                return
+            if self.headers.get("If-None-Match") == mark:
+                self._answer(304, b"", mark)
+            else:
+                self._answer(200, page, mark)
+
+        def _answer(self, status: int, body: bytes, mark: str = "") -> None:
+            kind = "text/html" if status == 200 else "text/plain"
+            with suppress(ConnectionError):  # the window was closed meanwhile
+                self.send_response(status)
+                self.send_header("Content-Type", f"{kind}; charset=utf-8")
+                self.send_header("Content-Length", str(len(body)))
+                self.send_header("Cache-Control", "no-store")
+                self.send_header("Referrer-Policy", "no-referrer")
+                self.send_header("ETag", mark)
+                self.end_headers()
+                self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            """Say nothing of each request."""
+
+    try:
+        server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    except (OSError, OverflowError) as error:
+        raise ReportError(f"port {port}: {error}; expected one that is free") from error
+    with server, suppress(KeyboardInterrupt):
+        say(f"http://127.0.0.1:{server.server_port}/{token}/")
+        server.serve_forever()
 
 
 def _alone(svg: str) -> str:
