@@ -41,7 +41,10 @@ def _refuse_without(name: str) -> None:
             sys.exit(said(name, f"needs {package}: pip install '{EXTRAS[package]}'"))
 
 
-# Of ``python -m ezpz.examples.NAME`` this is imported first; torch alone would take seconds.
+# Of ``python -m ezpz.examples.NAME`` this is imported first; torch alone takes seconds.
 for _before, _word in zip(sys.orig_argv, sys.orig_argv[1:], strict=False):
     if _before == "-m" and _word.startswith(f"{__name__}."):
-        _refuse_without(_word.removeprefix(f"{__name__}."))
+        _name = _word.removeprefix(f"{__name__}.")
+        _refuse_without(_name)
+        if "--help" not in sys.argv and speaks():
+            print(f"{_name}: importing torch", file=sys.stderr, flush=True)

@@ -47,7 +47,7 @@ def train(settings: Settings) -> None:
     device = ezpz.get_torch_device_type()
     scaler = torch.amp.GradScaler(device, enabled=dtype == torch.float16)
     if ezpz.get_rank() == 0:
-        print(ezpz.describe_model(model))
+        print(ezpz.describe_model(model), flush=True)
 
     timer, rates = ezpz.StepTimer(), ezpz.Throughput()
     # With what all ranks find: metrics.jsonl shows their mean, and that they agree.
