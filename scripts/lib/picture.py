@@ -114,7 +114,7 @@ def report(page: str) -> str:
 def shape(picture: str) -> list[str]:
     """The words of a picture, without numbers, units, curves and spaces."""
     texts = re.findall(r">([^<]+)<", re.sub(r"<style>.*?</style>", "", picture, flags=re.DOTALL))
-    words = [re.sub(r"\d[kM]\b|[-−%,\d.\u2800-\u28ff\s]+", " ", t).split() for t in texts]
+    words = [re.sub(r"\d[kM]\b|[-\u2212%,\d.\u2800-\u28ff\s]+", " ", t).split() for t in texts]
     return [word for each in words for word in each if word not in ("s", "ms", "µs", "min")]
 
 

@@ -116,6 +116,9 @@ def _page(report: Report, *, live: bool = False) -> str:
     )
     environment.filters |= {"clean": clean, "shorten": shorten}
     script = here.joinpath("page.js").read_text("utf-8")
+    # A page in a file has nothing that could ask a network.
+    more = here.joinpath("live.js").read_text("utf-8") if live else ""
+    script = script.replace("/* live */", more)
     template = environment.from_string(here.joinpath("page.html.j2").read_text("utf-8"))
     said: str = template.render(
         report=report,

@@ -79,11 +79,18 @@ def _of_system(surveys: Sequence[Survey]) -> list[Panel]:
     for place, survey in enumerate(surveys):
         for name in survey.system:
             whose, _, part = name.partition("/")
+            end, unit = next((item for item in _UNITS.items() if name.endswith(item[0])), ("", ""))
+            part = part.removesuffix(end)
             kind = f"devices {part}" if whose.startswith("device") else f"host {whose}"
-            title = kind if len(surveys) == 1 else name
-            unit = next((unit for end, unit in _UNITS.items() if part.endswith(end)), "")
+            title = kind if len(surveys) == 1 else f"{whose} {part}"
             panels.setdefault(title, Panel("system", title, unit, [])).lines.append((place, name))
     return list(panels.values())
+
+
+def _system_label(name: str) -> str:
+    """Return what tells a line from the others of its panel: device0, or received."""
+    whose, _, part = name.partition("/")
+    return whose if whose.startswith("device") else part.partition("_")[0]
 
 
 def last_part(name: str) -> str:
@@ -546,7 +553,7 @@ def _plot(surveys: Sequence[Survey], panel: Panel) -> Plot:
         spread = None
         if not of_system and survey.groups[name]:
             spread = {part: survey.series[f"{name}/{part}"] for part in STATISTICS}
-        label = survey.label if several else name
+        label = survey.label if several else _system_label(name) if of_system else name
         drawn.append(Drawn(label, series, spread, run if several else place))
     title = f"{panel.title} over steps"
     # A metric may be called as several together are.
