@@ -79,6 +79,8 @@ class TestTensorboard:
         assert {tag: one.step for tag, one in texts.items()} == {"said": 4, "errors": 7}
         assert texts["said"].tensor_proto.string_val == [b"hello"]
         assert rb"| 3 | a\|b |" in texts["errors"].tensor_proto.string_val[0]
+        (tmp_path / "media" / "text-said-4.txt").unlink()
+        assert replay(tmp_path, "tensorboard") == 1
         assert warned() == []
 
     def test_a_restarted_run_and_a_replay_replace_their_steps(self, tmp_path):

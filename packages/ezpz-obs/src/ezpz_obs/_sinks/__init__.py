@@ -188,8 +188,9 @@ def close_all(feeders: Sequence[Feeder], seconds: float) -> None:
 def _send(sink: Sink, batch: Sequence[Mapping[str, Any] | Shown]) -> None:
     if records := [one for one in batch if not isinstance(one, Shown)]:
         sink.write(records)
-    show = getattr(sink, "show", None)
-    if show is not None and (shown := [one for one in batch if isinstance(one, Shown)]):
+    # A file that somebody removed is no reason to lose the metrics that come.
+    shown = [one for one in batch if isinstance(one, Shown) and one.path.is_file()]
+    if shown and (show := getattr(sink, "show", None)) is not None:
         show(shown)
 
 
