@@ -48,6 +48,7 @@ def train(settings: Settings) -> None:
 
     ezpz.setup_torch(seed=settings.seed)
     logger = ezpz.get_logger("hf_trainer")
+    logger.info("ready", ranks=ezpz.get_world_size())
     text = _text.load(settings)
     config = hf.LlamaConfig(
         vocab_size=_text.VOCABULARY, hidden_size=64, intermediate_size=192,
