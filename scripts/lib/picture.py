@@ -1,7 +1,7 @@
-"""Draw docs/assets/terminal.svg: what the README's script and two commands print in a terminal.
+"""Draw docs/assets/terminal.svg and report.svg: what the README's script prints, and its report.
 
 usage: hatch run test:picture [--check]
-  --check  run them again; 1 if the picture says anything else, but for numbers and curves
+  --check  run them again; 1 if a picture says anything else, but for numbers and curves
 
 The host's name is drawn as "laptop".
 """
@@ -25,9 +25,11 @@ from pathlib import Path
 import fire
 
 ROOT = Path(__file__).resolve().parents[2]
-PICTURE = ROOT / "docs" / "assets" / "terminal.svg"
+TERMINAL = ROOT / "docs" / "assets" / "terminal.svg"
+REPORT = TERMINAL.with_name("report.svg")
 COMMANDS = ("ezpz-launch -n 2 python train.py", "ezpz-obs plot outputs/readme loss")
 COLUMNS, ROWS, WIDTH, HEIGHT = 80, 24, 8.4, 18  # of the terminal, and of a cell in pixels
+REPORT_HIGH = 630
 INK = "#d0d0d0"
 COLOURS = [  # the eight of a terminal, and the bright ones
     "#5c6370", "#e06c75", "#98c379", "#e5c07b", "#61afef", "#c678dd", "#56b6c2", "#d0d0d0",
@@ -94,25 +96,44 @@ def svg(lines: list[str]) -> str:
     return "\n".join([*parts, "</svg>", ""])
 
 
+def report(page: str) -> str:
+    """The top of a report's page as a picture: its first lines, and its plots side by side."""
+    (style,) = re.findall(r"<style>.*?</style>", page, re.DOTALL)
+    (top,) = re.findall(r"<header>(.*?)<nav", page, re.DOTALL)
+    figures = re.findall(r"<figure>.*?</figure>", page, re.DOTALL)
+    # What is said below the plots changes from run to run, and the curves are drawn already.
+    plots = re.sub(r"<p>.*?</p>|(?<=<svg) data-curves=\"[^\"]*\"", "", "".join(figures))
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 1000 {REPORT_HIGH}" role="img">'
+        f'<foreignObject width="1000" height="{REPORT_HIGH}">'
+        f'<body xmlns="http://www.w3.org/1999/xhtml">{style}<main>{top}'
+        f'<h2>Curves</h2><div class="plots">{plots}</div></main></body></foreignObject></svg>\n'
+    )
+
+
 def shape(picture: str) -> list[str]:
-    """The words of a picture, without numbers, curves and spaces."""
-    texts = re.findall(r">([^<]*)</text>", picture)
-    return [word for text in texts for word in re.sub(r"[\d.\u2800-\u28ff\s]+", " ", text).split()]
+    """The words of a picture, without numbers, units, curves and spaces."""
+    texts = re.findall(r">([^<]+)<", re.sub(r"<style>.*?</style>", "", picture, flags=re.DOTALL))
+    words = [re.sub(r"\d[kM]\b|[-\u2212%,\d.\u2800-\u28ff\s]+", " ", t).split() for t in texts]
+    return [word for each in words for word in each if word not in ("s", "ms", "µs", "min")]
 
 
 def draw(*, check: bool = False) -> None:
-    """Draw the picture, or check that it is what the commands print now."""
+    """Draw the pictures, or check that they are what the commands print and write now."""
     readme, lines = (ROOT / "README.md").read_text(encoding="utf-8"), []
     (script,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "train.py").write_text(script, encoding="utf-8")
         for command in COMMANDS:
             lines += [f"\x1b[1m$ {command}\x1b[0m", *run(command, Path(folder))]
-    picture = svg(lines)
-    if not check:
-        PICTURE.write_text(picture, encoding="utf-8")
-    elif shape(PICTURE.read_text(encoding="utf-8")) != shape(picture):
-        sys.exit(f"{PICTURE.relative_to(ROOT)} is not what is printed now: hatch run test:picture")
+        run("ezpz-obs report outputs/readme", Path(folder))
+        page = Path(folder, "outputs/readme/report/index.html").read_text(encoding="utf-8")
+    page = page.replace(socket.gethostname(), "laptop")
+    for path, picture in ((TERMINAL, svg(lines)), (REPORT, report(page))):
+        if not check:
+            path.write_text(picture, encoding="utf-8")
+        elif shape(path.read_text(encoding="utf-8")) != shape(picture):
+            sys.exit(f"{path.relative_to(ROOT)} is not what is shown now: hatch run test:picture")
 
 
 if __name__ == "__main__":

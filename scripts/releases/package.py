@@ -13,6 +13,8 @@ from packaging.version import InvalidVersion, Version
 
 BUMPS = ("major", "minor", "patch")
 _VERSION = re.compile(r'(?<=^__version__ = ")[^"]+(?="$)', re.MULTILINE)
+# Not what stands before an @: a name, or a credential.
+_REMOTE = re.compile(r"(?:https://(?:[^@/]*@)?|(?:ssh://)?git@)([\w.-]+)[:/]([^?#]+?)(?:\.git)?/?")
 
 
 class ReleaseError(Exception):
@@ -56,6 +58,15 @@ class Package:
     def pyproject(self) -> Path:
         """What says which siblings it needs."""
         return self.folder / "pyproject.toml"
+
+    def write_urls(self, origin: str) -> None:
+        """Name the repository in the package's metadata, if it has a public address."""
+        text, found = self.pyproject.read_text("utf-8"), _REMOTE.fullmatch(origin)
+        if found and "[project.urls]" not in text:
+            url = f"https://{found[1]}/{found[2]}"
+            changelog = f"{url}/blob/main/packages/{self.name}/CHANGELOG.md"
+            text += f'\n[project.urls]\nRepository = "{url}"\nIssues = "{url}/issues"\n'
+            self.pyproject.write_text(f'{text}Changelog = "{changelog}"\n', "utf-8")
 
     @property
     def news(self) -> list[Path]:

@@ -67,6 +67,8 @@ class Release:
             )
         self.check_ranges(wide=wide)
         package.write_version(self.version)
+        origin = run("git", "config", "--default", "", "remote.origin.url", cwd=self.root)
+        package.write_urls(origin)
         today = datetime.now(UTC).date().isoformat()
         if package.name == "ezpz-suite":  # all of it, which people cite
             cite = self.tree / "CITATION.cff"

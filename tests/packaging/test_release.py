@@ -128,6 +128,18 @@ def test_the_suite_s_version_and_date_are_those_of_the_citation(clone):
     assert re.search(r"^\+version: 0\.9\.0\n\+date-released: 20[2-9].-", said, re.MULTILINE), said
 
 
+@pytest.mark.parametrize(
+    "address",
+    ["git@github.invalid:someone/ezpz.git", "https://me:hunter2@github.invalid/someone/ezpz"],
+)
+def test_a_release_names_the_repository_it_is_pushed_to(clone, address):
+    call("git", "remote", "set-url", "origin", address, cwd=clone)
+    said = release(clone, "ezpz-topo", "0.1.0", "--dry-run")
+    assert '+[project.urls]\n+Repository = "https://github.invalid/someone/ezpz"\n' in said
+    assert '/someone/ezpz/blob/main/packages/ezpz-topo/CHANGELOG.md"' in said
+    assert "hunter2" not in said
+
+
 def test_command_takes_words_and_options(clone):
     """With a hatch that is there already: it is told to run ``release:make``."""
     tools = clone / ".hatch" / "tools"

@@ -15,7 +15,7 @@ from ._errors import ObsError
 from ._version import __version__
 
 HELP: Final = """\
-usage: ezpz-obs report RUN... [--out=FOLDER]
+usage: ezpz-obs report RUN... [--out=FOLDER | --serve [--port=N]]
        ezpz-obs plot RUN [METRIC...]
        ezpz-obs tail RUN [--lines=N] [--no-follow]
        ezpz-obs export RUN --csv=FILE | --parquet=FILE
@@ -25,7 +25,8 @@ Show the metrics that a History wrote. A RUN is its folder, or its metrics.jsonl
 
 commands:
   report    write report/index.html (one page that needs no network), report.md and plots
-            into RUN; of several runs a comparison, into the first one's comparison/
+            into RUN; of several runs a comparison, into the first one's comparison/;
+            --serve shows the page to this host's browsers, live, until Ctrl-C
   plot      draw metrics on the terminal; without METRIC the losses
   tail      say what a live run records, until it ends (or Ctrl-C)
   export    write the records as a table: step, time, a column for each metric
@@ -38,6 +39,7 @@ options:
 examples:
   ezpz-obs report outputs/run
   ezpz-obs report outputs/run-a outputs/run-b --out=outputs/a-or-b
+  ezpz-obs report outputs/run-a outputs/run-b --serve
   ezpz-obs plot outputs/run loss eval/loss
   ezpz-obs tail outputs/run --lines=3
   ezpz-obs export outputs/run --parquet=run.parquet
@@ -46,10 +48,10 @@ examples:
 exit status: 0; 1 it could not be done, and one line says why; 2 the words make no sense"""
 
 _OPTIONS: Final = {
-    "report": ("out",), "plot": (), "tail": ("lines", "no-follow"), "export": ("csv", "parquet"),
-    "replay": ("to",),
+    "report": ("out", "serve", "port"), "plot": (), "tail": ("lines", "no-follow"),
+    "export": ("csv", "parquet"), "replay": ("to",),
 }  # fmt: skip
-_FLAGS: Final = ("no-follow",)
+_FLAGS: Final = ("no-follow", "serve")
 
 
 class UsageError(ObsError):
@@ -154,10 +156,18 @@ def _meant(words: Sequence[str]) -> Callable[[], None]:
     return found[0]
 
 
-def _report(*runs: str, out: str = "") -> None:
+def _report(*runs: str, out: str = "", serve: str = "", port: str = "") -> None:
     if not runs:
         raise UsageError("report: no RUN; expected one at least: ezpz-obs report outputs/run")
-    from ._report import write_report
+    if (out and serve) or (port and not serve):
+        raise UsageError("report: expected --out=FOLDER, or --serve and perhaps --port=N")
+    if port and not port.isdecimal():
+        raise UsageError(f"report: --port={port}; expected a number: --port=8000")
+    from ._report import serve_report, write_report
+
+    if serve:
+        serve_report(runs, port=int(port or 0), say=partial(print, flush=True))
+        return
 
     # How far it is goes to standard error; standard output is for answers.
     page, text, *_ = write_report(runs, out or None, say=_complain)

@@ -20,25 +20,30 @@ from ._context import NOW, find_place, replacing
 from ._errors import HistoryError
 from ._file import (
     FILE_NAME,
+    MEDIA,
     RESERVED,
     Before,
     Writer,
     as_float,
     copy_to_host,
+    file_name,
     find_folder,
     find_launch,
     flatten,
     html_table,
     is_quick,
     make_header,
+    png_of,
     put_copies,
     refuse_statistics,
     statistic_names,
+    table_of,
 )
 
 if TYPE_CHECKING:
     from ._across import Across, Exchange
     from ._file import Copies
+    from ._performance import SystemSampler
     from ._sinks import Feeder
     from ._sinks.libraries import Sink
 
@@ -148,6 +153,7 @@ def summarize(record: Mapping[str, Any], statistics: Mapping[str, Any] | None = 
 logger = logging.getLogger("ezpz_obs")
 _FAR = 1 << 63
 _EVENTS_OWN = RESERVED - {"step", "replay"}
+_SYSTEM_SECONDS = 10.0
 _OTHERS_SECONDS = 3.0  # and up to 4 for finding who of them is missing
 
 
@@ -188,6 +194,9 @@ class History:
         checksum: Add a checksum to each line, which readers verify: about 1 µs a record.
         sync: Have the disk confirm: True each record (130 µs and more), a number at most once in so
             many seconds. Without it a record survives the process, but not a crash of its host.
+        system: Sample what rank 0's host does, each 10 s or so many, into ``system.jsonl`` beside
+            the metrics: CPU, memory, network, and use, memory, power and temperature of its CUDA
+            and ROCm devices, if NVIDIA's or AMD's Python library is installed. In its own thread.
         timeout: With ``cross_rank``, seconds to wait for the other ranks; None: torch's time-out.
         name: What reports call the run; default: the folder's name.
         config: What is worth knowing of this run; written once, in the header.
@@ -209,10 +218,12 @@ class History:
     _writer: Writer | None = None
     _feeders: Sequence[Feeder] = ()
     _across: Across | None = None
+    _system: SystemSampler | None = None
     # The record that waits: what is known of it, its metrics, their copies, the other ranks'.
     _pending: tuple[dict[str, Any], dict[str, Any], Copies, Exchange | None] | None = None
     _updates = 0
     _is_over = False
+    _said_nowhere = False
     _closed = ""  # why nothing more goes anywhere: "after close()"
 
     def __init__(
@@ -230,6 +241,7 @@ class History:
         summary: bool = True,
         checksum: bool = False,
         sync: bool | float = False,
+        system: bool | float = False,
         timeout: float | None = None,
         name: str | None = None,
         config: Mapping[str, Any] | None = None,
@@ -237,6 +249,7 @@ class History:
     ) -> None:
         if every < 1:
             raise ValueError(f"every={every}; expected 1 (each update) or more")
+        sample_seconds = _seconds_of(system)
         self._place = place = find_place()
         first = place.rank == 0
         self.path: Path | None = None
@@ -281,6 +294,7 @@ class History:
             if self._writer is not None:
                 self._writer.close()
             raise
+        self._sample(header, sample_seconds)
         self._forget_exit = call_at_exit(self._at_exit)
         of_parent = weakref.WeakMethod(self._disown)
         os.register_at_fork(after_in_child=lambda: (disown := of_parent()) and disown())
@@ -342,6 +356,53 @@ class History:
             line = {"event": kind, "time": now, "step": self._last.get("step"), "message": message}
             # A folder that is gone when all is over was taken away on purpose.
             self._writer.put({**line, **fields}, now, look=kind != "end")
+
+    def image(self, name: str, image: Any, step: int | None = None, *, caption: str = "") -> None:
+        """Keep an image as ``media/image-NAME-STEP.png``, for the report, W&B and TensorBoard.
+
+        Rank 0 keeps it, and only in a run with a folder. On other ranks nothing is done.
+
+        Args:
+            name: What it is called; of one name and step the last is kept.
+            image: An array of shape (height, width) or (height, width, 1, 3 or 4), a tensor of
+                shape (height, width) or (1, 3 or 4, height, width), either of floats from 0 to 1 or
+                of uint8; a Pillow image; a matplotlib figure; or the path of a PNG file.
+            step: Default: the last record's.
+            caption: For people.
+
+        Raises:
+            HistoryError: After `close`.
+            ValueError: It is no image.
+        """
+        self._show("image", name, lambda: png_of(image), step, caption)
+
+    def text(self, name: str, text: str, step: int | None = None) -> None:
+        """Keep a text as ``media/text-NAME-STEP.txt``, as `image` does."""
+        self._show("text", name, lambda: text.encode(errors="backslashreplace"), step)
+
+    def table(
+        self,
+        name: str,
+        rows: Iterable[Any],
+        columns: Iterable[str] | None = None,
+        step: int | None = None,
+    ) -> None:
+        """Keep a table as ``media/table-NAME-STEP.json``, as `image` does.
+
+        ``pandas.read_json(path, orient="split")`` reads it.
+
+        Args:
+            name: As for `image`.
+            rows: Mappings; or, with ``columns``, sequences of as many values.
+            columns: Their names; default: the mappings' keys.
+            step: As for `image`.
+
+        Raises:
+            HistoryError: After `close`.
+            TypeError: Rows that are no mappings, without ``columns``.
+            ValueError: A row has another number of values.
+        """
+        self._show("table", name, lambda: table_of(rows, columns), step)
 
     @property
     def history(self) -> dict[str, list[float]]:
@@ -479,6 +540,49 @@ class History:
             self._put({**record, **statistics, **flat})
         return summarize({**record, **flat}, statistics) if self._summary else ""
 
+    def _show(
+        self,
+        kind: str,
+        name: str,
+        content: Callable[[], bytes],
+        step: int | None,
+        caption: str = "",
+    ) -> None:
+        self._refuse_closed(f"{kind} {name!r}")
+        if self._place.rank != 0:
+            return
+        if self.path is None:
+            if not self._said_nowhere:
+                logger.warning("%s %r is not kept: expected History(outdir=...)", kind, name)
+            self._said_nowhere = True
+            return
+        step, now = self._where() if step is None else operator.index(step), time.time()
+        path = self.path.parent / "media" / f"{file_name(kind, name)}-{step}{MEDIA[kind]}"
+        made = content()
+        try:
+            path.parent.mkdir(exist_ok=True)
+            with replacing(path) as aside:
+                aside.write_bytes(made)
+        except OSError as error:  # training goes on
+            logger.warning("%s %r of step %d is not kept: %s", kind, name, step, error)
+            return
+        self.event(kind, caption, step=step, name=name, file=f"media/{path.name}")
+        if self._feeders:
+            from ._run import Shown  # only who has sinks needs it
+
+            for feeder in self._feeders:
+                feeder.put(Shown(kind, name, step, now, path, caption))
+
+    def _sample(self, header: Mapping[str, Any], seconds: float) -> None:
+        if seconds and self.path is not None and self._place.rank == 0:
+            from ._performance import SystemSampler  # which not every History needs
+
+            self._system = SystemSampler(self.path.parent, header, self._where, seconds)
+
+    def _where(self) -> int:
+        """The last step; before the first record the one that comes."""
+        return int(self._last.get("step", self._next))
+
     def _refuse_closed(self, what: str) -> None:
         if self._closed:
             raise HistoryError(
@@ -521,6 +625,8 @@ class History:
         self.event("end", cause, **({"launch": launch} if launch else {}))
         if self._progress is not None:
             self._progress.write()
+        if self._system is not None:
+            self._system.close()
         if self._writer is not None:
             self._writer.close()
         if self._feeders:
@@ -538,6 +644,8 @@ class History:
             if self._writer is not None:
                 self._writer.lost = 0  # for the parent to say
                 self._writer.close()
+            if self._system is not None:
+                self._system.disown()
             self._closed = "in a process forked from its own"
             self._lock = RLock()  # another thread of the parent's may hold the old one for ever
 
@@ -545,6 +653,12 @@ class History:
         # Of a script Python keeps the cause; of a function of multiprocessing it is on its way.
         value = getattr(sys, "last_value", None) or sys.exc_info()[1]
         self._close("exit" if value is None else _say(value))
+
+
+def _seconds_of(system: bool | float) -> float:
+    if not system >= 0:
+        raise ValueError(f"system={system}; expected True, False or seconds above 0")
+    return _SYSTEM_SECONDS if system is True else float(system)
 
 
 def _chosen(sinks: Iterable[str | Sink]) -> list[Sink]:

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from ezpz_obs import HistoryError, ReportError, write_report
+from ezpz_obs import History, HistoryError, ReportError, write_report
 
 
 @pytest.fixture
@@ -128,3 +128,48 @@ def test_a_long_run_takes_little_room_and_time(tmp_path, python):
     assert max(long, short) / 1024 <= 150
     assert (long - short) / 1024 <= 24, "all of its numbers are 29 MB"
     assert seconds <= 16 * reading, "the drawing, and a few times what orjson takes to read it"
+
+
+def test_the_host_s_load_is_drawn(write_run, records, header):
+    folder = write_run(*records(range(30), loss=1.0))
+    names = ("cpu/use", "memory/host_gib", "memory/process_gib", "device0/power_w",
+             "device1/power_w", "device0/use")  # fmt: skip
+    lines = [header(), *records(range(0, 30, 3), **dict.fromkeys(names, 0.5))]
+    (folder / "system.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    said = write_report(folder)[1].read_text()
+    found = re.findall(r"^##+ (.*)$", said.split("## System")[1].split("\n## ")[0], re.MULTILINE)
+    assert found == ["host cpu", "host memory (GiB)", "devices power (W)", "devices use"]
+    # One metric of several runs is one plot; a run without such a file has no line in it.
+    other = write_run(*records(range(30), loss=1.0), folder="other")
+    page, said, *_ = write_report([folder, other])
+    assert "### device1 power (W)" in said.read_text()
+    assert 'id="system"' in page.read_text()
+
+
+def test_images_texts_and_tables_are_shown(tmp_path):
+    with History(tmp_path, name="<b>") as history:
+        for step in range(8):
+            history.image("drawn", [[0.0, 1.0]], step, caption="<i>")
+        history.text("said", "<script>alert(1)</script>\nAPI_KEY=hunter2")
+        history.table("errors", [{"label": n, "why": "a|b"} for n in range(60)])
+    (tmp_path / "media" / "image-drawn-7.png").unlink()
+    page, text, *_ = write_report(tmp_path)
+    found, said = page.read_text(), text.read_text()
+    assert found.count("<img ") == 5
+    assert "2 earlier ones are in the run" in found
+    assert "The file is not there." in found
+    assert "<pre>&lt;script&gt;alert(1)&lt;/script&gt;\n" in found
+    assert "10 more rows are in the file." in found
+    assert "hunter2" not in found + said
+    assert "None." in found.split('id="warnings"')[1].split("</section>")[0]
+    links = re.findall(r"!\[[^]]*\]\((../media/[^)]*)\)", said)
+    assert [(page.parent / link).is_file() for link in links] == [True] * 5
+
+
+@pytest.mark.parametrize("file", ["/etc/passwd", "../../secret", 7, None])
+def test_a_run_names_no_file_elsewhere(write_run, records, tmp_path, file):
+    (tmp_path.parent / "secret").write_text("hunter2")
+    event = {"event": "text", "time": 1.7e9, "step": 1, "name": "x", "message": "", "file": file}
+    page = write_report(write_run(*records(range(3), loss=1.0), event))[0].read_text()
+    assert "root:" not in page
+    assert "hunter2" not in page

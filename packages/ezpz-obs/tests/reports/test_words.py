@@ -2,12 +2,12 @@ import math
 
 import pytest
 
+from ezpz_obs._file import file_name
 from ezpz_obs._report.words import (
     NOTHING,
     clean,
     compact,
     distinct,
-    file_name,
     moment,
     number,
     seconds,

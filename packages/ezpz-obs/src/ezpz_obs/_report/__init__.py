@@ -5,18 +5,24 @@ from __future__ import annotations
 import logging
 import os
 import re
+import secrets
+import threading
+import time
 from base64 import b64encode
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from hashlib import sha256
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
 from pathlib import Path
 
 from ezpz_obs._context import replacing
-from ezpz_obs._errors import ReportError, require
+from ezpz_obs._errors import ObsError, ReportError, require
+from ezpz_obs._file import SYSTEM_NAME
 from ezpz_obs._run import Run, read_run
 from ezpz_obs._version import __version__
 
-from .content import Plot, Report, RunPart, Table, compose
+from .content import SECTIONS, SHOWN, Plot, Report, RunPart, Table, compose
 from .figures import LIGHT, style
 from .survey import survey
 from .words import clean, distinct, shorten
@@ -25,8 +31,8 @@ _SPECIAL = re.compile(r"([\\`*_\[\]|$~#{}()!])")
 _ENTITIES = str.maketrans({"<": "&lt;", ">": "&gt;", "&": "&amp;"})
 
 
-def _markdown(report: Report) -> str:
-    """Return the report in short; its plots are expected as ``NAME.svg`` beside it."""
+def _markdown(report: Report, folder: Path) -> str:
+    """Return the report in short; its plots are expected as ``NAME.svg`` in this folder."""
     lines = [f"# {escape(report.title, 100)}", ""]
     for run in report.runs:
         whose = "" if report.alone else f"**{escape(run.label)}**: "
@@ -40,17 +46,15 @@ def _markdown(report: Report) -> str:
             )
     if not report.alone:
         lines += ["## Side by side", "", *_table(report.comparison)]
-    for title, plots in (
-        ("Curves", report.curves), ("Speed", report.speed), ("Memory", report.memory)
-    ):  # fmt: skip
+    for section, plots in report.drawn.items():
         if plots:
-            lines += [f"## {title}", ""]
+            lines += [f"## {SECTIONS[section]}", ""]
             for plot in plots:
                 lines += _plot(plot)
     if report.left_out:
         lines += [f"{report.left_out:,} more metrics are not drawn.", ""]
     for run in report.runs:
-        lines += _run(run, alone=report.alone)
+        lines += _shown(run, folder, alone=report.alone) + _run(run, alone=report.alone)
     for title, table in report.environment:
         lines += [f"## {title}", "", *_table(table)]
     return "\n".join(lines).rstrip() + "\n"
@@ -75,6 +79,19 @@ def _run(run: RunPart, *, alone: bool) -> list[str]:
     return lines
 
 
+def _shown(run: RunPart, folder: Path, *, alone: bool) -> list[str]:
+    lines = [f"## {SHOWN}{'' if alone else f' of {escape(run.label)}'}", ""] if run.shown else []
+    for name, items, _ in run.shown:
+        lines += [f"### {escape(name)}", ""]
+        for item in items:
+            caption, where = escape(item.caption, 300), os.path.relpath(item.path, folder)
+            if item.table:
+                lines += [caption, "", *_table(item.table)]
+            else:
+                lines += [f"![{caption}]({where})" if item.image else f"[{caption}]({where})", ""]
+    return lines
+
+
 def _plot(plot: Plot) -> list[str]:
     notes = f" ({escape('; '.join(plot.notes), 300)})" if plot.notes else ""
     title = escape(plot.title)
@@ -90,8 +107,8 @@ def _table(of: Table) -> list[str]:
     return lines + ([escape(of.note, 400), ""] if of.note else [])
 
 
-def _page(report: Report) -> str:
-    """Return the page: no request, and no script but ours; every name in it is text."""
+def _page(report: Report, *, live: bool = False) -> str:
+    """Return the page: no request but for itself, no script but ours; every name in it is text."""
     jinja2 = require("jinja2", "a report")
     here = files(__package__)
     environment = jinja2.Environment(
@@ -99,9 +116,14 @@ def _page(report: Report) -> str:
     )
     environment.filters |= {"clean": clean, "shorten": shorten}
     script = here.joinpath("page.js").read_text("utf-8")
+    # A page in a file has nothing that could ask a network.
+    more = here.joinpath("live.js").read_text("utf-8") if live else ""
+    script = script.replace("/* live */", more)
     template = environment.from_string(here.joinpath("page.html.j2").read_text("utf-8"))
     said: str = template.render(
         report=report,
+        live=live,
+        titles={**SECTIONS, "shown": SHOWN},
         version=__version__,
         style=f"{here.joinpath('page.css').read_text('utf-8')}{style(':root')}",
         colours=len(LIGHT),
@@ -140,20 +162,8 @@ def write_report(
         ReportError: Nothing was given, or what reports need is not installed.
     """
     given = [runs] if isinstance(runs, Run | str | os.PathLike) else list(runs)
-    if not given:
-        raise ReportError("no runs; expected one at least: write_report(['outputs/run'])")
-    for module in ("matplotlib", "jinja2"):  # before a million records are read for nothing
-        require(module, "a report")
-    found = [run if isinstance(run, Run) else read_run(run) for run in given]
-    # Of one folder the files of single ranks may be compared.
-    several = len({run.path.parent for run in found}) < len(found)
-    labels = distinct(
-        [run.name for run in found],
-        [str(run.path if several else run.path.parent) for run in found],
-    )
-    say = say or logger.info
-    surveys = [survey(run, label, say) for run, label in zip(found, labels, strict=True)]
-    report = compose(surveys, say)
+    found = _found(given)
+    report = _composed(found, say or logger.info)
     if out is None:
         folder = found[0].path.parent / ("report" if len(found) == 1 else "comparison")
     else:
@@ -161,9 +171,114 @@ def write_report(
     folder.mkdir(parents=True, exist_ok=True)
     # The page last: whoever finds the new one finds the new plots.
     plots = [_write(folder / f"{plot.file}.svg", _alone(plot.svg)) for plot in report.plots]
-    text = _write(folder / "report.md", _markdown(report))
+    text = _write(folder / "report.md", _markdown(report, folder))
     html = _write(folder / "index.html", _page(report))
     return (html, text, *plots)
+
+
+def _found(given: Sequence[Run | str | os.PathLike[str]]) -> list[Run]:
+    if not given:
+        raise ReportError("no runs; expected one at least: write_report(['outputs/run'])")
+    for module in ("matplotlib", "jinja2"):  # before a million records are read for nothing
+        require(module, "a report")
+    return [run if isinstance(run, Run) else read_run(run) for run in given]
+
+
+def _composed(found: Sequence[Run], say: Callable[[str], None]) -> Report:
+    # Of one folder the files of single ranks may be compared.
+    several = len({run.path.parent for run in found}) < len(found)
+    labels = distinct(
+        [run.name for run in found],
+        [str(run.path if several else run.path.parent) for run in found],
+    )
+    surveys = [survey(run, label, say) for run, label in zip(found, labels, strict=True)]
+    return compose(surveys, say)
+
+
+class _Live:
+    """A page that is made again when it is asked for and the runs' files have changed."""
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        self._runs, self._lock = runs, threading.Lock()
+        self._mark, self._page = "", b""
+
+    def get(self) -> tuple[str, bytes]:
+        with self._lock:  # of several windows one at a time
+            if (mark := self._look()) != self._mark:
+                report = _composed([Run(run.path) for run in self._runs], logger.debug)
+                page = _page(report, live=True)
+                self._mark, self._page = mark, page.encode(errors="backslashreplace")
+            return self._mark, self._page
+
+    def _look(self) -> str:
+        found = []
+        for run in self._runs:
+            folder = run.path.parent
+            for path in (run.path, folder / SYSTEM_NAME, *sorted(folder.glob("logs/*.jsonl"))):
+                if path.exists():
+                    of = path.stat()
+                    # A run that says nothing for minutes is shown as one.
+                    minutes = min(10, int(time.time() - of.st_mtime) // 60)
+                    found.append((of.st_size, of.st_mtime_ns, minutes))
+        return f'"{sha256(repr(found).encode()).hexdigest()[:16]}"'
+
+
+def serve_report(
+    runs: Sequence[str | os.PathLike[str]], *, port: int = 0, say: Callable[[str], None] = print
+) -> None:
+    """Serve the report of runs to this host's own browsers, as they grow, until Ctrl-C.
+
+    Only on 127.0.0.1, and only at an address with a random token: other users of a shared host
+    cannot guess it.
+
+    Args:
+        runs: As for `write_report`; `read_run` reads them.
+        port: 0 is any that is free.
+        say: Told the address.
+
+    Raises:
+        HistoryError: There is no such run.
+        ReportError: Nothing was given, what reports need is not installed, or the port is taken.
+    """
+    live, token = _Live(_found(runs)), secrets.token_urlsafe(24)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if not secrets.compare_digest(self.path.encode(), f"/{token}/".encode()):
+                self._answer(404, b"not found")
+                return
+            try:
+                mark, page = live.get()
+            except (ObsError, OSError) as error:  # a run's folder that is gone: it may come back
+                self._answer(503, str(error).encode())
+                return
+            if self.headers.get("If-None-Match") == mark:
+                self._answer(304, b"", mark)
+            else:
+                self._answer(200, page, mark)
+
+        def _answer(self, status: int, body: bytes, mark: str = "") -> None:
+            kind = "text/html" if status == 200 else "text/plain"
+            with suppress(ConnectionError):  # the window was closed meanwhile
+                self.send_response(status)
+                self.send_header("Content-Type", f"{kind}; charset=utf-8")
+                self.send_header("Content-Length", str(len(body)))
+                self.send_header("Cache-Control", "no-store")
+                self.send_header("Referrer-Policy", "no-referrer")
+                self.send_header("ETag", mark)
+                self.end_headers()
+                self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            """Say nothing of each request."""
+
+    try:
+        server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    except (OSError, OverflowError) as error:
+        raise ReportError(f"port {port}: {error}; expected one that is free") from error
+    with server, suppress(KeyboardInterrupt):
+        say(f"http://127.0.0.1:{server.server_port}/{token}/")
+        server.serve_forever()
 
 
 def _alone(svg: str) -> str:

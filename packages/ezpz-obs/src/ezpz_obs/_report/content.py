@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import time
+from base64 import b64encode
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final, NamedTuple
+
+import orjson
+
+from ezpz_obs._file import file_name
+from ezpz_obs._run import Shown
+from ezpz_topo import redact
 
 from .figures import Drawn, curves, step_histogram
 from .survey import STATISTICS, Notices, Series, Survey, say_end
-from .words import NOTHING, TIMES, clean, file_name, moment, number, seconds, share
+from .words import NOTHING, TIMES, clean, moment, number, seconds, share
 
 MOST: Final = 48  # plots on a page, at most: a model's every layer is for a table
 
@@ -25,8 +33,20 @@ _KNOWN: Final = {
 """Section and unit, in the order in which they are drawn."""
 
 
+SECTIONS: Final = {"curves": "Curves", "speed": "Speed", "memory": "Memory", "system": "System"}
+"""Of plots, by their anchors, in the order of the page."""
+
+SHOWN: Final = "Images, texts and tables"
+_MOST_NAMES, _LAST, _MOST_ROWS = 24, 6, 50  # on a page: names, of each the last, rows of a table
+_LARGEST: Final = 4_000_000  # bytes of a file that is shown
+_LONGEST: Final = 4000  # characters of a text
+
+_UNITS: Final = {"_gib": "GiB", "_mib_per_s": "MiB/s", "_w": "W", "_c": "°C"}
+"""Of system metrics, by how their names end; the use of something is a share."""
+
+
 class Panel(NamedTuple):
-    section: str  # "curves", "speed" or "memory"
+    section: str  # of `SECTIONS`
     title: str  # usually the metric
     unit: str  # of the vertical axis; "" where it is not known
     lines: list[tuple[int, str]]  # the run's index, and the metric
@@ -49,7 +69,28 @@ def arrange(surveys: Sequence[Survey]) -> list[Panel]:
         section, unit = _KNOWN.get(last_part(name), ("curves", ""))
         lines = [(place, name) for place, of in enumerate(surveys) if name in of.groups]
         panels.append(Panel(section, name, unit, lines))
-    return sorted(panels, key=lambda panel: ("curves", "speed", "memory").index(panel.section))
+    panels.sort(key=lambda panel: list(SECTIONS).index(panel.section))
+    return panels + _of_system(surveys)
+
+
+def _of_system(surveys: Sequence[Survey]) -> list[Panel]:
+    """Of one run a panel for each kind, of several one for each metric."""
+    panels: dict[str, Panel] = {}
+    for place, survey in enumerate(surveys):
+        for name in survey.system:
+            whose, _, part = name.partition("/")
+            end, unit = next((item for item in _UNITS.items() if name.endswith(item[0])), ("", ""))
+            part = part.removesuffix(end)
+            kind = f"devices {part}" if whose.startswith("device") else f"host {whose}"
+            title = kind if len(surveys) == 1 else f"{whose} {part}"
+            panels.setdefault(title, Panel("system", title, unit, [])).lines.append((place, name))
+    return list(panels.values())
+
+
+def _system_label(name: str) -> str:
+    """Return what tells a line from the others of its panel: device0, or received."""
+    whose, _, part = name.partition("/")
+    return whose if whose.startswith("device") else part.partition("_")[0]
 
 
 def last_part(name: str) -> str:
@@ -375,6 +416,52 @@ class Plot(NamedTuple):
     file: str  # name of its own file, without the ending
 
 
+class Item(NamedTuple):
+    """An image, a text or a table at one step."""
+
+    caption: str
+    path: Path
+    image: str = ""  # as base64
+    text: str = ""
+    table: Table | None = None
+
+
+def items(shown: Sequence[Shown]) -> list[tuple[str, list[Item], int]]:
+    """Return the last few of each name, and how many earlier ones are left out."""
+    names = list(dict.fromkeys(one.name for one in shown))
+    found = []
+    for name in names[:_MOST_NAMES]:
+        of = [one for one in shown if one.name == name]
+        found.append((name, [_item(one) for one in of[-_LAST:]], max(0, len(of) - _LAST)))
+    return found
+
+
+def _item(one: Shown) -> Item:
+    caption = f"step {one.step:,}" + (f": {one.caption}" if one.caption else "")
+    try:
+        data = one.path.read_bytes()
+    except OSError:
+        return Item(caption, one.path, text="The file is not there.")
+    if one.kind == "text":
+        return Item(caption, one.path, text=redact(data.decode(errors="replace"))[:_LONGEST])
+    if len(data) > _LARGEST:
+        return Item(caption, one.path, text=f"{len(data) / 1e6:,.0f} MB: see the file.")
+    if one.kind == "image":
+        return Item(caption, one.path, image=b64encode(data).decode())
+    try:
+        of = orjson.loads(data)
+        rows = [tuple(_cell(cell) for cell in row) for row in of["data"]]
+        columns = tuple(map(clean, of["columns"]))
+    except (ValueError, LookupError, TypeError):
+        return Item(caption, one.path, text="The file is no table that a History wrote.")
+    note = f"{len(rows) - _MOST_ROWS:,} more rows are in the file." if rows[_MOST_ROWS:] else ""
+    return Item(caption, one.path, table=Table(columns, rows[:_MOST_ROWS], note=note))
+
+
+def _cell(value: Any) -> str:
+    return number(value) if type(value) in (int, float) else clean(value)
+
+
 class RunPart(NamedTuple):
     label: str
     state: str  # "good", "bad" or "open"
@@ -386,14 +473,13 @@ class RunPart(NamedTuple):
     ranks: Table | None
     notices: Table
     pauses: list[str]
+    shown: list[tuple[str, list[Item], int]]
 
 
 class Report(NamedTuple):
     title: str
     runs: list[RunPart]
-    curves: list[Plot]
-    speed: list[Plot]
-    memory: list[Plot]
+    drawn: dict[str, list[Plot]]  # by section
     left_out: int
     comparison: Table
     environment: list[tuple[str, Table]]
@@ -409,7 +495,7 @@ class Report(NamedTuple):
 
     @property
     def plots(self) -> list[Plot]:
-        return [*self.curves, *self.speed, *self.memory]
+        return [plot for plots in self.drawn.values() for plot in plots]
 
     @property
     def sections(self) -> list[tuple[str, str]]:
@@ -417,9 +503,8 @@ class Report(NamedTuple):
             (anchor, title)
             for anchor, title, there in (
                 ("compared", "Side by side", not self.alone),
-                ("curves", "Curves", self.curves),
-                ("speed", "Speed", self.speed),
-                ("memory", "Memory", self.memory),
+                *((anchor, SECTIONS[anchor], plots) for anchor, plots in self.drawn.items()),
+                ("shown", SHOWN, any(run.shown for run in self.runs)),
                 ("ranks", "Ranks", self.any_ranks),
                 ("warnings", "Warnings", True),
                 ("attempts", "Attempts", True),
@@ -432,7 +517,7 @@ class Report(NamedTuple):
 
 def compose(surveys: Sequence[Survey], say: Callable[[str], None] | None = None) -> Report:
     panels = arrange(surveys)
-    plots: dict[str, list[Plot]] = {"curves": [], "speed": [], "memory": []}
+    plots: dict[str, list[Plot]] = {section: [] for section in SECTIONS}
     times = [(survey.label, survey.step_times) for survey in surveys if _is_timed(survey)]
     if times:
         title = "step times"
@@ -447,14 +532,14 @@ def compose(surveys: Sequence[Survey], say: Callable[[str], None] | None = None)
             label=survey.label, state=survey.outcome[0], words=clean(survey.outcome[1]),
             course=course(survey), tiles=tiles(survey), attempts=attempts(survey),
             metrics=metrics(survey), ranks=ranks(survey), notices=notices(survey.notices),
-            pauses=pauses(survey),
+            pauses=pauses(survey), shown=items(survey.shown),
         )
         for survey in surveys
     ]  # fmt: skip
     return Report(
         title=surveys[0].label if len(surveys) == 1 else f"{len(surveys)} runs compared",
         runs=runs, left_out=max(0, len(panels) - MOST), comparison=comparison(surveys),
-        environment=environment(surveys), made=moment(time.time()), **plots,
+        environment=environment(surveys), made=moment(time.time()), drawn=plots,
     )  # fmt: skip
 
 
@@ -462,14 +547,18 @@ def _plot(surveys: Sequence[Survey], panel: Panel) -> Plot:
     drawn, several = [], len(surveys) > 1
     for place, (run, name) in enumerate(panel.lines):
         survey = surveys[run]
-        series = survey.series.get(name) or survey.series[f"{name}/mean"]
+        of_system = panel.section == "system"
+        known = survey.system if of_system else survey.series
+        series = known.get(name) or known[f"{name}/mean"]
         spread = None
-        if survey.groups[name]:
+        if not of_system and survey.groups[name]:
             spread = {part: survey.series[f"{name}/{part}"] for part in STATISTICS}
-        label = survey.label if several else name
+        label = survey.label if several else _system_label(name) if of_system else name
         drawn.append(Drawn(label, series, spread, run if several else place))
     title = f"{panel.title} over steps"
     # A metric may be called as several together are.
     kind = "joint" if len({name for _, name in panel.lines}) > 1 else "curve"
+    if panel.section == "system":
+        kind = "system"
     svg, notes = curves(drawn, title=title)
     return Plot(panel.title, panel.unit, svg, tuple(notes), file_name(kind, panel.title))

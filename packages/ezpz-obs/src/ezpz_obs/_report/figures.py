@@ -109,13 +109,16 @@ def dress(axes: Any) -> None:
 
 def legend(figure: Any, axes: Any, handles: Sequence[Any], labels: Sequence[str]) -> None:
     count = len(handles)
-    rows = -(-count // 3)
+    # On a phone, where letters are larger, no name runs into the next one's line.
+    longest = max(len(shorten(label, 24)) for label in labels)
+    columns = min(count, 3, max(1, int(400 // (7.5 * longest + 40))))
+    rows = -(-count // columns)
     axes.set_position((*axes.get_position().bounds[:3], _PLACE[3] - 0.065 * rows))
     # Matplotlib leaves names out that begin with an underscore: so they come afterwards.
     made = figure.legend(
         handles, [f"{place}" for place in range(count)], loc="upper left",
-        bbox_to_anchor=(0.1, 1.005), ncols=min(count, 3), frameon=False, fontsize=9.5,
-        handlelength=2.2, columnspacing=1.4, borderpad=0.1, labelspacing=0.3,
+        bbox_to_anchor=(0.1, 1.005), ncols=columns, frameon=False, fontsize=9.5,
+        handlelength=2.2, columnspacing=1.2 + 0.19 * longest, borderpad=0.1, labelspacing=0.3,
     )  # fmt: skip
     for text, label in zip(made.get_texts(), labels, strict=True):
         text.set_text(shorten(label, 24))

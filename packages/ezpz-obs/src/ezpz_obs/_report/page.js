@@ -2,7 +2,7 @@
 // Over the drawn curves: values under the pointer, zoom, a log axis, smoothing, runs on and off.
 // The still picture stays what is shown until something else is asked for.
 (() => {
-  const tool = { log: false, smooth: 0, off: new Set() };
+  const tool = { log: false, smooth: 0, off: new Set(), zoom: new Map() };
   const say = value => {
     const short = +value.toPrecision(5), size = Math.abs(short);
     return size >= 1e6 || (size && size < 1e-4) ? short.toExponential() : String(short);
@@ -31,18 +31,15 @@
       sum = tool.smooth * sum + (1 - tool.smooth) * value,
       weight = tool.smooth * weight + 1 - tool.smooth, sum / weight)) : values;
   };
-  const plots = [...document.querySelectorAll("svg[data-curves]")].map(svg => {
-    const still = [...svg.children], told = JSON.parse(svg.dataset.curves);
-    return { svg, still, ...told, live: make(svg, "g", {}), over: make(svg, "g", {}), zoom: null };
-  });
+  let plots = [];
   const draw = plot => {
     const { box: [left, top, right, bottom], live } = plot;
     const lines = plot.lines.filter(line => !tool.off.has(line.label));
-    const asked = plot.zoom || tool.log || tool.smooth || lines.length < plot.lines.length;
+    const zoom = tool.zoom.get(plot.name), asked = zoom || tool.log || tool.smooth || lines.length < plot.lines.length;
     for (const part of plot.still) part.style.display = asked ? "none" : "";
     live.replaceChildren();
     plot.over.replaceChildren();
-    [plot.low, plot.high] = plot.zoom || plot.x;
+    [plot.low, plot.high] = zoom || plot.x;
     plot.to = step => left + (step - plot.low) / (plot.high - plot.low) * (right - left);
     plot.shown = lines.map(line => ({ ...line, y: asked ? smoothed(line.y) : line.y }));
     if (!asked) return;
@@ -76,7 +73,7 @@
     const [left, , right] = plot.box;
     return plot.low + (Math.min(Math.max(at, left), right) - left) / (right - left) * (plot.high - plot.low);
   };
-  for (const plot of plots) {
+  const listen = plot => {
     const { svg, over, box: [left, top, right, bottom] } = plot;
     let from = null;
     svg.style.touchAction = "pan-y";
@@ -102,29 +99,39 @@
     });
     svg.addEventListener("pointerup", event => {
       const to = step(plot, event), [low, high] = [from ?? to, to].sort((a, b) => a - b);
-      if (plot.to(high) - plot.to(low) > 5) { plot.zoom = [low, high]; draw(plot); }
+      if (plot.to(high) - plot.to(low) > 5) { tool.zoom.set(plot.name, [low, high]); draw(plot); }
       from = null;
     });
     svg.addEventListener("pointerleave", () => { from = null; over.replaceChildren(); });
-    svg.addEventListener("dblclick", () => { plot.zoom = null; draw(plot); });
+    svg.addEventListener("dblclick", () => { tool.zoom.delete(plot.name); draw(plot); });
     draw(plot);
-  }
-  if (!plots.length) return;
-  const bar = document.createElement("p");
-  bar.className = "tools small";
-  const add = (type, text, change, more = {}) => {
-    const label = bar.appendChild(document.createElement("label"));
-    const input = Object.assign(document.createElement("input"), { type, ...more });
-    input.addEventListener("input", () => { change(input); plots.forEach(draw); });
-    label.append(input, ` ${text}`);
-    return input;
   };
-  add("checkbox", "log axis", input => { tool.log = input.checked; });
-  add("range", "smoothing", input => { tool.smooth = +input.value; }, { min: 0, max: 0.99, step: 0.01, value: 0 });
-  const several = plots.filter(plot => plot.lines.length > 1);
-  for (const [label, place] of new Map(several.flatMap(({ lines }) => lines.map(line => [line.label, line.place]))))
-    add("checkbox", label, input => { tool.off[input.checked ? "delete" : "add"](label); }, { checked: true })
-      .style.accentColor = `var(--series-${place})`;
-  bar.append(" Drag to zoom, double-click for all.");
-  plots[0].svg.closest("section").querySelector("h2").after(bar);
+  const start = () => {
+    plots = [...document.querySelectorAll("svg[data-curves]")].map(svg => {
+      const still = [...svg.children], told = JSON.parse(svg.dataset.curves);
+      const name = svg.getAttribute("aria-label");
+      return { svg, still, ...told, name, live: make(svg, "g", {}), over: make(svg, "g", {}) };
+    });
+    plots.forEach(listen);
+    if (!plots.length) return;
+    const bar = document.createElement("p");
+    bar.className = "tools small";
+    const add = (type, text, change, more = {}) => {
+      const label = bar.appendChild(document.createElement("label"));
+      const input = Object.assign(document.createElement("input"), { type, ...more });
+      input.addEventListener("input", () => { change(input); plots.forEach(draw); });
+      label.append(input, ` ${text}`);
+      return input;
+    };
+    add("checkbox", "log axis", input => { tool.log = input.checked; }, { checked: tool.log });
+    add("range", "smoothing", input => { tool.smooth = +input.value; }, { min: 0, max: 0.99, step: 0.01, value: tool.smooth });
+    const several = plots.filter(plot => plot.lines.length > 1);
+    for (const [label, place] of new Map(several.flatMap(({ lines }) => lines.map(line => [line.label, line.place]))))
+      add("checkbox", label, input => { tool.off[input.checked ? "delete" : "add"](label); }, { checked: !tool.off.has(label) })
+        .style.accentColor = `var(--series-${place})`;
+    bar.append(" Drag to zoom, double-click for all.");
+    plots[0].svg.closest("section").querySelector("h2").after(bar);
+  };
+  start();
+  /* live */
 })();

@@ -16,9 +16,9 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from ezpz_obs._file import LONGEST_LINE
+from ezpz_obs._file import FILE_NAME, LONGEST_LINE, SYSTEM_NAME
 from ezpz_obs._file import STATISTICS as ALL_STATISTICS
-from ezpz_obs._run import Run
+from ezpz_obs._run import Block, Run, Shown, is_shown, shown_of
 
 from .words import NOTHING, moment, seconds
 
@@ -65,7 +65,7 @@ def collect(events: Iterable[dict[str, Any]], folder: Path) -> Notices:
     """Read what a run's events and ``folder/logs/*.jsonl`` say, from WARNING upward."""
     found = Notices()
     for event in events:
-        if event["event"] != "end":
+        if event["event"] != "end" and not is_shown(event):
             found.put(_of_event(event))
     for path in filter(Path.is_file, sorted((folder / "logs").glob("*.jsonl"))):
         for line in _lines(path):
@@ -380,6 +380,8 @@ class Survey:
     header: dict[str, Any]  # of the last attempt
     attempts: list[Attempt]
     series: dict[str, Series]  # by metric, in the order of their first records
+    system: dict[str, Series]  # of the host and its devices, likewise
+    shown: list[Shown]
     step_times: StepTimes
     notices: Notices
     records: int
@@ -427,21 +429,31 @@ def survey(run: Run, label: str | None = None, say: Callable[[str], None] | None
     for block in run.blocks():
         records += len(block.steps)
         times.add(block.steps, block.times)
-        for column, name in enumerate(block.names):
-            known = series.get(name) or series.setdefault(name, Series(name))
-            known.add(block.steps, block.values[:, column])
+        _count(block, series)
         if say is not None and time.monotonic() >= next_word:
             next_word = time.monotonic() + _SPEAK
             say(f"{label}: {records:,} records read")
+    system: dict[str, Series] = {}
+    beside = run.path.with_name(SYSTEM_NAME)
+    if run.path.name == FILE_NAME and beside.is_file():
+        for block in Run(beside).blocks():
+            _count(block, system)
     times.settle()
-    for known in series.values():
+    for known in (*series.values(), *system.values()):
         known.settle()
     return Survey(
         run=run, label=label, header=headers[-1] if headers else {},
-        attempts=_attempts(headers, begins, run.events, times), series=series, step_times=times,
+        attempts=_attempts(headers, begins, run.events, times), series=series, system=system,
+        shown=shown_of(run), step_times=times,
         notices=collect(run.events, run.path.parent), records=records,
         age=max(0.0, time.time() - run.path.stat().st_mtime),
     )  # fmt: skip
+
+
+def _count(block: Block, series: dict[str, Series]) -> None:
+    for column, name in enumerate(block.names):
+        known = series.get(name) or series.setdefault(name, Series(name))
+        known.add(block.steps, block.values[:, column])
 
 
 def say_end(end: str | None, age: float, *, last: bool) -> tuple[str, str]:

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import math
-import re
-import zlib
 from datetime import UTC, datetime
 from itertools import pairwise
 from typing import Final
 
 from ezpz_topo import redact
-
-_PLAIN = re.compile(r"[a-z0-9_]{1,40}")
-_OTHER = re.compile(r"[^a-z0-9_]+")
 
 
 def clean(text: object) -> str:
@@ -34,15 +29,6 @@ def shorten(text: object, limit: int = 60) -> str:
         return said
     tail = (limit - 1) // 3
     return f"{said[: limit - 1 - tail]}…{said[-tail:]}"
-
-
-def file_name(kind: str, name: str) -> str:
-    """Return a name for a plot's file that every file system takes, one for each metric."""
-    if _PLAIN.fullmatch(name):
-        return f"{kind}-{name}"
-    slug = _OTHER.sub("-", name[:200].lower()).strip("-")[:40]
-    parts = [kind, slug, f"{zlib.crc32(name.encode(errors='backslashreplace')):08x}"]
-    return "-".join(part for part in parts if part)
 
 
 def distinct(names: list[str], paths: list[str]) -> list[str]:

@@ -5,17 +5,16 @@ from importlib.util import find_spec
 
 # What an example may import, and what to install for it.
 EXTRAS = {
-    **dict.fromkeys(["PIL", "sklearn"], "ezpz-suite[examples]"),
+    "sklearn": "ezpz-suite[examples]",
     **dict.fromkeys(["accelerate", "transformers"], "ezpz-suite[huggingface]"),
     **dict.fromkeys(["jinja2", "matplotlib"], "ezpz-obs[report]"),
     "deepspeed": "ezpz-suite[deepspeed]",
     "lightning_fabric": "ezpz-suite[fabric]",
 }
 _NEEDS = {
-    **dict.fromkeys(["ddp_resume", "minimal", "vit"], ("sklearn",)),
+    **dict.fromkeys(["ddp_resume", "diffusion", "minimal", "vit"], ("sklearn",)),
     "accelerate": ("sklearn", "accelerate"), "deepspeed_zero": ("sklearn", "deepspeed"),
-    "diffusion": ("sklearn", "PIL"), "hf_trainer": ("transformers",),
-    "lightning_fabric": ("sklearn", "lightning_fabric"),
+    "hf_trainer": ("transformers",), "lightning_fabric": ("sklearn", "lightning_fabric"),
 }  # fmt: skip
 
 
@@ -42,7 +41,10 @@ def _refuse_without(name: str) -> None:
             sys.exit(said(name, f"needs {package}: pip install '{EXTRAS[package]}'"))
 
 
-# Of ``python -m ezpz.examples.NAME`` this is imported first; torch alone would take seconds.
+# Of ``python -m ezpz.examples.NAME`` this is imported first; torch alone takes seconds.
 for _before, _word in zip(sys.orig_argv, sys.orig_argv[1:], strict=False):
     if _before == "-m" and _word.startswith(f"{__name__}."):
-        _refuse_without(_word.removeprefix(f"{__name__}."))
+        _name = _word.removeprefix(f"{__name__}.")
+        _refuse_without(_name)
+        if "--help" not in sys.argv and speaks():
+            print(f"{_name}: importing torch", file=sys.stderr, flush=True)

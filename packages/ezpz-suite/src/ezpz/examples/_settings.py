@@ -19,7 +19,7 @@ from ezpz.examples import EXTRAS, said
 from ezpz.models import ModelError
 from ezpz_device import TORCH_DTYPES_MAP, DeviceError
 from ezpz_dist import CheckpointError, DataError, SetupError, WrapError
-from ezpz_obs import HistoryError
+from ezpz_obs import HistoryError, get_logger
 from ezpz_topo import TopoError
 from ezpz_tp import DegreeError
 
@@ -107,6 +107,8 @@ def main(settings: type[S], train: Callable[[S], object]) -> None:
         if not given.outdir:
             folder = time.strftime(f"outputs/{name}-%Y%m%d-%H%M%S")
             given = dataclasses.replace(given, outdir=folder)
+        # Making the process group takes seconds too: nobody is to wonder whether it hangs.
+        get_logger(name).info("setting up")
         train(given)
     except UsageError as error:
         sys.exit(said(name, str(error)))

@@ -46,6 +46,7 @@ def train(settings: Settings) -> None:
     warnings.filterwarnings("ignore", ".*torch.distributed.*deprecated", FutureWarning)
     ezpz.setup_torch(framework="deepspeed", seed=settings.seed)
     logger = ezpz.get_logger("deepspeed_zero")
+    logger.info("making the engine", stage=settings.stage)
     share = max(1, settings.batch_size // ezpz.get_world_size())
     # DeepSpeed makes the optimizer: what it knows it can shard.
     config = {"optimizer": {"type": "AdamW", "params": {"lr": settings.lr}}}
@@ -62,7 +63,7 @@ def train(settings: Settings) -> None:
         logits: torch.Tensor = engine(batch.to(device, dtype))
         return logits.float()
 
-    with ezpz.History(settings.outdir, cross_rank=True) as history:
+    with ezpz.History(settings.outdir, cross_rank=True, system=True) as history:
         for epoch in range(settings.epochs):
             for batch, answers in loader:
                 loss = cross_entropy(ask(batch), answers.to(device))

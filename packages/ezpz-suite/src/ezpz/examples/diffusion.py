@@ -3,14 +3,13 @@
 usage: ezpz-launch python -m ezpz.examples.diffusion [--epochs=N] [--rows=N] [--outdir=DIR]
 
 The model learns what noise was added to an image; at the end every rank draws some rows of
-digits out of noise, and OUTDIR/samples.png shows them: a column for each digit. After the default
-of epochs they are rough; after 60 most can be read.
+digits out of noise. An image in OUTDIR/media shows them, and the report: a column for each digit.
+After the default of epochs they are rough; after 60 most can be read.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -44,8 +43,6 @@ class Settings(_settings.DigitsSettings):
 
 def train(settings: Settings) -> None:
     """Train on all ranks. Collective: every rank calls this."""
-    from PIL import Image
-
     ezpz.setup_torch(seed=settings.seed)
     logger = ezpz.get_logger("diffusion")
     device = ezpz.get_torch_device()
@@ -56,7 +53,7 @@ def train(settings: Settings) -> None:
     model, schedule = ezpz.wrap_model(DiT(config)), NoiseSchedule(settings.noise_steps)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr)
 
-    with ezpz.History(settings.outdir, cross_rank=True) as history:
+    with ezpz.History(settings.outdir, cross_rank=True, system=True) as history:
         for epoch in range(settings.epochs):
             model.train()
             losses = []
@@ -82,16 +79,11 @@ def train(settings: Settings) -> None:
             steps=min(settings.sample_steps, settings.noise_steps),
             guidance=settings.guidance, no_label=config.classes,
         )  # fmt: skip
-        # (ranks * rows * 10, 8, 8) to one picture of 8 * 10 columns, on rank 0.
+        # (ranks * rows * 10, 8, 8) to one picture of 8 * 10 columns, black on white, enlarged.
         everyone = torch.cat(ezpz.all_gather_object(drawn.cpu())).squeeze(1)
         grid = everyone.unflatten(0, (-1, config.classes)).transpose(1, 2).flatten(2).flatten(0, 1)
-        path = Path(settings.outdir) / "samples.png"
-        if ezpz.get_rank() == 0:
-            pixels = ((1 - grid) * 127.5).to(torch.uint8).numpy()
-            Image.fromarray(pixels.repeat(4, axis=0).repeat(4, axis=1)).save(path)
-        logger.info(
-            "done", eval_loss=round(eval_loss, 4), metrics=str(history.path), samples=str(path)
-        )
+        history.image("samples", ((1 - grid) / 2).kron(torch.ones(4, 4)), caption="drawn digits")
+        logger.info("done", eval_loss=round(eval_loss, 4), metrics=str(history.path))
     ezpz.cleanup()
 
 

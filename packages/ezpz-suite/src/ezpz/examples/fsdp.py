@@ -47,11 +47,11 @@ def train(settings: Settings) -> None:
     device = ezpz.get_torch_device_type()
     scaler = torch.amp.GradScaler(device, enabled=dtype == torch.float16)
     if ezpz.get_rank() == 0:
-        print(ezpz.describe_model(model))
+        print(ezpz.describe_model(model), flush=True)
 
     timer, rates = ezpz.StepTimer(), ezpz.Throughput()
     # With what all ranks find: metrics.jsonl shows their mean, and that they agree.
-    with ezpz.History(settings.outdir, cross_rank=True) as history:
+    with ezpz.History(settings.outdir, cross_rank=True, system=True) as history:
         for step, tokens, targets in _text.batches(text, settings, replicas):
             loss = model(tokens, targets)
             optimizer.zero_grad()

@@ -37,7 +37,7 @@ def train(settings: Settings) -> None:
     ezpz.setup_torch(seed=settings.seed, tensor_parallel_size=tp)
     logger = ezpz.get_logger("fsdp_tp")
     if ezpz.get_rank() == 0:
-        print(ezpz_tp.describe_mesh())
+        print(ezpz_tp.describe_mesh(), flush=True)
     text = _text.load(settings)
     config = LlamaConfig(_text.VOCABULARY, dim=64, layers=2, heads=4, kv_heads=2)
     bare = Llama(config, parallel=True, sequence_parallel=True, seed=settings.seed)
@@ -45,7 +45,7 @@ def train(settings: Settings) -> None:
     replicas = ezpz_tp.get_data_parallel_world_size()
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr)
 
-    with ezpz.History(settings.outdir, cross_rank=True) as history:
+    with ezpz.History(settings.outdir, cross_rank=True, system=True) as history:
         for step, tokens, targets in _text.batches(text, settings, replicas):
             loss = model(tokens, targets)
             optimizer.zero_grad()

@@ -48,6 +48,7 @@ def train(settings: Settings) -> None:
 
     ezpz.setup_torch(seed=settings.seed)
     logger = ezpz.get_logger("hf_trainer")
+    logger.info("ready", ranks=ezpz.get_world_size())
     text = _text.load(settings)
     config = hf.LlamaConfig(
         vocab_size=_text.VOCABULARY, hidden_size=64, intermediate_size=192,
@@ -63,7 +64,7 @@ def train(settings: Settings) -> None:
     )  # fmt: skip
 
     # With what all ranks find: metrics.jsonl shows their mean, and that they agree.
-    with ezpz.History(settings.outdir, cross_rank=True) as history:
+    with ezpz.History(settings.outdir, cross_rank=True, system=True) as history:
 
         class Record(hf.TrainerCallback):
             """Gives what the Trainer logs to the History."""
