@@ -162,7 +162,7 @@ if n == 2:
     said, stage = [("zero_stage 7; expected 0, 1, 2 or 3", stage) for stage in (1, 7)][rank]
     refused(said, bare, adamw, zero_stage=stage)
     lr = {{"optimizer": {{"type": "SGD", "params": {{"lr": 1.0 + rank}}}}}}
-    refused("config optimizer.params.lr is 2.0 there, and 1.0 on rank 0", bare, config=lr)
+    refused("has 2.0 at key config optimizer.params.lr instead of 1.0", bare, config=lr)
 os.environ["OMPI_COMM_WORLD_LOCAL_RANK"] = "7"  # as where each rank sees one device
 wrap_model_for_deepspeed(bare, adamw, zero_stage=0)
 assert os.environ.pop("OMPI_COMM_WORLD_LOCAL_RANK") == "7"

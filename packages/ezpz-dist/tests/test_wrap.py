@@ -205,7 +205,7 @@ assert {p.grad.dtype for p in wrapped.parameters()} == {torch.float32}
 older = wrap_model_for_fsdp(copy.deepcopy(model), dtype="bf16")
 assert off(losses(older, adamw(older.parameters()), mine)) < 0.1
 # oneCCL cannot average: it is asked for sums, which gives the same.
-from ezpz_dist import _fsdp2 as fsdp2
+from ezpz_dist import _wrap as fsdp2
 fsdp2._WITHOUT_AVERAGE = ("gloo",)
 summed = wrap_model_for_fsdp2(copy.deepcopy(model))
 groups = [g for m in summed.modules() if hasattr(m, "_get_fsdp_state")

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from ezpz_dist import WrapError
-from ezpz_dist._fsdp2 import _check_sizes
+from ezpz_dist._wrap import _check_sizes
 
 PARALLEL = """
 import copy, ezpz_tp
@@ -128,7 +128,7 @@ stage = ezpz_tp.get_state().index("pipeline")
 torch.manual_seed(rank)
 model = wrap_model_for_fsdp2(nn.Linear(2, 3 + stage))
 assert model.weight.device_mesh.size() == 2
-from ezpz_dist._fsdp2 import data_parallel_mesh
+from ezpz_dist._wrap import data_parallel_mesh
 from ezpz_dist._replicas import find_replicas
 assert data_parallel_mesh(find_replicas("test"), 2).shape == (2,)
 both = data_parallel_mesh(find_replicas("test"), 1)

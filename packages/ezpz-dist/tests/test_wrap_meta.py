@@ -4,7 +4,7 @@ MODELS = """
 import copy
 from torch import nn
 from torch.distributed.tensor import DTensor
-from ezpz_dist import _materialize as materialize
+from ezpz_dist import _replicas as materialize
 
 class Block(nn.Module):
     def __init__(self):

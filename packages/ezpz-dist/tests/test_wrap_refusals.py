@@ -6,7 +6,7 @@ from torch import nn
 ALL = wrap_model_for_ddp, wrap_model_for_fsdp, wrap_model_for_fsdp2
 
 def refused(words, wrap, *args, kind=WrapError, **kwargs):
-    raises(kind, words, wrap, *args, **kwargs)
+    return raises(kind, words, wrap, *args, **kwargs)
 
 def net(width=4):
     return nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 2))
@@ -151,26 +151,25 @@ def strided(model):
     return model
 for wrap, name in zip((*ALL, wrap_model), ("_for_ddp", "_for_fsdp", "_for_fsdp2", "")):
     if wrap is not wrap_model_for_fsdp2:  # which refuses these altogether
-        refused(f"wrap_model{name}(): not the same on all ranks: rank 1 on {here}: parameter "
-                "0.weight is float32 [4, 4], strides [1, 4] there, and float32 [4, 4] on rank 0",
-                wrap, strided(net()))
-    call = f"wrap_model{name}(): not the same on all ranks: rank 1 on {here}: "
-    refused(call + "parameter 0.weight is float32 [5, 4] there, and float32 [4, 4] on rank 0",
-            wrap, net(5 if odd else 4))
-    refused(call + "parameter 0.weight is bfloat16 [4, 4] there", wrap,
-            net().to(torch.bfloat16 if odd else torch.float32))
-    refused(call + "parameter 0.bias is float32 [4], frozen there, and float32 [4] on rank 0",
-            wrap, frozen(net()))
-    more = call + ("unit 3 is Linear" if "fsdp" in name else "parameter 3.weight is float32 [1, 1]")
-    refused(more + " there, and missing on", wrap,
+        refused(f"rank 1 ({here}) has float32 [4, 4], strides [1, 4] at key parameter 0.weight "
+                "instead of float32 [4, 4]", wrap, strided(net()))
+    def differs(what, model):
+        said = str(refused(f"; rank 1 ({here}) {what}", wrap, model))
+        assert said.startswith(f"wrap_model{name}(): not the same on all ranks: ranks 0, 2 call")
+    at = "at key parameter 0."
+    differs(f"has float32 [5, 4] {at}weight instead of float32 [4, 4]", net(5 if odd else 4))
+    differs(f"has bfloat16 [4, 4] {at}weight", net().to(torch.bfloat16 if odd else torch.float32))
+    differs(f"has float32 [4], frozen {at}bias instead of float32 [4]", frozen(net()))
+    last = "unit 3" if "fsdp" in name else "parameter 3.weight"
+    differs(f"has a key {last} that the others have not",
             net().append(nn.Linear(1, 1)) if odd else net())
-    less = "Linear" if "fsdp" in name else "float32 [2, 4]"
-    refused(f" is missing there, and {less} on", wrap, net()[:2] if odd else net())
-    refused(call + "buffer seen is float32 [2] there", wrap, buffered(net()))
+    last = "unit 2" if "fsdp" in name else "parameter 2.weight"
+    differs(f"has no key {last}", net()[:2] if odd else net())
+    differs("has float32 [2] at key buffer seen", buffered(net()))
 names = ["a", "b"] if odd else ["b", "a"]
-refused("the parameters are in another order", wrap_model_for_fsdp2,
+refused("has the same in another order", wrap_model_for_fsdp2,
         nn.Sequential(nn.ModuleDict({name: nn.Linear(2, 2) for name in names})))
-refused("unit 2 is missing there, and Linear on rank 0", wrap_model_for_fsdp2, net(),
+refused("has no key unit 2", wrap_model_for_fsdp2, net(),
         units=[nn.Tanh if odd else nn.Linear])
 # Other calls are shown with their lines.
 refused(f"rank 1 ({here}) calls wrap_model_for_fsdp2(reduce_dtype=torch.float32, "
@@ -187,7 +186,7 @@ refused("is wrapped already" if odd else
         wrap_model_for_ddp, inside if odd else net())
 refused("dtype='bf16' without use_fsdp; expected it with FSDP only", wrap_model, net(),
         use_fsdp=not odd, dtype="bf16")
-refused("parameter 0 is float32 [2] there, and float32 [4, 4] on rank 0",
+refused("has float32 [2] at key parameter 0 instead of float32 [4, 4]",
         wrap_optimizer_for_zero1, torch.optim.SGD, list(net().parameters())[:: -1 if odd else 1])
 assert time.monotonic() - start < 150
 # And after all this the ranks are still together.

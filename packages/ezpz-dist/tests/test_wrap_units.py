@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from ezpz_dist._fsdp2 import find_units
+from ezpz_dist._wrap import find_units
 
 
 class Block(nn.Module):

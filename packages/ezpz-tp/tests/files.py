@@ -15,7 +15,7 @@ from ezpz_tp import (
     gather_state_dict,
     load_dtensor_state_dict,
 )
-from ezpz_tp._formats.safetensors import name_of, write_safetensors
+from ezpz_tp._formats.safetensors import _DTYPE_NAMES, write_safetensors
 from ezpz_tp._shard import parameter_of, whole
 
 INDEX = "shards.json"
@@ -178,7 +178,7 @@ def part_of(full, entry, rank, tp):
 def _said(held):
     shard = held.entry.shard
     return {
-        "dtype": name_of(held.entry.dtype, held.entry.name),
+        "dtype": _DTYPE_NAMES[held.entry.dtype],
         "shape": list(shard.full_shape),
         "dim": shard.dim,
         **({"blocks": list(shard.blocks)} if shard.blocks else {}),

@@ -47,8 +47,6 @@ if TYPE_CHECKING:
     from ._frameworks import deepspeed_config as deepspeed_config
     from ._frameworks import wrap_model_for_deepspeed as wrap_model_for_deepspeed
     from ._frameworks import wrap_model_for_horovod as wrap_model_for_horovod
-    from ._fsdp2 import wrap_model_for_fsdp as wrap_model_for_fsdp
-    from ._fsdp2 import wrap_model_for_fsdp2 as wrap_model_for_fsdp2
     from ._info import ModelDescription as ModelDescription
     from ._info import describe as describe  # of old: `describe_model`
     from ._info import describe_model as describe_model
@@ -74,6 +72,8 @@ if TYPE_CHECKING:
     from ._watch import watch as watch
     from ._wrap import wrap_model as wrap_model
     from ._wrap import wrap_model_for_ddp as wrap_model_for_ddp
+    from ._wrap import wrap_model_for_fsdp as wrap_model_for_fsdp
+    from ._wrap import wrap_model_for_fsdp2 as wrap_model_for_fsdp2
     from ._wrap import wrap_optimizer_for_zero1 as wrap_optimizer_for_zero1
 else:
     from ezpz_topo import attach

@@ -210,30 +210,17 @@ _MARK, _LONGEST_MESSAGE = b"ezpz", 1 << 26
 
 def listen(address: str, port: int) -> socket.socket:
     """Return a socket that listens; an empty address is every one of this host, as torch does."""
-    families = [(socket.AF_INET6, "::"), (socket.AF_INET, "")]
-    if address:
-        families = [(socket.AF_INET6 if ":" in address else socket.AF_INET, address)]
-    for family, host in families:
+    if not address and socket.has_dualstack_ipv6():
+        every = ("::", port)
         try:
-            listener = socket.socket(family)
-        except OSError:
-            if family == socket.AF_INET:
-                raise
-            continue  # a kernel without IPv6
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if host == "::":
-                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-            listener.bind((host, port))
-            # Two may hold the same port until one listens: the other must learn of it now.
-            listener.listen(_BACKLOG)
+            return socket.create_server(
+                every, family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True
+            )
         except OSError as error:
-            listener.close()
-            if host == "::" and error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
-                continue
-            raise
-        return listener
-    raise AssertionError("IPv4 was tried last")
+            if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                raise
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, port), family=family, backlog=_BACKLOG)
 
 
 def hold_name(name: str) -> socket.socket | None:
@@ -385,7 +372,6 @@ class Server:
         return mine
 
     def serve(self, is_over: Callable[[], bool], seconds: float) -> None:
-        """Serve in this thread, at most so long."""
         self._pause()
         until = time.monotonic() + seconds
         while not is_over() and (left := until - time.monotonic()) > 0:
@@ -503,10 +489,7 @@ class Participant:
     """How a rank takes part in a set-up: rank 0 by its server, the others by calls."""
 
     setup: str  # the set-up's name, the same on every rank
-    # Returns a call that was greeted, rank 0's host, and the port of torch's store.
-    call: Callable[[], tuple[socket.socket, str, int]]
-    # Connects to torch's store, at an address and port: while a verdict is awaited.
-    ahead: Callable[[tuple[str, int]], object]
+    call: Callable[[], tuple[socket.socket, str]]  # one that was greeted, and rank 0's host
     name: str = ""  # by what this node's ranks find each other; empty: each calls rank 0 itself
     server: Server | None = None
     store: Store | None = None  # torch's, on rank 0
@@ -556,13 +539,12 @@ class _Leader:
         self, participant: Participant, said: Mapping[str, Any], info: RankInfo, patience: float
     ) -> tuple[bytes, socket.socket, bool]:
         try:
-            call, host, port = participant.call()
+            call, host = participant.call()
             # Rank 0 speaks for itself.
             most = (info.local_world_size or 0) - (host == get_hostname())
             try:
                 if self._listener is None:
                     call.sendall(message(said))
-                    participant.ahead((peer_of(call), port))
                     told, _ = read_message(call, time.monotonic() + patience)
                 else:
                     told = self._converse(call, said, most, patience)

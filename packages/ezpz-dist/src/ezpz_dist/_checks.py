@@ -50,12 +50,10 @@ def check(seconds: float) -> CheckResult:
                 f"not in {seconds:.1f} s",
                 "give it more time: ezpz doctor --timeout=60 --only=all-reduce",
             )
-    done = outcomes[0][:-1]
+    done, size = outcomes[0][:-1], 4 * _ELEMENTS
     shown = " and ".join(f"{each.backend} ({each.milliseconds:.1f} ms)" for each in done)
     facts = {each.backend: {"milliseconds": round(each.milliseconds, 2)} for each in done}
-    return CheckResult.ok(
-        f"two ranks add {4 * _ELEMENTS >> 20} MiB by {shown}", bytes=4 * _ELEMENTS, **facts
-    )
+    return CheckResult.ok(f"two ranks add {size >> 20} MiB by {shown}", bytes=size, **facts)
 
 
 def _failed(message: str) -> CheckResult:
@@ -73,15 +71,13 @@ def _run_ranks(seconds: float) -> list[list[Outcome]]:
     # use here yet. macOS forbids what torch does to a copy.
     get = multiprocessing.get_context
     context = get("fork") if os.uname().sysname == "Linux" else get("spawn")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+    with socket.create_server(("127.0.0.1", 0)) as probe:
         port = int(probe.getsockname()[1])
-    processes: list[BaseProcess] = []
     outcomes: dict[Connection, list[Outcome]] = {}
-    try:
+    with contextlib.ExitStack() as ends:
         for rank in range(_RANKS):
             ours, theirs = context.Pipe(duplex=False)
-            outcomes[ours] = []
+            outcomes[ends.enter_context(ours)] = []
             # With less time than there is: a rank then says itself whom it waits for.
             words = (rank, port, 0.7 * seconds, theirs)
             process: BaseProcess = context.Process(target=run_rank, args=words)
@@ -90,14 +86,9 @@ def _run_ranks(seconds: float) -> list[list[Outcome]]:
                 warnings.simplefilter("ignore", DeprecationWarning)
                 process.start()
             theirs.close()
-            processes.append(process)
+            ends.callback(process.join)
+            ends.callback(process.kill)
         _receive(outcomes, until)
-    finally:
-        for each in processes:
-            each.kill()
-            each.join()
-        for pipe in outcomes:
-            pipe.close()
     return list(outcomes.values())
 
 

@@ -114,9 +114,7 @@ def broadcast(obj: T, root: int = 0, group: dist.ProcessGroup | None = None) -> 
     Raises:
         CollectiveError: The object cannot be pickled (on every rank), or not be unpickled, or
             not be held (where that is so).
-        HangError: Not every rank came in time.
-        MismatchError: The ranks called different things.
-        NotSetUpError: There are several ranks and `setup_torch` was not called.
+        HangError, MismatchError, NotSetUpError: As of `barrier`.
         TypeError: ``root`` is no int, or ``group`` no group.
         ValueError: ``root`` is no rank of the group, or this rank is not in it.
     """
@@ -225,10 +223,7 @@ def all_gather_object(obj: object, group: dist.ProcessGroup | None = None) -> li
     Raises:
         CollectiveError: A rank's object cannot be pickled (on every rank), or not be
             unpickled (where that is so).
-        HangError: Not every rank came in time.
-        MismatchError: Other ranks called something else.
-        NotSetUpError: There are several ranks and `setup_torch` was not called.
-        TypeError: ``group`` is no group.
+        HangError, MismatchError, NotSetUpError, TypeError: As of `barrier`.
         ValueError: This rank is not in ``group``.
     """
     call = Call("all_gather_object()")
@@ -322,10 +317,7 @@ def all_reduce(
         dict with the keys in this rank's order.
 
     Raises:
-        CollectiveError: Another rank cannot take part.
-        HangError: Not every rank came in time.
-        MismatchError: The ranks called different things.
-        NotSetUpError: There are several ranks and `setup_torch` was not called.
+        CollectiveError, HangError, MismatchError, NotSetUpError: As of `barrier`.
         OverflowError: An int of more than 64 bits.
         TypeError: ``obj`` is something else, or ``group`` no group.
         ValueError: ``op`` or ``implementation`` is unknown, ``op`` is not defined for a dtype,
@@ -615,14 +607,12 @@ class Flat:
         self.nbytes = self.elements * dtype.itemsize
         self.data = torch.empty(0)  # [elements]; for a minimum or maximum ints in the floats' order
 
-    def _parts(self, data: Tensor) -> Sequence[Tensor]:
-        # The method `split` spends more time in Python than this does in all.
-        return [data] if len(self._sizes) == 1 else data.split_with_sizes(self._sizes)
-
     def load(self, where: torch.device) -> Flat:
         # Where they lie, if that is one place: one copy between devices, not one for each.
         self.data = torch.empty(self.elements, dtype=self._dtype, device=self._home or where)
-        for part, tensor in zip(self._parts(self.data), self._tensors, strict=True):
+        for part, tensor in zip(
+            self.data.split_with_sizes(self._sizes), self._tensors, strict=True
+        ):
             real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
             part.view(real.shape).copy_(real)
         if self._ordered:
@@ -667,7 +657,7 @@ class Flat:
         # Parts of one storage would keep, and save, all of it.
         copy = len(self._tensors) > 1
         done = []
-        for part, tensor in zip(self._parts(data), self._tensors, strict=True):
+        for part, tensor in zip(data.split_with_sizes(self._sizes), self._tensors, strict=True):
             if tensor.is_complex():  # a clone: one may not begin at an odd place of a storage
                 shaped = torch.view_as_complex(part.clone().view(*tensor.shape, 2))
             else:

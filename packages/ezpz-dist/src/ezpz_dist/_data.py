@@ -15,7 +15,7 @@ from ezpz_topo import get_rank
 
 from ._collectives import broadcast
 from ._errors import DataError
-from ._world import current_world, find_world
+from ._world import current_world, find_world, parallel_state
 
 # Which part of the data is this rank's.
 
@@ -35,10 +35,8 @@ def data_share() -> tuple[int, int]:
     world = current_world("data_share()")
     if world is None or world.info.world_size == 1:
         return 0, 1
-    import ezpz_tp  # noqa: PLC0415 - only where it is asked
-
-    if ezpz_tp.tensor_parallel_is_initialized():
-        return ezpz_tp.get_data_parallel_rank(), ezpz_tp.get_data_parallel_world_size()
+    if (state := parallel_state()) is not None:
+        return state.index("data"), state.size("data")
     return world.info.rank, world.info.world_size
 
 
@@ -72,15 +70,18 @@ def share_of(
         return list(items[which::count])
     if len(sizes) != len(items):
         raise ValueError(f"{len(sizes)} sizes; expected one for each of {len(items)} items")
-    loads = [(0.0, 0)] * count
-    mine: list[int] = []
-    for place in sorted(range(len(items)), key=lambda place: -sizes[place]):
+    return [items[place] for place in sorted(deal_by_size(sizes, count)[which])]
+
+
+def deal_by_size(sizes: Sequence[float], count: int) -> list[list[int]]:
+    """Return the places of the items of each part: the largest first, each to who has least."""
+    loads, parts = [(0.0, 0)] * count, [list[int]() for _ in range(count)]
+    for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
         # Items without a size are dealt out evenly, too.
         least = min(range(count), key=loads.__getitem__)
         loads[least] = loads[least][0] + sizes[place], loads[least][1] + 1
-        if least == which:
-            mine.append(place)
-    return [items[place] for place in sorted(mine)]
+        parts[least].append(place)
+    return parts
 
 
 def checked(share: tuple[int, int] | None) -> tuple[int, int]:
@@ -102,12 +103,9 @@ class DataParallelSampler(Sampler[int]):
     """Deals the samples of each epoch out to the data-parallel ranks; knows where it is.
 
     In each epoch there is one order of all samples, the same on every rank. Round by round
-    each data-parallel rank takes the next of them, so that steps of all ranks together go
-    through it in order, whatever the number of ranks. The position is counted in samples of
-    that order. So a run resumes on another number of ranks where it stopped, and every
-    sample still comes once an epoch.
-
-    Tensor-, context- and pipeline-parallel ranks of one data-parallel rank get the same.
+    each data-parallel rank (`data_share`) takes the next of them, whatever the number of ranks.
+    The position is counted in samples of that order. So a run resumes on another number of
+    ranks where it stopped, and every sample still comes once an epoch.
 
     Each complete pass ends its epoch: the next has another order, without `set_epoch`. A pass
     that was broken off begins again.
@@ -267,9 +265,8 @@ _READERS_ALONE = frozenset(
      "multiprocessing_context", "timeout")
 )  # fmt: skip
 
-_BATCH, _END, _FAILED = range(3)
-# What it is, the position behind it, and the batch or the reader's error.
-_Message = tuple[int, dict[str, int | bool], Any]
+# The position behind a batch, and the batch, or none at the end; or what the reader failed by.
+_Message = tuple[dict[str, int | bool], list[Any]] | DataError
 
 
 class DataLoader(torch.utils.data.DataLoader[T_co]):
@@ -280,16 +277,14 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     has the rest of one.
 
     When all processes get SIGTERM or SIGUSR1, as before the end of a job, the workers continue
-    until their rank ends. torch's own would die, and the training with them before it has
-    saved. Random numbers drawn in workers, unlike the order, are not those of an
-    uninterrupted run.
+    until their rank ends: torch's own would die, and the training before it has saved. Random
+    numbers drawn in workers, unlike the order, are not those of an uninterrupted run.
 
     Tensor-, context- and pipeline-parallel ranks of one data-parallel rank need the same batch.
-    Without ``one_reader`` each of them reads it. With it the first of them reads, and broadcasts
-    along the pipeline, the context and the tensor axis. The others never touch the data set, but
-    for its length. So reads grow with the data-parallel degree only, and random numbers in a
-    data set cannot differ within a model. Iterating is then a collective of these ranks. Where
-    sequences are shared, each rank takes its part of the whole batch, by
+    With ``one_reader`` the first of them reads, and broadcasts along these axes. The others
+    never touch the data set, but for its length: reads grow with the data-parallel degree only,
+    and random numbers in a data set cannot differ within a model. Iterating is then a collective
+    of these ranks. Where sequences are shared, each rank takes its part of the whole batch, by
     ``ezpz_tp.shard_sequence(tokens, 1)``. Without such ranks nothing is sent.
 
     >>> loader = DataLoader(range(10), batch_size=4, shuffle=True, seed=1)
@@ -300,8 +295,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     Args:
         dataset: With a length and indices; the same length on every rank.
         batch_size: Of each data-parallel rank; None: single samples.
-        shuffle: See `DataParallelSampler`.
-        seed: See `DataParallelSampler`.
+        shuffle, seed: See `DataParallelSampler`.
         drop_last: Leave out what does not fill a batch on every rank.
         one_reader: One rank reads for all that work on the same samples.
         device: Where tensors of a batch are wanted; as the data set makes them if None.
@@ -392,24 +386,23 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
                 batches = batches or self._read()  # which starts the workers
                 batch = next(batches)
             except StopIteration:
-                self._send((_END, self.state_dict(), None))
+                self._send((self.state_dict(), []))
                 return
-            except Exception as error:
-                # Whatever it is: the others must not wait for a batch.
-                self._send((_FAILED, {}, f"rank {get_rank()}: {type(error).__name__}: {error}"))
+            except Exception as error:  # whatever it is: the others must not wait for a batch
+                said = f"rank {get_rank()}: {type(error).__name__}: {error}"
+                self._send(DataError(f"the reader of this rank's batches failed, {said}"))
                 raise
-            self._send((_BATCH, self.state_dict(), batch))
+            self._send((self.state_dict(), [batch]))
             yield batch
 
     def _receive(self) -> Iterator[Any]:
-        while True:
-            what, state, content = self._send(None)
-            if what == _FAILED:
-                raise DataError(f"the reader of this rank's batches failed, {content}")
+        while not isinstance(message := self._send(None), DataError):
+            state, batches = message
             self.load_state_dict(state)
-            if what == _END:
+            if not batches:
                 return
-            yield content
+            yield batches[0]
+        raise message
 
     def _send(self, message: _Message | None) -> _Message:
         for root, group in self._links:
@@ -435,12 +428,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
 def _find_links(count: int) -> list[tuple[int, ProcessGroup]]:
     """Return the broadcasts by which a batch comes and goes here: from whom, in which group."""
-    world = find_world()
-    if world is None or world.info.world_size == count:
+    world, state = find_world(), parallel_state()
+    if world is None or world.info.world_size == count or state is None:
         return []  # every rank has samples of its own
-    import ezpz_tp  # noqa: PLC0415 - only where its groups are used
-
-    state = ezpz_tp.get_state()
     axes = ("pipeline", "context", "tensor")  # as a batch travels
     return [
         (state.ranks(axis)[0], state.group(axis))

@@ -277,14 +277,14 @@ class Wakeup:
 
     def __init__(self, call: socket.socket, *, shared: bool) -> None:
         self._call, self._stop, self._heard = call, socket.socketpair(), b""
-        self._edges: Any = None
+        self._shared = shared
         call.settimeout(None)
-        if shared:
-            # What the server sends is for all ranks that have this call, so none takes it out:
-            # each hears that there is more. The system holds 100,000 rings.
-            self._edges = select.epoll()
-            self._edges.register(call, select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLET)
-            self._edges.register(self._stop[0], select.EPOLLIN)
+        # What the server sends is for all ranks that share this call, so none takes it out:
+        # each hears that there is more. The system holds 100,000 rings.
+        self._poll: Any = select.epoll() if shared else select.poll()
+        edges = select.EPOLLRDHUP | select.EPOLLET if shared else 0
+        self._poll.register(call, select.POLLIN | edges)
+        self._poll.register(self._stop[0], select.POLLIN)
 
     def ring(self, last: str = "") -> None:
         """Wake all; the last time with a text, which needs no answer of the store's."""
@@ -296,25 +296,17 @@ class Wakeup:
 
         Raises one of `LOST` if rank 0 has gone.
         """
-        if self._edges is None:
-            poll = select.poll()
-            for each in (self._call, self._stop[0]):
-                poll.register(each, select.POLLIN)
-            rung, gone = any(fd == self._call.fileno() for fd, _ in poll.poll()), False
-        else:
-            events = dict(self._edges.poll())
-            rung = self._call.fileno() in events
-            gone = rung and bool(events[self._call.fileno()] & ~select.EPOLLIN)
-        if rung:
+        events, gone = dict(self._poll.poll()), False
+        if what := events.get(self._call.fileno()):
             try:
-                flags = socket.MSG_DONTWAIT | (socket.MSG_PEEK if self._edges else 0)
+                flags = socket.MSG_DONTWAIT | (socket.MSG_PEEK if self._shared else 0)
                 heard = self._call.recv(1 << 17, flags)
             except BlockingIOError:
                 return ""
             except OSError:
                 heard = b""
-            self._heard = heard if self._edges else self._heard.lstrip(b"!") + heard
-            gone = gone or not heard
+            self._heard = heard if self._shared else self._heard.lstrip(b"!") + heard
+            gone = not heard or (self._shared and what != select.EPOLLIN)
         begin, end, _ = self._heard.partition(b"\n")
         if end:
             return begin.lstrip(b"!").decode()
@@ -328,8 +320,8 @@ class Wakeup:
     def close(self) -> None:
         for each in (self._call, *self._stop):
             each.close()
-        if self._edges is not None:
-            self._edges.close()
+        if self._shared:
+            self._poll.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,10 +335,6 @@ class SideStore:
     connect: Callable[[float], Store]
     wakeup: Wakeup  # by which the responders are woken
     holder: tuple[int, int] = (0, 0)  # process and PID namespace of rank 0, which holds the store
-
-    @property
-    def size(self) -> int:
-        return len(self.hosts)
 
     def reach(self) -> Store:
         """Return a connection that answers, or raise one of `LOST`; to be used inside `within`."""
@@ -429,7 +417,6 @@ class Responder(threading.Thread):
                     raise
 
     def stop(self) -> None:
-        """End the thread, if it has not ended."""
         self._leaving.set()
         self._stopped.set()
         self.side.wakeup.stop()
@@ -629,7 +616,7 @@ def _without_store(side: SideStore, mine: Location, error: Exception) -> RollCal
 
 
 def _ask(side: SideStore, store: Store, roll: str, mine: Location, stack: bool) -> RollCall:
-    others = [rank for rank in range(side.size) if rank != side.rank]
+    others = [rank for rank in range(len(side.hosts)) if rank != side.rank]
     side.post(store, "roll", roll=roll, stack=stack)
     there = arrived(store, [f"location/{roll}/{rank}" for rank in others], _ANSWER)
     found = [mine, *(Location.from_json(json.loads(text)) for text in values(store, there))]

@@ -24,10 +24,9 @@ from ezpz_topo import RankInfo
 
 from . import _replicas
 from ._errors import SetupError, WrapError
-from ._materialize import has_meta
-from ._replicas import Replicas
+from ._replicas import Replicas, has_meta
 from ._watch import waiting
-from ._world import finish_before_leaving, set_variables
+from ._world import finish_before_leaving, parallel_state, variables
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +63,7 @@ def _check_deepspeed(device: torch.device) -> None:
             f"same; unset DS_ACCELERATOR, or export TORCH_DEVICE={wanted}"
         )
     # It looks for devices while it is imported, and keeps to what it found.
-    with _variables({"DS_ACCELERATOR": device.type}):
+    with variables({"DS_ACCELERATOR": device.type}):
         deepspeed = _import_deepspeed()
         found = deepspeed.accelerator.get_accelerator().device_name()
     if found != device.type:
@@ -99,12 +98,12 @@ def _prepare_deepspeed(info: RankInfo, device: torch.device, backend: str) -> No
     deepspeed = _import_deepspeed()
     with ExitStack() as made:
         # Its processes (data loaders that are spawned) are to choose the same device.
-        made.enter_context(_variables({"DS_ACCELERATOR": device.type}))
+        made.enter_context(variables({"DS_ACCELERATOR": device.type}))
         if "LOCAL_RANK" not in os.environ:
             # A world of one exports nothing, and DeepSpeed reads this one. Without the other
             # two it would be half of a launcher's set.
             alone = {"RANK": f"{info.rank}", "WORLD_SIZE": f"{info.world_size}", "LOCAL_RANK": "0"}
-            made.enter_context(_variables(alone))
+            made.enter_context(variables(alone))
         installed = importlib.import_module("deepspeed.git_version_info").installed_ops
         if device.type == "cpu" and not installed.get("deepspeed_shm_comm"):
             # DeepSpeed's own all-reduce among a node's CPUs, which only its inference engine calls.
@@ -127,17 +126,6 @@ def _leave_deepspeed() -> None:
     undo, _undo = _undo, None
     if undo is not None:
         undo.close()
-
-
-@contextlib.contextmanager
-def _variables(values: Mapping[str, str | None]) -> Iterator[None]:
-    """Set environment variables (None: remove them), and bring back what they were."""
-    before = {name: os.environ.get(name) for name in values}
-    set_variables(values)
-    try:
-        yield
-    finally:
-        set_variables(before)
 
 
 # DeepSpeed's configuration, from arguments and a user's own: whole, without contradictions.
@@ -385,32 +373,25 @@ def wrap_model_for_deepspeed(
         model: The bare model, the same on every rank. It is moved to this rank's device.
         optimizer: One over the model's parameters, or a function that makes one from them;
             None: ``config["optimizer"]``, or none, for evaluation with stage 0 or 3.
-        zero_stage: See `deepspeed_config`, as for all that is not explained here.
-        dtype: The type that the model is cast to.
-        micro_batch_size: Samples in one forward pass of one rank.
-        gradient_accumulation_steps: Backward passes for one step.
-        gradient_clipping: The largest norm of all gradients.
-        offload_optimizer: Where the optimizer's state lies.
-        offload_parameters: Where parameters lie that are not in use.
-        nvme_path: The folder for ``"nvme"``.
+        zero_stage, micro_batch_size, gradient_accumulation_steps: See `deepspeed_config`.
+        gradient_clipping, offload_optimizer, offload_parameters, nvme_path, config: As well.
+        dtype: As well; the model is cast to it.
         scheduler: A scheduler of ``optimizer``, or a function that makes one from it.
         training_data: A dataset that DeepSpeed makes the loader of, sharded over the ranks.
         collate_fn: Makes a batch of samples, for that loader.
-        config: DeepSpeed's own options, or the path of a JSON file with them.
 
     Returns:
         What ``deepspeed.initialize`` returns; what there is none of is None.
 
     Raises:
-        MismatchError: The ranks called something else, or with other options.
-        NotSetUpError: `setup_torch` was not called.
+        MismatchError, NotSetUpError: As of `wrap_model_for_ddp`.
         SetupError: DeepSpeed is not installed, or does not fit.
         WrapError: The model is wrapped already, an argument contradicts ``config``, or the
             ranks do not agree.
         ValueError: ``dtype`` is none of the three.
     """
     replicas = _replicas.find_replicas(_CALL)
-    world, state = replicas.world, _replicas.parallel_state()
+    world, state = replicas.world, parallel_state()
     options: dict[str, Any] = {
         "zero_stage": zero_stage, "dtype": dtype, "micro_batch_size": micro_batch_size,
         "gradient_accumulation_steps": gradient_accumulation_steps,
@@ -437,7 +418,7 @@ def wrap_model_for_deepspeed(
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     # DeepSpeed insists that it be LOCAL_RANK, which is the device's number: 0 on every rank where
     # each sees one device only.
-    hidden = _variables({"OMPI_COMM_WORLD_LOCAL_RANK": None})
+    hidden = variables({"OMPI_COMM_WORLD_LOCAL_RANK": None})
     with waiting(f"deepspeed.initialize for {_CALL}", world, replicas.ranks), hidden:
         made = _import_deepspeed().initialize(
             model=model, optimizer=optimizer, model_parameters=trained, lr_scheduler=scheduler,
@@ -486,7 +467,7 @@ def _refuse_two(settings: Config, optimizer: object, scheduler: object) -> None:
 
 def _model_parallel_unit() -> Any:
     """Return what tells DeepSpeed of ezpz_tp's groups; None where only data is split."""
-    state = _replicas.parallel_state()
+    state = parallel_state()
     if state is None or state.size("tensor") * state.size("pipeline") * state.size("context") == 1:
         return None
     import ezpz_tp.mpu  # noqa: PLC0415  # only where its groups are used

@@ -19,7 +19,7 @@ from ezpz_topo import NodelistError, fold_nodelist
 from ._errors import fold
 from ._replicas import find_wrapper, home_of
 from ._version import __version__
-from ._world import find_world
+from ._world import find_world, parallel_state
 
 # The world as a table in text: pure, and readable at ten thousand ranks.
 
@@ -118,8 +118,8 @@ def get_dist_info() -> dict[str, Any]:
         hosts = list(dict.fromkeys(world.hosts))
     port = os.environ.get("MASTER_PORT", "")
     degrees = {"tensor": 1, "context": 1, "pipeline": 1, "data": info.world_size}
-    if ezpz_tp.tensor_parallel_is_initialized():
-        degrees = {axis: ezpz_tp.get_state().size(axis) for axis in degrees}
+    if (state := parallel_state()) is not None:
+        degrees = {axis: state.size(axis) for axis in degrees}
     return {
         "is_set_up": world is not None, **_place(info),
         "num_nodes": info.num_nodes if world is None else info.num_nodes or len(hosts),
@@ -185,21 +185,19 @@ def query_environment(env: Mapping[str, str] | None = None) -> dict[str, Any]:
     }  # fmt: skip
 
 
+_PLACE = "rank", "world_size", "local_rank", "local_world_size", "node_rank", "num_nodes"
+
+
 def _place(info: ezpz_topo.RankInfo) -> dict[str, Any]:
-    names = "rank", "world_size", "local_rank", "local_world_size", "node_rank", "num_nodes"
-    return {name: getattr(info, name) for name in names}
+    return {name: getattr(info, name) for name in _PLACE}
 
 
 def launch_variables() -> set[str]:
-    return {
-        name
-        for family in ezpz_topo.FAMILIES
-        for field in (
-            family.rank, family.world_size, family.local_rank, family.local_world_size,
-            family.node_rank, family.num_nodes, family.proof, (family.tasks_per_node,),
-        )
-        for name in field
-    } | {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"}  # fmt: skip
+    found = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"}
+    for family in ezpz_topo.FAMILIES:
+        found.update(*(getattr(family, name) for name in (*_PLACE, "proof")))
+        found.add(family.tasks_per_node)
+    return found
 
 
 def _allocation() -> ezpz_topo.Allocation:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import logging
 import os
@@ -269,10 +268,6 @@ def _differences(
 
 # The ranks of a collective, and how torch carries what they tell each other.
 
-_OPS = dist.ReduceOp
-REDUCE_OPS = {"sum": _OPS.SUM, "min": _OPS.MIN, "max": _OPS.MAX, "product": _OPS.PRODUCT}
-"""What every backend can do: oneCCL and gloo have no AVG."""
-
 # Bytes, of all ranks, that each sends straight to all others, on the host: one message each, all
 # at once, takes half the time of gloo's ring (2 and 4 ranks, torch 2.13).
 _DIRECT = 1 << 20
@@ -322,8 +317,9 @@ class Members:
         return every
 
     def reduce(self, tensor: torch.Tensor, op: str, what: str) -> None:
+        # Never AVG, which oneCCL and gloo have not.
         with waiting(what + self.scope, self.world, self.ranks):
-            dist.all_reduce(tensor, op=REDUCE_OPS[op], group=self.group)
+            dist.all_reduce(tensor, op=getattr(dist.ReduceOp, op.upper()), group=self.group)
 
     def send(self, data: torch.Tensor, root: int, what: str) -> None:
         """Fill uint8 [bytes] with what ``root`` (in the world) holds; on meta it is dropped."""
@@ -391,12 +387,10 @@ def find_members(operation: str, group: dist.ProcessGroup | None) -> Members | N
 # The small exchange with which every collective begins: do all ranks call the same?
 
 SLOT = 256  # bytes of a slot: latency is the same from 32 to 1024 (gloo), and 27 numbers fit in
-_HEADER = struct.Struct("=8sBI")
-_ALIKE = 9  # bytes of the header in which ranks that take part in the same call do not differ
+_HEADER = struct.Struct("=8sB")  # the same on all ranks that take part in the same call
 _TAKES_PART, _REFUSES = 0, 1
 ROOM = SLOT - _HEADER.size  # bytes of a slot that a collective has for itself
 _WORDS = 200  # characters of a call that a message shows: a dict can have thousands of keys
-_calls = itertools.count()  # makes every exchange of this process distinct
 
 
 class Call(NamedTuple):
@@ -414,7 +408,7 @@ class Call(NamedTuple):
         inner = "{" + ", ".join([f"{key}: {kind}" for key, kind in self.leaves]) + "}"
         if len(self.leaves) == 1 and not self.leaves[0][0]:
             inner = self.leaves[0][1]
-        return f"{self.name} of {inner} ({self.op})"
+        return f"{self.name} of {inner}" + (f" ({self.op})" if self.op else "")
 
 
 @lru_cache(32)  # a training loop calls the same few again and again
@@ -445,10 +439,10 @@ def exchange(
     if refusal is not None:
         hashed, tag = _digest(f"{type(refusal).__name__}: {refusal}"), _REFUSES
     mine = bytearray(SLOT)
-    _HEADER.pack_into(mine, 0, hashed, tag, next(_calls) & 0xFFFFFFFF)
+    _HEADER.pack_into(mine, 0, hashed, tag)
     mine[_HEADER.size : _HEADER.size + len(payload)] = payload
     every = members.gather(mine, what, timeout)
-    heads = [bytes(every[at : at + _ALIKE]) for at in range(0, len(every), SLOT)]
+    heads = [bytes(every[at : at + _HEADER.size]) for at in range(0, len(every), SLOT)]
     if refusal is None and heads.count(heads[members.place]) == len(heads):
         return every
     refused = {place for place, head in enumerate(heads) if head[-1] == _REFUSES}
@@ -534,6 +528,7 @@ def _describe_call(expected: Mapping[str, Any], said: Mapping[str, Any], several
         for key, kind in mine.items()
         if theirs.get(key, kind) != kind
     ]
+    found = found or [f"{has} the same in another order"]
     more = [f"and {len(found) - _KEYS} more differences"] if len(found) > _KEYS else []
     return f"{', '.join(found[:_KEYS] + more)} at {said['at']}"
 

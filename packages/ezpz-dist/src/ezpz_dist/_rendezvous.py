@@ -12,18 +12,12 @@ import socket
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import Self
 
-from torch.distributed import (  # type: ignore[attr-defined]  # torch exports them so
-    DistNetworkError,
-    HashStore,
-    PrefixStore,
-    Store,
-    TCPStore,
-)
+from torch.distributed import DistNetworkError, HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # torch exports them so
 
 from ezpz_topo import RankInfo, first_host, get_hostname
 
@@ -74,15 +68,8 @@ class Rendezvous:
             text = repr((node, sorted(place.job.facts.items()))).encode()
             name = f"ezpz-{hashlib.blake2b(text, digest_size=12).hexdigest()}"
         store = None if self.store is None else PrefixStore(setup, self.store)
-
-        def ahead(endpoint: tuple[str, int]) -> None:
-            if self.store is None and info.world_size < _MANY:
-                with suppress(DistNetworkError):  # what rank 0 says then is the better explanation
-                    self.join(endpoint, info, timedelta(seconds=seconds))
-
-        return Participant(
-            setup, lambda: find_server(place, info, seconds), ahead, name, self.server, store
-        )  # fmt: skip
+        find = partial(find_server, place, info, seconds)
+        return Participant(setup, find, name, self.server, store)
 
     def join(self, endpoint: tuple[str, int], info: RankInfo, timeout: timedelta) -> Self:
         """Return this with torch's store, for a set-up whose ranks have all come."""
@@ -273,7 +260,6 @@ class Job:
     facts: Mapping[str, str]  # such as ``{"user": "1000", "PBS job": "7.pbs"}``
     host: str  # where the process runs that wrote this
     pid: int
-    store_port: int = 0  # where rank 0 has torch's store
 
     @classmethod
     def of(cls, info: RankInfo, port: int, env: Mapping[str, str]) -> Self:
@@ -288,14 +274,13 @@ class Job:
     @classmethod
     def read(cls, written: bytes) -> Self | None:
         try:
-            facts, host, pid, port = json.loads(written)
-            facts = {key: str(value) for key, value in facts.items()}
-            return cls(facts, str(host), int(pid), int(port))
+            facts, host, pid = json.loads(written)
+            return cls({key: str(value) for key, value in facts.items()}, str(host), int(pid))
         except (ValueError, TypeError, AttributeError):
             return None
 
     def written(self) -> bytes:
-        return json.dumps([dict(self.facts), self.host, self.pid, self.store_port]).encode()
+        return json.dumps([dict(self.facts), self.host, self.pid]).encode()
 
     def differs(self, other: Job) -> str:
         """Return by what this is another job than the other; an empty text if it is the same."""
@@ -364,11 +349,11 @@ def open_server(
         except OSError as error:
             if error.errno not in (errno.EADDRINUSE, errno.EACCES):
                 raise SetupError(
-                    f"{who} cannot listen on port {wanted} ({place.source}): {error.strerror}; "
-                    "expected a port of its own; export MASTER_ADDR and MASTER_PORT to choose "
-                    "another"
+                    f"{who} cannot listen on port {wanted} ({place.source}): "
+                    f"{os.strerror(error.errno or 0)}; expected a port of its own; export "
+                    "MASTER_ADDR and MASTER_PORT to choose another"
                 ) from error
-            why = (error.strerror or "").lower()
+            why = os.strerror(error.errno).lower()
             if error.errno == errno.EADDRINUSE:
                 why = _held_by(info, (loopback, *place.addresses), wanted, place.job)
             taken.append(f"{wanted}: {why}")
@@ -379,8 +364,7 @@ def open_server(
         behind = None if store is not None else listen(loopback if inside else "", 0)
         at = behind.getsockname()[1] if behind else known.master_port if known else 0
         if server is None:
-            greeting = replace(place.job, store_port=at).written()
-            server = Server(greeting, info.world_size, at)
+            server = Server(place.job.written(), info.world_size, at)
         server.open(listener)
         if behind is not None:
             store = TCPStore(
@@ -419,12 +403,9 @@ def raise_file_limit(world_size: int) -> None:
 
 
 def _client(address: str, port: int, timeout: timedelta) -> TCPStore:
-    # Less than a second is none to torch. Without a world size: it would sleep up to as many
-    # milliseconds as there are ranks.
-    return TCPStore(
-        address, port, None, is_master=False, timeout=max(timedelta(seconds=1), timeout),
-        wait_for_workers=False,
-    )  # fmt: skip
+    limit = max(timedelta(seconds=1), timeout)  # less is none to torch
+    # Without a world size: it would sleep up to as many milliseconds as there are ranks.
+    return TCPStore(address, port, None, is_master=False, timeout=limit, wait_for_workers=False)
 
 
 def _held_by(info: RankInfo, addresses: Sequence[str], port: int, job: Job) -> str:
@@ -459,8 +440,8 @@ _FIRST_LOOK_EVERYWHERE = 0.25
 _Seen = dict[tuple[str, int], Exception]  # at an address and port: what is in rank 0's way
 
 
-def find_server(place: Place, info: RankInfo, seconds: float) -> tuple[socket.socket, str, int]:
-    """Return a connection to rank 0's server, rank 0's host, and the port of torch's store."""
+def find_server(place: Place, info: RankInfo, seconds: float) -> tuple[socket.socket, str]:
+    """Return a connection to rank 0's server, and rank 0's host."""
     # A port is passed over when something else than this job's rank 0 is behind it. But whoever
     # holds it may be gone again, or not be seen from here: so now and then all are looked at.
     start = time.monotonic()
@@ -489,7 +470,7 @@ def find_server(place: Place, info: RankInfo, seconds: float) -> tuple[socket.so
                 seen[address, port] = error.with_traceback(None)
                 error.__cause__ = error.__context__ = None
             else:
-                return call, found.host, found.store_port
+                return call, found.host
         if time.monotonic() >= end:
             break
         if elapsed >= say_at:

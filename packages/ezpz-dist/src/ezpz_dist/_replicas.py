@@ -1,12 +1,11 @@
-"""The ranks that hold copies of a model: which they are, and whether all wrap the same."""
+"""The ranks that hold copies of a model: which, their start values, and do all wrap the same."""
 
 from __future__ import annotations
 
-import hashlib
 import sys
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import TYPE_CHECKING
+from contextlib import contextmanager, nullcontext, suppress
+from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -14,18 +13,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ezpz_device import as_dtype
 
-from ._collectives import broadcast
-from ._errors import CollectiveError, NotSetUpError, WrapError
-from ._members import Call, Members, exchange, parties_of, payload_of
+from ._errors import CollectiveError, MismatchError, NotSetUpError, WrapError
+from ._members import Call, Members, exchange
 from ._objects import as_bytes
-from ._world import current_world
-
-if TYPE_CHECKING:
-    from ezpz_tp import ParallelState
-
+from ._world import current_world, parallel_state
 
 # What a module is wrapped by already.
 
@@ -103,20 +98,10 @@ class Replicas(Members):
     def size(self) -> int:
         return len(self.ranks)
 
-    @property
-    def is_first(self) -> bool:
-        return self.place == 0
-
     def send_first(self, data: torch.Tensor, what: str) -> None:
         """Fill a tensor, uint8 [bytes], with what the first rank has in it. Collective."""
         if self.size > 1 and data.numel():
             self.send(data, self.ranks[0], what)
-
-    def name(self, places: Sequence[int]) -> str:
-        """Say which ranks, and where they run: ``rank 1 on host-a, rank 5 on host-b``."""
-        ranks = [self.ranks[place] for place in places]
-        some = ", ".join(f"rank {rank} on {self.world.hosts[rank]}" for rank in ranks[:8])
-        return some if len(ranks) <= 8 else f"{some}, and {len(ranks) - 8} more"
 
 
 def find_replicas(call: str) -> Replicas:
@@ -140,19 +125,6 @@ def find_replicas(call: str) -> Replicas:
     return Replicas(world, state.group(*axes), ranks, ranks.index(rank), on_host)
 
 
-def parallel_state() -> ParallelState | None:
-    """Return ezpz_tp's groups if there are any; it is not imported for the question."""
-    tp = sys.modules.get("ezpz_tp")
-    state: ParallelState | None = None if tp is None else tp.current_state()
-    return state if state is not None and state.is_live else None
-
-
-def attributes_kept(model: nn.Module) -> AbstractContextManager[None]:
-    """Keep what ezpz_tp says of parameters while others take their place."""
-    tp = sys.modules.get("ezpz_tp")
-    return nullcontext() if tp is None else tp.keep_attributes(model)
-
-
 def start_alike(tensors: Sequence[torch.Tensor], replicas: Replicas) -> None:
     """Move tensors to this rank's device and give all ranks the first one's values."""
     device = replicas.world.device
@@ -165,15 +137,217 @@ def start_alike(tensors: Sequence[torch.Tensor], replicas: Replicas) -> None:
             # As bytes: backends send few of torch's types, and contiguous memory only.
             sent = as_bytes(tensor)
             replicas.send_first(sent, "the model's start values")
-            if sent.data_ptr() != tensor.data_ptr() and not replicas.is_first:
+            if sent.data_ptr() != tensor.data_ptr() and replicas.place > 0:
                 tensor.copy_(sent.view(tensor.dtype).view(tensor.shape))
+
+
+# From the meta device to memory, one module at a time, the same on every rank.
+
+Initialize = Callable[[nn.Module], object]
+"""Fills the parameters and buffers that a module has itself, those of its children aside."""
+
+
+def has_meta(model: nn.Module) -> bool:
+    return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+
+
+def refuse_unfillable(model: nn.Module, initialize: Initialize | None) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta and hasattr(parameter, "device_mesh"):
+            raise WrapError(
+                f"{name} is a DTensor on the meta device; expected a plain parameter there; "
+                "give it its values before it is sharded"
+            )
+    lacking = [
+        f"{name or 'the model'} ({type(module).__name__}: {', '.join(_own_meta(module))})"
+        for name, module in model.named_modules()
+        if initialize is None and _reset_of(module) is None and _own_meta(module)
+    ]
+    if lacking:
+        raise WrapError(
+            f"a model on the meta device, and no way to fill {'; '.join(lacking)}; expected a "
+            "method reset_parameters(), which fills what a module holds itself; write one, or "
+            "give initialize=, called with each module"
+        )
+
+
+def materialize(
+    model: nn.Module,
+    device: torch.device,
+    initialize: Initialize | None = None,
+    *,
+    replicas: Replicas | None = None,
+    keep_on: torch.device | None = None,
+) -> None:
+    """Give data to what is on the meta device; on all replicas the same. Collective over them."""
+    # Module by module, children first, in the order in which constructors mostly draw: whole
+    # tensors are filled, and of a sharded parameter each rank keeps its shard. So no rank ever
+    # holds more whole tensors than one module has itself, and with equal generators the shards
+    # are parts of one draw.
+    filled: dict[torch.Tensor, torch.Tensor] = {}
+    if not has_meta(model):
+        return
+    with nullcontext() if replicas is None else _first_ranks_draws(device, replicas):
+        for name, module in _children_first(model, "", set()):
+            own = _own_meta(module)
+            for key, empty in own.items():
+                setattr(module, key, _marked(empty, device))
+            if own:
+                with torch.no_grad(), _WholeDraws():  # type: ignore[no-untyped-call]
+                    if (reset := _reset_of(module)) is not None:
+                        reset()
+                    if initialize is not None:
+                        initialize(module)
+            for key, empty in own.items():
+                whole = getattr(module, key)
+                if _is_untouched(whole):
+                    path = f"{name}.{key}".removeprefix(".")
+                    raise WrapError(
+                        f"{path} of shape {list(whole.shape)} was built on the meta device, and "
+                        f"{'initialize' if initialize else 'reset_parameters'} of "
+                        f"{type(module).__name__} leaves it unfilled, or in part; expected it to "
+                        "fill all that the module holds itself"
+                    )
+                # Of a tied parameter the first draw counts, as where the second use was assigned.
+                if empty not in filled:
+                    filled[empty] = _kept(whole, empty, keep_on or device)
+                setattr(module, key, filled[empty])
+
+
+@contextmanager
+def _first_ranks_draws(device: torch.device, replicas: Replicas) -> Iterator[None]:
+    """Let all ranks draw from torch's generators as the first does; it alone is further on then."""
+    # torch's functions for the CPU, whose state is 5 KB, and the device's, of 16 bytes.
+    modules = [torch.random, *([torch.get_device_module(device)] if device.type != "cpu" else [])]
+    own = [module.get_rng_state() for module in modules]
+
+    def give(states: list[torch.Tensor]) -> None:
+        for module, state in zip(modules, states, strict=True):
+            module.set_rng_state(state)
+
+    states = [state.clone() for state in own]
+    for state in states:
+        replicas.send_first(state, "the state of the first rank's generators")
+    give(states)
+    try:
+        yield
+    finally:
+        if replicas.place > 0:
+            give(own)
+
+
+def _children_first(
+    module: nn.Module, path: str, seen: set[nn.Module]
+) -> Iterator[tuple[str, nn.Module]]:
+    """Yield each module once, after all that it contains: as constructors make them."""
+    if module in seen:
+        return
+    seen.add(module)
+    for name, child in module.named_children():
+        yield from _children_first(child, f"{path}.{name}".removeprefix("."), seen)
+    yield path, module
+
+
+def shard_like(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    from torch.distributed.tensor import DTensor  # noqa: PLC0415 - only where there are some
+
+    assert isinstance(like, DTensor)
+    part = _part(whole, like).clone(memory_format=torch.contiguous_format)
+    about: Any = {"run_check": False, "shape": whole.shape, "stride": whole.stride()}
+    return DTensor.from_local(part, like.device_mesh, like.placements, **about)
+
+
+class _WholeDraws(TorchDispatchMode):
+    """Let a random operation on a shard draw the whole tensor, and keep this rank's part."""
+
+    # A module's reset_parameters may reach into its children, which are shards by then: torch on
+    # the CPU would draw the same numbers into the shard of every rank.
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        shards = [one for one in (*args, *kwargs.values()) if hasattr(one, "device_mesh")]
+        if torch.Tag.nondeterministic_seeded not in func.tags or not shards:
+            return func(*args, **kwargs)
+        target, name = shards[0], func.overloadpacket.__name__
+        fills, makes = name.endswith("_"), name.endswith("_like")
+        if len(shards) > 1 or args[0] is not target or not (fills or makes):
+            raise WrapError(
+                f"torch.{name} of a parameter that is sharded by then, in the reset_parameters() "
+                "of a module around it; expected it to be drawn in place, by normal_() say; or "
+                "let each module fill its own"
+            )
+        local = target.to_local()
+        whole = torch.empty(target.shape, dtype=target.dtype, device=local.device)
+        drawn = func(whole, *args[1:], **kwargs)
+        if makes:
+            return shard_like(drawn, target)
+        local.copy_(_part(whole, target))
+        return target
+
+
+def _part(whole: torch.Tensor, like: Any) -> torch.Tensor:
+    """Return the part of a whole tensor that a DTensor holds on this rank."""
+    part, mesh = whole, like.device_mesh
+    for axis, placement in enumerate(like.placements):
+        if placement.is_shard():
+            index, chunks = mesh.get_local_rank(axis), part.chunk(mesh.size(axis), placement.dim)
+            part = chunks[index] if index < len(chunks) else part.narrow(placement.dim, 0, 0)
+    return part
+
+
+def _kept(whole: torch.Tensor, empty: torch.Tensor, where: torch.device) -> torch.Tensor:
+    is_shard = hasattr(empty, "device_mesh")
+    if not isinstance(empty, nn.Parameter) or (whole.device == where and not is_shard):
+        return whole
+    values = shard_like(whole.detach(), empty) if is_shard else whole.detach()
+    return _parameter_like(values.to(where), empty)
+
+
+def _parameter_like(values: torch.Tensor, empty: nn.Parameter) -> nn.Parameter:
+    parameter = nn.Parameter(values, requires_grad=empty.requires_grad)
+    vars(parameter).update(vars(empty))
+    return parameter
+
+
+def _own_meta(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return what a module holds itself, and has no data of, by name."""
+    parameters = module.named_parameters(recurse=False, remove_duplicate=False)
+    buffers = module.named_buffers(recurse=False, remove_duplicate=False)
+    return {name: tensor for name, tensor in (*parameters, *buffers) if tensor.is_meta}
+
+
+def _reset_of(module: nn.Module) -> Callable[[], object] | None:
+    names = "reset_parameters", "_reset_parameters"  # torch's MultiheadAttention has the other
+    return next(filter(callable, (getattr(module, name, None) for name in names)), None)
+
+
+def _marked(empty: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a whole tensor by whose content one sees whether it was filled."""
+    whole = torch.empty(empty.shape, dtype=empty.dtype, device=device)
+    if _is_marked_by_value(empty):
+        whole.fill_(torch.nan)
+    return _parameter_like(whole, empty) if isinstance(empty, nn.Parameter) else whole
+
+
+def _is_untouched(tensor: torch.Tensor) -> bool:
+    if tensor.is_meta:
+        return True
+    if not tensor.numel():
+        return False
+    if _is_marked_by_value(tensor):
+        return bool(torch.isnan(tensor.detach()).any())
+    return tensor._version == 0  # noqa: SLF001 - no public way to ask
+
+
+def _is_marked_by_value(tensor: torch.Tensor) -> bool:
+    # 8-bit types are compared by few of torch's kernels.
+    return (tensor.is_floating_point() or tensor.is_complex()) and tensor.element_size() > 1
 
 
 # Before anything is wrapped: can it be, and do all ranks wrap the same?
 
 # torch compares nothing that is quick to compare: it waits until it times out, ends the process, or
-# goes on with tensors of other shapes. Here each rank sends a checksum; who differs is looked for
-# only if one does.
+# goes on with tensors of other shapes.
 
 _CHOSEN = "device_id", "device_ids", "output_device", "process_group", "device_mesh"
 RESERVED = dict.fromkeys(_CHOSEN, "it is chosen by the set-up: leave it out")
@@ -202,16 +376,19 @@ def agreed(
         raise
     if replicas.size == 1:
         return
-    digest = hashlib.sha256(repr(list(lines.items())).encode()).digest()
     try:
-        every = exchange(Call(_of_call(call, options)), replicas, digest)
+        exchange(Call(_of_call(call, options)), replicas)
     except CollectiveError as error:
         if type(error) is CollectiveError:  # a rank refuses; it has raised its own
             raise WrapError(str(error)) from None
         raise
-    said = [bytes(payload_of(place, every)[: len(digest)]) for place in range(replicas.size)]
-    if len(parties := parties_of(said)) > 1:
-        raise WrapError(f"{call}: {_difference(lines, parties, replicas)}")
+    try:
+        exchange(Call(call, leaves=tuple(lines.items())), replicas)
+    except MismatchError as error:
+        raise WrapError(
+            f"{call}: not the same on all ranks: {error}; build the model from the same arguments "
+            "everywhere"
+        ) from None
 
 
 def check_model(
@@ -272,23 +449,3 @@ def _of_tensor(tensor: torch.Tensor) -> str:
     # Gradients that lie otherwise in memory would be added element by wrong element.
     strides = "" if tensor.is_contiguous() else f", strides {list(tensor.stride())}"
     return f"{kind} {list(tensor.shape)}{strides}{frozen}{' on meta' if tensor.is_meta else ''}"
-
-
-def _difference(lines: dict[str, str], parties: list[list[int]], replicas: Replicas) -> str:
-    """Say who differs, and in what. Collective: one rank of each party says what it has."""
-    right, wrong = parties[0][0], sorted(place for party in parties[1:] for place in party)
-    theirs, odd = (
-        broadcast(lines, replicas.ranks[place], replicas.group) for place in (right, wrong[0])
-    )
-    differ = [name for name in {**theirs, **odd} if theirs.get(name) != odd.get(name)]
-    if not differ:
-        what = "the parameters are in another order"
-    else:
-        there, here = (lines.get(differ[0], "missing") for lines in (odd, theirs))
-        what = f"{differ[0]} is {there} there, and {here} on {replicas.name([right])}"
-        if len(differ) > 1:
-            what += f" (and {len(differ) - 1} more differ)"
-    return (
-        f"not the same on all ranks: {replicas.name(wrong)}: {what}; expected the same model on "
-        "every rank; build it from the same arguments everywhere"
-    )

@@ -32,7 +32,7 @@ from ._members import Agreement, agree, common_facts, withdraw
 from ._mpi import abort_on_uncaught
 from ._rendezvous import Rendezvous, leave, rendezvous
 from ._watch import first_line
-from ._world import World, enter, find_world, finish_all, is_forked, set_variables
+from ._world import World, enter, find_world, finish_all, is_forked, parallel_state, variables
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +46,6 @@ Hook = Callable[[type[BaseException], BaseException, TracebackType | None], obje
 
 @dataclass(frozen=True, slots=True)
 class SetupArgs:
-    """What `setup_torch` was called with: the same on every rank."""
-
     framework: str
     backend: str | None
     seed: int | None
@@ -80,18 +78,12 @@ class SetupState:
 
     args: SetupArgs | None = None  # of the set-up that stands; None: there is none
     is_complete: bool = False
-    variables: dict[str, str | None] = field(default_factory=dict)  # before we set them
+    variables: ExitStack = field(default_factory=ExitStack)  # brings back what they were
     hook: Hook = sys.excepthook  # ``sys.excepthook`` before set-up
     our_hook: Hook | None = None  # the same as torch and we have left it, after a failure too
 
     def export(self, values: Mapping[str, str]) -> None:
-        for name in values:
-            self.variables.setdefault(name, os.environ.get(name))
-        os.environ.update(values)
-
-    def restore_variables(self) -> None:
-        set_variables(self.variables)
-        self.variables.clear()
+        self.variables.enter_context(variables(values))
 
     def restore_hook(self) -> None:
         """Bring ``sys.excepthook`` back, torch's own too: it would hold back what we say."""
@@ -121,8 +113,8 @@ def setup_torch(
     that other libraries see the same world. No rank is missing or duplicate, and all have
     the same versions, script and arguments. From then on an uncaught exception on one rank
     ends all of them, and a collective of ours that fails names the missing ranks. SIGTERM
-    unwinds the script, unless the script handles it. A main thread that is stuck in native
-    code does not see it. None of this holds in a forked child, such as a data loader's worker.
+    unwinds the script, unless the script handles it, or is stuck in native code. None of this
+    holds in a forked child, such as a data loader's worker.
 
     Args:
         framework: ``"DDP"`` for everything of torch's own, ``"deepspeed"`` or ``"horovod"``
@@ -131,10 +123,9 @@ def setup_torch(
         seed: Seeds Python, numpy and torch, differently on each rank but equally within a
             tensor-parallel group (`seed_everything`); default: no seeding.
         timeout: Seconds that a rank waits for the others, above 0 and at most 1e8.
-        tensor_parallel_size: Where one of these three is given, be it 1, ``ezpz_tp``'s
-            groups are made; the rest of the world is data parallel.
-        pipeline_parallel_size: See above.
-        context_parallel_size: See above.
+        tensor_parallel_size, pipeline_parallel_size, context_parallel_size: Where one of these
+            is given, be it 1, ``ezpz_tp``'s groups are made; the rest of the world is data
+            parallel.
 
     Raises:
         SetupError: The ranks cannot meet, one is missing, differs or has failed, the backend
@@ -169,7 +160,7 @@ def setup_torch(
             _watch.install()
             _state.export(_torchrun_variables(info, device, met))
     except BaseException:
-        _state.restore_variables()
+        _state.variables.close()
         leave()
         raise
     finally:
@@ -355,9 +346,9 @@ def _undo_group(info: RankInfo, agreed: Agreement | None, error: BaseException) 
     """Undo a set-up that failed; return whether the ranks had met. Those who wait are ended."""
     responder = _diagnosis.find_responder()
     if responder is not None:
-        side, what = responder.side, f"{type(error).__name__}: {first_line(error)}"
-        host = side.hosts[info.rank]
-        _watch.end_job(f"rank {info.rank} on {host} failed in setup_torch: {what}", 1)
+        who = f"rank {info.rank} on {responder.side.hosts[info.rank]}"
+        what = f"{type(error).__name__}: {first_line(error)}"
+        _watch.end_job(f"{who} failed in setup_torch: {what}", 1)
         responder.stop()
         _diagnosis.drop_responder()
     if agreed is not None:
@@ -425,18 +416,16 @@ def seed_everything(seed: int, *, rank: int | None = None) -> int:
     Raises:
         ValueError: The seed is out of range (see `seed_for_rank`).
     """
-    own, tp = get_rank_info().rank, sys.modules.get("ezpz_tp")
-    # What set no groups up has not imported it either.
-    has_groups = tp is not None and tp.tensor_parallel_is_initialized()
+    own, state = get_rank_info().rank, parallel_state()
     if rank is None:
-        rank = min(tp.get_state().ranks("tensor")) if tp is not None and has_groups else own
+        rank = own if state is None else min(state.ranks("tensor"))
     value = seed_for_rank(seed, rank)
     random.seed(value)
     torch.manual_seed(value)
     # A script that never imports numpy should not pay for it here.
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed([value & 0xFFFFFFFF, value >> 32])
-    if rank != own or has_groups:
+    if rank != own or state is not None:
         import ezpz_tp  # noqa: PLC0415  # only where its streams are used
 
         tracker = ezpz_tp.get_rng_tracker()
@@ -461,20 +450,15 @@ _retired: list[dist.ProcessGroup | None] = []
 _LAST_TENSOR = 0.1
 _dropped_at = 0.0  # when they have had it, by the monotonic clock
 _LAST_LEAVES = 5.0  # seconds that rank 0, which may hold the store, waits at clean-up for others
-_forks_are_seen = False
 
 
 def _clean_up_at_exit(args: SetupArgs) -> None:
-    global _forks_are_seen
     _state.args = args
     atexit.register(_drop_retired)
     atexit.register(cleanup)
     if multiprocessing.parent_process() is not None:
         # Python < 3.14 ends a process that multiprocessing has forked without calling `atexit`'s.
         multiprocessing.util.Finalize(None, _when_the_function_ends, exitpriority=0)
-    if not _forks_are_seen:
-        os.register_at_fork(after_in_child=_leave_the_world_to_the_parent)
-        _forks_are_seen = True
 
 
 def cleanup() -> None:
@@ -498,7 +482,7 @@ def cleanup() -> None:
     atexit.unregister(cleanup)
     # Whatever fails, the rest is done; the last comes first.
     with ExitStack() as rest:
-        rest.callback(_state.restore_variables)
+        rest.callback(_state.variables.close)
         rest.callback(_state.restore_hook)
         rest.callback(leave)
         rest.callback(_stop_responder, world)
@@ -562,3 +546,6 @@ def _leave_the_world_to_the_parent() -> None:
     if _state.args is not None:
         _watch.release_sigterm()
         _state.restore_hook()
+
+
+os.register_at_fork(after_in_child=_leave_the_world_to_the_parent)

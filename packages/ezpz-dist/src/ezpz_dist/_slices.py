@@ -7,7 +7,8 @@ import importlib
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import IO, Any, TypeVar, cast
 
@@ -18,8 +19,8 @@ from ezpz_topo import get_hostname, get_rank
 
 from ._collectives import all_gather_object, broadcast
 from ._data import checked
-from ._errors import DataError, DistError, MismatchError, fold
-from ._members import Members, find_members
+from ._errors import DataError, DistError
+from ._members import Call, Members, exchange, find_members
 from ._mpi import find_channel, finish_request
 from ._objects import is_plain, receive_object, send_object
 from ._watch import waiting
@@ -74,27 +75,36 @@ def read_share(
     if by not in ("mpi", "posix"):
         raise ValueError(f"implementation {by!r}; expected 'mpi', 'posix' or None")
     which, count = checked(share)
-    rows, start, trouble = 0, 0, ""
-    try:
+    if members is not None:
+        exchange(Call(f"read_share(implementation={by!r})"), members)
+    with _all_or_none(name):
         rows, extra = divmod(_rows(name, shape[0], row, offset), count)
         start = which * rows + min(which, extra)
         rows += which < extra
-    except (OSError, ImportError, ValueError, DataError) as error:
-        trouble = _words(name, error)
-    most = _agree(trouble, by, rows * row)
     part = torch.empty(rows, *shape[1:], dtype=dtype)
     begin = offset + start * row
-    try:
+    with _all_or_none(name):
         if by == "mpi" and members is not None:
-            _read_over_mpi(name, part, begin, -(-most // _PIECE), members)
+            _read_over_mpi(name, part, begin, members)
         else:
             with open_file(name) as file:
                 file.seek(begin)
                 _fill(file, part)
-    except (OSError, ImportError, ValueError, DataError) as error:
-        trouble = _words(name, error)
-    _agree(trouble, by)
     return part
+
+
+@contextmanager
+def _all_or_none(name: str) -> Iterator[None]:
+    """Raise on every rank, at the end of a block, what any of them could not do."""
+    trouble = ""
+    try:
+        yield
+    except (OSError, ImportError, ValueError, DataError) as error:
+        who = f"rank {get_rank()} on {get_hostname()}"
+        trouble = f"{who} cannot read its share of {name}: {type(error).__name__}: {error}"
+    if failed := [words for words in all_gather_object(trouble) if words]:
+        more = f" (and {len(failed) - 1} ranks more)" if len(failed) > 1 else ""
+        raise DataError(failed[0] + more)
 
 
 def _rows(name: str, asked: int, row: int, offset: int) -> int:
@@ -123,16 +133,15 @@ def _fill(file: IO[bytes], part: torch.Tensor) -> None:
         done += got
 
 
-def _read_over_mpi(
-    name: str, part: torch.Tensor, begin: int, rounds: int, members: Members
-) -> None:
+def _read_over_mpi(name: str, part: torch.Tensor, begin: int, members: Members) -> None:
     # Has MPI initialised if need be, on all ranks and in time, and its world compared.
     find_channel("read_share()", "mpi", members, None)
+    # Collective reads: as many on each rank as on the one with most.
+    rounds = -(-max(all_gather_object(part.nbytes)) // _PIECE)
     mpi: Any = importlib.import_module("mpi4py.MPI")
     try:
         file = mpi.File.Open(mpi.COMM_WORLD, name, mpi.MODE_RDONLY)
         try:
-            # Collective reads: as many on each rank as on the one with most.
             for number in range(rounds):
                 at = min(number * _PIECE, part.nbytes)
                 size = min(_PIECE, part.nbytes - at)
@@ -151,27 +160,6 @@ def _mpi_is_running(members: Members | None) -> bool:
     if members is None or mpi is None or not mpi.Is_initialized() or mpi.Is_finalized():
         return False
     return int(mpi.COMM_WORLD.size) == members.world.info.world_size
-
-
-def _agree(trouble: str, by: str, nbytes: int = 0) -> int:
-    """Return the most bytes of any rank; raise on every rank what any of them could not do."""
-    every = all_gather_object((trouble, by, nbytes))
-    if failed := [words for words, _, _ in every if words]:
-        more = f" (and {len(failed) - 1} ranks more)" if len(failed) > 1 else ""
-        raise DataError(failed[0] + more)
-    if ranks := [rank for rank, (_, other, _) in enumerate(every) if other != every[0][1]]:
-        raise MismatchError(
-            f"read_share() by {every[0][1]!r} on rank 0 and by {every[ranks[0]][1]!r} on ranks "
-            f"{fold(ranks)}; expected one; give implementation= on every rank",
-            ranks,
-        )
-    most: int = max(each for _, _, each in every)
-    return most
-
-
-def _words(name: str, error: Exception) -> str:
-    who = f"rank {get_rank()} on {get_hostname()}"
-    return f"{who} cannot read its share of {name}: {type(error).__name__}: {error}"
 
 
 def open_file(name: str) -> IO[bytes]:

@@ -8,12 +8,12 @@ import logging
 import math
 import struct
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from statistics import median_low
-from typing import Any, NamedTuple, ParamSpec, Self, TypeVar, cast
+from typing import Any, ParamSpec, Self, TypeVar, cast
 
 import torch
 
@@ -32,11 +32,6 @@ def clock_here(device: torch.device | None = None, *, synchronize: bool = False)
     world = find_world()
     where = world.device if device is None and world is not None else device
     return find_clock(where, synchronize=synchronize) or cast("Clock", find_clock("cpu"))
-
-
-def _rank_here() -> int:
-    world = find_world()
-    return get_rank() if world is None else world.info.rank
 
 
 def in_words(seconds: float) -> str:
@@ -71,7 +66,8 @@ def timed(
         level: A level of `logging`.
         log: Where to.
     """
-    here = _rank_here()
+    world = find_world()
+    here = get_rank() if world is None else world.info.rank
     timer = Timer(name, enabled=here == (rank or 0))
     failed = ""
     try:
@@ -112,26 +108,22 @@ def timeitlogit(
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         name = getattr(function, "__qualname__", repr(function))
         log = logging.getLogger(function.__module__)
+        each = partial(timed, name, rank, level=level, log=log)
         if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
             raise TypeError(
                 f"timeitlogit of the generator {name}; expected a function: a generator's call "
                 "returns before its work begins; time what consumes it, in `with timed(...)`"
             )
 
+        if not inspect.iscoroutinefunction(function):
+            return each()(function)
+
         @functools.wraps(function)
         async def awaited(*args: P.args, **kwargs: P.kwargs) -> Any:
-            with timed(name, rank, level=level, log=log):
-                return await cast("Callable[P, Awaitable[Any]]", function)(*args, **kwargs)
+            with each():
+                return await function(*args, **kwargs)
 
-        @functools.wraps(function)
-        def called(*args: P.args, **kwargs: P.kwargs) -> R:
-            if _rank_here() != (rank or 0):
-                return function(*args, **kwargs)
-            with timed(name, rank, level=level, log=log):
-                return function(*args, **kwargs)
-
-        is_async = inspect.iscoroutinefunction(function)
-        return cast("Callable[P, R]", awaited) if is_async else called
+        return cast("Callable[P, R]", awaited)
 
     return decorate
 
@@ -392,12 +384,10 @@ class StragglerReport:
     def _ratio(self, mean: float) -> float:
         if self.median > 0:
             return mean / self.median
-        return float("inf") if mean > 0 else 1.0
+        return math.inf if mean > 0 else 1.0
 
 
-class BackwardWaits:
-    """Measures, in each backward of a model, from its last gradient to the end of the wait."""
-
+class BackwardWaits:  # from a backward's last gradient to the end of the wait
     # DDP waits for its all-reduces in a callback that autograd's engine runs after the backward
     # (torch 2.6 to 2.13: reducer.cpp, finalize_backward). A callback of ours that is queued when
     # the backward begins runs before it; one that this one queues, after it.
@@ -443,16 +433,15 @@ def _tensors(output: Any) -> Iterator[torch.Tensor]:
 _TIMES = struct.Struct("=3d")  # mean, maximum and mean wait of a window's steps
 
 
-class _Step(NamedTuple):  # its spans, whose lengths a device may tell only later
-    whole: Span
-    computed: list[Span]
-    waited: list[Span]
+_Step = tuple[Span, list[Span], list[Span]]
+"""All of it, what was computed (where the caller marks it), and what was waited: a device may tell
+how long these were only later."""
 
-    def seconds(self) -> tuple[float, float]:
-        """Return how long it computed (what the caller marked so, if any), and how long waited."""
-        waited = _sum(self.waited)
-        own = _sum(self.computed) if self.computed else _sum([self.whole]) - waited
-        return max(0.0, own), waited
+
+def _seconds(step: _Step) -> tuple[float, float]:
+    whole, computed, waits = step
+    waited = _sum(waits)
+    return max(0.0, _sum(computed) if computed else _sum([whole]) - waited), waited
 
 
 def _now() -> tuple[Clock, Any]:
@@ -474,12 +463,11 @@ class Stragglers:
             stragglers.step()
 
     In synchronous training every rank's step takes equally long, because the fast ones wait
-    for the slow one: what differs is how long each computes. So of each step the time is
-    taken in which the rank has work of its own, data loading included:
+    for the slow one. So of each step the time is taken in which the rank has work of its own,
+    data loading included:
 
     - With ``model``, the wait for gradients at the end of each backward of
-      DistributedDataParallel is left out by itself. Nothing is sent or waited for to
-      measure it; on CUDA and XPU events are recorded.
+      DistributedDataParallel is left out by itself; on CUDA and XPU by events.
     - What else waits for other ranks, `all_reduce` of a loss or a barrier, belongs in
       ``with stragglers.communication():``.
     - FSDP and tensor parallelism wait for others inside forward and backward, which cannot
@@ -526,15 +514,14 @@ class Stragglers:
         call only starts the clock: a loop's first step warms up.
 
         Raises:
-            NotSetUpError: There are several ranks and `setup_torch` was not called.
-            HangError: A rank did not come to the exchange.
+            HangError, NotSetUpError: As of `barrier`.
             MismatchError: Other ranks called something else, or have another window.
         """
         clock, now = _now()
         if self._last is not None and self._last[0] is clock:
             waited = [*self._waited, *(self._backward.waits if self._backward else ())]
             span = (clock, self._last[1], now)
-            self._steps.append(_Step(span, self._computed, waited))
+            self._steps.append((span, self._computed, waited))
         self._begin((clock, now))
         return self._report()
 
@@ -547,8 +534,7 @@ class Stragglers:
             seconds: How long this rank computed, without waiting for others.
 
         Raises:
-            NotSetUpError: As `step`.
-            HangError: As `step`.
+            NotSetUpError, HangError: As `step`.
         """
         self._seconds.append((seconds, 0.0))
         return self._report()
@@ -582,12 +568,11 @@ class Stragglers:
     def _report(self) -> StragglerReport | None:
         if len(self._steps) + len(self._seconds) < self._window:
             return None
-        times = [*self._seconds, *(step.seconds() for step in self._steps)]
+        times = [*self._seconds, *map(_seconds, self._steps)]
         self._seconds.clear()
         self._steps.clear()
         own = [seconds for seconds, _ in times]
-        waited = sum(seconds for _, seconds in times)
-        mine = sum(own) / len(own), max(own), waited / len(own)
+        mine = sum(own) / len(own), max(own), sum(waited for _, waited in times) / len(own)
         call = Call(f"Stragglers(window={self._window}).step()")
         members = find_members(call.name, None)
         rows, hosts = [mine], [get_hostname()]

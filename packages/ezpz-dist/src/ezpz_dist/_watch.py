@@ -301,7 +301,23 @@ _HEARING = 0.5  # seconds for this rank's responder to read what it was told bef
 
 
 class StepWatchdog(AbstractContextManager["StepWatchdog"]):
-    """See `watch`."""
+    """Watch a training loop: if a step takes too long, say where all ranks stand and end the job.
+
+    Once one rank has waited for ``step_timeout`` seconds, the stacks of all are written to
+    standard error as one report, equal ones once, and every rank ends with exit status 124. The
+    time that ranks spend at `breakpoint` does not count.
+
+    >>> with watch(step_timeout=600) as watching:
+    ...     for step in range(3):
+    ...         watching.step()                  # or: for batch in watching.over(loader)
+
+    Args:
+        step_timeout: Seconds for a step; the first one may have to load and compile.
+        report: A file for the report too, such as one on a shared file system.
+
+    Raises:
+        ValueError: ``step_timeout`` is not above 0.
+    """
 
     def __init__(self, step_timeout: float, report: str | os.PathLike[str] | None = None) -> None:
         if not step_timeout > 0:
@@ -388,25 +404,7 @@ class StepWatchdog(AbstractContextManager["StepWatchdog"]):
                 _diagnosis.tell(f"ezpz: the report could not be written to {self._report}: {error}")
 
 
-def watch(step_timeout: float, report: str | os.PathLike[str] | None = None) -> StepWatchdog:
-    """Watch a training loop: if a step takes too long, say where all ranks stand and end the job.
-
-    Once one rank has waited for ``step_timeout`` seconds, the stacks of all are written to
-    standard error as one report, equal ones once, and every rank ends with exit status 124. The
-    time that ranks spend at `breakpoint` does not count.
-
-    >>> with watch(step_timeout=600) as watching:
-    ...     for step in range(3):
-    ...         watching.step()                  # or: for batch in watching.over(loader)
-
-    Args:
-        step_timeout: Seconds for a step; the first one may have to load and compile.
-        report: A file for the report too, such as one on a shared file system.
-
-    Raises:
-        ValueError: ``step_timeout`` is not above 0.
-    """
-    return StepWatchdog(step_timeout, report)
+watch = StepWatchdog
 
 
 def picture(call: _diagnosis.RollCall) -> str:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]  # torch exports it so
@@ -12,6 +15,9 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # torch expor
 from ezpz_topo import RankInfo, get_rank_info
 
 from ._errors import NotSetUpError
+
+if TYPE_CHECKING:
+    from ezpz_tp import ParallelState
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +64,13 @@ def current_world(operation: str) -> World | None:
     return _world
 
 
+def parallel_state() -> ParallelState | None:
+    """Return ezpz_tp's groups if there are any; it is not imported for the question."""
+    tp = sys.modules.get("ezpz_tp")
+    state: ParallelState | None = None if tp is None else tp.current_state()
+    return state if state is not None and state.is_live else None
+
+
 def is_forked() -> bool:
     """Return whether this process is a rank's forked child, which is no part of the world."""
     return _world is not None and _process != os.getpid()
@@ -80,10 +93,16 @@ def finish_all() -> Exception | None:
     return first
 
 
-def set_variables(values: Mapping[str, str | None]) -> None:
-    """Set environment variables; None: remove them."""
-    for name, value in values.items():
-        if value is None:
+@contextmanager
+def variables(values: Mapping[str, str | None]) -> Iterator[None]:
+    """Set environment variables (None: remove them), and bring back what they were."""
+    before = {name: os.environ.get(name) for name in values}
+    try:
+        for name in values:
             os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
+        os.environ.update({name: value for name, value in values.items() if value is not None})
+        yield
+    finally:
+        for name in before:
+            os.environ.pop(name, None)
+        os.environ.update({name: value for name, value in before.items() if value is not None})

@@ -1,29 +1,34 @@
-"""One call that makes a model train on all ranks: DDP, ZeRO-1 or FSDP2."""
+"""One call that makes a model train on all ranks: DDP, ZeRO-1, FSDP2 or FSDP1."""
 
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ezpz_device import get_torch_device
 
 from . import _replicas
+from ._collectives import all_gather_object
 from ._errors import WrapError
-from ._fsdp2 import wrap_model_for_fsdp2
-from ._materialize import Initialize, materialize, refuse_unfillable
+from ._replicas import Initialize, Replicas, has_meta, materialize, refuse_unfillable
 from ._watch import waiting
 from ._world import current_world
 
 if TYPE_CHECKING:
+    from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
+logger = logging.getLogger(__name__)
 
 # A copy of the model on every rank: DistributedDataParallel.
 
@@ -109,8 +114,7 @@ def wrap_optimizer_for_zero1(
             (``parameters_as_bucket_view``).
 
     Raises:
-        MismatchError: The ranks called something else, or with other options.
-        NotSetUpError: `setup_torch` was not called.
+        MismatchError, NotSetUpError: As of `wrap_model_for_ddp`.
         WrapError: The parameters are FSDP's, which shards the optimizer's state as well; or they
             differ between ranks; or ``process_group`` is given.
     """
@@ -141,7 +145,364 @@ def wrap_optimizer_for_zero1(
         )
 
 
-logger = logging.getLogger(__name__)
+# torch's mesh over the data-parallel ranks: a line, or copies x shards.
+
+
+def data_parallel_mesh(replicas: Replicas, shard_size: int | None = None) -> DeviceMesh:
+    device_type = replicas.world.device.type
+    if shard_size in (None, replicas.size):
+        assert replicas.group is not None
+        return DeviceMesh.from_group(replicas.group, device_type, mesh_dim_names=("shard",))
+    # Communicators that are split from the world's want all of its ranks: one mesh of all groups
+    # of data-parallel ranks, of which a rank takes its own.
+    lines = [tuple(replicas.ranks)]
+    if replicas.size < replicas.world.info.world_size:
+        lines = list(dict.fromkeys(all_gather_object(lines[0])))
+    ranks = torch.tensor(lines).view(len(lines), -1, shard_size)
+    with waiting("the groups of hybrid sharding", replicas.world):
+        if len(lines) == 1:
+            return DeviceMesh(device_type, ranks[0], mesh_dim_names=("replicate", "shard"))
+        mesh = DeviceMesh(device_type, ranks, mesh_dim_names=("model", "replicate", "shard"))
+        return mesh["replicate", "shard"]
+
+
+# Which modules of a model are sharded by themselves: gathered when they run, freed after.
+
+_Named = Iterator[tuple[str, nn.Module]]
+
+
+def find_units(
+    model: nn.Module, kinds: Collection[type[nn.Module]] | None = None
+) -> dict[str, nn.Module]:
+    """Return the modules to shard by themselves, by name, each before those that contain it."""
+    if kinds is None:
+        found = dict(_of_list(model, "") if _is_list(model) else _outside(model, ""))
+    else:
+        wanted, every = tuple(kinds), model.named_modules()
+        found = {name: module for name, module in every if name and isinstance(module, wanted)}
+    homes: dict[nn.Parameter, set[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        homes.setdefault(parameter, set()).add(_replicas.home_of(name, found))
+    used = {home for used_in in homes.values() for home in used_in}
+    shared = {home for used_in in homes.values() if len(used_in) > 1 for home in used_in}
+    return {name: found[name] for name in reversed(found) if name in used - shared}
+
+
+def _outside(module: nn.Module, prefix: str) -> _Named:
+    """Look for units in what is no list: it reads its children's weights as it likes."""
+    for name, child in module.named_children():
+        path = f"{prefix}{name}"
+        if _is_list(child):
+            yield from _of_list(child, f"{path}.")
+        elif _is_matrix(child):
+            yield path, child
+        elif not isinstance(child, nn.MultiheadAttention):  # reads the weights of its child
+            yield from _outside(child, f"{path}.")
+
+
+def _of_list(container: nn.Module, prefix: str) -> _Named:
+    for name, block in container.named_children():
+        path = f"{prefix}{name}"
+        if isinstance(block, (nn.ModuleList, nn.ModuleDict)) or (
+            isinstance(block, nn.Sequential) and all(_is_composed(one) for one in block)
+        ):
+            yield from _of_list(block, f"{path}.")
+        elif any(parameter.dim() > 1 for parameter in block.parameters()):
+            # A norm by itself would cost a collective for a few numbers.
+            yield path, block
+
+
+def _is_list(module: nn.Module) -> bool:
+    """Return whether the members of a module are blocks. A Sequential may also be a block."""
+    if isinstance(module, nn.Sequential):
+        return any(_is_composed(member) for member in module)
+    return isinstance(module, (nn.ModuleList, nn.ModuleDict))
+
+
+def _is_composed(module: nn.Module) -> bool:
+    return next(module.children(), None) is not None
+
+
+def _is_matrix(module: nn.Module) -> bool:
+    """Return whether a module is used by its forward alone. Subclasses may be read by others."""
+    kinds: tuple[type[nn.Module], ...] = (nn.Linear, nn.Embedding)
+    if tp := sys.modules.get("ezpz_tp"):
+        kinds += (tp.ColumnParallelLinear, tp.RowParallelLinear)
+        kinds += (tp.ParallelEmbedding, tp.VocabParallelEmbedding)
+    return type(module) in kinds
+
+
+# FSDP1, for those who need it.
+
+_FSDP1 = "wrap_model_for_fsdp()"
+
+
+def wrap_model_for_fsdp(
+    model: nn.Module, *, dtype: str | torch.dtype | None = None,
+    units: Collection[type[nn.Module]] | None = None, **options: Any,
+) -> FullyShardedDataParallel:  # fmt: skip
+    """Shard a model by torch's FullyShardedDataParallel (FSDP1).
+
+    torch calls it deprecated, and develops FSDP2 instead: prefer `wrap_model_for_fsdp2`, which
+    also takes models on the meta device. Here for code that needs the class or its checkpoints.
+
+    Collective: every rank calls this, once.
+
+    Args:
+        model: The bare model, the same on every rank; all start from the first rank's values.
+        dtype: The type to compute in (``"bf16"``); gradients are reduced in fp32.
+        units: As of `wrap_model_for_fsdp2`.
+        options: Any of FullyShardedDataParallel's; they take the place of what is set here
+            (``use_orig_params=True``, the units as ``auto_wrap_policy``).
+
+    Raises:
+        MismatchError, NotSetUpError, TypeError, ValueError: As of `wrap_model_for_fsdp2`.
+        WrapError: The model is wrapped already, is on the meta device, or differs between ranks
+            (names rank and parameter); or ``process_group``, ``device_id`` or a hybrid strategy
+            is given.
+    """
+    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision  # noqa: PLC0415 - 0.6 s
+    from torch.distributed.fsdp.wrap import CustomPolicy  # noqa: PLC0415
+
+    replicas = _replicas.find_replicas(_FSDP1)
+    precision = None
+    with _replicas.agreed(_FSDP1, model, {"dtype": dtype, **options}, replicas) as lines:
+        _replicas.check_model(_FSDP1, model, replicas, options, _replicas.RESERVED)
+        if "HYBRID" in str(options.get("sharding_strategy")):
+            raise WrapError(
+                f"{_FSDP1}: {options['sharding_strategy']}, which wants groups of its own; "
+                "expected a strategy for one group; use wrap_model_for_fsdp2 with shard_size"
+            )
+        if dtype is not None:
+            wanted = _replicas.as_floating(dtype)
+            precision = MixedPrecision(wanted, torch.float32, wanted)  # of gradients, of buffers
+        if has_meta(model):
+            raise WrapError(
+                f"{_FSDP1}: {type(model).__name__} is on the meta device; expected one with data: "
+                "FSDP1 would fill the shards of all ranks with the same numbers; use "
+                "wrap_model_for_fsdp2"
+            )
+        found = find_units(model, units)
+        lines |= {f"unit {name}": type(module).__name__ for name, module in found.items()}
+    _replicas.start_alike([*model.parameters(), *model.buffers()], replicas)
+    chosen = set(found.values())
+    policy = CustomPolicy(lambda module: module in chosen)
+    settings: dict[str, Any] = {"auto_wrap_policy": policy, "mixed_precision": precision}
+    settings |= {"use_orig_params": True, **options}
+    with warnings.catch_warnings(), waiting("FSDP1's start", replicas.world, replicas.ranks):
+        # Said above, to the reader; no news to who runs the script. Nor is that one rank has
+        # nothing to share out.
+        warnings.simplefilter("ignore", FutureWarning)
+        warnings.filterwarnings("ignore", "FSDP is switching to use `NO_SHARD`")
+        wrapped = FullyShardedDataParallel(
+            model, process_group=replicas.group, device_id=replicas.world.device, **settings
+        )
+    _replicas.remember_inside(model, "FSDP1", wrapped)
+    return wrapped
+
+
+# Parameters, gradients and optimizer state shared out over the ranks: FSDP2.
+
+_FSDP2 = "wrap_model_for_fsdp2()"
+
+# Backends on which an average is a sum, divided: oneCCL has none, or (2021.15 and later) not on
+# every path (https://github.com/intel/torch-xpu-ops/issues/2361), and until 2022.1 it divides small
+# messages twice (https://github.com/intel/torch-xpu-ops/issues/3020).
+_WITHOUT_AVERAGE = ("ccl", "xccl")
+_RESERVED = {
+    "mesh": "give shard_size, or ezpz_tp's groups", "mp_policy": "give dtype, reduce_dtype",
+}  # fmt: skip
+
+
+def wrap_model_for_fsdp2(
+    model: nn.Module, *, dtype: str | torch.dtype | None = None,
+    reduce_dtype: str | torch.dtype = torch.float32, reshard_after_forward: bool | int = True,
+    shard_size: int | None = None, units: Collection[type[nn.Module]] | None = None,
+    initialize: Initialize | None = None, **options: Any,
+) -> nn.Module:  # fmt: skip
+    """Share a model's parameters, gradients and optimizer state out over the ranks (FSDP2).
+
+    Each transformer block is a unit: gathered when it runs, freed after. Blocks are the members
+    of lists (ModuleList, ModuleDict, Sequential, one in another); embeddings and linear layers
+    outside of them are units too, unless their weights are tied. The rest is the root's.
+    Make the optimizer afterwards: it has to see the shards. Buffers stay whole, in their own
+    type, and each rank's own: a batch norm's running statistics are of that rank's samples.
+
+    A model built under ``torch.device("meta")`` gets its values after it is sharded, so no rank
+    ever holds all of it. Each module's ``reset_parameters()`` fills that module's whole tensors,
+    with the first rank's random numbers on every rank. Each rank keeps its part. The
+    result is that of one process that builds the model on this device with the first rank's
+    seed, if its constructors draw in the order in which they register. Draws from `random`
+    or numpy are not shared.
+
+    With ezpz_tp's groups it is sharded over data (and context) parallel ranks only.
+
+    Collective: every rank calls this, once.
+
+    Args:
+        model: The bare model, the same on every rank; all start from the first rank's values.
+        dtype: The type to compute in (``"bf16"``); None: the parameters' own.
+        reduce_dtype: With ``dtype``, the type that gradients are reduced in.
+        reshard_after_forward: True: a unit is freed after forward and gathered again for
+            backward (ZeRO-3). False: kept until backward (ZeRO-2), more memory, a third less
+            communication. A number: kept as shards over so many ranks, a node's say, for
+            which torch makes two process groups a unit; not where ezpz_tp splits the model.
+        shard_size: Hybrid sharding: so many ranks, neighbors, hold one copy of the model
+            together, and copies are kept equal (a node's ranks, say); None: all ranks. It
+            divides the number of data-parallel ranks.
+        units: Classes whose instances are the units, in place of those above: for a model that
+            reads the weights of an embedding or a head without calling it.
+        initialize: For a model on the meta device. It is called with each module after its
+            ``reset_parameters()``, to fill the module's own tensors. The function of
+            ``model.apply`` does the same (``model._init_weights`` of many).
+        options: Any other of ``fully_shard``'s, such as ``offload_policy``.
+
+    Returns:
+        The model itself, whose class now also is torch's FSDPModule.
+
+    Raises:
+        MismatchError, NotSetUpError, TypeError: As of `wrap_model_for_ddp`.
+        WrapError: The model is wrapped already, differs between ranks (names rank and
+            parameter), or cannot be sharded or filled as asked.
+        ValueError: A type is not known, or no floating-point type.
+    """
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy  # noqa: PLC0415 - 0.6 s
+
+    replicas = _replicas.find_replicas(_FSDP2)
+    given = {
+        "dtype": dtype, "reduce_dtype": reduce_dtype, "shard_size": shard_size,
+        "reshard_after_forward": reshard_after_forward, "initialize": initialize, **options,
+    }  # fmt: skip
+    policy = MixedPrecisionPolicy()
+    with _replicas.agreed(_FSDP2, model, given, replicas) as lines:
+        _replicas.check_model(_FSDP2, model, replicas, options, _RESERVED)
+        if dtype is not None:
+            policy = MixedPrecisionPolicy(
+                param_dtype=_replicas.as_floating(dtype),
+                reduce_dtype=_replicas.as_floating(reduce_dtype, "reduce_dtype"),
+            )
+        # Offered by torch 2.8 and later.
+        can_sum = hasattr(FSDPModule, "set_force_sum_reduction_for_comms")
+        if (backend := replicas.world.backend) in _WITHOUT_AVERAGE and not can_sum:
+            raise WrapError(
+                f"{_FSDP2}: {backend} cannot average, and torch {torch.__version__} asks it to; "
+                "expected torch 2.8 or later; or use wrap_model_for_ddp"
+            )
+        _check_sizes(reshard_after_forward, shard_size, replicas)
+        refuse_unfillable(model, initialize)
+        found = find_units(model, units)
+        _refuse_unshardable(model, found, dtype, options.get("ignored_params", ()))
+        lines |= {f"unit {name}": type(module).__name__ for name, module in found.items()}
+    settings = {"mesh": data_parallel_mesh(replicas, shard_size), "mp_policy": policy}
+    settings |= {"reshard_after_forward": reshard_after_forward, **options}
+    # What ezpz_tp says of parameters is kept while others take their place.
+    tp = sys.modules.get("ezpz_tp")
+    with nullcontext() if tp is None else tp.keep_attributes(model):
+        _shard(model, found, replicas, settings)
+        offloads = hasattr(options.get("offload_policy"), "pin_memory")
+        keep_on = torch.device("cpu") if offloads else None
+        device = replicas.world.device
+        materialize(model, device, initialize, replicas=replicas, keep_on=keep_on)
+    return model
+
+
+def _shard(
+    model: nn.Module, found: dict[str, nn.Module], replicas: Replicas, settings: dict[str, Any]
+) -> None:
+    """Move, equal and shard one unit after another: only one at a time is whole on the device."""
+    from torch.distributed.fsdp import fully_shard  # noqa: PLC0415 - 0.6 s
+
+    done: set[torch.Tensor] = set()
+    for module in (*found.values(), model):
+        held = [*module.parameters(), *module.buffers()]
+        whole = [one for one in held if one not in done and not hasattr(one, "device_mesh")]
+        _replicas.start_alike(whole, replicas)
+        done.update(held)
+        if module is model and settings["reshard_after_forward"] is not False:
+            # torch then keeps the root after forward: backward begins with it.
+            del settings["reshard_after_forward"]
+        with waiting("fully_shard", replicas.world, replicas.ranks):
+            sharded: Any = fully_shard(module, **settings)
+        if replicas.world.backend in _WITHOUT_AVERAGE:
+            sharded.set_force_sum_reduction_for_comms(True)
+
+
+def _refuse_unshardable(
+    model: nn.Module, found: dict[str, nn.Module], dtype: object, ignored: Collection[nn.Parameter]
+) -> None:
+    """Raise before anything is done, and by name, where torch raises in mid-work or in backward."""
+    if isinstance(model, (nn.ModuleList, nn.ModuleDict)):
+        raise WrapError(
+            f"{_FSDP2}: a {type(model).__name__} has no forward; expected the model that calls its "
+            "members"
+        )
+    trained: dict[str, tuple[str, torch.dtype]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter in ignored:
+            continue
+        about = f"{_FSDP2}: parameter {name}"
+        if parameter.dim() == 0:
+            raise WrapError(
+                f"{about} has no dim to shard along; expected one at least; make it a tensor of "
+                "shape [1]"
+            )
+        if not parameter.is_contiguous():
+            raise WrapError(
+                f"{about} has the strides {list(parameter.stride())} for the shape "
+                f"{list(parameter.shape)}; expected row after row; make it so before: "
+                "parameter.data = parameter.data.contiguous()"
+            )
+        if not parameter.requires_grad:
+            continue
+        if not parameter.numel():
+            raise WrapError(
+                f"{about} of shape {list(parameter.shape)} has nothing to train; expected an "
+                "element at least; leave it out, or freeze it: requires_grad_(False)"
+            )
+        if dtype is not None and parameter.is_complex():
+            raise WrapError(
+                f"{about} is {parameter.dtype}, and dtype={dtype!r}; expected real parameters with "
+                "a dtype to compute in; leave dtype out"
+            )
+        home = _replicas.home_of(name, found)
+        other, kind = trained.setdefault(home, (name, parameter.dtype))
+        if kind != parameter.dtype:
+            raise WrapError(
+                f"{about} is {parameter.dtype} and {other} {kind}, in one unit "
+                f"({home or 'the root'}); expected one type of all that it trains; cast the model "
+                "to one, and give dtype= to compute in another"
+            )
+
+
+def _check_sizes(kept: object, shard_size: object, replicas: Replicas) -> None:
+    size = replicas.size
+    if shard_size is not None and not (_is_count(shard_size) and size % shard_size == 0):
+        raise WrapError(
+            f"{_FSDP2}: shard_size={shard_size!r} of {size} data-parallel ranks; expected a "
+            "divisor of their number above 1; for a whole copy on every rank use wrap_model_for_ddp"
+        )
+    if isinstance(kept, bool):
+        return
+    among = size if shard_size is None else int(shard_size)
+    if not _is_count(kept) or among % kept:
+        raise WrapError(
+            f"{_FSDP2}: reshard_after_forward={kept!r}; expected True, False or a divisor of "
+            f"{among}, the ranks that share a copy, above 1"
+        )
+    if kept < among and size < replicas.world.info.world_size:
+        # Each unit's groups are made by ranks that do not know of each other: they would hang.
+        raise WrapError(
+            f"{_FSDP2}: reshard_after_forward={kept} with ezpz_tp's groups ({size} of "
+            f"{replicas.world.info.world_size} ranks are data-parallel here), for which torch "
+            "cannot make the groups; expected True or False"
+        )
+
+
+def _is_count(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 1
+
+
+# All of them by one call.
 
 _CALL = "wrap_model()"
 
@@ -173,9 +534,8 @@ def wrap_model(
         DDP wrapper otherwise.
 
     Raises:
-        MismatchError: The ranks called something else, or with other options.
+        MismatchError, TypeError: As of `wrap_model_for_ddp`.
         NotSetUpError: There are several ranks and `setup_torch` was not called.
-        TypeError: ``model`` is no module.
         WrapError: The model is wrapped already, or ``dtype`` is given with DDP; or the ranks
             differ in what they wrap.
         ValueError: ``dtype`` is not known, or no floating-point type.

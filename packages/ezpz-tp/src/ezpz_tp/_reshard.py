@@ -43,8 +43,7 @@ def reshard(
             release, with its optimizer's state.
         path_out: A folder that is not there yet, or is empty.
         tp: The tensor-parallel degree to write for.
-        pp: Without effect: any number of stages loads the folder.
-        stage_of: Without effect, as ``pp``.
+        pp, stage_of: Without effect: any number of stages loads the folder.
         plan: How tensors are split, for files that do not say it: patterns of names, and the dim,
             None for what is whole, or ``(dim, matrices)`` with their number or sizes.
         vocab_size: The vocabulary without padding, for files that do not say it.

@@ -9,7 +9,6 @@ import logging
 import os
 import pickle
 import sys
-import zipfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.utils import _create_file_view
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from ezpz_dist._objects import as_bytes, raw_of
@@ -303,27 +303,6 @@ class Wanted(NamedTuple):
         self.target.copy_(tensor if self.part is None else tensor[self.part.slices])
 
 
-class _Part(io.RawIOBase):
-    def __init__(self, file: IO[bytes], extent: Extent) -> None:
-        super().__init__()
-        self._file, (self._start, self._length), self._at = file, extent, 0
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        start = {os.SEEK_CUR: self._at, os.SEEK_END: self._length}.get(whence, 0)
-        self._at = max(0, start + offset)
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def readinto(self, room: Any, /) -> int:
-        left = max(0, min(len(room), self._length - self._at))
-        self._file.seek(self._start + self._at)
-        count: int = self._file.readinto(memoryview(room)[:left])  # type: ignore[attr-defined]
-        self._at += count
-        return count
-
-
 def read(stream: IO[bytes], wanted: Sequence[Wanted]) -> None:
     """Fill tensors from a file's archives. Unpickles nothing but tensors."""
     alike: dict[tuple[Any, ...], list[Wanted]] = {}
@@ -339,8 +318,8 @@ def read(stream: IO[bytes], wanted: Sequence[Wanted]) -> None:
                     one.fill(_load(stream, one))
 
 
-def _load(stream: IO[bytes], one: Wanted) -> Tensor:
-    view: Any = _Part(stream, one.extent)
+def _load(stream: Any, one: Wanted) -> Tensor:
+    view: Any = _create_file_view(stream, *one.extent)
     found = torch.load(view, map_location="cpu", weights_only=True)
     if not isinstance(found, Tensor) or tuple(found.size()) != one.size:
         what = tuple(found.size()) if isinstance(found, Tensor) else type(found).__name__
@@ -348,20 +327,17 @@ def _load(stream: IO[bytes], one: Wanted) -> Tensor:
     return found
 
 
-def _found_frame(stream: IO[bytes], one: Wanted, tensor: Tensor) -> _Frame | None:
+def _found_frame(stream: Any, one: Wanted, tensor: Tensor) -> _Frame | None:
     """Return the frame of an archive that torch has read; None where its elements are not found."""
     if tensor.dtype != one.dtype or not _is_plain(tensor) or not tensor.nbytes:
         return None
     at, length = one.extent
+    archive: Any = _create_file_view(stream, *one.extent)
     try:
-        with zipfile.ZipFile(_Part(stream, one.extent)) as archive:
-            (entry,) = (each for each in archive.infolist() if "/data/" in each.filename)
-    except (zipfile.BadZipFile, ValueError, NotImplementedError):
+        reader: Any = torch._C.PyTorchFileReader(archive)  # noqa: SLF001 - as torch.load does
+        start = reader.get_record_offset("data/0")
+    except RuntimeError:
         return None
-    # ZIP says the length of an entry's name and of what follows it, up to the elements.
-    lengths = _read(stream, at + entry.header_offset + 26, 4)
-    start = entry.header_offset + 30 + int.from_bytes(lengths[:2], "little")
-    start += int.from_bytes(lengths[2:], "little")
     stop, elements = start + tensor.nbytes, as_bytes(tensor)
     if stop > length or not all(
         torch.equal(elements[done : done + len(block)], block)
@@ -422,8 +398,7 @@ def _fill(stream: IO[bytes], frame: _Frame, one: Wanted) -> bool:
 
 
 class Chunk(NamedTuple):
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    piece: Piece
     file: str
     extent: Extent
 
@@ -440,8 +415,8 @@ def encode_index(saved: Mapping[str, Saved]) -> bytes:
     tensors: dict[str, Any] = {}
     for key, about in saved.items():
         chunks = [
-            (offsets, sizes, files.setdefault(file, len(files)), *extent)
-            for offsets, sizes, file, extent in about.chunks
+            (*piece, files.setdefault(file, len(files)), *extent)
+            for piece, file, extent in about.chunks
         ]
         tensors[key] = (str(about.dtype).removeprefix("torch."), about.size, chunks)
     return json.dumps({"files": list(files), "tensors": tensors}, separators=(",", ":")).encode()
@@ -454,7 +429,7 @@ def metadata_of(saved: Mapping[str, Saved]) -> bytes:
     alike: dict[Any, dcp.TensorStorageMetadata] = {}
     metadata = dcp.Metadata({}, storage_data={})
     for key, about in saved.items():
-        pieces = [(chunk.offsets, chunk.sizes) for chunk in about.chunks]
+        pieces = [chunk.piece for chunk in about.chunks]
         layout = (about.dtype, about.size, *pieces)
         if layout not in alike:
             sizes |= {each: torch.Size(each) for piece in pieces for each in piece}
@@ -462,9 +437,9 @@ def metadata_of(saved: Mapping[str, Saved]) -> bytes:
             properties = dcp.TensorProperties(dtype=about.dtype)
             alike[layout] = dcp.TensorStorageMetadata(properties, about.size, chunks)
         metadata.state_dict_metadata[key] = alike[layout]
-        for offsets, _, file, extent in about.chunks:
+        for piece, file, extent in about.chunks:
             index = dcp.MetadataIndex(key)
-            object.__setattr__(index, "offset", sizes[offsets])  # it would make another
+            object.__setattr__(index, "offset", sizes[piece.offsets])  # it would make another
             metadata.storage_data[index] = _StorageInfo(file, *extent)
     return pickle.dumps(metadata)
 
@@ -476,11 +451,11 @@ def decode_index(data: bytes) -> dict[str, Saved]:
         saved: dict[str, Saved] = {}
         for key, (dtype, size, chunks) in whole["tensors"].items():
             placed = [
-                Chunk(_ints(offsets), _ints(sizes), files[file], Extent(*_ints([at, length])))
-                for offsets, sizes, file, at, length in chunks
+                Chunk(Piece(_ints(begin), _ints(sizes)), files[file], Extent(*_ints([at, length])))
+                for begin, sizes, file, at, length in chunks
             ]
             saved[key] = Saved(torch.Size(_ints(size)), _dtype(dtype), placed)
-            if any(not len(size) == len(each.offsets) == len(each.sizes) for each in placed):
+            if any(not len(size) == len(one) == len(two) for (one, two), _, _ in placed):
                 raise ValueError(f"{key} has pieces of other dimensions")
     except _MALFORMED as error:
         raise ValueError(f"index.json is damaged ({error!r})") from error

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ezpz_dist._data import deal_by_size
 from ezpz_dist._errors import CheckpointError
 from ezpz_dist._objects import raw_of
 from ezpz_dist._world import World, current_world
@@ -31,26 +32,14 @@ def _overlaps(
     pieces: _pieces.Pieces, chunks: Sequence[index.Chunk]
 ) -> Iterator[tuple[index.Chunk, Piece | None, Tensor]]:
     """Yield what pieces have in common with what is saved: of which chunk what, and where to."""
-    same: dict[tuple[Any, ...], index.Chunk] = {(one.offsets, one.sizes): one for one in chunks}
+    same = {chunk.piece: chunk for chunk in chunks}
     for piece, tensor in pieces.held:
         if (chunk := same.get(piece)) is not None:
             yield chunk, None, tensor
             continue
         for chunk in chunks:
-            saved = Piece(chunk.offsets, chunk.sizes)
-            if common := saved.overlap(piece):
-                yield chunk, common.within(saved), tensor[common.within(piece).slices]
-
-
-def shares(files: Sequence[str], manifest: index.Manifest, readers: int) -> list[list[str]]:
-    """Divide files among the ranks of a node, so that each is verified once there."""
-    loads = [0] * readers
-    dealt: list[list[str]] = [[] for _ in range(readers)]
-    for name in sorted(files, key=lambda each: (-manifest.files[each].size, each)):
-        least = loads.index(min(loads))
-        dealt[least].append(name)
-        loads[least] += manifest.files[name].size
-    return dealt
+            if common := chunk.piece.overlap(piece):
+                yield chunk, common.within(chunk.piece), tensor[common.within(piece).slices]
 
 
 # What a checkpoint is loaded into: planned, verified, and only then filled.
@@ -106,9 +95,10 @@ class Target:
             mine = [(0, spare)] * ranks.size
             for group in mates.values():
                 read = reduce(or_, (gathered[rank][0] for rank in group))
-                dealt = shares(_named(names, read), self.manifest, len(group))
-                for rank, files in zip(group, dealt, strict=True):
-                    mine[rank] = _bits(names, set(files)), spare
+                files = _named(names, read)
+                sizes = [self.manifest.files[name].size for name in files]
+                for rank, places in zip(group, deal_by_size(sizes, len(group)), strict=True):
+                    mine[rank] = _bits(names, {files[place] for place in places}), spare
             return mine
 
         verifies, spare = ranks.first_for_each(self._what, share)
@@ -139,7 +129,7 @@ class Target:
         for key, pieces in known.items():
             dtype, chunks = self._saved[key].dtype, self._saved[key].chunks
             for chunk, part, target in _overlaps(pieces, chunks):
-                one = index.Wanted(key, chunk.extent, dtype, chunk.sizes, part, target)
+                one = index.Wanted(key, chunk.extent, dtype, chunk.piece.sizes, part, target)
                 wanted.setdefault(chunk.file, []).append(one)
         return wanted
 
@@ -250,7 +240,10 @@ class Target:
         if key in self._held and {*(self._layout.degrees | {"data": 1}).values()} == {1}:
             self._notes += _pieces.set_rng_state(self._object(key)["rng"], world)
         else:
-            _pieces.derive_rng_state(self._bytes(_pieces.rank_key(0)), self._layout.stream)
+            # Tensor-parallel ranks draw the same numbers.
+            at, axes = self._layout.index, (axis for axis in _pieces.AXES if axis != "tensor")
+            stream = tuple(at[axis] for axis in axes)
+            _pieces.derive_rng_state(self._bytes(_pieces.rank_key(0)), stream)
         self._notes.append(
             f"saved by {self.manifest.world_size} ranks and loaded by {self._ranks.size}: random "
             "streams of ranks that were not there are derived from rank 0's"
@@ -436,9 +429,7 @@ def load_checkpoint(
     Raises:
         CheckpointError: On all ranks: every checkpoint is damaged, and how; or the one of ``step``
             is, or is not there; or it does not fit the model. Never a silent fresh start.
-        HangError: A rank does not come.
-        LostRankError: A rank has ended.
-        NotSetUpError: There are several ranks and `setup_torch` was not called.
+        HangError, LostRankError, NotSetUpError: As of `save_checkpoint`.
     """
     world = current_world("load_checkpoint()")
     ranks = ranks_of(world)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.distributed.checkpoint import state_dict as dcp
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 from torch.distributed.tensor import DTensor
@@ -31,8 +32,7 @@ from torch.optim import Optimizer
 import ezpz_tp
 from ezpz_dist._errors import CheckpointError
 from ezpz_dist._objects import as_tensor
-from ezpz_dist._replicas import parallel_state
-from ezpz_dist._world import World
+from ezpz_dist._world import World, parallel_state
 from ezpz_tp import Piece, Shard
 
 # This rank's place in ezpz_tp's groups; alone along every axis where there are none.
@@ -44,11 +44,6 @@ AXES = ("tensor", "context", "pipeline", "data")
 class Layout:
     degrees: dict[str, int]
     index: dict[str, int]
-
-    @property
-    def stream(self) -> tuple[int, ...]:
-        """What tells random streams apart: tensor-parallel ranks draw the same numbers."""
-        return tuple(self.index[axis] for axis in AXES if axis != "tensor")
 
 
 def current_layout(rank: int, size: int) -> Layout:
@@ -142,8 +137,7 @@ def pieces_of(
         return Pieces(tuple(about.size), about.tensor_properties.dtype, tuple(_local(tensor)))
     if tensor.is_meta:
         raise ValueError("it is on the meta device, without values; expected to_empty() first")
-    local = tuple(_local(tensor))
-    shape = tuple(tensor.size())
+    local, shape = tuple(_local(tensor)), tuple(tensor.size())
     if shard is None or shard.dim is None:
         return Pieces(shape, tensor.dtype, local)
     expected = shard.local_shape(index, degree)
@@ -165,15 +159,15 @@ def _local(tensor: Tensor) -> Iterator[LocalPiece]:
         # Ranks outside of its mesh hold nothing, and so do the last of an uneven split.
         if tensor.device_mesh.get_coordinate() is not None:
             local = tensor.to_local().detach()
-            chunks: Sequence[ChunkStorageMetadata] = tensor.__create_chunk_list__()
-            for one in chunks:
+            for one in cast("list[ChunkStorageMetadata]", tensor.__create_chunk_list__()):
                 if all(one.sizes):
                     yield _piece(tuple(one.offsets), tuple(one.sizes)), local
     elif isinstance(tensor, ShardedTensor):
         for shard in tensor.local_shards():
-            offsets, sizes = shard.metadata.shard_offsets, shard.metadata.shard_sizes
-            if all(sizes):
-                yield _piece(tuple(offsets), tuple(sizes)), shard.tensor.detach()
+            about = shard.metadata
+            if all(about.shard_sizes):
+                piece = _piece(tuple(about.shard_offsets), tuple(about.shard_sizes))
+                yield piece, shard.tensor.detach()
     else:
         yield _piece((0,) * tensor.dim(), tensor.shape), tensor.detach()
 
@@ -280,13 +274,11 @@ def set_state(
     if not options:
         return  # FSDP1's, saved before the first step
     if is_fsdp1(model):
-        from torch.distributed.checkpoint import state_dict  # noqa: PLC0415 - where it is used
-
         saved = [{**group["options"], "params": group["names"]} for group in options]
         if state:
             held: Any = {"state": state, "param_groups": saved}
             with quietly():
-                state_dict.set_optimizer_state_dict(model, optimizers, held)
+                dcp.set_optimizer_state_dict(model, optimizers, held)
         return
     names = {parameter: name for name, parameter in parameters_by_name(model).items()}
     for optimizer in optimizers:
@@ -319,12 +311,10 @@ def options_of(named: Sequence[str], saved: Options) -> dict[str, Any]:
 
 
 def _of_fsdp1(model: nn.Module, optimizers: Sequence[Optimizer]) -> tuple[State, Options]:
-    from torch.distributed.checkpoint import state_dict  # noqa: PLC0415 - where it is used
-
     if not optimizers:
         return {}, []
     with quietly():
-        found: dict[str, Any] = state_dict.get_optimizer_state_dict(model, optimizers)
+        found: dict[str, Any] = dcp.get_optimizer_state_dict(model, optimizers)
     options = [_options(list(group["params"]), group) for group in found["param_groups"]]
     return dict(found["state"]), options
 

@@ -39,21 +39,18 @@ from .store import CheckpointArgs, Name, SaveArgs, Store
 
 
 class Item(NamedTuple):
-    """A piece that is to be written, and what the whole is."""
-
     key: str
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    piece: Piece  # that is to be written
     dtype: torch.dtype
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the whole
 
     @property
     def id(self) -> PieceId:
-        return self.key, self.offsets
+        return self.key, self.piece.offsets
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.sizes) * self.dtype.itemsize
+        return math.prod(self.piece.sizes) * self.dtype.itemsize
 
 
 PieceId = tuple[str, tuple[int, ...]]  # the key, and where it begins in the whole
@@ -61,7 +58,7 @@ PieceId = tuple[str, tuple[int, ...]]  # the key, and where it begins in the who
 
 def items_of(held: Mapping[str, Pieces]) -> list[Item]:
     return [
-        Item(key, *piece, pieces.dtype, pieces.shape)
+        Item(key, piece, pieces.dtype, pieces.shape)
         for key, pieces in held.items()
         for piece, _ in pieces.held
     ]
@@ -160,19 +157,18 @@ def _check_whole(dealt: Sequence[Sequence[Item]]) -> None:
         for item in items:
             by_key.setdefault(item.key, []).append(item)
     for key, items in by_key.items():
-        alone = len(items) == 1 and items[0].sizes == items[0].shape
-        if not alone and not _is_whole(items):
-            pieces = ", ".join(f"{item.sizes} at {item.offsets}" for item in items[:4])
+        alone = len(items) == 1 and items[0].piece.sizes == items[0].shape
+        if not alone and not _is_whole(items[0].shape, [item.piece for item in items]):
+            pieces = ", ".join(f"{item.piece.sizes} at {item.piece.offsets}" for item in items[:4])
             raise CheckpointError(
                 f"the ranks hold {len(items)} pieces of {key} ({pieces}), which are not "
                 f"{_shape(items[0])} without gap and overlap; expected shards of one tensor"
             )
 
 
-def _is_whole(items: Sequence[Item]) -> bool:
-    shape, near = items[0].shape, list[Piece]()
-    whole = Piece((0,) * len(shape), shape)
-    boxes = [Piece(item.offsets, item.sizes) for item in items if all(item.sizes)]
+def _is_whole(shape: tuple[int, ...], pieces: Sequence[Piece]) -> bool:
+    whole, near = Piece((0,) * len(shape), shape), list[Piece]()
+    boxes = [piece for piece in pieces if all(piece.sizes)]
     if sum(math.prod(box.sizes) for box in boxes) != math.prod(shape):
         return False
     # Along the dim of which there are most, only neighbours have to be compared.
@@ -235,8 +231,7 @@ class Draft:
     dealt: list[list[Item]]
     started: float = field(default_factory=time.monotonic)
 
-    def copy(self) -> None:
-        """Copy what is to be written, which the training changes."""
+    def copy(self) -> None:  # the training changes them
         self.tensors = [tensor.to("cpu", copy=True) for tensor in self.tensors]
 
 
@@ -277,8 +272,7 @@ def _complete(
         for item, extent in zip(items, extents, strict=True):
             if item.key not in saved:
                 saved[item.key] = index.Saved(torch.Size(item.shape), item.dtype)
-            chunk = index.Chunk(item.offsets, item.sizes, _name(rank), extent)
-            saved[item.key].chunks.append(chunk)
+            saved[item.key].chunks.append(index.Chunk(item.piece, _name(rank), extent))
     files.write(".metadata", index.metadata_of(saved))
     files.write(_store.INDEX, index.encode_index(saved))
     written = {name: one for _, each in gathered for name, one in each.items()} | files.written
@@ -589,14 +583,11 @@ def report_progress(step: int) -> None:
     """Tell ezpz-launch how far the job got: it starts a failed one again while it gets further."""
     if not (path := os.environ.get("EZPZ_PROGRESS_FILE")):
         return
-    file = Path(path)
-    before = -1
+    before, (folder, name) = -1, os.path.split(path)
     try:
         with suppress(FileNotFoundError, ValueError):
-            before = int(file.read_text(encoding="ascii"))
+            before = int(Path(path).read_text(encoding="ascii"))
         if step > before:
-            aside = file.with_name(file.name + ".new")
-            aside.write_text(f"{step}\n", encoding="ascii")
-            aside.replace(file)
+            _store.FolderStore(folder).put(name, f"{step}\n".encode())
     except OSError as error:
         logger.warning("step %d is saved, but not reported in %s: %s", step, path, error)

@@ -42,7 +42,7 @@ class Votes:
         responder = _diagnosis.find_responder()
         self._name, self._hear = name, hear
         self._side = None if responder is None else responder.side
-        self._rank, self._size = (world.info.rank, world.info.world_size) if world else (0, 1)
+        self._rank, self.size = (world.info.rank, world.info.world_size) if world else (0, 1)
         self._store: Store = HashStore()
         if world is not None and self._side is not None:
             # Opened now, not in a hurry: torch asks the name service about each connection, on both
@@ -68,13 +68,10 @@ class Votes:
         key, said = f"{self._name}/step", str(step)
         return self._ask(lambda store: store.compare_set(key, "", said).decode())
 
-    def saved(self) -> bool:
-        return self.count("saved") == self._size
-
     def leave(self) -> None:
         """Say that this rank knows how it ended; rank 0, which holds the store, waits for all."""
         every = f"{self._name}/all-left"
-        if self.count("left") == self._size:
+        if self.count("left") == self.size:
             self._ask(lambda store: store.set(every, ""))
         if self._rank == 0:
             _diagnosis.arrived(self._store, [every], _REQUEST_TIMEOUT)
@@ -87,7 +84,7 @@ class Votes:
             largest = store.compare_set(key, "", str(step))
             while int(largest) < step:
                 largest = store.compare_set(key, largest.decode(), str(step))
-            last = store.add(f"{self._name}/given", 1) == self._size
+            last = store.add(f"{self._name}/given", 1) == self.size
             is_wanted = last and store.add(f"{self._name}/requested", 0) > 0
             return int(store.get(key)) if is_wanted else None
 
@@ -115,18 +112,15 @@ class SnapshotOnSignal(AbstractContextManager["SnapshotOnSignal"]):
     `step` then returns until the step that all agree upon; there it saves, and raises
     ``SystemExit(75)`` on every rank: to ezpz-launch and schedulers it says "start me again".
 
-    It cannot deadlock. A thread of its own, which waits for no rank's main thread, gives the
-    number of the step that its rank is in. So every rank's number is known soon, whatever the
-    main threads wait for. A rank that has given its number n does not begin step n + 1 before
-    it knows the largest of all, so no rank goes beyond that one. Every rank comes to the end of
-    it, because some rank is in it already. Up to there all of them do what they would have done
-    without the signal.
+    It cannot deadlock. A thread of its own gives the number of the step that its rank is in, so
+    all are known soon, whatever the main threads wait for. A rank that has given its number n
+    does not begin step n + 1 before it knows the largest of all. No rank goes beyond that one,
+    and every rank comes to its end, because some rank is in it already. Up to there all of them
+    do what they would have done without the signal.
 
     While no signal comes nothing is sent, and `step` takes well below a microsecond. The
-    signals' earlier handlers do not run meanwhile (most would end the process); `close` puts
-    them back. Further signals change nothing: a save that has begun goes on. In a forked child
-    SIGTERM ends the child, and the other signals are ignored.
-
+    signals' earlier handlers do not run meanwhile (most would end the process). Further signals
+    change nothing. In a forked child SIGTERM ends the child, and the others are ignored.
     torchrun itself ends at SIGUSR1, without telling its ranks; there, send SIGTERM.
 
     >>> with SnapshotOnSignal(lambda step: None) as snapshot:
@@ -310,7 +304,7 @@ class SnapshotOnSignal(AbstractContextManager["SnapshotOnSignal"]):
             with suppress(*LOST):
                 self._votes.tell(outcome=f"{self._who}: {type(error).__name__}: {error}")
             raise
-        if self._votes.saved():
+        if self._votes.count("saved") == self._votes.size:
             self._votes.tell(outcome="")
         self._wait(self._done, "SnapshotOnSignal.step(), for every rank to save", step)
         if self._outcome:

@@ -207,7 +207,6 @@ def claim(store: Store, step: int, sequence: int) -> None:
 def release_at_end(store: Store) -> None:
     """Have the claim of this process taken back when it cleans up or ends."""
     if not _owned:
-        atexit.unregister(_release)
         atexit.register(_release)
     _owned[store.root] = store
     finish_before_leaving(_release)

@@ -156,12 +156,11 @@ def new_folder(path: str | Path) -> Iterator[Path]:
 
 
 def _sync(folder: Path) -> None:
-    if os.name == "posix":  # elsewhere a folder cannot be opened
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def load_json(file: Path) -> dict[str, Any]:

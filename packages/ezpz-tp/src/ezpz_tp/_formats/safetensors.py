@@ -105,15 +105,6 @@ def integers(values: Iterable[Any], *, least: int = 0) -> tuple[int, ...]:
     return found
 
 
-def name_of(dtype: torch.dtype, tensor: str) -> str:
-    if dtype not in _DTYPE_NAMES:
-        raise ParallelError(
-            f"tensor {tensor!r} has {dtype}, which the safetensors format does not know; expected "
-            f"one of {', '.join(map(str, _DTYPE_NAMES))}"
-        )
-    return _DTYPE_NAMES[dtype]
-
-
 def write_safetensors(
     path: Path, tensors: ToWrite, metadata: Mapping[str, str] | None = None
 ) -> None:
@@ -122,9 +113,13 @@ def write_safetensors(
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     stop = 0
     for name, (dtype, shape, _) in ordered:
+        if (kind := _DTYPE_NAMES.get(dtype)) is None:
+            raise ParallelError(
+                f"tensor {name!r} has {dtype}, which the safetensors format does not know; "
+                f"expected one of {', '.join(map(str, _DTYPE_NAMES))}"
+            )
         start, stop = stop, stop + math.prod(shape) * dtype.itemsize
-        said = {"dtype": name_of(dtype, name), "shape": list(shape), "data_offsets": [start, stop]}
-        header[name] = said
+        header[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [start, stop]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with written(path) as file:
