@@ -20,6 +20,7 @@ def make_state():
         "mask": torch.tensor([True, False]),
         "complex": torch.tensor([1 + 2j]),
         "sparse": torch.eye(3).to_sparse(),
+        "model": torch.nn.BatchNorm1d(2).state_dict(),
         "step": 7,
         "name": "x",
     }
@@ -49,6 +50,7 @@ def test_one_rank_reads_and_all_have_it(ranks, tmp_path, n):
                 assert type(mine) is type(wanted) and not mine.requires_grad
             assert torch.equal(state["sparse"].to_dense(), torch.eye(3))
             assert state["shared"][0] is state["shared"][1], "what was one tensor is one"
+            assert state["model"]._metadata == expected["model"]._metadata, "its versions"
             assert (state["step"], state["name"]) == (7, "x")
         if n > 1:
             # The reader's tensors do not lie in the file: it may be written again.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import pickle
 import re
@@ -13,7 +14,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 
 from ezpz_dist._collectives import all_gather_object
 from ezpz_dist._errors import CheckpointError
@@ -100,7 +100,8 @@ def load_into(
         ValueError: ``root`` is no rank.
     """
     file = PlainFile(path, root, None, "load_into()")
-    state, trouble, targets = file.tree, "", {}
+    state = file.tree(list(file.infos))
+    trouble, targets = "", {}
     try:
         if key is not None:
             if not isinstance(state, Mapping) or key not in state:
@@ -173,9 +174,15 @@ class PlainFile:
         self._members, name = find_members(operation, group), os.fspath(path)
         self._root, self._what = root, f"{operation} of {name}"
         self._tensors: list[torch.Tensor] = []
-        self.tree, self.infos = read_for_all(
+        self._tree, self.infos = read_for_all(
             lambda: self._take(read(name)), self._members, root, partial(explain, name)
         )
+
+    def tree(self, leaves: list[Any]) -> Any:
+        """Return the tree, with these in the tensors' places."""
+        unpickler = _Unpickler(io.BytesIO(self._tree))
+        unpickler.leaves = leaves
+        return unpickler.load()
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Return the tensors, one after the other. Collective: every rank takes all of them."""
@@ -187,24 +194,44 @@ class PlainFile:
                 self._members.send(as_bytes(tensor), self._root, self._what)
             yield tensor
 
-    def _take(self, tree: object) -> tuple[Any, list[TensorInfo]]:
+    def _take(self, tree: object) -> tuple[bytes, list[TensorInfo]]:
         """Return the tree without its tensors, and where they were."""
-        infos: dict[tuple[object, ...], TensorInfo] = {}
+        buffer = io.BytesIO()
+        pickler = _Pickler(buffer)
+        pickler.dump(tree)
+        self._tensors = pickler.tensors
+        return buffer.getvalue(), pickler.infos
 
-        def stand_in(leaf: Any) -> Any:
-            if not is_plain(leaf):
-                return leaf
-            tensor: torch.Tensor = leaf.detach()
-            # What a file shares (tied weights) stays shared. Empty ones have no address.
-            where = tensor.data_ptr() if tensor.numel() else -1 - len(infos)
-            key = (where, tensor.dtype, tensor.shape, tensor.stride(), type(leaf))
-            if key not in infos:
-                about = tensor.dtype, tuple(tensor.shape), isinstance(leaf, torch.nn.Parameter)
-                infos[key] = TensorInfo(len(infos), *about)
-                self._tensors.append(tensor)
-            return infos[key]
 
-        return tree_map(stand_in, tree), list(infos.values())
+class _Pickler(pickle.Pickler):
+    """Pickles all but the tensors. What a file shares (tied weights) stays shared."""
+
+    def __init__(self, buffer: io.BytesIO) -> None:
+        super().__init__(buffer, pickle.HIGHEST_PROTOCOL)
+        self.tensors: list[torch.Tensor] = []
+        self.infos: list[TensorInfo] = []
+        self._seen: dict[tuple[object, ...], int] = {}
+
+    def persistent_id(self, obj: Any) -> int | None:
+        if not is_plain(obj):
+            return None
+        tensor: torch.Tensor = obj.detach()
+        # Empty ones have no address to be told apart by.
+        where = tensor.data_ptr() if tensor.numel() else -1 - len(self.infos)
+        key = (where, tensor.dtype, tensor.shape, tensor.stride(), type(obj))
+        index = self._seen.setdefault(key, len(self.infos))
+        if index == len(self.infos):
+            shape, is_parameter = tuple(tensor.shape), isinstance(obj, torch.nn.Parameter)
+            self.infos.append(TensorInfo(index, tensor.dtype, shape, is_parameter))
+            self.tensors.append(tensor)
+        return index
+
+
+class _Unpickler(pickle.Unpickler):
+    leaves: list[Any]
+
+    def persistent_load(self, pid: Any) -> Any:
+        return self.leaves[pid]
 
 
 def load_on_one_rank(
@@ -243,6 +270,4 @@ def load_on_one_rank(
     for info, tensor in zip(file.infos, file.tensors(), strict=True):
         there = tensor.to(map_location)
         leaves.append(torch.nn.Parameter(there, False) if info.is_parameter else there)
-    return tree_map(
-        lambda leaf: leaves[leaf.index] if isinstance(leaf, TensorInfo) else leaf, file.tree
-    )
+    return file.tree(leaves)
