@@ -6,7 +6,6 @@ tensor parallel.
 Source: facebookresearch/fairscale fairscale/nn/model_parallel/__init__.py, 2025-04-26.
 """
 
-from . import layers, mappings
 from .cross_entropy import vocab_parallel_cross_entropy
 from .initialize import (
     destroy_model_parallel,
@@ -21,16 +20,27 @@ from .initialize import (
     get_pipeline_parallel_ranks,
     initialize_model_parallel,
 )
-from .layers import *  # noqa: F403 - those of its `__all__`
-from .mappings import *  # noqa: F403 - those of its `__all__`
+from .layers import (
+    ColumnParallelLinear,
+    ParallelEmbedding,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
+from .mappings import (
+    copy_to_model_parallel_region,
+    gather_from_model_parallel_region,
+    reduce_from_model_parallel_region,
+    scatter_to_model_parallel_region,
+)
 from .random import checkpoint, get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 
 __all__ = [
-    "checkpoint", "destroy_model_parallel", "get_cuda_rng_tracker", "get_data_parallel_group",
+    "ColumnParallelLinear", "ParallelEmbedding", "RowParallelLinear", "VocabParallelEmbedding",
+    "checkpoint", "copy_to_model_parallel_region", "destroy_model_parallel",
+    "gather_from_model_parallel_region", "get_cuda_rng_tracker", "get_data_parallel_group",
     "get_data_parallel_rank", "get_data_parallel_world_size", "get_model_parallel_group",
     "get_model_parallel_rank", "get_model_parallel_src_rank", "get_model_parallel_world_size",
     "get_pipeline_parallel_group", "get_pipeline_parallel_ranks", "initialize_model_parallel",
-    "model_parallel_cuda_manual_seed", "vocab_parallel_cross_entropy",
+    "model_parallel_cuda_manual_seed", "reduce_from_model_parallel_region",
+    "scatter_to_model_parallel_region", "vocab_parallel_cross_entropy",
 ]  # fmt: skip
-__all__ += layers.__all__
-__all__ += mappings.__all__
