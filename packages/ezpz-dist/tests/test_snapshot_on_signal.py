@@ -71,7 +71,10 @@ def test_who_is_behind_catches_up_and_later_signals_change_nothing(ranks, tmp_pa
     """
     env = {"AHEAD": str(tmp_path / "ahead"), "ASKED": str(tmp_path / "asked")}
     done = ranks(3, BEGIN + script, check=False, env=env)
-    assert [(code, out) for code, out, _ in done] == [(75, "saved 17\n")] * 3, done
+    # Step 17, or one that rank 1 has reached before all were asked, on a machine that is busy.
+    (out,) = {each.out for each in done}
+    assert [each.status for each in done] == [75] * 3, done
+    assert int(out.removeprefix("saved ")) >= 17, done
 
 
 def test_undisturbed_it_sends_nothing_and_puts_handlers_back(ranks):
