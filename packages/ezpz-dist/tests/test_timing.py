@@ -26,7 +26,8 @@ def test_a_timer_adds_up_and_nests():
     assert timing.mean == timing.total / 2
     assert timing.min >= 0.01
     assert timing.min + timing.max == timing.total
-    assert 0.03 <= timing.last <= timing.max
+    assert timing.last >= 0.03
+    assert timing.last in {timing.min, timing.max}, "the second, also where the first took longer"
     with timer:
         time.sleep(0.01)
         with timer:

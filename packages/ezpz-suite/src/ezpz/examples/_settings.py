@@ -107,7 +107,7 @@ def main(settings: type[S], train: Callable[[S], object]) -> None:
         if not given.outdir:
             folder = time.strftime(f"outputs/{name}-%Y%m%d-%H%M%S")
             given = dataclasses.replace(given, outdir=folder)
-        # Making the process group takes seconds too: nobody is to wonder whether it hangs.
+        # Making the process group takes seconds too, and prints nothing.
         get_logger(name).info("setting up")
         train(given)
     except UsageError as error:
