@@ -246,7 +246,7 @@ def copy_to_host(flat: Mapping[str, Any]) -> Copies:
 
 
 def _whole(value: Any) -> Any:
-    """A DTensor's value, such as of FSDP2's gradient norm; of a plain tensor itself."""
+    """A DTensor's value, such as FSDP2's gradient norm; collective unless it is replicated."""
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
