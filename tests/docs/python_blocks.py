@@ -23,6 +23,9 @@ _ON_CPUS = {
 out: on CPUs it compiles C++, and takes half a minute of two cores."""
 
 _MARKS_ITS_RANK = "import os; open(f'rank-{os.environ[\"RANK\"]}', 'x').close()\n"
+_ENDS_AT_ITS_LAST_LINE = "import sys; sys.stdout.flush(); os._exit(0)\n"
+"""Without the interpreter's end, in which torch 2.13 alone may abort: a thread of gloo that still
+holds the last step's tensors asks for a GIL that is gone (pytorch/pytorch#179291)."""
 
 
 class BlockError(AssertionError):
@@ -78,16 +81,6 @@ def command_before(code):
 
 def run_before(words, code, folder):
     """Run a script without ezpz by words that end with its name; None: not started here."""
-    try:
-        return _run_before(words, code, folder)
-    except BlockError as error:
-        # torch 2.13 alone, without a line of ours, aborts at a rank's end now and then.
-        if "terminate called without an active exception" not in str(error):
-            raise
-        return _run_before(words, code, folder)
-
-
-def _run_before(words, code, folder):
     program = shutil.which(words[0], path=sysconfig.get_path("scripts"))
     if program is None or words[0] not in _ON_CPUS:
         return None
@@ -95,7 +88,9 @@ def _run_before(words, code, folder):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         options = options.format(port=probe.getsockname()[1])
-    (folder / words[-1]).write_text(_MARKS_ITS_RANK + code, encoding="utf-8")
+    (folder / words[-1]).write_text(
+        _MARKS_ITS_RANK + code + _ENDS_AT_ITS_LAST_LINE, encoding="utf-8"
+    )
     process = subprocess.Popen(
         [program, *words[1:-1], *options.split(), words[-1]],
         env={**os.environ, **variables, "PATH": f"{Path(program).parent}:{os.environ['PATH']}"},
