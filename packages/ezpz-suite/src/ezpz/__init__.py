@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from ezpz_obs import StepTimer as StepTimer
     from ezpz_obs import Throughput as Throughput
     from ezpz_obs import configure_logs as configure_logs
+    from ezpz_obs import count_flops as count_flops
     from ezpz_obs import get_logger as get_logger
     from ezpz_obs import log_dict_as_bulleted_list as log_dict_as_bulleted_list
     from ezpz_obs import progress as progress

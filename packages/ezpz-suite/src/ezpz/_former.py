@@ -30,6 +30,7 @@ _FOR = {
     "ezpz.StepTimer": "StopWatch",
     "ezpz.Throughput": "compute_mfu",
     "ezpz.breakpoint": "DistributedPdb ForkedPdb",
+    "ezpz.count_flops": "estimate_model_flops try_estimate",
     "ezpz.configure_logs": "get_file_logger silence_noisy_loggers",
     "ezpz.describe": "model_summary summarize_model",
     "ezpz.log_dict_as_bulleted_list": "print_config_tree",
@@ -43,7 +44,6 @@ _FOR = {
     "ezpz_obs.memory_metrics": "get_memory_metrics",
     "ezpz_obs.plot": "tplot tplot_dict",
     "ezpz_obs.profile": "get_context_manager get_profiling_context get_torch_profiler",
-    "ezpz_obs.transformer_flops": "estimate_model_flops try_estimate",
     "ezpz_topo.get_allocation": "get_active_jobid get_jobid get_scheduler "
     "get_nodelist_of_active_job get_pbs_jobid_of_active_job get_pbs_nodelist_from_jobid "
     "get_slurm_jobid_of_active_job",

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from ezpz.models import MLP, DiT, DiTConfig, ModelError, NoiseSchedule, VisionTransformer, ViTConfig
+from ezpz_obs import count_flops
 
 
 def test_patches_are_the_image_cut_up():
@@ -154,3 +155,26 @@ def test_from_the_meta_device(kind, config):
 def test_what_does_not_fit_is_refused(make, words):
     with pytest.raises(ModelError, match=words):
         make()
+
+
+SIZES = {"image_size": 32, "patch_size": 4, "channels": 3, "dim": 96, "layers": 3, "heads": 4}
+
+
+def block(tokens, dim):
+    """Multiply-adds of a block, forward: q, k, v, out, two of four times the width; attention."""
+    return tokens * (12 * dim**2 + 2 * tokens * dim)
+
+
+def test_operations_are_those_of_the_hand_formulas():
+    """Backward is twice forward, but that the first layer's inputs have no gradient."""
+    images, patches = torch.empty(5, 3, 32, 32), 64
+    first = patches * 48 * 96
+    blocks = 3 * block(patches + 1, 96)
+    whole = count_flops(VisionTransformer(ViTConfig(**SIZES)), images)
+    assert whole == 5 * 2 * (3 * (blocks + 96 * 10) + 2 * first)
+    # By sample: the condition of each block and of the end, and what the time becomes.
+    steered = 3 * 6 * 96**2 + 2 * 96**2 + 96**2
+    blocks = 3 * block(patches, 96) + patches * 96 * 48
+    condition = torch.zeros(5).long(), torch.zeros(5).long()
+    whole = count_flops(DiT(DiTConfig(**SIZES)), images, *condition)
+    assert whole == 5 * 2 * (3 * (blocks + steered) + 2 * (first + 256 * 96))

@@ -5,6 +5,7 @@ import torch
 
 import ezpz_tp
 from ezpz.models import Llama, LlamaConfig, huggingface_state_dict, llama_pipeline, load_huggingface
+from ezpz_obs import count_flops
 from ezpz_tp.testing import run_ranks
 
 SIZES = {"dim": 64, "heads": 8, "kv_heads": 4, "hidden": 96}
@@ -121,6 +122,15 @@ def test_what_is_sent():
     shared = run_ranks(count, 2, {"sequence_parallel": True})[0]
     assert shared["reduce_scatter"] == 2 * halves + 2
     assert "all_reduce" not in shared
+
+
+def test_each_rank_has_its_share_of_the_operations():
+    """Attention, projections and the loss's logits are split; nothing is done twice."""
+
+    def count():
+        return count_flops(Llama(CONFIG, parallel=True), *batch())
+
+    assert run_ranks(count, 2) == [count_flops(Llama(CONFIG), *batch()) // 2] * 2
 
 
 def test_heads_that_do_not_divide_are_refused():

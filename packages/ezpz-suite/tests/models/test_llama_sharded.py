@@ -8,6 +8,7 @@ def test_fsdp2_from_meta(ranks, tensor, tied):
     """Of the same weights, bit for bit; how they train is the examples' to show."""
     script = f"""
     import torch
+    from ezpz import count_flops
     from ezpz.models import Llama, LlamaConfig, ModelError, huggingface_state_dict
     from ezpz_dist import setup_torch, wrap_model_for_fsdp2, cleanup
     setup_torch(tensor_parallel_size={tensor})
@@ -26,14 +27,17 @@ def test_fsdp2_from_meta(ranks, tensor, tied):
     assert {{"layers.0", "layers.1"}} <= units
     # What is tied is left to the root.
     assert ({{"embed_tokens", "lm_head"}} <= units) is not {tied}
-    try:
-        huggingface_state_dict(model)
-    except ModelError as error:
-        print(error)
+    for call in (huggingface_state_dict, lambda model: count_flops(model, tokens)):
+        try:
+            call(model)
+        except (ModelError, ValueError) as error:
+            print(error)
     cleanup()
     """
     for said in ranks(2 * tensor, script):
-        assert said.startswith("embed_tokens.weight is sharded by FSDP2; expected"), said
+        files, operations = said.splitlines()
+        assert files.startswith("embed_tokens.weight is sharded by FSDP2; expected"), said
+        assert operations.startswith("count_flops: embed_tokens.weight is sharded; expected"), said
 
 
 def test_positions_stay_exact_in_mixed_precision(ranks):
