@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import warnings
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -36,8 +36,9 @@ _DDP = "wrap_model_for_ddp()"
 
 
 def wrap_model_for_ddp(
-    model: nn.Module, *, initialize: Initialize | None = None, **options: Any
-) -> DistributedDataParallel:
+    model: nn.Module, *, initialize: Initialize | None = None,
+    compile: bool | Mapping[str, Any] = False, **options: Any,
+) -> DistributedDataParallel:  # fmt: skip
     """Keep a copy of a model on every rank, and average the gradients in backward (DDP).
 
     In place of ``DistributedDataParallel(model, device_ids=[local_rank])``, which torch refuses
@@ -55,6 +56,7 @@ def wrap_model_for_ddp(
     Args:
         model: The bare model, the same on every rank. It may be on the meta device.
         initialize: For a model on the meta device, as of `wrap_model_for_fsdp2`.
+        compile: As of `wrap_model`.
         options: Any other of DistributedDataParallel's, such as ``static_graph``.
 
     Raises:
@@ -66,7 +68,8 @@ def wrap_model_for_ddp(
     """
     replicas = _replicas.find_replicas(_DDP)
     device = replicas.world.device
-    with _replicas.agreed(_DDP, model, {"initialize": initialize, **options}, replicas):
+    given = {"initialize": initialize, "compile": compile, **options}
+    with _replicas.agreed(_DDP, model, given, replicas):
         _replicas.check_model(_DDP, model, replicas, options, _replicas.RESERVED)
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise WrapError(
@@ -75,7 +78,7 @@ def wrap_model_for_ddp(
             )
         refuse_unfillable(model, initialize)
     materialize(model, device, initialize, replicas=replicas)
-    model = model.to(device)
+    model = _compiled(model.to(device), compile)
     # For one accelerator a process; on the CPU torch refuses it.
     device_ids = [device.index] if device.type in ("cuda", "xpu") else None
     with waiting("DDP's start values", replicas.world, replicas.ranks):
@@ -239,7 +242,8 @@ _FSDP1 = "wrap_model_for_fsdp()"
 
 def wrap_model_for_fsdp(
     model: nn.Module, *, dtype: str | torch.dtype | None = None,
-    units: Collection[type[nn.Module]] | None = None, **options: Any,
+    units: Collection[type[nn.Module]] | None = None,
+    compile: bool | Mapping[str, Any] = False, **options: Any,
 ) -> FullyShardedDataParallel:  # fmt: skip
     """Shard a model by torch's FullyShardedDataParallel (FSDP1).
 
@@ -252,6 +256,7 @@ def wrap_model_for_fsdp(
         model: The bare model, the same on every rank; all start from the first rank's values.
         dtype: The type to compute in (``"bf16"``); gradients are reduced in fp32.
         units: As of `wrap_model_for_fsdp2`.
+        compile: As of `wrap_model`.
         options: Any of FullyShardedDataParallel's; they take the place of what is set here
             (``use_orig_params=True``, the units as ``auto_wrap_policy``).
 
@@ -265,8 +270,9 @@ def wrap_model_for_fsdp(
     from torch.distributed.fsdp.wrap import CustomPolicy  # noqa: PLC0415
 
     replicas = _replicas.find_replicas(_FSDP1)
+    given = {"dtype": dtype, "compile": compile, **options}
     precision = None
-    with _replicas.agreed(_FSDP1, model, {"dtype": dtype, **options}, replicas) as lines:
+    with _replicas.agreed(_FSDP1, model, given, replicas) as lines:
         _replicas.check_model(_FSDP1, model, replicas, options, _replicas.RESERVED)
         if "HYBRID" in str(options.get("sharding_strategy")):
             raise WrapError(
@@ -285,6 +291,7 @@ def wrap_model_for_fsdp(
         found = find_units(model, units)
         lines |= {f"unit {name}": type(module).__name__ for name, module in found.items()}
     _replicas.start_alike([*model.parameters(), *model.buffers()], replicas)
+    _compiled(model, compile)
     chosen = set(found.values())
     policy = CustomPolicy(lambda module: module in chosen)
     settings: dict[str, Any] = {"auto_wrap_policy": policy, "mixed_precision": precision}
@@ -318,7 +325,7 @@ def wrap_model_for_fsdp2(
     model: nn.Module, *, dtype: str | torch.dtype | None = None,
     reduce_dtype: str | torch.dtype = torch.float32, reshard_after_forward: bool | int = True,
     shard_size: int | None = None, units: Collection[type[nn.Module]] | None = None,
-    initialize: Initialize | None = None, **options: Any,
+    initialize: Initialize | None = None, compile: bool | Mapping[str, Any] = False, **options: Any,
 ) -> nn.Module:  # fmt: skip
     """Share a model's parameters, gradients and optimizer state out over the ranks (FSDP2).
 
@@ -355,6 +362,7 @@ def wrap_model_for_fsdp2(
         initialize: For a model on the meta device. It is called with each module after its
             ``reset_parameters()``, to fill the module's own tensors. The function of
             ``model.apply`` does the same (``model._init_weights`` of many).
+        compile: As of `wrap_model`.
         options: Any other of ``fully_shard``'s, such as ``offload_policy``.
 
     Returns:
@@ -371,7 +379,8 @@ def wrap_model_for_fsdp2(
     replicas = _replicas.find_replicas(_FSDP2)
     given = {
         "dtype": dtype, "reduce_dtype": reduce_dtype, "shard_size": shard_size,
-        "reshard_after_forward": reshard_after_forward, "initialize": initialize, **options,
+        "reshard_after_forward": reshard_after_forward, "initialize": initialize,
+        "compile": compile, **options,
     }  # fmt: skip
     policy = MixedPrecisionPolicy()
     with _replicas.agreed(_FSDP2, model, given, replicas) as lines:
@@ -393,6 +402,7 @@ def wrap_model_for_fsdp2(
         found = find_units(model, units)
         _refuse_unshardable(model, found, dtype, options.get("ignored_params", ()))
         lines |= {f"unit {name}": type(module).__name__ for name, module in found.items()}
+    _compiled(model, compile)
     settings = {"mesh": data_parallel_mesh(replicas, shard_size), "mp_policy": policy}
     settings |= {"reshard_after_forward": reshard_after_forward, **options}
     # What ezpz_tp says of parameters is kept while others take their place.
@@ -513,6 +523,7 @@ def wrap_model(
     dtype: str | torch.dtype | None = None,
     *,
     initialize: Initialize | None = None,
+    compile: bool | Mapping[str, Any] = False,
 ) -> nn.Module:
     """Make a model train on all ranks: unchanged on one rank, else by DDP or FSDP2.
 
@@ -528,6 +539,10 @@ def wrap_model(
         dtype: With FSDP, the type to compute in (``"bf16"``); gradients are reduced in
             fp32. With None nothing is cast, nor on one rank, which is logged.
         initialize: For a model on the meta device, as of `wrap_model_for_fsdp2`.
+        compile: Compile each block by itself, so that gathering and averaging stay outside of its
+            graph, and equal blocks are compiled once. Blocks are the members of lists, as of
+            `wrap_model_for_fsdp2`; a model without any is compiled whole. Names of parameters
+            stay. A mapping has the options of ``torch.compile``.
 
     Returns:
         The model itself on one rank, with FSDP2, and where it has nothing to train; the
@@ -548,19 +563,29 @@ def wrap_model(
         if dtype is not None:
             logger.warning("wrap_model(dtype=%s) on one rank casts nothing", dtype)
         materialize(model, device, initialize)
-        return model.to(device)
-    given = {"use_fsdp": use_fsdp, "dtype": dtype, "initialize": initialize}
+        return _compiled(model.to(device), compile)
+    given = {"use_fsdp": use_fsdp, "dtype": dtype, "initialize": initialize, "compile": compile}
     with _replicas.agreed(_CALL, model, given, replicas):
         _check(model, use_fsdp, dtype, initialize)
         _replicas.refuse_mps(_CALL, replicas)
     parameters = list(model.parameters())
     if use_fsdp and parameters:
-        return wrap_model_for_fsdp2(model, dtype=dtype, initialize=initialize)
+        return wrap_model_for_fsdp2(model, dtype=dtype, initialize=initialize, compile=compile)
     if any(parameter.requires_grad for parameter in parameters):
-        return wrap_model_for_ddp(model, initialize=initialize)
+        return wrap_model_for_ddp(model, initialize=initialize, compile=compile)
     materialize(model, device, initialize)
     model = model.to(device)
     _replicas.start_alike([*model.parameters(), *model.buffers()], replicas)
+    return _compiled(model, compile)
+
+
+def _compiled(model: nn.Module, options: bool | Mapping[str, Any]) -> nn.Module:
+    """Have torch compile what runs in each block: hooks, and so collectives, stay outside."""
+    if options is not False:
+        blocks = [one for one in find_units(model).values() if _is_composed(one)]
+        for module in blocks or [model]:
+            how = {} if options is True else options
+            module.forward = torch.compile(module.forward, **how)
     return model
 
 
