@@ -3,7 +3,6 @@
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
@@ -13,6 +12,7 @@ import side_by_side
 import table
 from paired import absent, beside
 from plots import draw
+from waiting import until
 
 from ezpz_launch._agent import is_running
 
@@ -101,15 +101,8 @@ def leaves(tmp_path, monkeypatch):
 
     yield make
     if pids.exists():  # a busy machine may have ended the section before
-        wait(lambda: not any(is_running(int(word)) for word in pids.read_text().split()))
+        until(lambda: not any(is_running(int(word)) for word in pids.read_text().split()))
     assert not list((tmp_path / "temporary").iterdir())
-
-
-def wait(is_so):
-    deadline = time.monotonic() + 120
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +131,7 @@ side_by_side.main(only="leaves")
 """
     with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL) as process:
         pids = tmp_path / "pids"
-        wait(lambda: pids.exists() and pids.read_text())
+        until(lambda: pids.exists() and pids.read_text())
         process.send_signal(number)
     assert process.returncode != 0
 

@@ -7,21 +7,19 @@ range it uses, the hosts' addresses cannot collide with it, nor with another san
 Verified with iproute2 6.1, util-linux 2.38 and MPICH 5.0.2, as root.
 """
 
-import contextlib
 import os
 import shlex
 import shutil
-import signal
 import subprocess
-import tempfile
+import sys
 import time
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "harness"))  # where no pytest did
+from sandboxes import Sandbox, SandboxError, end, search_path
+
 ADDRESSES = {f"node{letter}": f"198.18.0.{n}" for n, letter in enumerate("ABCD", 1)}
 """Of 198.18.0.0/15, which RFC 2544 sets apart for tests."""
-
-STOP_TIMEOUT = 10.0
-"""Seconds in which what was killed must be gone."""
 
 _NAMESPACES = Path("/run/netns")
 _SWITCH = "switch"
@@ -51,36 +49,16 @@ exec {directory}/enter "$host" bash -c "$*"
 """
 
 
-class SandboxError(Exception):
-    """The hosts did not start, or a command on one did not do what it should."""
-
-
-class TwoHosts:
+class TwoHosts(Sandbox):
     """Two hosts, nodeA and nodeB, that reach each other and nothing else.
 
-    All else is shared: files, processes and their ids, memory. Nothing of it outlives the
-    ``with``. The directory's ``local`` is a disk of each host's own: there nodeA sees what is
-    here in ``nodeA``, and nodeB what is in ``nodeB``.
+    All else is shared: files, processes and their ids, memory. The directory's ``local`` is a
+    disk of each host's own: there nodeA sees what is here in ``nodeA``, and nodeB what is in
+    ``nodeB``. The environment tells Hydra, too, how to reach a host.
     """
 
+    kind = "hosts"
     names = ("nodeA", "nodeB")
-
-    def __init__(self):
-        self.directory = Path()  # removed at the end
-        self.environment = {}  # for commands on the hosts: also how Hydra reaches a host
-
-    def __enter__(self):
-        # Its name is nobody else's, also where a killed sandbox had our process id.
-        self.directory = Path(tempfile.mkdtemp(prefix=f"hosts-{os.getpid()}-", dir="/tmp"))
-        try:
-            self._start()
-        except BaseException:
-            self._stop()
-            raise
-        return self
-
-    def __exit__(self, kind, value, trace):
-        self._stop()
 
     def run(self, command, *, on="nodeA", env=None, expect=0, timeout=60.0):
         """Run words on a host; an end other than ``expect`` (None: any), or none, is an error."""
@@ -208,21 +186,8 @@ def missing():
     return f"no namespaces here: {done.stderr.strip()}" if done.returncode else ""
 
 
-def search_path():
-    """Return ``PATH`` with the directories of daemons, which an ordinary user's may lack."""
-    directories = os.environ.get("PATH", os.defpath).split(os.pathsep)
-    return os.pathsep.join([*directories, "/usr/local/sbin", "/usr/sbin", "/sbin"])
-
-
 def _end_processes(name):
-    deadline = time.monotonic() + STOP_TIMEOUT
-    while left := _processes(name):
-        if time.monotonic() > deadline:
-            raise SandboxError(f"processes {left} of {name} survive SIGKILL")
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.02)
+    end(lambda: _processes(name), name)
 
 
 def _processes(name):

@@ -5,10 +5,10 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from waiting import until
 
 # Says where it is, and waits with a process on each host.
 WAIT = """
@@ -56,10 +56,7 @@ def waiting(hosts, sandbox):
         directory = Path(started.stdout.readline().strip())
         assert directory.is_absolute()
         try:
-            deadline = time.monotonic() + 120
-            while not all((directory / f"ready-{host}").exists() for host in hosts.names):
-                assert time.monotonic() < deadline
-                time.sleep(0.02)
+            until(lambda: all((directory / f"ready-{host}").exists() for host in hosts.names))
             yield started, directory, inodes_of(sandbox, directory)
         finally:
             started.kill()

@@ -1,5 +1,5 @@
 #!/usr/bin/env bats
-# Scheduler, job, nodes and host files: in captured PBS environments and in a real Slurm. Saving a job's
+# Scheduler, job, nodes and host files: in captured environments of PBS and Slurm. Saving a job's
 # environment and loading it in a second shell. Of Python, PATH has ezpz-topo alone.
 
 bats_require_minimum_version 1.5.0
@@ -282,27 +282,4 @@ reset_job() {
   VARS=()
   here 'set -u; . "$1"; ezpz_set_proxy >/dev/null 2>&1; env | grep -ci _proxy= || :' "$REPO/utils.sh"
   [ "${lines[-1]}" = 0 ]
-}
-
-# --- a real Slurm
-
-@test "a real Slurm: salloc, sbatch, srun, a heterogeneous job" {
-  [ "$(id -u)" = 0 ] && command -v slurmctld munged >/dev/null || cannot 'slurmctld and munged, and root, are needed'
-  run -0 python3 - "$REPO" "$PWD" "$BIN" <<'PY'
-import sys
-sys.path.insert(0, sys.argv[1] + "/tests/slurm")
-import sandbox
-ask = f"""cd {sys.argv[2]}; . {sys.argv[1]}/utils.sh; PATH={sys.argv[3]}
-echo "$(ezpz_get_scheduler_type) $([ "$(ezpz_get_job_id)" = "$SLURM_JOB_ID" ] && echo same) $(ezpz_get_num_nodes) $(cat "$(ezpz_write_hostfile "$PWD/hosts.$SLURM_JOB_ID.${{SLURM_PROCID-0}}")" | tr '\\n' ' ')" """
-with sandbox.SlurmSandbox() as slurm:
-    bash = ["bash", "--norc", "-c", ask]
-    print("salloc:", slurm.run(["salloc", "-Q", "-N3", *bash]).stdout.strip())
-    print("sbatch:", slurm.batch(f"bash --norc -c '{ask.replace(chr(39), chr(39) + chr(92) + chr(39) * 2)}'", "-N", "4").strip())
-    print("srun:", slurm.run(["srun", "-N2", "-w", "nid[002-003]", *bash]).stdout.strip().splitlines()[0])
-    print("hetjob:", slurm.run(["salloc", "-Q", "-N1", ":", "-N2", *bash]).stdout.strip())
-PY
-  has 'salloc: slurm same 3 nid001 nid002 nid003'
-  has 'sbatch: slurm same 4 nid001 nid002 nid003 nid004'
-  has 'srun: slurm same 2 nid002 nid003'
-  has 'hetjob: slurm same 3 nid'
 }

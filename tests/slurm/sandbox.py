@@ -11,7 +11,6 @@ import json
 import os
 import random
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -20,6 +19,7 @@ import time
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "harness"))  # where no pytest did
+from sandboxes import STOP_TIMEOUT, Sandbox, SandboxError, end, search_path
 from surroundings import clean
 
 NODES = ("nid001", "nid002", "nid003", "nid004")
@@ -27,9 +27,6 @@ CPUS_PER_NODE = 2
 
 START_TIMEOUT = 120.0
 """Seconds until every node must be idle; about 2 here."""
-
-STOP_TIMEOUT = 10.0
-"""Seconds that the daemons have for an orderly end, before SIGKILL."""
 
 # Below the ephemeral ranges, so that no outgoing connection holds one, and below the ports
 # that ezpz_dist derives from a Slurm step.
@@ -96,30 +93,14 @@ function slurm_job_modify(job, record, partitions, user) return slurm.SUCCESS en
 _ENDED = ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL", "OUT_OF_MEMORY")
 
 
-class SandboxError(Exception):
-    """The sandbox did not start, or a command in it did not do what it should."""
+class SlurmSandbox(Sandbox):
+    """Four nodes, nid001 to nid004, of two cores each; their state and logs are in the folder."""
 
-
-class SlurmSandbox:
-    """Four nodes, nid001 to nid004, of two cores each, from ``with`` to its end."""
+    kind = "slurm"
 
     def __init__(self):
-        self.directory = Path()  # configuration, state, spool and logs; removed at the end
-        self.environment = {}  # for commands in the sandbox: ours without any launcher's variables
+        super().__init__()
         self._daemons = {}
-
-    def __enter__(self):
-        # Directly below /tmp: a socket's path has at most 107 bytes.
-        self.directory = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
-        try:
-            self._start()
-        except BaseException:
-            self._stop()
-            raise
-        return self
-
-    def __exit__(self, kind, value, trace):
-        self._stop()
 
     def run(self, command, *, env=None, expect=0, timeout=60.0):
         """Run words in the sandbox; any end but ``expect`` (None: any), or none, is an error."""
@@ -290,19 +271,9 @@ class SlurmSandbox:
                 daemon.kill()
                 daemon.wait()
         self._daemons.clear()
-        self._end_leftovers()
+        # What a step left: all that runs in the sandbox inherits its SLURM_CONF.
+        end(lambda: processes_with(f"SLURM_CONF={self.directory}/slurm.conf"), "the sandbox")
         shutil.rmtree(self.directory)
-
-    def _end_leftovers(self):
-        """End what a step left: all that runs in the sandbox inherits its ``SLURM_CONF``."""
-        deadline = time.monotonic() + STOP_TIMEOUT
-        while left := processes_with(f"SLURM_CONF={self.directory}/slurm.conf"):
-            if time.monotonic() > deadline:
-                raise SandboxError(f"processes {left} of the sandbox survive SIGKILL")
-            for pid in left:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            time.sleep(0.05)
 
 
 def reports(directory):
@@ -318,12 +289,6 @@ def reports(directory):
 def missing(commands=("munged", "slurmctld", "slurmd", "srun")):
     """Return those of the commands that are not installed."""
     return [name for name in commands if shutil.which(name, path=search_path()) is None]
-
-
-def search_path():
-    """Return ``PATH`` with the directories of daemons, which an ordinary user's may lack."""
-    directories = os.environ.get("PATH", os.defpath).split(os.pathsep)
-    return os.pathsep.join([*directories, "/usr/local/sbin", "/usr/sbin", "/sbin"])
 
 
 def free_ports(count):

@@ -85,13 +85,16 @@ def cancel(jobs, job):
     jobs.slurm.run(["scancel", job])
 
 
+# Limits are whole minutes, and looked at twice a minute.
+reach_the_limit = control("update", "JobId={}", "EndTime=now")
+
 ENDS = {
     # script, options, what is done to it once it runs; state, exit status of follow
     "completed": ("exit 0", [], None, "completed", 0),
     "failed": ("exit 7", [], None, "failed", 7),
     "killed by a signal": ("kill -9 $$", [], None, "failed", 137),
     "scancel": (SLEEP, [], cancel, "cancelled", 143),
-    "time limit": (SLEEP, ["-t", "1"], None, "time limit", 143),
+    "time limit": (SLEEP, ["-t", "1"], reach_the_limit, "time limit", 143),
     "preempted": (SLEEP, ["-p", "cancelled", *ALL], preempt, "preempted", 143),
     "node failed": (SLEEP, ["-w", "nid003", "--no-requeue"], lose_the_node, "node failed", 137),
 }

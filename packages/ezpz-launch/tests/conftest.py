@@ -7,9 +7,9 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
+import waiting
 from forked_ranks import user_env
 
 COUNTS = (
@@ -85,15 +85,7 @@ def history(launch):
 @pytest.fixture
 def until():
     """Wait for a condition; fail if it is still false after a generous time."""
-
-    def wait(condition, seconds=20):
-        end = time.monotonic() + seconds
-        while not (value := condition()):
-            assert time.monotonic() < end, f"not within {seconds} s"
-            time.sleep(0.02)
-        return value
-
-    return wait
+    return lambda condition, seconds=20: waiting.until(condition, seconds)
 
 
 @pytest.fixture

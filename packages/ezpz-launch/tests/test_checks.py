@@ -115,6 +115,18 @@ def test_mpi4py_without_a_library_and_none_at_all(clean_env, mpiexec, mpi4py, tm
     assert (result.status, "mpi4py is not installed" in result.message) == ("ok", True)
 
 
+@pytest.mark.usefixtures("mpi4py", "mpiexec")
+def test_an_mpi4py_that_takes_long_to_import_is_a_warning(clean_env, tmp_path, monkeypatch):
+    (tmp_path / "mpi4py.py").write_text("import time\ntime.sleep(3600)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(_checks, "_COLD", 0.5)
+    check_mpi.prepare()  # it does not wait for that
+    result = check_mpi(10, {**clean_env, "PYTHONPATH": str(tmp_path)})
+    said = "not done in 8.0 s: still importing mpi4py and its MPI library"
+    assert (result.status, result.message) == ("warning", said)
+    assert "--timeout=60 --only=mpi" in result.remedy
+
+
 def test_without_an_mpiexec(elsewhere, program):
     result = check_mpi(60, elsewhere)
     assert result.status == "warning"

@@ -9,6 +9,7 @@ import sys
 import tty
 
 import pytest
+from waiting import all_of
 
 from ezpz_launch._output import Output, Reports
 
@@ -205,13 +206,7 @@ def test_a_terminal_gets_a_line_of_its_own(background):
     script = "printf 50%%; exit 3"
     launch = background("-n", "1", "sh", "-c", script, stdout=theirs, stderr=theirs)
     os.close(theirs)
-    text = b""
-    while True:
-        try:
-            text += os.read(ours, 1000)
-        except OSError:
-            break
-    os.close(ours)
+    text = all_of(ours)
     assert launch.wait(120) == 3
     assert text.startswith(b"ezpz-launch: 1 rank on ")
     assert b"\n50%\nezpz-launch: rank 0 on " in text

@@ -121,7 +121,7 @@ def is_same(data, copy):
     return not lines and times
 
 
-@pytest.mark.parametrize("count", [1, 4, 16])
+@pytest.mark.parametrize("count", [1, 16])
 def test_the_source_is_read_once_whatever_the_number_of_nodes(*, staged, data, count):
     nodes = staged(count)
     assert nodes.tree.failed() == {}
@@ -168,9 +168,8 @@ def test_a_node_that_lost_a_file_gets_it_from_one_that_has_it(*, staged, data, u
     assert is_same(data, Path(f"{again.root(1)}{data}"))
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_64_nodes_of_which_some_are_killed_at_random_moments(*, data, disk, seed, staged, until):
-    chance = random.Random(seed)
+def test_64_nodes_of_which_some_are_killed_at_random_moments(*, data, disk, staged, until):
+    chance = random.Random(1)
     with Nodes(data, disk, 64) as nodes:
         nodes.start(*range(64))
         total = 64 * nodes.source.size
@@ -440,8 +439,12 @@ def test_the_ranks_are_in_the_staged_environment_and_all_that_they_start(
     assert said["json"].startswith(tree) == (kind != "site")
     assert said["caches"].startswith(f"{tmp_path}/local/")
     assert "1 node got" in done.stderr
+
+
+def test_a_staged_environment_is_used_again_listed_and_cleaned(environment, tmp_path):
+    prefix, env = environment("venv")
     # What the first launch compiled is sent to the second, and nothing to the third.
-    for _ in range(2):
+    for _ in range(3):
         again = run(prefix, env, "-n", "1", "--stage", "python", "-c", "0")
     assert "0 nodes got 0 MB" in again.stderr
     assert ", 1 had it already" in again.stderr

@@ -23,7 +23,8 @@ def kinds(path):
 
 
 def test_update_records_writes_and_says(tmp_path):
-    with History(tmp_path / "run", config={"lr": 0.1, "dtype": np.float32}) as history:
+    config = {"lr": 0.1, "dtype": np.float32, "at": tmp_path}
+    with History(tmp_path / "run", config=config) as history:
         assert history.update({"loss": 0.5, "n": 3}) == "step=0 loss=0.5 n=3"
         assert history.record({"loss": 0.25}, step=10) is None
         assert history.update({"loss": 0.125}) == "step=11 loss=0.125"
@@ -36,7 +37,8 @@ def test_update_records_writes_and_says(tmp_path):
     run = ezpz_obs.read_run(tmp_path / "run")
     (header,) = run.headers
     assert header.keys() >= HEADER
-    assert (run.name, header["config"]["lr"]) == ("run", 0.1)
+    said = {"lr": 0.1, "dtype": str(np.float32), "at": str(tmp_path)}
+    assert (run.name, header["config"]) == ("run", said)
     assert [event["message"] for event in run.events] == ["closed"]
 
 
@@ -479,9 +481,10 @@ def test_the_host_is_sampled_beside_the_training(tmp_path):
 
 
 @pytest.mark.usefixtures("rank_1")
-def test_other_ranks_sample_nothing(tmp_path):
+def test_other_ranks_sample_nothing_and_keep_no_images(tmp_path):
     with History(tmp_path, per_rank=True, system=0.01) as history:
         history.update({"loss": 1.0})
+        history.image("a", None)
     assert [path.name for path in tmp_path.iterdir()] == ["metrics-rank00001.jsonl"]
 
 
@@ -583,10 +586,3 @@ def test_what_cannot_be_kept_is_warned_about(tmp_path, caplog):
     assert "text 'a' of step 2 is not kept: " in caplog.messages[-1]
     with pytest.raises(HistoryError, match=r"a text 'a' after close\(\)"):
         history.text("a", "b")
-
-
-@pytest.mark.usefixtures("rank_1")
-def test_other_ranks_keep_no_images(tmp_path):
-    with History(tmp_path, per_rank=True) as history:
-        history.image("a", None)
-    assert not (tmp_path / "media").exists()

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from waiting import all_of
 
 from ezpz_obs import configure_logs, get_logger
 from ezpz_obs._context import NOW, Place
@@ -203,13 +204,7 @@ def on_a_terminal(code, env=None, columns=100):
             os.execve(sys.executable, words, {**os.environ, "TERM": "xterm", **(env or {})})
         finally:
             os._exit(127)
-    seen = b""
-    try:
-        while block := os.read(terminal, 4096):
-            seen += block
-    except OSError:  # the other end is closed
-        pass
-    os.close(terminal)
+    seen = all_of(terminal)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     return seen.decode()
 

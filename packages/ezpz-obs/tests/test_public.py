@@ -15,7 +15,6 @@ def test_all_is_what_is_there():
 @pytest.mark.parametrize(
     "code",
     [
-        "import ezpz_obs",
         "import ezpz_obs; ezpz_obs.History().update({'loss': 1.0})",
         "import ezpz_obs; ezpz_obs.get_logger('x').info('hello')",
         "import ezpz_obs; [getattr(ezpz_obs, name) for name in ezpz_obs.__all__]",

@@ -125,13 +125,3 @@ def test_what_is_odd_among_many_records(tmp_path):
     history.path.write_bytes(b"".join(lines))
     with pytest.raises(HistoryError, match="line 2001"):
         History.read(tmp_path)
-
-
-def test_a_configuration_of_any_kind(tmp_path):
-    config = {"lr": 0.1, "big": 10**30, "nan": float("nan"), "path": tmp_path, "set": {1},
-              "nested": {"list": [1, (2, None)], 3: "three"}, "type": float}  # fmt: skip
-    History(tmp_path, config=config).close()
-    (header,) = read_run(tmp_path).headers
-    assert header["config"]["nested"] == {"list": [1, [2, None]], "3": "three"}
-    assert header["config"]["path"] == str(tmp_path)
-    assert header["config"]["nan"] == "NaN"

@@ -2,9 +2,9 @@ import csv
 import itertools
 import math
 import shutil
-import time
 
 import pytest
+from waiting import until
 
 from ezpz_obs import History, SinkError, replay
 from ezpz_obs._sinks.csv import CsvSink
@@ -95,10 +95,7 @@ def test_another_table_is_left_alone_and_a_run_without_a_folder_is_told(tmp_path
 def test_a_folder_that_is_removed_is_said(tmp_path, warned):
     with History(tmp_path / "run", sinks=["csv"], summary=False) as history:
         history.record({"loss": 1})
-        until = time.monotonic() + 120
-        while not (tmp_path / "run" / "metrics.csv").exists():
-            assert time.monotonic() < until
-            time.sleep(0.05)
+        until((tmp_path / "run" / "metrics.csv").exists)
         shutil.rmtree(tmp_path / "run")
         history.record({"loss": 2})
     said = "; ".join(warned())

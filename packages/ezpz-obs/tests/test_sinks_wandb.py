@@ -12,6 +12,7 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from waiting import all_of
 
 from ezpz_obs import History, SinkError, replay, setup_wandb, verify_wandb
 
@@ -214,13 +215,7 @@ def test_nobody_is_asked_on_a_terminal(clean, server, tmp_path, key):
         cwd=tmp_path, start_new_session=True,
     )  # fmt: skip
     os.close(theirs)
-    shown = b""
-    try:
-        while block := os.read(ours, 65536):
-            shown += block
-    except OSError:  # the terminal is closed when the process has ended
-        pass
-    os.close(ours)
+    shown = all_of(ours)
     assert process.wait(120) == 0
     assert b'"offline": true' in shown
     assert b"Enter your" not in shown

@@ -1,6 +1,5 @@
 """The command itself, as a process of its own."""
 
-import contextlib
 import fcntl
 import io
 import json
@@ -12,6 +11,7 @@ import termios
 from pathlib import Path
 
 import pytest
+from waiting import all_of
 
 import ezpz_topo
 from ezpz_topo._cli import main
@@ -44,12 +44,7 @@ def test_on_a_terminal_the_last_column_stays_below_itself():
     fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("4H", 24, 70, 0, 0))
     with subprocess.Popen([COMMAND], env=CLEAN, stdin=its, stdout=its, stderr=its):
         os.close(its)
-        text = b""
-        with contextlib.suppress(OSError):  # Linux' way to say that no one has it open
-            while data := os.read(ours, 4096):
-                text += data
-    os.close(ours)
-    lines = text.decode().splitlines()
+        lines = all_of(ours).decode().splitlines()
     start = next(line for line in lines if line.startswith("machine ")).index("no known machine")
     assert max(map(len, lines)) <= 70
     assert any(line[:start].isspace() and line[start:].strip() for line in lines)

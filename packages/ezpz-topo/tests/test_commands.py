@@ -2,9 +2,9 @@
 
 import os
 import signal
-import time
 
 import pytest
+from waiting import is_left
 
 from ezpz_topo._commands import ask, find, get_time_limit
 from ezpz_topo._errors import InvalidVariableError, SchedulerError
@@ -20,20 +20,10 @@ def calls(tmp_path):
 
 
 def wait_until_dead(pid):
-    """Wait for a process that is nobody's child any more; a zombie is dead."""
-    for _ in range(600):
-        try:
-            with open(f"/proc/{pid}/stat") as file:
-                if file.read().rpartition(")")[2].split()[0] == "Z":
-                    return
-        except OSError:
-            try:
-                os.kill(pid, 0)
-            except ProcessLookupError:
-                return
-        time.sleep(0.05)
-    os.kill(pid, signal.SIGKILL)
-    pytest.fail(f"process {pid} outlived its command")
+    """Wait for a process that is nobody's child any more."""
+    if is_left(pid, 30):
+        os.kill(pid, signal.SIGKILL)
+        pytest.fail(f"process {pid} outlived its command")
 
 
 def test_an_answer(tmp_path, env, command):

@@ -98,8 +98,10 @@ def rank_0_sleeps(seconds):
 
 
 # Processes have to meet within this, too, on a machine that does ten other things.
-@pytest.mark.parametrize(("in_processes", "timeout"), [(False, 0.5), (True, 9)])
-@pytest.mark.parametrize("function", [rank_0_sleeps, one_waits])
+@pytest.mark.parametrize(
+    ("function", "in_processes", "timeout"),
+    [(rank_0_sleeps, False, 0.5), (one_waits, False, 0.5), (one_waits, True, 9)],
+)
 def test_a_hang_is_a_timeout_that_says_who_and_where(function, in_processes, timeout):
     assert run_ranks(sum_of_ranks, 2, 1, in_processes=in_processes) == [1, 1]
     told = rf"(?s)of 2 ranks, 0 did not finish within {timeout} s.*in {function.__name__}"

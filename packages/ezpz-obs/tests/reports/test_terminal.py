@@ -9,6 +9,7 @@ import threading
 import time
 
 import pytest
+from waiting import until
 
 from ezpz_obs import History, ReportError, plot, tail
 
@@ -94,11 +95,8 @@ def test_a_live_run_is_followed_to_its_end(tmp_path):
     out = io.StringIO()
     thread = threading.Thread(target=tail, args=(tmp_path / "run",), kwargs={"file": out})
     thread.start()
-    until = time.monotonic() + 120
     try:
-        while "step=0" not in out.getvalue():
-            assert time.monotonic() < until
-            time.sleep(0.05)
+        until(lambda: "step=0" in out.getvalue())
         for _ in range(50):
             history.record({"loss": 2.0})
             time.sleep(0.001)

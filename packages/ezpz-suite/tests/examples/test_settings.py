@@ -150,7 +150,7 @@ def test_the_folder_it_chooses_is_named(alone, tmp_path, capsys):
     [
         ("accelerate", "accelerate", "huggingface"), ("deepspeed_zero", "deepspeed", "deepspeed"),
         ("diffusion", "sklearn", "examples"), ("hf_trainer", "transformers", "huggingface"),
-        ("lightning_fabric", "lightning_fabric", "fabric"), ("minimal", "sklearn", "examples"),
+        ("lightning_fabric", "lightning_fabric", "fabric"),
     ],
 )  # fmt: skip
 def test_a_missing_package(name, package, extra, alone, capsys, tmp_path):  # noqa: PLR0917
