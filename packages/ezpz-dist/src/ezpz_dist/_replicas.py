@@ -248,13 +248,12 @@ def _children_first(
     yield path, module
 
 
-def shard_like(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def shard_like(whole: torch.Tensor, like: Any) -> Any:
+    """Return a DTensor with this rank's part of what every rank has whole; nothing is sent."""
     from torch.distributed.tensor import DTensor  # noqa: PLC0415 - only where there are some
 
-    assert isinstance(like, DTensor)
-    part = _part(whole, like).clone(memory_format=torch.contiguous_format)
-    about: Any = {"run_check": False, "shape": whole.shape, "stride": whole.stride()}
-    return DTensor.from_local(part, like.device_mesh, like.placements, **about)
+    replicated = DTensor.from_local(whole, like.device_mesh, run_check=False)
+    return replicated.redistribute(placements=like.placements)
 
 
 class _WholeDraws(TorchDispatchMode):
@@ -281,18 +280,8 @@ class _WholeDraws(TorchDispatchMode):
         drawn = func(whole, *args[1:], **kwargs)
         if makes:
             return shard_like(drawn, target)
-        local.copy_(_part(whole, target))
+        local.copy_(shard_like(whole, target).to_local())
         return target
-
-
-def _part(whole: torch.Tensor, like: Any) -> torch.Tensor:
-    """Return the part of a whole tensor that a DTensor holds on this rank."""
-    part, mesh = whole, like.device_mesh
-    for axis, placement in enumerate(like.placements):
-        if placement.is_shard():
-            index, chunks = mesh.get_local_rank(axis), part.chunk(mesh.size(axis), placement.dim)
-            part = chunks[index] if index < len(chunks) else part.narrow(placement.dim, 0, 0)
-    return part
 
 
 def _kept(whole: torch.Tensor, empty: torch.Tensor, where: torch.device) -> torch.Tensor:
