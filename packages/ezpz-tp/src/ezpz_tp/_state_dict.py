@@ -13,6 +13,7 @@ from itertools import chain
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
@@ -46,7 +47,9 @@ def tell_all(value: Any, state: ParallelState, axes: Iterable[str] = AXES) -> li
     values = [value]
     for axis in axes:
         if state.size(axis) > 1:
-            values = list(chain.from_iterable(_all_gather_object(values, state.group(axis))))
+            gathered: list[Any] = [None] * state.size(axis)
+            dist.all_gather_object(gathered, values, state.group(axis))
+            values = list(chain.from_iterable(gathered))
     return values
 
 
@@ -103,20 +106,6 @@ def flat_bytes(tensor: Tensor) -> Tensor:
     whole = tensor.detach().contiguous()
     # Not view(-1): a tensor of one element counts as contiguous whatever its strides.
     return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
-
-
-def _all_gather_object(value: Any, group: ProcessGroup) -> list[Any]:
-    at = sending_device(group, None)  # words are on the CPU; few backends need them elsewhere
-    message = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-    sizes = all_gather(torch.tensor([len(message)], device=at), 0, group).tolist()
-    padded = torch.zeros(max(sizes), dtype=torch.uint8, device=at)
-    padded[: len(message)] = message.to(at)
-    received = bytearray(len(padded) * len(sizes))
-    torch.frombuffer(received, dtype=torch.uint8).copy_(all_gather(padded, 0, group))
-    return [
-        pickle.loads(received[start : start + size])  # noqa: S301 - from ranks of this program
-        for start, size in zip(range(0, len(received), len(padded)), sizes, strict=True)
-    ]
 
 
 # An optimizer's state by the names of parameters rather than by their numbers.
