@@ -167,7 +167,12 @@ def setup_torch(
         # After a failure too: MPI_Finalize, and so this rank's end, would wait for a missing one.
         abort_on_uncaught(info.world_size)
         _state.our_hook = sys.excepthook
-    _clean_up_at_exit(args)
+    _state.args = args
+    atexit.register(_drop_retired)
+    atexit.register(cleanup)
+    if multiprocessing.parent_process() is not None:
+        # Python < 3.14 ends a process that multiprocessing has forked without calling `atexit`'s.
+        multiprocessing.util.Finalize(None, _when_the_function_ends, exitpriority=0)
     if args.degrees is not None:
         import ezpz_tp  # noqa: PLC0415 - only where its groups are used
 
@@ -184,7 +189,7 @@ def setup_torch(
     _state.is_complete = True
     logger.info(
         "rank %d of %d on %s with %s; ranks by %s, address by %s",
-        info.rank, info.world_size, device, chosen, info.launcher, met.source,
+        info.rank, info.world_size, device, chosen, info.launcher, met.place.source,
     )  # fmt: skip
     return info.rank
 
@@ -286,7 +291,7 @@ def _make_group(
     where = f" at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     try:
         met = rendezvous(info, timeout)
-        where = f" at {met.master_addr}:{met.master_port} ({met.source})"
+        where = f" at {met.master_addr}:{met.master_port} ({met.place.source})"
         if info.world_size > 1:
             common = common_facts(arguments=asdict(args), device=device.type, backend=backend)
             participant = met.participant(info, prefix, args.timeout)
@@ -450,15 +455,6 @@ _retired: list[dist.ProcessGroup | None] = []
 _LAST_TENSOR = 0.1
 _dropped_at = 0.0  # when they have had it, by the monotonic clock
 _LAST_LEAVES = 5.0  # seconds that rank 0, which may hold the store, waits at clean-up for others
-
-
-def _clean_up_at_exit(args: SetupArgs) -> None:
-    _state.args = args
-    atexit.register(_drop_retired)
-    atexit.register(cleanup)
-    if multiprocessing.parent_process() is not None:
-        # Python < 3.14 ends a process that multiprocessing has forked without calling `atexit`'s.
-        multiprocessing.util.Finalize(None, _when_the_function_ends, exitpriority=0)
 
 
 def cleanup() -> None:
