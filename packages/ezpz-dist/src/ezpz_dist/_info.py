@@ -16,7 +16,7 @@ import ezpz_device
 import ezpz_topo
 from ezpz_topo import NodelistError, fold_nodelist
 
-from ._errors import fold
+from ._errors import fold, grouped
 from ._replicas import find_wrapper, home_of
 from ._version import __version__
 from ._world import find_world, parallel_state
@@ -28,9 +28,7 @@ _WIDTH = 60  # characters for ranks in columns, and for a folded list of hosts o
 
 
 def picture(info: Mapping[str, Any], hosts: Sequence[str]) -> str:
-    nodes: dict[str, list[int]] = {}
-    for rank, host in enumerate(hosts):
-        nodes.setdefault(host, []).append(rank)
+    nodes = grouped((host, rank) for rank, host in enumerate(hosts))
     sizes = sorted({len(ranks) for ranks in nodes.values()})
     each = f"{sizes[0]:,}" if len(sizes) == 1 else f"{sizes[0]:,} to {sizes[-1]:,}"
     head = f"{len(hosts):,} rank{_s(hosts)} on {len(nodes):,} node{_s(nodes)}"
@@ -297,9 +295,8 @@ class ModelDescription:
 
     def __str__(self) -> str:
         rows = [_COLUMNS]
-        alike: dict[WrappedUnit, list[str]] = {}  # units that differ by name alone, in one row
-        for unit in self.units:
-            alike.setdefault(replace(unit, name=""), []).append(unit.name)
+        # Units that differ by name alone are in one row.
+        alike = grouped((replace(unit, name=""), unit.name) for unit in self.units)
         for like, names in alike.items():
             name = names[0] or ("(rest)" if len(self.units) > 1 else "(all)")
             dtype = like.dtype or "-"

@@ -25,8 +25,8 @@ from ezpz_topo import RankInfo
 
 from ._addresses import LOOK, Participant, Process, message, pack, peer_of, read_message, say
 from ._diagnosis import Wakeup, calling_line
-from ._errors import CollectiveError, MismatchError, NotSetUpError, SetupError, fold
-from ._watch import finish, waiting
+from ._errors import CollectiveError, MismatchError, NotSetUpError, SetupError, fold, grouped
+from ._watch import poll, waiting
 from ._world import World, current_world
 
 logger = logging.getLogger(__name__)
@@ -207,9 +207,7 @@ def _describe_absent(
     said: Mapping[int, tuple[Process, str]], world_size: int, waited: float
 ) -> str:
     missing = [rank for rank in range(world_size) if rank not in said]
-    hosts: dict[str, list[int]] = {}
-    for rank in sorted(said):
-        hosts.setdefault(said[rank][0][0], []).append(rank)
+    hosts = grouped((said[rank][0][0], rank) for rank in sorted(said))
     there = ", ".join(f"{fold(ranks)} on {host}" for host, ranks in list(hosts.items())[:_SHOWN])
     more = f" and {len(hosts) - _SHOWN} hosts more" if len(hosts) > _SHOWN else ""
     plural = "s" if len(missing) > 1 else ""
@@ -311,7 +309,13 @@ class Members:
                 got = torch.empty_like(on_host, device=self.where)
                 gather = getattr(group, "all_gather_single", None) or group._allgather_base  # noqa: SLF001
                 work = gather(got, sent, options)
-            finish(work, timeout, what, self.world, self.ranks, where=self.where)
+            if timeout is not None and self.where.type == "cpu":
+                work.wait(timedelta(seconds=timeout))
+            else:
+                if timeout is not None:
+                    # Other backends' wait only queues a wait on the device's stream.
+                    poll(work.is_completed, timeout, what, self.world, self.ranks)
+                work.wait()
             if got is not on_host:
                 on_host.copy_(got)
         return every
@@ -451,14 +455,6 @@ def exchange(
     raise _explain(call, members, heads, refused, refusal) from refusal
 
 
-def parties_of(said: Sequence[bytes]) -> list[list[int]]:
-    """Return the places of those that say the same: the most first; of equally many, the lowest."""
-    parties: dict[bytes, list[int]] = {}
-    for place, one in enumerate(said):
-        parties.setdefault(one, []).append(place)
-    return sorted(parties.values(), key=lambda party: (-len(party), party[0]))
-
-
 def payload_of(place: int, every: bytearray) -> bytearray:
     return every[place * SLOT + _HEADER.size : (place + 1) * SLOT]
 
@@ -473,9 +469,9 @@ def _explain(
     call: Call, members: Members, heads: list[bytes], refused: set[int], refusal: Exception | None
 ) -> CollectiveError:
     """Return the error of every rank; one of each party says what it called. Collective."""
-    ordered = parties_of(heads)
-    if refused:
-        ordered.sort(key=lambda party: party[0] in refused)
+    # The places of those that say the same: the most first; of equally many, the lowest.
+    parties = grouped((head, place) for place, head in enumerate(heads)).values()
+    ordered = sorted(parties, key=lambda one: (one[0] in refused, -len(one), one[0]))
     mine = {
         "name": call.name, "op": call.op, "signature": call.signature(), "at": calling_line(),
         "leaves": None if call.leaves is None else dict(call.leaves),

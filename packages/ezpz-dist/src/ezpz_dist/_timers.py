@@ -20,7 +20,7 @@ import torch
 from ezpz_device import Clock, find_clock
 from ezpz_topo import get_hostname, get_rank
 
-from ._errors import fold
+from ._errors import fold, grouped
 from ._members import Call, exchange, find_members, payload_of
 from ._world import find_world
 
@@ -348,9 +348,7 @@ class StragglerReport:
 
         Then it is the host: its clock, its memory, its network, or what else runs there.
         """
-        by_host: dict[str, list[float]] = {}
-        for host, mean in zip(self.hosts, self.means, strict=True):
-            by_host.setdefault(host, []).append(mean)
+        by_host = grouped(zip(self.hosts, self.means, strict=True))
         fastest = {host: min(means) for host, means in by_host.items() if len(means) > 1}
         slow = [host for host, mean in fastest.items() if self._ratio(mean) > self.threshold]
         return tuple(sorted(slow, key=lambda host: -fastest[host]))
@@ -502,7 +500,6 @@ class Stragglers:
         self._window, self._threshold = window, threshold
         self._backward = None if model is None else BackwardWaits(model)
         self._steps: list[_Step] = []
-        self._seconds: list[tuple[float, float]] = []
         self._computed: list[Span] = []
         self._waited: list[Span] = []
         self._last: tuple[Clock, Any] | None = None
@@ -536,7 +533,8 @@ class Stragglers:
         Raises:
             NotSetUpError, HangError: As `step`.
         """
-        self._seconds.append((seconds, 0.0))
+        host = clock_here(torch.device("cpu"))
+        self._steps.append(((host, 0.0, seconds), [], []))
         return self._report()
 
     @contextmanager
@@ -566,10 +564,9 @@ class Stragglers:
             self._backward.waits = []
 
     def _report(self) -> StragglerReport | None:
-        if len(self._steps) + len(self._seconds) < self._window:
+        if len(self._steps) < self._window:
             return None
-        times = [*self._seconds, *map(_seconds, self._steps)]
-        self._seconds.clear()
+        times = list(map(_seconds, self._steps))
         self._steps.clear()
         own = [seconds for seconds, _ in times]
         mine = sum(own) / len(own), max(own), sum(waited for _, waited in times) / len(own)

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.utils import _create_file_view
 from torch.serialization import get_crc32_options, set_crc32_options
 
+from ezpz_dist._errors import grouped
 from ezpz_dist._objects import as_bytes, raw_of
 from ezpz_dist._version import __version__
 from ezpz_tp import Piece
@@ -230,9 +231,7 @@ def _is_plain(tensor: Tensor) -> bool:
 def write(stream: Any, tensors: Sequence[Tensor]) -> list[Extent]:
     """Write tensors, those of one dtype and size behind each other; return each one's extent."""
     extents = [Extent(0, 0)] * len(tensors)
-    alike: dict[tuple[Any, ...], list[int]] = {}
-    for number, tensor in enumerate(tensors):
-        alike.setdefault((tensor.dtype, tensor.shape, tensor.device), []).append(number)
+    alike = grouped(((one.dtype, one.shape, one.device), at) for at, one in enumerate(tensors))
     with torch.no_grad(), _checksummed_once():
         for numbers in alike.values():
             frame = _made_frame(tensors[numbers[0]]) if len(numbers) > _FEW else None
@@ -276,19 +275,12 @@ def _owned(tensor: Tensor) -> Tensor:
 
 
 def _made_frame(tensor: Tensor) -> _Frame | None:
-    """Return the frame of what is like a tensor; None where torch's archives differ in more."""
-    if tensor.is_quantized or not 0 < tensor.nbytes <= _SMALL:
+    """Return the frame of what is like a tensor; None where it is too large, or not found."""
+    if tensor.is_quantized or tensor.nbytes > _SMALL:
         return None
-    archives = []
-    for fill in (0, 255):
-        elements = torch.full((tensor.nbytes,), fill, dtype=torch.uint8)
-        stream = io.BytesIO()
-        torch.save(elements.view(tensor.dtype).view(tensor.shape), stream)
-        archives.append(stream.getvalue())
-    one, other = archives
-    start = next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), 0)
-    frame = _Frame(one[:start], one[start + tensor.nbytes :])
-    return frame if other == frame.head + b"\xff" * tensor.nbytes + frame.tail else None
+    stream, like = io.BytesIO(), torch.empty(tensor.shape, dtype=tensor.dtype)
+    torch.save(like, stream)
+    return _frame_in(stream, Extent(0, stream.tell()), like)
 
 
 class Wanted(NamedTuple):
@@ -305,14 +297,13 @@ class Wanted(NamedTuple):
 
 def read(stream: IO[bytes], wanted: Sequence[Wanted]) -> None:
     """Fill tensors from a file's archives. Unpickles nothing but tensors."""
-    alike: dict[tuple[Any, ...], list[Wanted]] = {}
-    for one in wanted:
-        alike.setdefault((one.dtype, one.size, one.extent.length), []).append(one)
+    alike = grouped(((one.dtype, one.size, one.extent.length), one) for one in wanted)
     with torch.no_grad():
         for first, *others in alike.values():
             tensor = _load(stream, first)
             first.fill(tensor)
-            frame = _found_frame(stream, first, tensor) if others else None
+            is_like = others and tensor.dtype == first.dtype
+            frame = _frame_in(stream, first.extent, tensor) if is_like else None
             for one in others:
                 if frame is None or not _fill(stream, frame, one):
                     one.fill(_load(stream, one))
@@ -327,12 +318,12 @@ def _load(stream: Any, one: Wanted) -> Tensor:
     return found
 
 
-def _found_frame(stream: Any, one: Wanted, tensor: Tensor) -> _Frame | None:
-    """Return the frame of an archive that torch has read; None where its elements are not found."""
-    if tensor.dtype != one.dtype or not _is_plain(tensor) or not tensor.nbytes:
+def _frame_in(stream: Any, extent: Extent, tensor: Tensor) -> _Frame | None:
+    """Return the frame of a tensor's archive; None where its elements are not found in it."""
+    if not _is_plain(tensor) or not tensor.nbytes:
         return None
-    at, length = one.extent
-    archive: Any = _create_file_view(stream, *one.extent)
+    at, length = extent
+    archive: Any = _create_file_view(stream, *extent)
     try:
         reader: Any = torch._C.PyTorchFileReader(archive)  # noqa: SLF001 - as torch.load does
         start = reader.get_record_offset("data/0")
@@ -370,27 +361,18 @@ def _blocks(stream: IO[bytes], at: int, count: int) -> Iterator[tuple[int, Tenso
 def _fill(stream: IO[bytes], frame: _Frame, one: Wanted) -> bool:
     """Fill a tensor whose archive differs in the elements only; return whether that can be done."""
     (at, length), start, ends = one.extent, len(frame.head), len(frame.tail)
-    if length <= _SMALL:
-        archive, count = bytearray(length), (length - start - ends) // one.dtype.itemsize
-        stream.seek(at)
-        stream.readinto(archive)  # type: ignore[attr-defined]
-        if fits := archive.startswith(frame.head) and archive.endswith(frame.tail):
-            elements = torch.frombuffer(archive, dtype=one.dtype, offset=start, count=count)
-            one.fill(elements.view(one.size))
-        return fits
-    if one.part or one.target.dtype != one.dtype or not _is_plain(one.target):
-        return False
+    target, count = one.target, length - start - ends
+    # Without another tensor of its size; a copy by torch's threads took longer than the reading.
+    here = not one.part and target.dtype == one.dtype and target.is_cpu and _is_plain(target)
     head, tail = _read(stream, at, start), _read(stream, at + length - ends, ends)
     if bytes(head) != frame.head or bytes(tail) != frame.tail:
         return False
-    # Without another tensor of its size.
-    elements = as_bytes(one.target)
-    if elements.is_cpu:  # a copy by torch's threads took longer than the reading
-        room = (ctypes.c_char * len(elements)).from_address(elements.data_ptr())
-        _read(stream, at + start, len(elements), room)
-        return True
-    for done, block in _blocks(stream, at + start, len(elements)):
-        elements[done : done + len(block)] = block
+    if here:
+        room = (ctypes.c_char * count).from_address(target.data_ptr())
+        _read(stream, at + start, count, room)
+    else:
+        elements = torch.frombuffer(_read(stream, at + start, count), dtype=one.dtype)
+        one.fill(elements.view(one.size))
     return True
 
 

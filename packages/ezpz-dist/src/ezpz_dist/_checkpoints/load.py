@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ezpz_dist._data import deal_by_size
-from ezpz_dist._errors import CheckpointError
+from ezpz_dist._errors import CheckpointError, grouped
 from ezpz_dist._objects import raw_of
 from ezpz_dist._world import World, current_world
 from ezpz_tp import Piece
@@ -88,9 +88,7 @@ class Target:
         gathered = ranks.gather((_bits(names, reads), _bits(keys, set(unknown))))
 
         def share() -> list[tuple[int, int]]:
-            mates: dict[str, list[int]] = {}
-            for rank, host in enumerate(ranks.hosts):
-                mates.setdefault(host, []).append(rank)
+            mates = grouped((host, rank) for rank, host in enumerate(ranks.hosts))
             spare = reduce(and_, (unknown for _, unknown in gathered))
             mine = [(0, spare)] * ranks.size
             for group in mates.values():

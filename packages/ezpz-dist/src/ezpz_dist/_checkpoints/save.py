@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ezpz_dist._errors import CheckpointError
+from ezpz_dist._errors import CheckpointError, grouped
 from ezpz_dist._objects import raw_of
 from ezpz_dist._world import current_world, finish_before_leaving
 from ezpz_tp import Piece
@@ -75,9 +75,7 @@ def agree(
     packed = pickle.dumps((items, stage))
     digest = hashlib.sha256(packed).digest()
     gathered = ranks.everywhere(what, lambda: (digest, items_of({own: held[own]})))
-    like: dict[bytes, list[int]] = {}
-    for rank, (digest, _) in enumerate(gathered):
-        like.setdefault(digest, []).append(rank)
+    like = grouped((digest, rank) for rank, (digest, _) in enumerate(gathered))
     first = {members[0] for members in like.values()}
     is_first = ranks.deal([rank in first for rank in range(ranks.size)])
     sent = ranks.gather(packed if is_first else None)
@@ -106,10 +104,8 @@ Lists = Sequence[tuple[Sequence[Item], int, Sequence[int]]]  # pieces, their sta
 
 def _deal(lists: Lists, own: Sequence[Sequence[Item]]) -> list[list[Item]]:
     """Have each piece written by the one of its holders that has the least to write."""
-    holders: dict[Any, list[int]] = {}
-    for number, (items, _, _) in enumerate(lists):
-        for item in items:
-            holders.setdefault(item.id, []).append(number)
+    numbered = enumerate(items for items, _, _ in lists)
+    holders = grouped((item.id, number) for number, items in numbered for item in items)
     dealt = [list(each) for each in own]
     loads = [0] * len(own)
     queues: dict[tuple[int, ...], list[tuple[int, int]]] = {}
@@ -152,10 +148,7 @@ def _shape(item: Item) -> str:
 
 def _check_whole(dealt: Sequence[Sequence[Item]]) -> None:
     """Make sure that the pieces of each tensor are all of it, and nothing is there twice."""
-    by_key: dict[str, list[Item]] = {}
-    for items in dealt:
-        for item in items:
-            by_key.setdefault(item.key, []).append(item)
+    by_key = grouped((item.key, item) for items in dealt for item in items)
     for key, items in by_key.items():
         alone = len(items) == 1 and items[0].piece.sizes == items[0].shape
         if not alone and not _is_whole(items[0].shape, [item.piece for item in items]):
