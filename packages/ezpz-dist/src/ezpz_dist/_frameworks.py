@@ -196,9 +196,9 @@ def deepspeed_config(
         if wanted not in _DTYPES:
             raise ValueError(f"dtype {wanted}; expected float32, bfloat16 or float16")
         ours |= {name: {"enabled": _DTYPES[wanted] == name} for name in ("bf16", "fp16")}
-    merged = _merge(theirs, ours)
-    _fill(merged, {"zero_optimization": {"stage": 1}, "gradient_clipping": 0.0})
-    _fill(merged, {"bf16": {"enabled": False}, "fp16": {"enabled": False}})
+    defaults: Config = {"zero_optimization": {"stage": 1}, "gradient_clipping": 0.0}
+    defaults |= {name: {"enabled": False} for name in ("bf16", "fp16")}
+    merged = _merge(_merge(theirs, ours), defaults, default=True)
     _fill_batch_sizes(merged, data_parallel_size)
     if left := [name for name, value in leaves_of(merged) if value == AUTO]:
         raise WrapError(
@@ -259,29 +259,22 @@ def _offload(target: str | None, nvme_path: str | os.PathLike[str] | None) -> Co
     return {"device": target, "nvme_path": os.fspath(nvme_path)}
 
 
-def _merge(theirs: Config, ours: Config, path: str = "") -> Config:
-    """Return both; what both have must be equal, ``"auto"`` in theirs, or None in ours."""
+def _merge(theirs: Config, ours: Config, path: str = "", *, default: bool = False) -> Config:
+    """Return both; what both have must be equal, ``"auto"`` in theirs, or None or a default."""
     merged = dict(theirs)
     for name, value in ours.items():
         there = theirs.get(name, AUTO)
         if isinstance(value, dict) and (there == AUTO or isinstance(there, dict)):
-            merged[name] = _merge({} if there == AUTO else there, value, f"{path}{name}.")
+            inner = {} if there == AUTO else there
+            merged[name] = _merge(inner, value, f"{path}{name}.", default=default)
         elif value is not None and there == AUTO:
             merged[name] = value
-        elif value not in (None, there):
+        elif not default and value not in (None, there):
             raise WrapError(
                 f"config: {path}{name} is {there!r}, the argument says {value!r}; expected one "
                 'of them, or "auto" in config'
             )
     return merged
-
-
-def _fill(merged: Config, defaults: Config) -> None:
-    for name, value in defaults.items():
-        if isinstance(value, dict):
-            _fill(merged.setdefault(name, {}), value)
-        elif merged.get(name, AUTO) == AUTO:
-            merged[name] = value
 
 
 def _fill_batch_sizes(merged: Config, data_parallel_size: int) -> None:
