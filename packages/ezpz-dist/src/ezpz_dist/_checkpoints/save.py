@@ -32,8 +32,7 @@ from . import index, pieces
 from . import store as _store
 from .index import Extent, Files, Manifest, Written, begin, encode_manifest, superseded
 from .pieces import Held, Layout, Pieces, current_layout, rank_key, rng_state
-from .ranks import Ranks, collecting_later, ranks_of
-from .store import CheckpointArgs, Name, SaveArgs, Store
+from .store import CheckpointArgs, Name, Ranks, SaveArgs, Store
 
 # Who writes what: the ranks compare what they hold, and each piece gets one that writes it.
 
@@ -507,9 +506,9 @@ def save_checkpoint(
         LostRankError: A rank has ended.
         NotSetUpError: There are several ranks and `setup_torch` was not called.
     """
-    ranks = ranks_of(current_world("save_checkpoint()"))
+    ranks = _store.ranks_of(current_world("save_checkpoint()"))
     finish_saving()
-    with ranks.waiting(f"save_checkpoint(step={step})"), collecting_later():
+    with ranks.waiting(f"save_checkpoint(step={step})"), _store.collecting_later():
         state = CheckpointArgs(model, _store.as_list(optimizer), scheduler, data, extra)
         args = SaveArgs(step, (*state.contents, "rng"), keep)
         layout = current_layout(ranks.rank, ranks.size)
