@@ -26,7 +26,7 @@ from . import _replicas
 from ._errors import SetupError, WrapError
 from ._replicas import Replicas, has_meta
 from ._watch import waiting
-from ._world import finish_before_leaving, parallel_state, variables
+from ._world import find_world, finish_before_leaving, parallel_state, variables
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +51,6 @@ def prepare_framework(name: str, info: RankInfo, device: torch.device, backend: 
 
 
 # DeepSpeed on the process group that there is.
-
-_undo: ExitStack | None = None  # removes DeepSpeed's traces, where it is prepared
 
 
 def _check_deepspeed(device: torch.device) -> None:
@@ -92,8 +90,9 @@ def _import_deepspeed() -> Any:
 
 
 def _prepare_deepspeed(info: RankInfo, device: torch.device, backend: str) -> None:
-    global _undo
-    if _undo is not None:
+    world = find_world()
+    assert world is not None  # set-up has entered it
+    if "deepspeed" in world.kept:
         return
     deepspeed = _import_deepspeed()
     with ExitStack() as made:
@@ -116,16 +115,9 @@ def _prepare_deepspeed(info: RankInfo, device: torch.device, backend: str) -> No
         # It would use these groups after another set-up (0.19.8).
         groups = deepspeed.utils.groups
         made.callback(getattr(groups, "_release_process_group_references", lambda: None))
-        _undo = made.pop_all()
-    finish_before_leaving(_leave_deepspeed)
+        finish_before_leaving(made.pop_all().close)
+    world.kept["deepspeed"] = deepspeed
     logger.debug("DeepSpeed %s on %s takes the process group", deepspeed.__version__, device.type)
-
-
-def _leave_deepspeed() -> None:
-    global _undo
-    undo, _undo = _undo, None
-    if undo is not None:
-        undo.close()
 
 
 # DeepSpeed's configuration, from arguments and a user's own: whole, without contradictions.

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -340,12 +340,8 @@ class Members:
                     piece.copy_(staged)
 
 
-_everyone: Members | None = None  # the world's, made once: most calls are for all ranks
-
-
 def find_members(operation: str, group: dist.ProcessGroup | None) -> Members | None:
     """Return the ranks that take part; None where this process is the only one."""
-    global _everyone
     world = current_world(operation)
     if world is None:
         # A group that a script made by itself, without any launcher's variables.
@@ -360,10 +356,9 @@ def find_members(operation: str, group: dist.ProcessGroup | None) -> Members | N
     if group is None:
         if size == 1:
             return None
-        everyone = _everyone
-        if everyone is None or everyone.world is not world:
-            everyone = _everyone = Members(world, None, range(size), rank, world.on_host)
-        return everyone
+        if "members" not in world.kept:  # most calls are for all ranks
+            world.kept["members"] = Members(world, None, range(size), rank, world.on_host)
+        return cast("Members", world.kept["members"])
     # new_group returns this, and not None, to ranks that are not in the group.
     if group is dist.GroupMember.NON_GROUP_MEMBER:  # type: ignore[comparison-overlap]
         raise ValueError(

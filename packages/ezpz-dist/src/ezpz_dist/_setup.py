@@ -472,6 +472,7 @@ def cleanup() -> None:
         return
     line = calling_line()
     trouble = finish_all()
+    world.kept.clear()
     _watch.leave_word("its script ended" if line == "?" else f"cleanup() at {line}")
     enter(None)
     _state.args = None

@@ -586,23 +586,13 @@ def _words(error: BaseException) -> str:
     return f"{_words(origin)} ({text})" if isinstance(origin, OSError) else text
 
 
-_made: tuple[World, Ranks] | None = None
-
-
-def _forget() -> None:
-    global _made
-    _made = None
-
-
 def ranks_of(world: World | None) -> Ranks:
     """Return the ranks of a world. Collective the first time: it makes their group."""
-    global _made
     if world is None or world.info.world_size == 1:
         return Ranks(world)
-    if _made is None or _made[0] is not world:
-        finish_before_leaving(_forget)  # see `cleanup` for groups that outlive it
+    if "ranks" not in world.kept:
         with waiting("the group for checkpoints", world):
             group = dist.new_group(backend="gloo", timeout=timedelta(seconds=world.timeout))
         info = world.info
-        _made = world, Ranks(world, group, info.rank, info.world_size, world.hosts)
-    return _made[1]
+        world.kept["ranks"] = Ranks(world, group, info.rank, info.world_size, world.hosts)
+    return cast("Ranks", world.kept["ranks"])
