@@ -24,7 +24,8 @@ from ezpz_topo import RankInfo
 
 from . import _replicas
 from ._errors import SetupError, WrapError
-from ._replicas import Replicas, has_meta
+from ._members import Members
+from ._replicas import has_meta
 from ._watch import waiting
 from ._world import find_world, finish_before_leaving, parallel_state, variables
 
@@ -417,7 +418,7 @@ def wrap_model_for_deepspeed(
     return made[0], made[1], made[2], made[3]
 
 
-def _refuse(model: nn.Module, optimizer: object, replicas: Replicas) -> None:
+def _refuse(model: nn.Module, optimizer: object, replicas: Members) -> None:
     _replicas.check_model(_CALL, model, replicas)
     if has_meta(model):
         raise WrapError(

@@ -283,10 +283,13 @@ class Members:
     where: torch.device  # where tensors must lie for the group's backend to send them
     scope: str = ""  # which group it is, in words: ranks that wait in different ones are told apart
 
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
     def gather(self, mine: bytearray, what: str, timeout: float | None = None) -> bytearray:
         """Return every rank's bytes, of equal length, one after the other by place."""
-        size = len(self.ranks)
-        every = bytearray(len(mine) * size)
+        every = bytearray(len(mine) * self.size)
         group = self.group or dist.group.WORLD
         assert group is not None  # set-up made it
         got = on_host = torch.frombuffer(every, dtype=torch.uint8)
@@ -301,7 +304,7 @@ class Members:
             # The group's own methods, which torch 2.13 has renamed: dist's functions cost a fifth
             # more, and warn of the old names.
             if is_direct:
-                sent = torch.frombuffer(mine * size, dtype=torch.uint8)
+                sent = torch.frombuffer(mine * self.size, dtype=torch.uint8)
                 swap = getattr(group, "all_to_all_single", None) or group.alltoall_base
                 work = swap(got, sent, [], [], options)
             else:
