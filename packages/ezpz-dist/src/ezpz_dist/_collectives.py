@@ -74,14 +74,9 @@ def barrier(
     members = _members.find_members("barrier()", group)
     channel = find_channel("barrier()", implementation, members, group)
     if timeout is not None and not 0 < timeout <= LONGEST:
-        error = ValueError(
-            f"timeout {timeout!r}; expected seconds, more than 0 and at most {LONGEST:g}, or None"
-        )
-        if channel is not None:
-            exchange(_CALL, channel, refusal=error)
-        raise error
-    if channel is not None:
-        exchange(_CALL, channel, timeout=timeout)
+        said = f"expected seconds, more than 0 and at most {LONGEST:g}, or None"
+        exchange(_CALL, channel, refusal=ValueError(f"timeout {timeout!r}; {said}"))
+    exchange(_CALL, channel, timeout=timeout)
 
 
 # One rank's object on every rank.
@@ -126,8 +121,7 @@ def broadcast(obj: T, root: int = 0, group: dist.ProcessGroup | None = None) -> 
         sends = members is not None and members.ranks[members.place] == root
         payload, data = _packed(obj) if sends else (b"", None)
     except Exception as error:  # whatever it is: the others must not wait for it
-        if members is not None:
-            exchange(call, members, refusal=error)
+        exchange(call, members, refusal=error)
         raise
     if members is None:
         return own_result(obj)
@@ -331,8 +325,7 @@ def all_reduce(
         if channel is not None:
             summands.load(channel)
     except Exception as error:  # a device out of memory too: the others must not wait for it
-        if channel is not None:
-            exchange(Call("all_reduce()"), channel, refusal=error)
+        exchange(Call("all_reduce()"), channel, refusal=error)
         raise
     results = summands.alone() if channel is None else summands.combine(channel)
     return _objects.refold(obj, iter(results))

@@ -429,13 +429,18 @@ def _digest(text: str) -> bytes:
 
 
 def exchange(
-    call: Call, members: Members, payload: bytes | bytearray = b"",
+    call: Call, members: Members | None, payload: bytes | bytearray = b"",
     *, timeout: float | None = None, refusal: Exception | None = None,
 ) -> bytearray:  # fmt: skip
     """Make sure that all ranks call the same, and return all slots; see `payload_of`. Collective.
 
-    Each may give `ROOM` bytes, or a ``refusal``, so that the others need not wait for it.
+    Each may give `ROOM` bytes, or a ``refusal``, so that the others need not wait for it; that is
+    raised. The only rank has no members, and sends nothing.
     """
+    if members is None:
+        if refusal is not None:
+            raise refusal
+        return bytearray()
     hashed, what = summary(call)
     tag = _TAKES_PART
     if refusal is not None:

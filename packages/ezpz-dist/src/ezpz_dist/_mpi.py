@@ -200,9 +200,7 @@ def find_channel(
             "knows nothing of torch's groups; leave one of the two out"
         )
     if refusal is not None:
-        if members is not None:
-            exchange(Call(operation), members, refusal=refusal)
-        raise refusal
+        exchange(Call(operation), members, refusal=refusal)
     return None if members is None else _open(operation, members)
 
 

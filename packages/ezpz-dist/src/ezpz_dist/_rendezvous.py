@@ -310,11 +310,8 @@ def candidates(port: int) -> tuple[int, ...]:
     >>> candidates(29500)[:3]
     (29500, 20193, 26795)
     """
-    found, step = {port: None}, 0
-    while len(found) < _CANDIDATES:
-        step += 1
-        found[derived_port(f"{port}.{step}")] = None
-    return tuple(found)
+    derived = (derived_port(f"{port}.{step}") for step in range(1, 2 * _CANDIDATES))
+    return tuple(dict.fromkeys([port, *derived]))[:_CANDIDATES]
 
 
 def derived_port(text: str) -> int:

@@ -75,8 +75,7 @@ def read_share(
     if by not in ("mpi", "posix"):
         raise ValueError(f"implementation {by!r}; expected 'mpi', 'posix' or None")
     which, count = checked(share)
-    if members is not None:
-        exchange(Call(f"read_share(implementation={by!r})"), members)
+    exchange(Call(f"read_share(implementation={by!r})"), members)
     with _all_or_none(name):
         rows, extra = divmod(_rows(name, shape[0], row, offset), count)
         start = which * rows + min(which, extra)
