@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # torch exports it so
 
@@ -480,8 +480,7 @@ def _describe_twice(rank: int, world_size: int, first: Process, second: Process)
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Participant:
+class Participant(NamedTuple):
     """How a rank takes part in a set-up: rank 0 by its server, the others by calls."""
 
     setup: str  # the set-up's name, the same on every rank

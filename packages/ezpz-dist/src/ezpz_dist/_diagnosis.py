@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass, field
 from functools import cache
 from types import FrameType, TracebackType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from torch.distributed import DistNetworkError, DistStoreError, Store  # type: ignore[attr-defined]  # torch exports them so
 
@@ -323,8 +323,7 @@ class Wakeup:
             self._poll.close()
 
 
-@dataclass(frozen=True, slots=True)
-class SideStore:
+class SideStore(NamedTuple):
     """Events of one set-up, and their answers: put into a log, then those concerned are woken."""
 
     rank: int

@@ -402,13 +402,16 @@ def wrap_model_for_deepspeed(
     if settings.get("optimizer") or (optimizer and not isinstance(optimizer, Optimizer)):
         # For an optimizer that DeepSpeed makes; by default it takes frozen parameters too.
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    unit: Any = None  # what tells DeepSpeed of ezpz_tp's groups, where more than data is split
+    if state and state.size("tensor") * state.size("pipeline") * state.size("context") > 1:
+        import ezpz_tp.mpu as unit  # noqa: PLC0415  # only where its groups are used
     # DeepSpeed insists that it be LOCAL_RANK, which is the device's number: 0 on every rank where
     # each sees one device only.
     hidden = variables({"OMPI_COMM_WORLD_LOCAL_RANK": None})
     with waiting(f"deepspeed.initialize for {_CALL}", world, replicas.ranks), hidden:
         made = _import_deepspeed().initialize(
             model=model, optimizer=optimizer, model_parameters=trained, lr_scheduler=scheduler,
-            training_data=training_data, collate_fn=collate_fn, mpu=_model_parallel_unit(),
+            training_data=training_data, collate_fn=collate_fn, mpu=unit,
             dist_init_required=False, config=settings,
         )  # fmt: skip
     # DeepSpeed gives all ranks the same parameters, and leaves buffers as each rank has them.
@@ -449,16 +452,6 @@ def _refuse_two(settings: Config, optimizer: object, scheduler: object) -> None:
             f"zero_stage {stage} shards the optimizer's state, and there is no optimizer; expected "
             "one: optimizer=..., or config={'optimizer': {'type': 'AdamW', 'params': {'lr': ...}}}"
         )
-
-
-def _model_parallel_unit() -> Any:
-    """Return what tells DeepSpeed of ezpz_tp's groups; None where only data is split."""
-    state = parallel_state()
-    if state is None or state.size("tensor") * state.size("pipeline") * state.size("context") == 1:
-        return None
-    import ezpz_tp.mpu  # noqa: PLC0415  # only where its groups are used
-
-    return ezpz_tp.mpu
 
 
 def wrap_model_for_horovod(

@@ -31,7 +31,8 @@ def picture(info: Mapping[str, Any], hosts: Sequence[str]) -> str:
     nodes = grouped((host, rank) for rank, host in enumerate(hosts))
     sizes = sorted({len(ranks) for ranks in nodes.values()})
     each = f"{sizes[0]:,}" if len(sizes) == 1 else f"{sizes[0]:,} to {sizes[-1]:,}"
-    head = f"{len(hosts):,} rank{_s(hosts)} on {len(nodes):,} node{_s(nodes)}"
+    s = "s" * (len(hosts) != 1), "s" * (len(nodes) != 1)
+    head = f"{len(hosts):,} rank{s[0]} on {len(nodes):,} node{s[1]}"
     lines = [f"{head}, {each} a node" if len(nodes) > 1 else head, *_facts(info), ""]
     return "\n".join(lines + _table(nodes))
 
@@ -78,10 +79,6 @@ def _table(nodes: Mapping[str, Sequence[int]]) -> list[str]:
 
 def _cut(text: str) -> str:
     return text if len(text) <= _WIDTH else f"{text[: _WIDTH - 4]} ..."
-
-
-def _s(many: Sequence[object] | Mapping[str, object]) -> str:
-    return "" if len(many) == 1 else "s"
 
 
 # What set-up decided, and what the environment says, as plain values.

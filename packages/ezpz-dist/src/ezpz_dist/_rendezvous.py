@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from typing import Self
+from typing import NamedTuple, Self
 
 from torch.distributed import DistNetworkError, HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # torch exports them so
 
@@ -254,8 +254,7 @@ PORTS = range(20000, 30000)
 _CANDIDATES = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
+class Job(NamedTuple):
     """What a rank knows of the job that it is part of."""
 
     facts: Mapping[str, str]  # such as ``{"user": "1000", "PBS job": "7.pbs"}``

@@ -205,8 +205,7 @@ def share_on_node(read: Callable[[], Tensors]) -> Tensors:
 
     try:
         tensors = _map(*read_for_all(put, members, *_first("share_on_node()", members)))
-        if members is not None:
-            all_gather_object(None, members.group)  # all have mapped it: its name can go
+        exchange(Call("share_on_node()"), members)  # all have mapped it: its name can go
     finally:
         for path in made:
             os.unlink(path)

@@ -302,24 +302,20 @@ def survey(
     tied = {name: _digest(part.tensor) for name, part in parts.tensors.items() if counts[name] > 1}
     digests = tell_all(tied, state, ("pipeline",))
     with all_or_none(state):
-        _check_alike(alike, state)
+        (first, without), *others = alike
+        for rank, (other, none) in enumerate(others, 1):
+            if (first, without) != (other, none):
+                odd = sorted(set(map(repr, first)) ^ set(map(repr, other)))
+                same = "in another order" if first != other else "but one has an optimizer"
+                raise ParallelError(
+                    f"tensor-parallel ranks 0 and {rank} of stage {state.index('pipeline')} hold "
+                    f"parts of other tensors: {', '.join(odd[:4]) or same}; expected the same "
+                    "model and optimizer on each"
+                )
         held = _held([entries for entries, _, _ in stages], digests)
         values = {name: value for _, found, _ in stages for name, value in found.items()}
         groups = join_groups([found for _, _, found in stages])
     return parts, Parts(held, values, groups)
-
-
-def _check_alike(told: Sequence[tuple[list[Entry], bool]], state: ParallelState) -> None:
-    (first, without), *others = told
-    for rank, (other, none) in enumerate(others, 1):
-        if (first, without) != (other, none):
-            odd = sorted(set(map(repr, first)) ^ set(map(repr, other)))
-            same = "in another order" if first != other else "but one has an optimizer"
-            what = ", ".join(odd[:4]) or same
-            raise ParallelError(
-                f"tensor-parallel ranks 0 and {rank} of stage {state.index('pipeline')} hold parts "
-                f"of other tensors: {what}; expected the same model and optimizer on each"
-            )
 
 
 def _held(stages: Sequence[list[Entry]], digests: Sequence[Mapping[str, bytes]]) -> dict[str, Held]:

@@ -11,7 +11,7 @@ import pickle
 import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import IO, Any, NamedTuple
 
@@ -38,8 +38,7 @@ _MALFORMED = (ArithmeticError, AttributeError, LookupError, RecursionError, Type
 """What comes of taking JSON for something that it is not: ``int(Infinity)``, ``[].get``."""
 
 
-@dataclass(frozen=True, slots=True)
-class Written:
+class Written(NamedTuple):
     size: int
     crc32: int
 
@@ -207,8 +206,7 @@ class Extent(NamedTuple):
     length: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Frame:
+class _Frame(NamedTuple):
     """What an archive has around the elements."""
 
     head: bytes
@@ -232,46 +230,28 @@ def write(stream: Any, tensors: Sequence[Tensor]) -> list[Extent]:
     """Write tensors, those of one dtype and size behind each other; return each one's extent."""
     extents = [Extent(0, 0)] * len(tensors)
     alike = grouped(((one.dtype, one.shape, one.device), at) for at, one in enumerate(tensors))
-    with torch.no_grad(), _checksummed_once():
+    with torch.no_grad(), ExitStack() as ends:
+        # Of tensors too torch makes sums, as for a ZIP archive, which are never read. This is of
+        # this thread, as of torch 2.13; in earlier ones perhaps of all.
+        ends.callback(set_crc32_options, get_crc32_options())
+        set_crc32_options(False)
         for numbers in alike.values():
             frame = _made_frame(tensors[numbers[0]]) if len(numbers) > _FEW else None
             if frame is None:
                 for number in numbers:
-                    at = stream.tell()
-                    torch.save(_owned(tensors[number]), stream)
+                    at, here = stream.tell(), tensors[number].cpu().contiguous()
+                    is_all = here.untyped_storage().nbytes() == here.nbytes  # torch saves all of it
+                    torch.save(here if is_all else here.clone(), stream)
                     extents[number] = Extent(at, stream.tell() - at)
                 continue
             length = len(frame.head) + tensors[numbers[0]].nbytes + len(frame.tail)
-            for some in _batches(numbers, length):
-                at = stream.tell()
+            step = max(1, _BATCH // length)
+            for start in range(0, len(numbers), step):
+                at, some = stream.tell(), numbers[start : start + step]
                 for place, number in enumerate(some):
                     extents[number] = Extent(at + place * length, length)
                 stream.write(frame.around([tensors[number] for number in some]))
     return extents
-
-
-@contextmanager
-def _checksummed_once() -> Iterator[None]:
-    """Keep torch from summing tensors too, as for a ZIP archive: its sums are never read."""
-    # In this thread, as of torch 2.13; in earlier ones perhaps in all.
-    before = get_crc32_options()
-    set_crc32_options(False)
-    try:
-        yield
-    finally:
-        set_crc32_options(before)
-
-
-def _batches(values: Sequence[Any], length: int) -> Iterator[Sequence[Any]]:
-    step = max(1, _BATCH // length)
-    for start in range(0, len(values), step):
-        yield values[start : start + step]
-
-
-def _owned(tensor: Tensor) -> Tensor:
-    """Return a tensor on the host that is all of its memory, which torch saves whole."""
-    here = tensor.cpu().contiguous()
-    return here if here.untyped_storage().nbytes() == here.nbytes else here.clone()
 
 
 def _made_frame(tensor: Tensor) -> _Frame | None:

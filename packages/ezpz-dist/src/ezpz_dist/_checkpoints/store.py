@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import IO, Any, TypeVar, cast
+from typing import IO, Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -38,8 +38,7 @@ from ezpz_topo import get_hostname
 Optimizers = Optimizer | Sequence[Optimizer]
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointArgs:
+class CheckpointArgs(NamedTuple):
     model: nn.Module
     optimizers: Sequence[Optimizer]
     scheduler: Any
@@ -53,8 +52,7 @@ class CheckpointArgs:
         return "model", *there, *(name for name, one in others.items() if one is not None)
 
 
-@dataclass(frozen=True, slots=True)
-class SaveArgs:
+class SaveArgs(NamedTuple):
     step: int
     contents: tuple[str, ...]
     keep: int | None
@@ -145,8 +143,7 @@ def _birth(pid: int) -> tuple[int, int]:
 _RUN = ("SLURM_JOB_ID", "PBS_JOBID", "EZPZ_LAUNCH_ID", "TORCHELASTIC_RUN_ID")
 
 
-@dataclass(frozen=True, slots=True)
-class Owner:
+class Owner(NamedTuple):
     """Who saves in a folder: the process of rank 0 of the run that saved there last."""
 
     token: str
@@ -458,12 +455,6 @@ _HOST = torch.device("cpu")
 _LISTED = 8  # failures that a message lists
 
 
-class Failed(str):
-    """What kept a rank from its work: who, where and why, in words."""
-
-    __slots__ = ()
-
-
 @dataclass(frozen=True, slots=True)
 class Ranks:
     """The ranks that save and load together; a world of one needs no group."""
@@ -502,7 +493,8 @@ class Ranks:
         """Do something on every rank; return every rank's result on rank 0. Collective."""
         mine, error = self._attempt(work)
         outcomes = self.gather(mine)
-        self._judge(what, self.tell([each for each in outcomes if isinstance(each, Failed)]), error)
+        failed = [each for each in outcomes if isinstance(each, CheckpointError)]
+        self._judge(what, self.tell(failed), error)
         return cast("list[T]", outcomes)
 
     def here(self, what: str, work: Callable[[], T]) -> T:
@@ -515,15 +507,15 @@ class Ranks:
         """Do something on rank 0; return its result on every rank. Collective."""
         mine, error = self._attempt(work) if self.rank == 0 else (None, None)
         found = self.tell(mine)
-        self._judge(what, [found] if isinstance(found, Failed) else [], error)
+        self._judge(what, [found], error)
         return cast("T", found)
 
     def first_for_each(self, what: str, work: Callable[[], Sequence[T]]) -> T:
         """Do something on rank 0 that gives each rank something of its own. Collective."""
         mine, error = self._attempt(work) if self.rank == 0 else (None, None)
-        failed = isinstance(mine, Failed)
+        failed = isinstance(mine, CheckpointError)
         found = self.deal([mine] * self.size if failed else cast("Sequence[T]", mine))
-        self._judge(what, [found] if isinstance(found, Failed) else [], error)
+        self._judge(what, [found], error)
         return cast("T", found)
 
     def same(self, what: str, value: Any) -> None:
@@ -552,16 +544,16 @@ class Ranks:
                 "expected each rank to go on until it is complete: wait for it before cleanup()"
             ) from error
 
-    def _attempt(self, work: Callable[[], T]) -> tuple[T | Failed, Exception | None]:
+    def _attempt(self, work: Callable[[], T]) -> tuple[T | CheckpointError, Exception | None]:
         try:
             return work(), None
         except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks wait for word
             text = str(error) if isinstance(error, DistError) else _words(error)
             who = f"rank {self.rank} on {self.hosts[self.rank]}: " if self.size > 1 else ""
-            return Failed(who + text), error
+            return CheckpointError(who + text), error
 
-    def _judge(self, what: str, failed: list[Failed], cause: Exception | None) -> None:
-        if failed:
+    def _judge(self, what: str, outcomes: list[Any], cause: Exception | None) -> None:
+        if failed := [str(each) for each in outcomes if isinstance(each, CheckpointError)]:
             more = [f"and {len(failed) - _LISTED} more ranks"] if len(failed) > _LISTED else []
             raise CheckpointError(f"{what}: {'; '.join([*failed[:_LISTED], *more])}") from cause
 

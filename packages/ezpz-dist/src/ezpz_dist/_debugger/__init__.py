@@ -148,10 +148,8 @@ def open_console(info: RankInfo, host: str, line: str) -> Console:
     remote = RemoteTerminal()
     command = f"on {shlex.quote(host)}: {remote.command}"
     who = f"rank {info.rank} of {info.world_size}" if info.world_size > 1 else "this process"
-    sys.stderr.write(
-        f"ezpz: {who} stops at {line} and waits for you; {why_not}. Type in a shell {command}\n"
-    )
-    sys.stderr.flush()
+    text = f"ezpz: {who} stops at {line} and waits for you; {why_not}. Type in a shell {command}"
+    print(text, file=sys.stderr, flush=True)
     file = cast("IO[str]", remote)
     return Console(file, file, f"a socket; type in a shell {command}", remote.close)
 
