@@ -7,6 +7,7 @@ import torch
 
 from ezpz_dist import all_gather_object, all_reduce, barrier, broadcast, wrap_model
 from ezpz_dist._collectives import Flat, combine, combine_packed, pack
+from ezpz_dist._objects import raw_of
 
 pytest_n = pytest.mark.parametrize("n", [1, 3])
 
@@ -335,5 +336,5 @@ def test_floats_travel_in_their_order(dtype, op):
 def test_rows_of_more_ranks_are_combined(ranks):
     rows = torch.rand(ranks, 7)
     first, *others = (Flat(torch.float32, [row], "sum").load(torch.device("cpu")) for row in rows)
-    first.combine_rows([flat.raw() for flat in (first, *others)])
+    first.combine_rows([raw_of(flat.data) for flat in (first, *others)])
     assert torch.allclose(first.results(ranks)[0], rows.sum(0))

@@ -267,7 +267,7 @@ def test_no_address(monkeypatch, launcher, env, said):
 
 def test_a_slurm_steps_ranks_derive_the_same_address():
     first = rendezvous(info("slurm", rank=0, world_size=1), SECOND, STEP)
-    assert first.source == "a world of one"
+    assert first.place.source == "a world of one"
     found = [info("slurm", rank=rank, local_world_size=1) for rank in (0, 1)]
     zero, one = meet(found, STEP)
     assert (zero.master_addr, zero.master_port) == (one.master_addr, one.master_port)

@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # torch exports it so
 
@@ -49,25 +49,21 @@ def resolve(host: str, info: RankInfo, source: str) -> tuple[str, ...]:
 
 def look_up(host: str, retried: float = 0.0) -> tuple[tuple[str, ...], str]:
     """Return a host's numeric addresses, and why there are none; it has so long to be known."""
-    try:
+    with suppress(ValueError):
         ipaddress.ip_address(host)
-    except ValueError:
-        result: list[tuple[tuple[str, ...], str]] = []
-    else:
         return (host,), ""
+    result: list[tuple[tuple[str, ...], str]] = []
 
     def ask() -> None:
         deadline = time.monotonic() + retried
-        while True:
+        while not result:
             try:
                 result.append((_ask(host), ""))
             except (OSError, ValueError) as error:  # ValueError: nothing that a name can be
-                reason = getattr(error, "strerror", None) or str(error)
                 if isinstance(error, OSError) and time.monotonic() < deadline:
                     time.sleep(0.1)
-                    continue
-                result.append(((), reason))
-            return
+                else:
+                    result.append(((), getattr(error, "strerror", None) or str(error)))
 
     # The resolver's own time-outs cannot be set: it is left behind if it does not answer.
     asking = threading.Thread(target=ask, name="ezpz-resolve", daemon=True)
@@ -484,8 +480,7 @@ def _describe_twice(rank: int, world_size: int, first: Process, second: Process)
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Participant:
+class Participant(NamedTuple):
     """How a rank takes part in a set-up: rank 0 by its server, the others by calls."""
 
     setup: str  # the set-up's name, the same on every rank

@@ -18,7 +18,7 @@ from torch import Tensor
 from ezpz_device import find_clock, get_torch_device
 
 from . import _members, _objects
-from ._errors import CollectiveError
+from ._errors import CollectiveError, grouped
 from ._members import Call, Members, exchange
 from ._mpi import find_channel
 from ._world import find_world
@@ -74,14 +74,9 @@ def barrier(
     members = _members.find_members("barrier()", group)
     channel = find_channel("barrier()", implementation, members, group)
     if timeout is not None and not 0 < timeout <= LONGEST:
-        error = ValueError(
-            f"timeout {timeout!r}; expected seconds, more than 0 and at most {LONGEST:g}, or None"
-        )
-        if channel is not None:
-            exchange(_CALL, channel, refusal=error)
-        raise error
-    if channel is not None:
-        exchange(_CALL, channel, timeout=timeout)
+        said = f"expected seconds, more than 0 and at most {LONGEST:g}, or None"
+        exchange(_CALL, channel, refusal=ValueError(f"timeout {timeout!r}; {said}"))
+    exchange(_CALL, channel, timeout=timeout)
 
 
 # One rank's object on every rank.
@@ -126,8 +121,7 @@ def broadcast(obj: T, root: int = 0, group: dist.ProcessGroup | None = None) -> 
         sends = members is not None and members.ranks[members.place] == root
         payload, data = _packed(obj) if sends else (b"", None)
     except Exception as error:  # whatever it is: the others must not wait for it
-        if members is not None:
-            exchange(call, members, refusal=error)
+        exchange(call, members, refusal=error)
         raise
     if members is None:
         return own_result(obj)
@@ -296,8 +290,7 @@ def all_reduce(
 
     Numbers and small tensors, also a dict of up to 27 numbers, need a single collective, and
     larger ones a second. Tensors beyond 64 KiB over all ranks need one for each type in which
-    they travel. These are float32 (with 16-bit floats and complex64), float64 (with complex128)
-    and int64 (all integers). The host waits for the device.
+    they travel: float32, float64 and int64. The host waits for the device.
 
     Args:
         obj: An int of at most 64 bits, a float, a numpy scalar, a dense tensor or a numpy
@@ -332,8 +325,7 @@ def all_reduce(
         if channel is not None:
             summands.load(channel)
     except Exception as error:  # a device out of memory too: the others must not wait for it
-        if channel is not None:
-            exchange(Call("all_reduce()"), channel, refusal=error)
+        exchange(Call("all_reduce()"), channel, refusal=error)
         raise
     results = summands.alone() if channel is None else summands.combine(channel)
     return _objects.refold(obj, iter(results))
@@ -388,9 +380,7 @@ class _Summands:
         self._packed = pack(list(self._numbers.values()))
         if not self._tensors:
             return
-        by_type: dict[torch.dtype, list[int]] = {}
-        for at, tensor in self._tensors.items():
-            by_type.setdefault(_TRAVELS_AS[tensor.dtype], []).append(at)
+        by_type = grouped((_TRAVELS_AS[one.dtype], at) for at, one in self._tensors.items())
         # By name: not in the order in which this rank happens to have them.
         for dtype, places in sorted(by_type.items(), key=lambda item: str(item[0])):
             flat = Flat(dtype, [self._tensors[at] for at in places], self._op)
@@ -400,7 +390,8 @@ class _Summands:
         for _, flat in self._flats:
             flat.load(torch.device("cpu") if self._together else channel.where)
         if self._together:
-            self._packed = b"".join([self._packed, *(flat.raw() for _, flat in self._flats)])
+            raw = (_objects.raw_of(flat.data) for _, flat in self._flats)
+            self._packed = b"".join([self._packed, *raw])
 
     def combine(self, channel: Members) -> list[Any]:
         """Return the results of all ranks. Collective: every rank of the channel calls this."""
@@ -625,12 +616,6 @@ class Flat:
             self.data = bits.masked_fill_(lost, limits.min if self._op == "min" else limits.max)
         self.data = self.data.to(where)
         return self
-
-    def raw(self) -> bytearray:
-        raw = bytearray(self.nbytes)
-        if raw:
-            torch.frombuffer(raw, dtype=self.data.dtype).copy_(self.data)
-        return raw
 
     def combine_rows(self, every: Sequence[bytes | bytearray]) -> None:
         """Combine the bytes of all ranks here: by elements, in an order that all ranks share."""

@@ -359,9 +359,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names a private class
         read = self._read_for_all if self.is_reader else self._receive
         batches = read() if self._links else self._read()
-        if self._device is None:
-            return batches
-        return (_moved(batch, self._device) for batch in batches)
+        device = self._device
+        return batches if device is None else (_moved(batch, device) for batch in batches)
 
     def _read(self) -> Iterator[Any]:
         epoch, start = self._at = self._next

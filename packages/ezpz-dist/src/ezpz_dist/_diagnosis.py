@@ -16,10 +16,10 @@ import traceback
 import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import astuple, dataclass, field
 from functools import cache
 from types import FrameType, TracebackType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from torch.distributed import DistNetworkError, DistStoreError, Store  # type: ignore[attr-defined]  # torch exports them so
 
@@ -153,9 +153,8 @@ class Location:
     collectives: tuple[str, ...] = ()  # torch's last ones, ours or not, the latest last
 
     @staticmethod
-    def from_json(told: dict[str, Any]) -> Location:
-        lists = {name: tuple(told[name]) for name in ("stack", "collectives")}
-        return Location(**{**told, **lists})
+    def from_json(told: Sequence[Any]) -> Location:
+        return Location(*told[:-2], *map(tuple, told[-2:]))
 
     @property
     def place(self) -> str:
@@ -324,8 +323,7 @@ class Wakeup:
             self._poll.close()
 
 
-@dataclass(frozen=True, slots=True)
-class SideStore:
+class SideStore(NamedTuple):
     """Events of one set-up, and their answers: put into a log, then those concerned are woken."""
 
     rank: int
@@ -426,7 +424,7 @@ class Responder(threading.Thread):
     def _serve(self, store: Store, event: dict[str, Any]) -> None:
         kind, rank = event["kind"], self.side.rank
         if kind == "roll" and event["from"] != rank:
-            mine = asdict(self.location(stack=event["stack"]))
+            mine = astuple(self.location(stack=event["stack"]))
             store.set(f"location/{event['roll']}/{rank}", json.dumps(mine))
         elif kind == "look":
             # For silent ranks of this host: have their processes ended, or are they stopped?
@@ -544,21 +542,16 @@ class RollCall:
         return RollCall(locations, silent, self.hosts)
 
     def as_json(self) -> dict[str, Any]:
-        """Return it as plain values: short, for most ranks stand in the same place."""
-        places: dict[str, list[int]] = {}
-        for rank, location in self.locations.items():
-            place = json.dumps({**asdict(location), "rank": 0, "host": ""})
-            places.setdefault(place, []).append(rank)
-        return {"places": list(places.items()), "silent": list(self.silent.items())}
+        """Return it as plain values, by columns: most ranks stand in the same place."""
+        rows = [(rank, *astuple(one)[2:]) for rank, one in self.locations.items()]
+        return {"columns": list(zip(*rows, strict=True)), "silent": list(self.silent.items())}
 
     @staticmethod
     def from_json(told: dict[str, Any], hosts: Sequence[str]) -> RollCall:
-        locations: dict[int, Location] = {}
-        for place, ranks in told["places"]:
-            there = Location.from_json(json.loads(place))
-            locations |= {r: replace(there, rank=r, host=hosts[r]) for r in ranks}
+        rows = zip(*told["columns"], strict=True)
+        found = {r: Location.from_json((r, hosts[r], *more)) for r, *more in rows}
         silent: dict[int, str] = dict(told["silent"])
-        return RollCall(dict(sorted(locations.items())), silent, {r: hosts[r] for r in silent})
+        return RollCall(found, silent, {r: hosts[r] for r in silent})
 
 
 def call_roll(responder: Responder, *, stack: bool = False) -> RollCall:

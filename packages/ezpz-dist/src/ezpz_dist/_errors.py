@@ -1,8 +1,12 @@
-"""The error tree of ezpz_dist, and ranks as people write them."""
+"""The error tree of ezpz_dist, and ranks as people write them: those alike together, folded."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TypeVar
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
 
 
 class DistError(Exception):
@@ -51,6 +55,14 @@ class HangError(CollectiveError):
 
 class LostRankError(CollectiveError):
     """Ranks have ended, or stopped, while others wait for them."""
+
+
+def grouped(pairs: Iterable[tuple[Key, Value]]) -> dict[Key, list[Value]]:
+    """Return the values of each key, in the order in which they come."""
+    found: dict[Key, list[Value]] = {}
+    for key, value in pairs:
+        found.setdefault(key, []).append(value)
+    return found
 
 
 def fold(ranks: Iterable[int]) -> str:

@@ -24,9 +24,10 @@ from ezpz_topo import RankInfo
 
 from . import _replicas
 from ._errors import SetupError, WrapError
-from ._replicas import Replicas, has_meta
+from ._members import Members
+from ._replicas import has_meta
 from ._watch import waiting
-from ._world import finish_before_leaving, parallel_state, variables
+from ._world import find_world, finish_before_leaving, parallel_state, variables
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +52,6 @@ def prepare_framework(name: str, info: RankInfo, device: torch.device, backend: 
 
 
 # DeepSpeed on the process group that there is.
-
-_undo: ExitStack | None = None  # removes DeepSpeed's traces, where it is prepared
 
 
 def _check_deepspeed(device: torch.device) -> None:
@@ -92,8 +91,9 @@ def _import_deepspeed() -> Any:
 
 
 def _prepare_deepspeed(info: RankInfo, device: torch.device, backend: str) -> None:
-    global _undo
-    if _undo is not None:
+    world = find_world()
+    assert world is not None  # set-up has entered it
+    if "deepspeed" in world.kept:
         return
     deepspeed = _import_deepspeed()
     with ExitStack() as made:
@@ -116,16 +116,9 @@ def _prepare_deepspeed(info: RankInfo, device: torch.device, backend: str) -> No
         # It would use these groups after another set-up (0.19.8).
         groups = deepspeed.utils.groups
         made.callback(getattr(groups, "_release_process_group_references", lambda: None))
-        _undo = made.pop_all()
-    finish_before_leaving(_leave_deepspeed)
+        finish_before_leaving(made.pop_all().close)
+    world.kept["deepspeed"] = deepspeed
     logger.debug("DeepSpeed %s on %s takes the process group", deepspeed.__version__, device.type)
-
-
-def _leave_deepspeed() -> None:
-    global _undo
-    undo, _undo = _undo, None
-    if undo is not None:
-        undo.close()
 
 
 # DeepSpeed's configuration, from arguments and a user's own: whole, without contradictions.
@@ -196,9 +189,9 @@ def deepspeed_config(
         if wanted not in _DTYPES:
             raise ValueError(f"dtype {wanted}; expected float32, bfloat16 or float16")
         ours |= {name: {"enabled": _DTYPES[wanted] == name} for name in ("bf16", "fp16")}
-    merged = _merge(theirs, ours)
-    _fill(merged, {"zero_optimization": {"stage": 1}, "gradient_clipping": 0.0})
-    _fill(merged, {"bf16": {"enabled": False}, "fp16": {"enabled": False}})
+    defaults: Config = {"zero_optimization": {"stage": 1}, "gradient_clipping": 0.0}
+    defaults |= {name: {"enabled": False} for name in ("bf16", "fp16")}
+    merged = _merge(_merge(theirs, ours), defaults, default=True)
     _fill_batch_sizes(merged, data_parallel_size)
     if left := [name for name, value in leaves_of(merged) if value == AUTO]:
         raise WrapError(
@@ -259,29 +252,22 @@ def _offload(target: str | None, nvme_path: str | os.PathLike[str] | None) -> Co
     return {"device": target, "nvme_path": os.fspath(nvme_path)}
 
 
-def _merge(theirs: Config, ours: Config, path: str = "") -> Config:
-    """Return both; what both have must be equal, ``"auto"`` in theirs, or None in ours."""
+def _merge(theirs: Config, ours: Config, path: str = "", *, default: bool = False) -> Config:
+    """Return both; what both have must be equal, ``"auto"`` in theirs, or None or a default."""
     merged = dict(theirs)
     for name, value in ours.items():
         there = theirs.get(name, AUTO)
         if isinstance(value, dict) and (there == AUTO or isinstance(there, dict)):
-            merged[name] = _merge({} if there == AUTO else there, value, f"{path}{name}.")
+            inner = {} if there == AUTO else there
+            merged[name] = _merge(inner, value, f"{path}{name}.", default=default)
         elif value is not None and there == AUTO:
             merged[name] = value
-        elif value not in (None, there):
+        elif not default and value not in (None, there):
             raise WrapError(
                 f"config: {path}{name} is {there!r}, the argument says {value!r}; expected one "
                 'of them, or "auto" in config'
             )
     return merged
-
-
-def _fill(merged: Config, defaults: Config) -> None:
-    for name, value in defaults.items():
-        if isinstance(value, dict):
-            _fill(merged.setdefault(name, {}), value)
-        elif merged.get(name, AUTO) == AUTO:
-            merged[name] = value
 
 
 def _fill_batch_sizes(merged: Config, data_parallel_size: int) -> None:
@@ -416,13 +402,16 @@ def wrap_model_for_deepspeed(
     if settings.get("optimizer") or (optimizer and not isinstance(optimizer, Optimizer)):
         # For an optimizer that DeepSpeed makes; by default it takes frozen parameters too.
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    unit: Any = None  # what tells DeepSpeed of ezpz_tp's groups, where more than data is split
+    if state and state.size("tensor") * state.size("pipeline") * state.size("context") > 1:
+        import ezpz_tp.mpu as unit  # noqa: PLC0415  # only where its groups are used
     # DeepSpeed insists that it be LOCAL_RANK, which is the device's number: 0 on every rank where
     # each sees one device only.
     hidden = variables({"OMPI_COMM_WORLD_LOCAL_RANK": None})
     with waiting(f"deepspeed.initialize for {_CALL}", world, replicas.ranks), hidden:
         made = _import_deepspeed().initialize(
             model=model, optimizer=optimizer, model_parameters=trained, lr_scheduler=scheduler,
-            training_data=training_data, collate_fn=collate_fn, mpu=_model_parallel_unit(),
+            training_data=training_data, collate_fn=collate_fn, mpu=unit,
             dist_init_required=False, config=settings,
         )  # fmt: skip
     # DeepSpeed gives all ranks the same parameters, and leaves buffers as each rank has them.
@@ -432,7 +421,7 @@ def wrap_model_for_deepspeed(
     return made[0], made[1], made[2], made[3]
 
 
-def _refuse(model: nn.Module, optimizer: object, replicas: Replicas) -> None:
+def _refuse(model: nn.Module, optimizer: object, replicas: Members) -> None:
     _replicas.check_model(_CALL, model, replicas)
     if has_meta(model):
         raise WrapError(
@@ -463,16 +452,6 @@ def _refuse_two(settings: Config, optimizer: object, scheduler: object) -> None:
             f"zero_stage {stage} shards the optimizer's state, and there is no optimizer; expected "
             "one: optimizer=..., or config={'optimizer': {'type': 'AdamW', 'params': {'lr': ...}}}"
         )
-
-
-def _model_parallel_unit() -> Any:
-    """Return what tells DeepSpeed of ezpz_tp's groups; None where only data is split."""
-    state = parallel_state()
-    if state is None or state.size("tensor") * state.size("pipeline") * state.size("context") == 1:
-        return None
-    import ezpz_tp.mpu  # noqa: PLC0415  # only where its groups are used
-
-    return ezpz_tp.mpu
 
 
 def wrap_model_for_horovod(

@@ -16,7 +16,7 @@ import ezpz_device
 import ezpz_topo
 from ezpz_topo import NodelistError, fold_nodelist
 
-from ._errors import fold
+from ._errors import fold, grouped
 from ._replicas import find_wrapper, home_of
 from ._version import __version__
 from ._world import find_world, parallel_state
@@ -28,12 +28,11 @@ _WIDTH = 60  # characters for ranks in columns, and for a folded list of hosts o
 
 
 def picture(info: Mapping[str, Any], hosts: Sequence[str]) -> str:
-    nodes: dict[str, list[int]] = {}
-    for rank, host in enumerate(hosts):
-        nodes.setdefault(host, []).append(rank)
+    nodes = grouped((host, rank) for rank, host in enumerate(hosts))
     sizes = sorted({len(ranks) for ranks in nodes.values()})
     each = f"{sizes[0]:,}" if len(sizes) == 1 else f"{sizes[0]:,} to {sizes[-1]:,}"
-    head = f"{len(hosts):,} rank{_s(hosts)} on {len(nodes):,} node{_s(nodes)}"
+    s = "s" * (len(hosts) != 1), "s" * (len(nodes) != 1)
+    head = f"{len(hosts):,} rank{s[0]} on {len(nodes):,} node{s[1]}"
     lines = [f"{head}, {each} a node" if len(nodes) > 1 else head, *_facts(info), ""]
     return "\n".join(lines + _table(nodes))
 
@@ -80,10 +79,6 @@ def _table(nodes: Mapping[str, Sequence[int]]) -> list[str]:
 
 def _cut(text: str) -> str:
     return text if len(text) <= _WIDTH else f"{text[: _WIDTH - 4]} ..."
-
-
-def _s(many: Sequence[object] | Mapping[str, object]) -> str:
-    return "" if len(many) == 1 else "s"
 
 
 # What set-up decided, and what the environment says, as plain values.
@@ -297,9 +292,8 @@ class ModelDescription:
 
     def __str__(self) -> str:
         rows = [_COLUMNS]
-        alike: dict[WrappedUnit, list[str]] = {}  # units that differ by name alone, in one row
-        for unit in self.units:
-            alike.setdefault(replace(unit, name=""), []).append(unit.name)
+        # Units that differ by name alone are in one row.
+        alike = grouped((replace(unit, name=""), unit.name) for unit in self.units)
         for like, names in alike.items():
             name = names[0] or ("(rest)" if len(self.units) > 1 else "(all)")
             dtype = like.dtype or "-"

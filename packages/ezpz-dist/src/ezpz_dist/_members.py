@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -25,8 +25,8 @@ from ezpz_topo import RankInfo
 
 from ._addresses import LOOK, Participant, Process, message, pack, peer_of, read_message, say
 from ._diagnosis import Wakeup, calling_line
-from ._errors import CollectiveError, MismatchError, NotSetUpError, SetupError, fold
-from ._watch import finish, waiting
+from ._errors import CollectiveError, MismatchError, NotSetUpError, SetupError, fold, grouped
+from ._watch import poll, waiting
 from ._world import World, current_world
 
 logger = logging.getLogger(__name__)
@@ -207,9 +207,7 @@ def _describe_absent(
     said: Mapping[int, tuple[Process, str]], world_size: int, waited: float
 ) -> str:
     missing = [rank for rank in range(world_size) if rank not in said]
-    hosts: dict[str, list[int]] = {}
-    for rank in sorted(said):
-        hosts.setdefault(said[rank][0][0], []).append(rank)
+    hosts = grouped((said[rank][0][0], rank) for rank in sorted(said))
     there = ", ".join(f"{fold(ranks)} on {host}" for host, ranks in list(hosts.items())[:_SHOWN])
     more = f" and {len(hosts) - _SHOWN} hosts more" if len(hosts) > _SHOWN else ""
     plural = "s" if len(missing) > 1 else ""
@@ -285,10 +283,13 @@ class Members:
     where: torch.device  # where tensors must lie for the group's backend to send them
     scope: str = ""  # which group it is, in words: ranks that wait in different ones are told apart
 
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
     def gather(self, mine: bytearray, what: str, timeout: float | None = None) -> bytearray:
         """Return every rank's bytes, of equal length, one after the other by place."""
-        size = len(self.ranks)
-        every = bytearray(len(mine) * size)
+        every = bytearray(len(mine) * self.size)
         group = self.group or dist.group.WORLD
         assert group is not None  # set-up made it
         got = on_host = torch.frombuffer(every, dtype=torch.uint8)
@@ -303,7 +304,7 @@ class Members:
             # The group's own methods, which torch 2.13 has renamed: dist's functions cost a fifth
             # more, and warn of the old names.
             if is_direct:
-                sent = torch.frombuffer(mine * size, dtype=torch.uint8)
+                sent = torch.frombuffer(mine * self.size, dtype=torch.uint8)
                 swap = getattr(group, "all_to_all_single", None) or group.alltoall_base
                 work = swap(got, sent, [], [], options)
             else:
@@ -311,7 +312,13 @@ class Members:
                 got = torch.empty_like(on_host, device=self.where)
                 gather = getattr(group, "all_gather_single", None) or group._allgather_base  # noqa: SLF001
                 work = gather(got, sent, options)
-            finish(work, timeout, what, self.world, self.ranks, where=self.where)
+            if timeout is not None and self.where.type == "cpu":
+                work.wait(timedelta(seconds=timeout))
+            else:
+                if timeout is not None:
+                    # Other backends' wait only queues a wait on the device's stream.
+                    poll(work.is_completed, timeout, what, self.world, self.ranks)
+                work.wait()
             if got is not on_host:
                 on_host.copy_(got)
         return every
@@ -336,12 +343,8 @@ class Members:
                     piece.copy_(staged)
 
 
-_everyone: Members | None = None  # the world's, made once: most calls are for all ranks
-
-
 def find_members(operation: str, group: dist.ProcessGroup | None) -> Members | None:
     """Return the ranks that take part; None where this process is the only one."""
-    global _everyone
     world = current_world(operation)
     if world is None:
         # A group that a script made by itself, without any launcher's variables.
@@ -356,10 +359,9 @@ def find_members(operation: str, group: dist.ProcessGroup | None) -> Members | N
     if group is None:
         if size == 1:
             return None
-        everyone = _everyone
-        if everyone is None or everyone.world is not world:
-            everyone = _everyone = Members(world, None, range(size), rank, world.on_host)
-        return everyone
+        if "members" not in world.kept:  # most calls are for all ranks
+            world.kept["members"] = Members(world, None, range(size), rank, world.on_host)
+        return cast("Members", world.kept["members"])
     # new_group returns this, and not None, to ranks that are not in the group.
     if group is dist.GroupMember.NON_GROUP_MEMBER:  # type: ignore[comparison-overlap]
         raise ValueError(
@@ -427,13 +429,18 @@ def _digest(text: str) -> bytes:
 
 
 def exchange(
-    call: Call, members: Members, payload: bytes | bytearray = b"",
+    call: Call, members: Members | None, payload: bytes | bytearray = b"",
     *, timeout: float | None = None, refusal: Exception | None = None,
 ) -> bytearray:  # fmt: skip
     """Make sure that all ranks call the same, and return all slots; see `payload_of`. Collective.
 
-    Each may give `ROOM` bytes, or a ``refusal``, so that the others need not wait for it.
+    Each may give `ROOM` bytes, or a ``refusal``, so that the others need not wait for it; that is
+    raised. The only rank has no members, and sends nothing.
     """
+    if members is None:
+        if refusal is not None:
+            raise refusal
+        return bytearray()
     hashed, what = summary(call)
     tag = _TAKES_PART
     if refusal is not None:
@@ -451,14 +458,6 @@ def exchange(
     raise _explain(call, members, heads, refused, refusal) from refusal
 
 
-def parties_of(said: Sequence[bytes]) -> list[list[int]]:
-    """Return the places of those that say the same: the most first; of equally many, the lowest."""
-    parties: dict[bytes, list[int]] = {}
-    for place, one in enumerate(said):
-        parties.setdefault(one, []).append(place)
-    return sorted(parties.values(), key=lambda party: (-len(party), party[0]))
-
-
 def payload_of(place: int, every: bytearray) -> bytearray:
     return every[place * SLOT + _HEADER.size : (place + 1) * SLOT]
 
@@ -473,9 +472,9 @@ def _explain(
     call: Call, members: Members, heads: list[bytes], refused: set[int], refusal: Exception | None
 ) -> CollectiveError:
     """Return the error of every rank; one of each party says what it called. Collective."""
-    ordered = parties_of(heads)
-    if refused:
-        ordered.sort(key=lambda party: party[0] in refused)
+    # The places of those that say the same: the most first; of equally many, the lowest.
+    parties = grouped((head, place) for place, head in enumerate(heads)).values()
+    ordered = sorted(parties, key=lambda one: (one[0] in refused, -len(one), one[0]))
     mine = {
         "name": call.name, "op": call.op, "signature": call.signature(), "at": calling_line(),
         "leaves": None if call.leaves is None else dict(call.leaves),

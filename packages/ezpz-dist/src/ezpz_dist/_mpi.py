@@ -155,7 +155,6 @@ _TYPES = {
 _OPS = {"sum": "SUM", "min": "MIN", "max": "MAX", "product": "PROD"}
 
 _REMEDY = "start the ranks with mpiexec, or leave implementation='mpi' out"
-_opened: OverMpi | None = None
 _abandoned: list[Any] = []  # operations that failed, with memory that MPI may still write into
 
 
@@ -201,9 +200,7 @@ def find_channel(
             "knows nothing of torch's groups; leave one of the two out"
         )
     if refusal is not None:
-        if members is not None:
-            exchange(Call(operation), members, refusal=refusal)
-        raise refusal
+        exchange(Call(operation), members, refusal=refusal)
     return None if members is None else _open(operation, members)
 
 
@@ -220,8 +217,7 @@ def finish_request(
 
 
 def _open(operation: str, members: Members) -> OverMpi:
-    global _opened
-    ours = _opened if _opened is not None and _opened.world is members.world else None
+    ours: OverMpi | None = members.world.kept.get("mpi")
     if ours is not None and (refusal := _foreign(ours.mpi, members)) is not None:
         raise refusal
     # Once those who were missing have come after all, MPI is in step again.
@@ -247,8 +243,8 @@ def _open(operation: str, members: Members) -> OverMpi:
     comm, request = mpi.COMM_WORLD.Idup()
     finish_request(request, comm, f"{call.name} over MPI", members.world, None)
     all_ranks = members.world, None, members.ranks, members.place, torch.device("cpu")
-    _opened = OverMpi(*all_ranks, mpi=mpi, comm=comm)
-    return _opened
+    ours = members.world.kept["mpi"] = OverMpi(*all_ranks, mpi=mpi, comm=comm)
+    return ours
 
 
 def _foreign(mpi: ModuleType, members: Members) -> CollectiveError | None:

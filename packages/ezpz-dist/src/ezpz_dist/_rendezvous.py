@@ -7,15 +7,17 @@ import hashlib
 import json
 import logging
 import os
+import random
 import resource
 import socket
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from typing import Self
+from typing import NamedTuple, Self
 
 from torch.distributed import DistNetworkError, HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # torch exports them so
 
@@ -53,7 +55,6 @@ class Rendezvous:
     place: Place  # where rank 0 is looked for
     master_addr: str  # host name or address of rank 0
     master_port: int  # its TCP port, from `join` on that of torch's store; 0 in a world of one
-    source: str  # how the address came to be known, for people
     # torch's store; None until `join`, except on rank 0 and where torchrun's agent holds it.
     store: Store | None = None
     server: Server | None = None  # rank 0's own
@@ -96,7 +97,7 @@ class Rendezvous:
             why = (getattr(error, "strerror", None) or str(error)).lower()
             raise DistNetworkError(
                 f"rank 0's store at {_name(self.master_addr, self.master_port)} "
-                f"({self.source}) is gone: {why}"
+                f"({self.place.source}) is gone: {why}"
             ) from error
         return PrefixStore(self.prefix, store) if self.prefix else store
 
@@ -116,7 +117,7 @@ def rendezvous(
     if info.world_size == 1:
         nowhere, source = "127.0.0.1", "a world of one"
         place = Place(nowhere, (nowhere,), (0,), Job.of(info, 0, env), source)
-        return Rendezvous(place, nowhere, 0, source, HashStore())
+        return Rendezvous(place, nowhere, 0, HashStore())
     addr, text = env.get("MASTER_ADDR"), env.get("MASTER_PORT")
     if addr and text:
         if not (text.isascii() and text.isdigit() and 0 < int(text) < 65536):
@@ -156,7 +157,7 @@ def _of_slurm_step(info: RankInfo, timeout: timedelta, env: Mapping[str, str]) -
 def _meet_at(place: Place, info: RankInfo, timeout: timedelta) -> Rendezvous:
     """Meet at a place that every rank knows; rank 0 listens there or nearby."""
     key = place.host, place.ports[0], place.source, info.rank
-    met = _met.get(key) or Rendezvous(place, place.host, place.ports[0], place.source)
+    met = _met.get(key) or Rendezvous(place, place.host, place.ports[0])
     if info.rank == 0 and not (met.server and met.server.is_open):
         if not any(map(is_own, place.addresses)):
             # Not an error: behind a service of Kubernetes it is so, and works.
@@ -188,7 +189,7 @@ def _over_agent(
     known, reached = _met.get(key), place.addresses[0]
     if known is None:
         client = PrefixStore(prefix, _client(reached, port, timeout))
-        known = Rendezvous(place, addr, port, place.source, client, None, reached, prefix)
+        known = Rendezvous(place, addr, port, client, None, reached, prefix)
     store = known.store
     assert store is not None
     if info.rank == 0:
@@ -231,7 +232,7 @@ def _over_mpi(info: RankInfo, timeout: timedelta, env: Mapping[str, str]) -> Ren
         raise SetupError(trouble)
     if met is None:
         addresses = resolve(host, info, "the address that rank 0 broadcast")
-        met = Rendezvous(Place(host, addresses, (port,), job, source), host, port, source)
+        met = Rendezvous(Place(host, addresses, (port,), job, source), host, port)
     return met
 
 
@@ -253,8 +254,7 @@ PORTS = range(20000, 30000)
 _CANDIDATES = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
+class Job(NamedTuple):
     """What a rank knows of the job that it is part of."""
 
     facts: Mapping[str, str]  # such as ``{"user": "1000", "PBS job": "7.pbs"}``
@@ -309,11 +309,8 @@ def candidates(port: int) -> tuple[int, ...]:
     >>> candidates(29500)[:3]
     (29500, 20193, 26795)
     """
-    found, step = {port: None}, 0
-    while len(found) < _CANDIDATES:
-        step += 1
-        found[derived_port(f"{port}.{step}")] = None
-    return tuple(found)
+    derived = (derived_port(f"{port}.{step}") for step in range(1, 2 * _CANDIDATES))
+    return tuple(dict.fromkeys([port, *derived]))[:_CANDIDATES]
 
 
 def derived_port(text: str) -> int:
@@ -379,7 +376,7 @@ def open_server(
             logger.warning(
                 "rank 0 listens on port %d, for %s is taken (%s)", port, place, "; ".join(taken)
             )
-        return Rendezvous(place, place.host, port, place.source, store, server, address)
+        return Rendezvous(place, place.host, port, store, server, address)
     raise SetupError(
         f"{who} finds no free port for {place}: {'; '.join(taken)}; expected one of these to be "
         "free; export another MASTER_PORT on every rank"
@@ -433,6 +430,7 @@ def _held_by(info: RankInfo, addresses: Sequence[str], port: int, job: Job) -> s
 
 # The other ranks' part: one of each node looks for rank 0's server until it is there.
 
+_chance = random.SystemRandom().random  # which touches no random stream of the script
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
 # So that ten thousand nodes ask twenty thousand times a second at most, and not all at once.
 _PAUSE_A_CALL, _SPREAD_A_CALL, _MANY = 5e-5, 2e-5, 256
@@ -501,11 +499,6 @@ def _what(place: Place, seen: _Seen) -> str:
     return f"rank 0 at {place}, and finds at {there}"
 
 
-def _chance() -> float:
-    """Return a number from 0 to 1, without touching the random stream of the script."""
-    return int.from_bytes(os.urandom(4), "little") / 2**32
-
-
 # What is behind a port: this job's rank 0, or something else, however oddly it answers.
 
 # What torch's client sends first: VALIDATE with its magic number, then PING with a number
@@ -523,38 +516,34 @@ class NotOurStoreError(Exception):
 
 def connect(address: str, port: int, limit: float, job: Job) -> tuple[socket.socket, Job]:
     """Return a connection to this job's rank 0, and its job; each answer has ``limit`` seconds."""
-    call = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     try:
-        call.settimeout(limit)
-        _dial(call, address, port, limit)
-        found = Job.read(_greeting(call, limit))
-        if found is None:
-            raise NotOurStoreError("a rank 0 that names no job")
-        if difference := found.differs(job):
-            who = f"process {found.pid} on {found.host} ({difference})"
-            raise NotOurStoreError(f"rank 0 of another job, {who}")
+        with ExitStack() as ends:
+            call = ends.enter_context(_dial(address, port, limit))
+            # It has no peer any more where the listener has closed it already.
+            if call.getsockname() == call.getpeername():
+                # The kernel gave us that very port to connect from.
+                raise RefusedError("connection refused")
+            found = Job.read(_greeting(call, limit))
+            if found is None:
+                raise NotOurStoreError("a rank 0 that names no job")
+            if difference := found.differs(job):
+                who = f"process {found.pid} on {found.host} ({difference})"
+                raise NotOurStoreError(f"rank 0 of another job, {who}")
+            ends.pop_all()
+            return call, found
     except OSError as error:
-        call.close()
         raise NotOurStoreError(f"a listener that breaks off ({error.strerror})") from error
-    except BaseException:
-        call.close()
-        raise
-    return call, found
 
 
-def _dial(call: socket.socket, address: str, port: int, limit: float) -> None:
+def _dial(address: str, port: int, limit: float) -> socket.socket:
     try:
-        call.connect((address, port))
+        return socket.create_connection((address, port), limit)
     except TimeoutError:
         raise RefusedError(f"no answer within {limit:.2g} s") from None
     except ConnectionResetError:  # between the kernel's yes and our next look
         raise
     except OSError as error:
         raise RefusedError((error.strerror or str(error)).lower()) from error
-    # It has no peer any more where the listener has closed it already.
-    if call.getsockname() == call.getpeername():
-        # The kernel gave us that very port to connect from.
-        raise RefusedError("connection refused")
 
 
 def _greeting(call: socket.socket, limit: float) -> bytes:

@@ -89,30 +89,15 @@ def refuse_wrapped(model: nn.Module) -> None:
 # The ranks that hold a copy of the same model: all of them, or those of ezpz_tp's data axis.
 
 
-class Replicas(Members):
-    """The ranks whose gradients of one model are averaged. All start from the first's model."""
-
-    __slots__ = ()
-
-    @property
-    def size(self) -> int:
-        return len(self.ranks)
-
-    def send_first(self, data: torch.Tensor, what: str) -> None:
-        """Fill a tensor, uint8 [bytes], with what the first rank has in it. Collective."""
-        if self.size > 1 and data.numel():
-            self.send(data, self.ranks[0], what)
-
-
-def find_replicas(call: str) -> Replicas:
-    """Return the ranks over which a model is wrapped: of ezpz_tp's groups, where there are some."""
+def find_replicas(call: str) -> Members:
+    """Return the ranks whose gradients of one model are averaged, by ezpz_tp's groups if any."""
     world = current_world(call)
     everyone = dist.group.WORLD
     if world is None or everyone is None:
         raise NotSetUpError(f"{call} before setup_torch(); expected ezpz.setup_torch() first")
     rank, on_host = world.info.rank, world.on_host
     if (state := parallel_state()) is None:
-        return Replicas(world, everyone, range(world.info.world_size), rank, on_host)
+        return Members(world, everyone, range(world.info.world_size), rank, on_host)
     # Ranks that share a sequence hold the same parameters, and each has a part of the gradient.
     axes = ("data", "context") if state.size("context") > 1 else ("data",)
     if not state.has_group(*axes):
@@ -122,10 +107,10 @@ def find_replicas(call: str) -> Replicas:
             'others: ezpz_tp.initialize_tensor_parallel(..., also=[("data", "context")])'
         )
     ranks = tuple(state.ranks(*axes))
-    return Replicas(world, state.group(*axes), ranks, ranks.index(rank), on_host)
+    return Members(world, state.group(*axes), ranks, ranks.index(rank), on_host)
 
 
-def start_alike(tensors: Sequence[torch.Tensor], replicas: Replicas) -> None:
+def start_alike(tensors: Sequence[torch.Tensor], replicas: Members) -> None:
     """Move tensors to this rank's device and give all ranks the first one's values."""
     device = replicas.world.device
     with torch.no_grad():
@@ -136,7 +121,8 @@ def start_alike(tensors: Sequence[torch.Tensor], replicas: Replicas) -> None:
                 tensor.data = tensor.data.to(device)
             # As bytes: backends send few of torch's types, and contiguous memory only.
             sent = as_bytes(tensor)
-            replicas.send_first(sent, "the model's start values")
+            if replicas.size > 1 and sent.numel():
+                replicas.send(sent, replicas.ranks[0], "the model's start values")
             if sent.data_ptr() != tensor.data_ptr() and replicas.place > 0:
                 tensor.copy_(sent.view(tensor.dtype).view(tensor.shape))
 
@@ -176,7 +162,7 @@ def materialize(
     device: torch.device,
     initialize: Initialize | None = None,
     *,
-    replicas: Replicas | None = None,
+    replicas: Members | None = None,
     keep_on: torch.device | None = None,
 ) -> None:
     """Give data to what is on the meta device; on all replicas the same. Collective over them."""
@@ -215,7 +201,7 @@ def materialize(
 
 
 @contextmanager
-def _first_ranks_draws(device: torch.device, replicas: Replicas) -> Iterator[None]:
+def _first_ranks_draws(device: torch.device, replicas: Members) -> Iterator[None]:
     """Let all ranks draw from torch's generators as the first does; it alone is further on then."""
     # torch's functions for the CPU, whose state is 5 KB, and the device's, of 16 bytes.
     modules = [torch.random, *([torch.get_device_module(device)] if device.type != "cpu" else [])]
@@ -227,7 +213,8 @@ def _first_ranks_draws(device: torch.device, replicas: Replicas) -> Iterator[Non
 
     states = [state.clone() for state in own]
     for state in states:
-        replicas.send_first(state, "the state of the first rank's generators")
+        if replicas.size > 1:
+            replicas.send(state, replicas.ranks[0], "the state of the first rank's generators")
     give(states)
     try:
         yield
@@ -248,13 +235,12 @@ def _children_first(
     yield path, module
 
 
-def shard_like(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def shard_like(whole: torch.Tensor, like: Any) -> Any:
+    """Return a DTensor with this rank's part of what every rank has whole; nothing is sent."""
     from torch.distributed.tensor import DTensor  # noqa: PLC0415 - only where there are some
 
-    assert isinstance(like, DTensor)
-    part = _part(whole, like).clone(memory_format=torch.contiguous_format)
-    about: Any = {"run_check": False, "shape": whole.shape, "stride": whole.stride()}
-    return DTensor.from_local(part, like.device_mesh, like.placements, **about)
+    replicated = DTensor.from_local(whole, like.device_mesh, run_check=False)
+    return replicated.redistribute(placements=like.placements)
 
 
 class _WholeDraws(TorchDispatchMode):
@@ -281,18 +267,8 @@ class _WholeDraws(TorchDispatchMode):
         drawn = func(whole, *args[1:], **kwargs)
         if makes:
             return shard_like(drawn, target)
-        local.copy_(_part(whole, target))
+        local.copy_(shard_like(whole, target).to_local())
         return target
-
-
-def _part(whole: torch.Tensor, like: Any) -> torch.Tensor:
-    """Return the part of a whole tensor that a DTensor holds on this rank."""
-    part, mesh = whole, like.device_mesh
-    for axis, placement in enumerate(like.placements):
-        if placement.is_shard():
-            index, chunks = mesh.get_local_rank(axis), part.chunk(mesh.size(axis), placement.dim)
-            part = chunks[index] if index < len(chunks) else part.narrow(placement.dim, 0, 0)
-    return part
 
 
 def _kept(whole: torch.Tensor, empty: torch.Tensor, where: torch.device) -> torch.Tensor:
@@ -358,7 +334,7 @@ def agreed(
     call: str,
     wrapped: nn.Module | Mapping[str, torch.Tensor],
     options: Mapping[str, object],
-    replicas: Replicas,
+    replicas: Members,
 ) -> Iterator[dict[str, str]]:
     """Refuse on all ranks what one refuses inside, or wraps differently; yields what must agree."""
     lines: dict[str, str] = {}
@@ -394,7 +370,7 @@ def agreed(
 def check_model(
     call: str,
     model: nn.Module,
-    replicas: Replicas,
+    replicas: Members,
     options: Mapping[str, object] | None = None,
     reserved: Mapping[str, str] | None = None,
 ) -> None:
@@ -412,7 +388,7 @@ def check_model(
     check_options(call, options or {}, reserved or {})
 
 
-def refuse_mps(call: str, replicas: Replicas) -> None:
+def refuse_mps(call: str, replicas: Members) -> None:
     if replicas.world.device.type == "mps":
         raise WrapError(
             f"{call} over {replicas.size} rank(s) on mps, from which gloo cannot send; expected "

@@ -167,7 +167,12 @@ def setup_torch(
         # After a failure too: MPI_Finalize, and so this rank's end, would wait for a missing one.
         abort_on_uncaught(info.world_size)
         _state.our_hook = sys.excepthook
-    _clean_up_at_exit(args)
+    _state.args = args
+    atexit.register(_drop_retired)
+    atexit.register(cleanup)
+    if multiprocessing.parent_process() is not None:
+        # Python < 3.14 ends a process that multiprocessing has forked without calling `atexit`'s.
+        multiprocessing.util.Finalize(None, _when_the_function_ends, exitpriority=0)
     if args.degrees is not None:
         import ezpz_tp  # noqa: PLC0415 - only where its groups are used
 
@@ -184,7 +189,7 @@ def setup_torch(
     _state.is_complete = True
     logger.info(
         "rank %d of %d on %s with %s; ranks by %s, address by %s",
-        info.rank, info.world_size, device, chosen, info.launcher, met.source,
+        info.rank, info.world_size, device, chosen, info.launcher, met.place.source,
     )  # fmt: skip
     return info.rank
 
@@ -286,7 +291,7 @@ def _make_group(
     where = f" at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     try:
         met = rendezvous(info, timeout)
-        where = f" at {met.master_addr}:{met.master_port} ({met.source})"
+        where = f" at {met.master_addr}:{met.master_port} ({met.place.source})"
         if info.world_size > 1:
             common = common_facts(arguments=asdict(args), device=device.type, backend=backend)
             participant = met.participant(info, prefix, args.timeout)
@@ -452,15 +457,6 @@ _dropped_at = 0.0  # when they have had it, by the monotonic clock
 _LAST_LEAVES = 5.0  # seconds that rank 0, which may hold the store, waits at clean-up for others
 
 
-def _clean_up_at_exit(args: SetupArgs) -> None:
-    _state.args = args
-    atexit.register(_drop_retired)
-    atexit.register(cleanup)
-    if multiprocessing.parent_process() is not None:
-        # Python < 3.14 ends a process that multiprocessing has forked without calling `atexit`'s.
-        multiprocessing.util.Finalize(None, _when_the_function_ends, exitpriority=0)
-
-
 def cleanup() -> None:
     """Destroy the process group that `setup_torch` made; harmless when there is none.
 
@@ -476,6 +472,7 @@ def cleanup() -> None:
         return
     line = calling_line()
     trouble = finish_all()
+    world.kept.clear()
     _watch.leave_word("its script ended" if line == "?" else f"cleanup() at {line}")
     enter(None)
     _state.args = None

@@ -24,7 +24,7 @@ from ._members import Call, Members, exchange, find_members
 from ._mpi import find_channel, finish_request
 from ._objects import is_plain, receive_object, send_object
 from ._watch import waiting
-from ._world import World, current_world
+from ._world import current_world
 
 # Each rank's own slice of one file, by MPI-IO or by plain reads.
 
@@ -75,8 +75,7 @@ def read_share(
     if by not in ("mpi", "posix"):
         raise ValueError(f"implementation {by!r}; expected 'mpi', 'posix' or None")
     which, count = checked(share)
-    if members is not None:
-        exchange(Call(f"read_share(implementation={by!r})"), members)
+    exchange(Call(f"read_share(implementation={by!r})"), members)
     with _all_or_none(name):
         rows, extra = divmod(_rows(name, shape[0], row, offset), count)
         start = which * rows + min(which, extra)
@@ -206,8 +205,7 @@ def share_on_node(read: Callable[[], Tensors]) -> Tensors:
 
     try:
         tensors = _map(*read_for_all(put, members, *_first("share_on_node()", members)))
-        if members is not None:
-            all_gather_object(None, members.group)  # all have mapped it: its name can go
+        exchange(Call("share_on_node()"), members)  # all have mapped it: its name can go
     finally:
         for path in made:
             os.unlink(path)
@@ -228,10 +226,10 @@ def _put(found: object) -> tuple[str, list[Place]]:
     number, path = tempfile.mkstemp(prefix="ezpz-", dir=folder)
     try:
         # Now, or writing to the memory would be a bus error where there is none.
-        if size and hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(number, 0, size)
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(number, 0, max(size, 1))  # what has no bytes cannot be mapped
         else:
-            os.ftruncate(number, size)
+            os.ftruncate(number, max(size, 1))
     except OSError:
         os.unlink(path)
         raise
@@ -244,13 +242,10 @@ def _put(found: object) -> tuple[str, list[Place]]:
 
 def _map(path: str, places: list[Place]) -> dict[str | None, torch.Tensor]:
     size = os.path.getsize(path)
-    memory = torch.from_file(path, shared=True, size=size, dtype=torch.uint8) if size else None
+    memory = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
     tensors: dict[str | None, torch.Tensor] = {}
     for name, kind, shape, start in places:
         dtype = getattr(torch, kind)
-        if memory is None or 0 in shape:
-            tensors[name] = torch.empty(shape, dtype=dtype)
-            continue
         nbytes = dtype.itemsize * torch.Size(shape).numel()
         tensors[name] = memory[start : start + nbytes].view(dtype).view(shape)
     return tensors
@@ -259,8 +254,6 @@ def _map(path: str, places: list[Place]) -> dict[str | None, torch.Tensor]:
 # One rank of a node reads, and the others of the node have it from there.
 
 T = TypeVar("T")
-
-_node: tuple[World, dist.ProcessGroup] | None = None
 
 
 def node_group() -> dist.ProcessGroup | None:
@@ -272,17 +265,16 @@ def node_group() -> dist.ProcessGroup | None:
     Raises:
         NotSetUpError: There are several ranks and `setup_torch` was not called.
     """
-    global _node
     world = current_world("node_group()")
     if world is None:
         return None
-    if _node is None or _node[0] is not world:
+    if "node" not in world.kept:
         host, timeout = world.hosts[world.info.rank], timedelta(seconds=world.timeout)
         ranks = [rank for rank, name in enumerate(world.hosts) if name == host]
         with waiting("node_group()", world):  # the node's ranks alone make it
             group = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True)
-        _node = world, cast("dist.ProcessGroup", group)
-    return _node[1]
+        world.kept["node"] = group
+    return cast("dist.ProcessGroup", world.kept["node"])
 
 
 def scatter_from_one_reader(

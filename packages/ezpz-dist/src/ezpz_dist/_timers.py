@@ -20,7 +20,7 @@ import torch
 from ezpz_device import Clock, find_clock
 from ezpz_topo import get_hostname, get_rank
 
-from ._errors import fold
+from ._errors import fold, grouped
 from ._members import Call, exchange, find_members, payload_of
 from ._world import find_world
 
@@ -348,9 +348,7 @@ class StragglerReport:
 
         Then it is the host: its clock, its memory, its network, or what else runs there.
         """
-        by_host: dict[str, list[float]] = {}
-        for host, mean in zip(self.hosts, self.means, strict=True):
-            by_host.setdefault(host, []).append(mean)
+        by_host = grouped(zip(self.hosts, self.means, strict=True))
         fastest = {host: min(means) for host, means in by_host.items() if len(means) > 1}
         slow = [host for host, mean in fastest.items() if self._ratio(mean) > self.threshold]
         return tuple(sorted(slow, key=lambda host: -fastest[host]))
@@ -392,9 +390,8 @@ class BackwardWaits:  # from a backward's last gradient to the end of the wait
     # (torch 2.6 to 2.13: reducer.cpp, finalize_backward). A callback of ours that is queued when
     # the backward begins runs before it; one that this one queues, after it.
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.waits: list[Span] = []
-        self._is_queued = False
+    def __init__(self, model: torch.nn.Module, waits: list[Span]) -> None:
+        self._waits, self._is_queued = waits, False
         self.hook = model.register_forward_hook(self._after_forward)
 
     def _after_forward(self, _model: torch.nn.Module, _arguments: Any, output: Any) -> None:
@@ -413,7 +410,7 @@ class BackwardWaits:  # from a backward's last gradient to the end of the wait
         self._is_queued = False
         clock = clock_here()
         start = clock.mark()
-        _at_end(lambda: self.waits.append((clock, start, clock.mark())))
+        _at_end(lambda: self._waits.append((clock, start, clock.mark())))
 
 
 def _at_end(callback: Any) -> None:
@@ -500,11 +497,10 @@ class Stragglers:
             )
         self.report: StragglerReport | None = None
         self._window, self._threshold = window, threshold
-        self._backward = None if model is None else BackwardWaits(model)
         self._steps: list[_Step] = []
-        self._seconds: list[tuple[float, float]] = []
         self._computed: list[Span] = []
         self._waited: list[Span] = []
+        self._backward = None if model is None else BackwardWaits(model, self._waited)
         self._last: tuple[Clock, Any] | None = None
 
     def step(self) -> StragglerReport | None:
@@ -519,9 +515,8 @@ class Stragglers:
         """
         clock, now = _now()
         if self._last is not None and self._last[0] is clock:
-            waited = [*self._waited, *(self._backward.waits if self._backward else ())]
             span = (clock, self._last[1], now)
-            self._steps.append((span, self._computed, waited))
+            self._steps.append((span, self._computed.copy(), self._waited.copy()))
         self._begin((clock, now))
         return self._report()
 
@@ -536,7 +531,8 @@ class Stragglers:
         Raises:
             NotSetUpError, HangError: As `step`.
         """
-        self._seconds.append((seconds, 0.0))
+        host = clock_here(torch.device("cpu"))
+        self._steps.append(((host, 0.0, seconds), [], []))
         return self._report()
 
     @contextmanager
@@ -560,16 +556,13 @@ class Stragglers:
 
     def _begin(self, at: tuple[Clock, Any]) -> None:
         self._last = at
-        # New lists: the step that has ended keeps the old ones.
-        self._computed, self._waited = [], []
-        if self._backward is not None:
-            self._backward.waits = []
+        self._computed.clear()
+        self._waited.clear()
 
     def _report(self) -> StragglerReport | None:
-        if len(self._steps) + len(self._seconds) < self._window:
+        if len(self._steps) < self._window:
             return None
-        times = [*self._seconds, *map(_seconds, self._steps)]
-        self._seconds.clear()
+        times = list(map(_seconds, self._steps))
         self._steps.clear()
         own = [seconds for seconds, _ in times]
         mine = sum(own) / len(own), max(own), sum(waited for _, waited in times) / len(own)

@@ -13,16 +13,14 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from datetime import timedelta
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import NoReturn, Self, TypeVar
 
-import torch
 import torch.distributed as dist
 
 from . import _diagnosis
-from ._errors import CollectiveError, HangError, LostRankError, MismatchError, fold
+from ._errors import CollectiveError, HangError, LostRankError, MismatchError, fold, grouped
 from ._world import World, find_world, is_forked
 
 logger = logging.getLogger(__name__)
@@ -60,21 +58,6 @@ def waiting(
         raise explain(error, what, world, time.monotonic() - start, members) from error
     finally:
         waits.pop()
-
-
-def finish(
-    work: dist.Work, timeout: float | None, what: str, world: World, members: Collection[int],
-    *, where: torch.device,
-) -> None:  # fmt: skip
-    """Wait for an operation on tensors at ``where``, at most so long; used inside `waiting`."""
-    if timeout is None:
-        work.wait()
-    elif where.type == "cpu":
-        work.wait(timedelta(seconds=timeout))
-    else:
-        # Other backends' wait only queues a wait on the device's stream.
-        poll(work.is_completed, timeout, what, world, members)
-        work.wait()
 
 
 def poll(
@@ -409,9 +392,7 @@ watch = StepWatchdog
 
 def picture(call: _diagnosis.RollCall) -> str:
     """Return a roll call as people read it: equal stacks once, the fewest ranks first."""
-    alike: dict[tuple[str, tuple[str, ...]], list[_diagnosis.Location]] = {}
-    for location in call.locations.values():
-        alike.setdefault((location.place, location.stack), []).append(location)
+    alike = grouped(((one.place, one.stack), one) for one in call.locations.values())
     parts = [f"rank {rank} on {call.hosts[rank]} {fate}" for rank, fate in call.silent.items()]
     for (place, stack), locations in sorted(alike.items(), key=lambda item: len(item[1])):
         ranks = fold(location.rank for location in locations)

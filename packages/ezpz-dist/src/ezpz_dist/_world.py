@@ -6,8 +6,8 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]  # torch exports it so
@@ -32,6 +32,8 @@ class World:
     """Under a prefix of this set-up's own. The main thread's: a blocking call on it keeps other
     threads waiting."""
     hosts: tuple[str, ...]  # by rank, the name of its host
+    # What is made once of it, by name.
+    kept: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def on_host(self) -> torch.device:

@@ -20,7 +20,8 @@ from ezpz_device import get_torch_device
 from . import _replicas
 from ._collectives import all_gather_object
 from ._errors import WrapError
-from ._replicas import Initialize, Replicas, has_meta, materialize, refuse_unfillable
+from ._members import Members
+from ._replicas import Initialize, has_meta, materialize, refuse_unfillable
 from ._watch import waiting
 from ._world import current_world
 
@@ -151,7 +152,7 @@ def wrap_optimizer_for_zero1(
 # torch's mesh over the data-parallel ranks: a line, or copies x shards.
 
 
-def data_parallel_mesh(replicas: Replicas, shard_size: int | None = None) -> DeviceMesh:
+def data_parallel_mesh(replicas: Members, shard_size: int | None = None) -> DeviceMesh:
     device_type = replicas.world.device.type
     if shard_size in (None, replicas.size):
         assert replicas.group is not None
@@ -417,7 +418,7 @@ def wrap_model_for_fsdp2(
 
 
 def _shard(
-    model: nn.Module, found: dict[str, nn.Module], replicas: Replicas, settings: dict[str, Any]
+    model: nn.Module, found: dict[str, nn.Module], replicas: Members, settings: dict[str, Any]
 ) -> None:
     """Move, equal and shard one unit after another: only one at a time is whole on the device."""
     from torch.distributed.fsdp import fully_shard  # noqa: PLC0415 - 0.6 s
@@ -484,7 +485,7 @@ def _refuse_unshardable(
             )
 
 
-def _check_sizes(kept: object, shard_size: object, replicas: Replicas) -> None:
+def _check_sizes(kept: object, shard_size: object, replicas: Members) -> None:
     size = replicas.size
     if shard_size is not None and not (_is_count(shard_size) and size % shard_size == 0):
         raise WrapError(

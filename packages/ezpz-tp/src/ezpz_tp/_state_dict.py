@@ -13,6 +13,7 @@ from itertools import chain
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
@@ -46,7 +47,9 @@ def tell_all(value: Any, state: ParallelState, axes: Iterable[str] = AXES) -> li
     values = [value]
     for axis in axes:
         if state.size(axis) > 1:
-            values = list(chain.from_iterable(_all_gather_object(values, state.group(axis))))
+            gathered: list[Any] = [None] * state.size(axis)
+            dist.all_gather_object(gathered, values, state.group(axis))
+            values = list(chain.from_iterable(gathered))
     return values
 
 
@@ -103,20 +106,6 @@ def flat_bytes(tensor: Tensor) -> Tensor:
     whole = tensor.detach().contiguous()
     # Not view(-1): a tensor of one element counts as contiguous whatever its strides.
     return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
-
-
-def _all_gather_object(value: Any, group: ProcessGroup) -> list[Any]:
-    at = sending_device(group, None)  # words are on the CPU; few backends need them elsewhere
-    message = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-    sizes = all_gather(torch.tensor([len(message)], device=at), 0, group).tolist()
-    padded = torch.zeros(max(sizes), dtype=torch.uint8, device=at)
-    padded[: len(message)] = message.to(at)
-    received = bytearray(len(padded) * len(sizes))
-    torch.frombuffer(received, dtype=torch.uint8).copy_(all_gather(padded, 0, group))
-    return [
-        pickle.loads(received[start : start + size])  # noqa: S301 - from ranks of this program
-        for start, size in zip(range(0, len(received), len(padded)), sizes, strict=True)
-    ]
 
 
 # An optimizer's state by the names of parameters rather than by their numbers.
@@ -313,24 +302,20 @@ def survey(
     tied = {name: _digest(part.tensor) for name, part in parts.tensors.items() if counts[name] > 1}
     digests = tell_all(tied, state, ("pipeline",))
     with all_or_none(state):
-        _check_alike(alike, state)
+        (first, without), *others = alike
+        for rank, (other, none) in enumerate(others, 1):
+            if (first, without) != (other, none):
+                odd = sorted(set(map(repr, first)) ^ set(map(repr, other)))
+                same = "in another order" if first != other else "but one has an optimizer"
+                raise ParallelError(
+                    f"tensor-parallel ranks 0 and {rank} of stage {state.index('pipeline')} hold "
+                    f"parts of other tensors: {', '.join(odd[:4]) or same}; expected the same "
+                    "model and optimizer on each"
+                )
         held = _held([entries for entries, _, _ in stages], digests)
         values = {name: value for _, found, _ in stages for name, value in found.items()}
         groups = join_groups([found for _, _, found in stages])
     return parts, Parts(held, values, groups)
-
-
-def _check_alike(told: Sequence[tuple[list[Entry], bool]], state: ParallelState) -> None:
-    (first, without), *others = told
-    for rank, (other, none) in enumerate(others, 1):
-        if (first, without) != (other, none):
-            odd = sorted(set(map(repr, first)) ^ set(map(repr, other)))
-            same = "in another order" if first != other else "but one has an optimizer"
-            what = ", ".join(odd[:4]) or same
-            raise ParallelError(
-                f"tensor-parallel ranks 0 and {rank} of stage {state.index('pipeline')} hold parts "
-                f"of other tensors: {what}; expected the same model and optimizer on each"
-            )
 
 
 def _held(stages: Sequence[list[Entry]], digests: Sequence[Mapping[str, bytes]]) -> dict[str, Held]:

@@ -11,7 +11,7 @@ import pickle
 import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import IO, Any, NamedTuple
 
@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.utils import _create_file_view
 from torch.serialization import get_crc32_options, set_crc32_options
 
+from ezpz_dist._errors import grouped
 from ezpz_dist._objects import as_bytes, raw_of
 from ezpz_dist._version import __version__
 from ezpz_tp import Piece
@@ -37,8 +38,7 @@ _MALFORMED = (ArithmeticError, AttributeError, LookupError, RecursionError, Type
 """What comes of taking JSON for something that it is not: ``int(Infinity)``, ``[].get``."""
 
 
-@dataclass(frozen=True, slots=True)
-class Written:
+class Written(NamedTuple):
     size: int
     crc32: int
 
@@ -206,8 +206,7 @@ class Extent(NamedTuple):
     length: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Frame:
+class _Frame(NamedTuple):
     """What an archive has around the elements."""
 
     head: bytes
@@ -230,65 +229,38 @@ def _is_plain(tensor: Tensor) -> bool:
 def write(stream: Any, tensors: Sequence[Tensor]) -> list[Extent]:
     """Write tensors, those of one dtype and size behind each other; return each one's extent."""
     extents = [Extent(0, 0)] * len(tensors)
-    alike: dict[tuple[Any, ...], list[int]] = {}
-    for number, tensor in enumerate(tensors):
-        alike.setdefault((tensor.dtype, tensor.shape, tensor.device), []).append(number)
-    with torch.no_grad(), _checksummed_once():
+    alike = grouped(((one.dtype, one.shape, one.device), at) for at, one in enumerate(tensors))
+    with torch.no_grad(), ExitStack() as ends:
+        # Of tensors too torch makes sums, as for a ZIP archive, which are never read. This is of
+        # this thread, as of torch 2.13; in earlier ones perhaps of all.
+        ends.callback(set_crc32_options, get_crc32_options())
+        set_crc32_options(False)
         for numbers in alike.values():
             frame = _made_frame(tensors[numbers[0]]) if len(numbers) > _FEW else None
             if frame is None:
                 for number in numbers:
-                    at = stream.tell()
-                    torch.save(_owned(tensors[number]), stream)
+                    at, here = stream.tell(), tensors[number].cpu().contiguous()
+                    is_all = here.untyped_storage().nbytes() == here.nbytes  # torch saves all of it
+                    torch.save(here if is_all else here.clone(), stream)
                     extents[number] = Extent(at, stream.tell() - at)
                 continue
             length = len(frame.head) + tensors[numbers[0]].nbytes + len(frame.tail)
-            for some in _batches(numbers, length):
-                at = stream.tell()
+            step = max(1, _BATCH // length)
+            for start in range(0, len(numbers), step):
+                at, some = stream.tell(), numbers[start : start + step]
                 for place, number in enumerate(some):
                     extents[number] = Extent(at + place * length, length)
                 stream.write(frame.around([tensors[number] for number in some]))
     return extents
 
 
-@contextmanager
-def _checksummed_once() -> Iterator[None]:
-    """Keep torch from summing tensors too, as for a ZIP archive: its sums are never read."""
-    # In this thread, as of torch 2.13; in earlier ones perhaps in all.
-    before = get_crc32_options()
-    set_crc32_options(False)
-    try:
-        yield
-    finally:
-        set_crc32_options(before)
-
-
-def _batches(values: Sequence[Any], length: int) -> Iterator[Sequence[Any]]:
-    step = max(1, _BATCH // length)
-    for start in range(0, len(values), step):
-        yield values[start : start + step]
-
-
-def _owned(tensor: Tensor) -> Tensor:
-    """Return a tensor on the host that is all of its memory, which torch saves whole."""
-    here = tensor.cpu().contiguous()
-    return here if here.untyped_storage().nbytes() == here.nbytes else here.clone()
-
-
 def _made_frame(tensor: Tensor) -> _Frame | None:
-    """Return the frame of what is like a tensor; None where torch's archives differ in more."""
-    if tensor.is_quantized or not 0 < tensor.nbytes <= _SMALL:
+    """Return the frame of what is like a tensor; None where it is too large, or not found."""
+    if tensor.is_quantized or tensor.nbytes > _SMALL:
         return None
-    archives = []
-    for fill in (0, 255):
-        elements = torch.full((tensor.nbytes,), fill, dtype=torch.uint8)
-        stream = io.BytesIO()
-        torch.save(elements.view(tensor.dtype).view(tensor.shape), stream)
-        archives.append(stream.getvalue())
-    one, other = archives
-    start = next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), 0)
-    frame = _Frame(one[:start], one[start + tensor.nbytes :])
-    return frame if other == frame.head + b"\xff" * tensor.nbytes + frame.tail else None
+    stream, like = io.BytesIO(), torch.empty(tensor.shape, dtype=tensor.dtype)
+    torch.save(like, stream)
+    return _frame_in(stream, Extent(0, stream.tell()), like)
 
 
 class Wanted(NamedTuple):
@@ -305,14 +277,13 @@ class Wanted(NamedTuple):
 
 def read(stream: IO[bytes], wanted: Sequence[Wanted]) -> None:
     """Fill tensors from a file's archives. Unpickles nothing but tensors."""
-    alike: dict[tuple[Any, ...], list[Wanted]] = {}
-    for one in wanted:
-        alike.setdefault((one.dtype, one.size, one.extent.length), []).append(one)
+    alike = grouped(((one.dtype, one.size, one.extent.length), one) for one in wanted)
     with torch.no_grad():
         for first, *others in alike.values():
             tensor = _load(stream, first)
             first.fill(tensor)
-            frame = _found_frame(stream, first, tensor) if others else None
+            is_like = others and tensor.dtype == first.dtype
+            frame = _frame_in(stream, first.extent, tensor) if is_like else None
             for one in others:
                 if frame is None or not _fill(stream, frame, one):
                     one.fill(_load(stream, one))
@@ -327,12 +298,12 @@ def _load(stream: Any, one: Wanted) -> Tensor:
     return found
 
 
-def _found_frame(stream: Any, one: Wanted, tensor: Tensor) -> _Frame | None:
-    """Return the frame of an archive that torch has read; None where its elements are not found."""
-    if tensor.dtype != one.dtype or not _is_plain(tensor) or not tensor.nbytes:
+def _frame_in(stream: Any, extent: Extent, tensor: Tensor) -> _Frame | None:
+    """Return the frame of a tensor's archive; None where its elements are not found in it."""
+    if not _is_plain(tensor) or not tensor.nbytes:
         return None
-    at, length = one.extent
-    archive: Any = _create_file_view(stream, *one.extent)
+    at, length = extent
+    archive: Any = _create_file_view(stream, *extent)
     try:
         reader: Any = torch._C.PyTorchFileReader(archive)  # noqa: SLF001 - as torch.load does
         start = reader.get_record_offset("data/0")
@@ -370,27 +341,18 @@ def _blocks(stream: IO[bytes], at: int, count: int) -> Iterator[tuple[int, Tenso
 def _fill(stream: IO[bytes], frame: _Frame, one: Wanted) -> bool:
     """Fill a tensor whose archive differs in the elements only; return whether that can be done."""
     (at, length), start, ends = one.extent, len(frame.head), len(frame.tail)
-    if length <= _SMALL:
-        archive, count = bytearray(length), (length - start - ends) // one.dtype.itemsize
-        stream.seek(at)
-        stream.readinto(archive)  # type: ignore[attr-defined]
-        if fits := archive.startswith(frame.head) and archive.endswith(frame.tail):
-            elements = torch.frombuffer(archive, dtype=one.dtype, offset=start, count=count)
-            one.fill(elements.view(one.size))
-        return fits
-    if one.part or one.target.dtype != one.dtype or not _is_plain(one.target):
-        return False
+    target, count = one.target, length - start - ends
+    # Without another tensor of its size; a copy by torch's threads took longer than the reading.
+    here = not one.part and target.dtype == one.dtype and target.is_cpu and _is_plain(target)
     head, tail = _read(stream, at, start), _read(stream, at + length - ends, ends)
     if bytes(head) != frame.head or bytes(tail) != frame.tail:
         return False
-    # Without another tensor of its size.
-    elements = as_bytes(one.target)
-    if elements.is_cpu:  # a copy by torch's threads took longer than the reading
-        room = (ctypes.c_char * len(elements)).from_address(elements.data_ptr())
-        _read(stream, at + start, len(elements), room)
-        return True
-    for done, block in _blocks(stream, at + start, len(elements)):
-        elements[done : done + len(block)] = block
+    if here:
+        room = (ctypes.c_char * count).from_address(target.data_ptr())
+        _read(stream, at + start, count, room)
+    else:
+        elements = torch.frombuffer(_read(stream, at + start, count), dtype=one.dtype)
+        one.fill(elements.view(one.size))
     return True
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ezpz_dist._data import deal_by_size
-from ezpz_dist._errors import CheckpointError
+from ezpz_dist._errors import CheckpointError, grouped
 from ezpz_dist._objects import raw_of
 from ezpz_dist._world import World, current_world
 from ezpz_tp import Piece
@@ -23,9 +23,8 @@ from ezpz_tp import Piece
 from . import index
 from . import pieces as _pieces
 from . import store as _store
-from .ranks import Ranks, collecting_later, ranks_of
 from .save import finish_saving
-from .store import CheckpointArgs, Name, Store
+from .store import CheckpointArgs, Name, Ranks, Store
 
 
 def _overlaps(
@@ -88,9 +87,7 @@ class Target:
         gathered = ranks.gather((_bits(names, reads), _bits(keys, set(unknown))))
 
         def share() -> list[tuple[int, int]]:
-            mates: dict[str, list[int]] = {}
-            for rank, host in enumerate(ranks.hosts):
-                mates.setdefault(host, []).append(rank)
+            mates = grouped((host, rank) for rank, host in enumerate(ranks.hosts))
             spare = reduce(and_, (unknown for _, unknown in gathered))
             mine = [(0, spare)] * ranks.size
             for group in mates.values():
@@ -432,10 +429,10 @@ def load_checkpoint(
         HangError, LostRankError, NotSetUpError: As of `save_checkpoint`.
     """
     world = current_world("load_checkpoint()")
-    ranks = ranks_of(world)
+    ranks = _store.ranks_of(world)
     finish_saving()
     started = time.monotonic()
-    with ranks.waiting("load_checkpoint()"), collecting_later():
+    with ranks.waiting("load_checkpoint()"), _store.collecting_later():
         store = ranks.here(f"{os.fspath(path)} cannot be loaded", lambda: _store.open_store(path))
         ranks.same("load_checkpoint", f"{store.root}, step {step}, rng {rng}, strict {strict}")
         names = ranks.first(f"{store.root} cannot be listed", lambda: _followed(store, step))

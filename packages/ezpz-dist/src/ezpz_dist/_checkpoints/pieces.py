@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import PurePath
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -119,8 +119,7 @@ def parameters_by_name(model: nn.Module) -> dict[str, Tensor]:
 LocalPiece = tuple[Piece, Tensor]  # of the whole, and its elements: a view of what is in use
 
 
-@dataclass(frozen=True, slots=True)
-class Pieces:
+class Pieces(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     held: tuple[LocalPiece, ...]
@@ -505,7 +504,12 @@ class Parts:
         degree, named = layout.degrees["tensor"], self._parameters.items()
         self._shards = {name: ezpz_tp.shard_of(one, degree) for name, one in named}
         split = any(one is None or one.dim is not None for one in self._shards.values())
-        if degree > 1 and self._shards and not split and not self._is_split_by_torch():
+        if degree > 1 and self._shards and not split:
+            # DTensors of parallelize_module may lie over the tensor-parallel group.
+            peers = set(ezpz_tp.get_state().ranks("tensor"))
+            meshes = (one.device_mesh for _, one in named if hasattr(one, "device_mesh"))
+            split = any(len(peers & {*mesh.mesh.flatten().tolist()}) > 1 for mesh in meshes)
+        if degree > 1 and self._shards and not split:
             raise CheckpointError(
                 f"there are {degree} tensor-parallel ranks, but no parameter of "
                 f"{type(model).__name__} says what it is a part of, and one rank's would be saved "
@@ -513,14 +517,6 @@ class Parts:
                 "ezpz_tp.keep_attributes(model):`, and of weights of your own say it by "
                 "ezpz_tp.set_shard"
             )
-
-    def _is_split_by_torch(self) -> bool:
-        """Return whether DTensors of parallelize_module lie over the tensor-parallel group."""
-        peers = set(ezpz_tp.get_state().ranks("tensor"))
-        meshes = (getattr(one, "device_mesh", None) for one in self._parameters.values())
-        return any(
-            mesh is not None and len(peers & {*mesh.mesh.flatten().tolist()}) > 1 for mesh in meshes
-        )
 
     def of_state(self, name: str, key: str, tensor: Tensor) -> Pieces:
         if hasattr(tensor, "local_shards"):

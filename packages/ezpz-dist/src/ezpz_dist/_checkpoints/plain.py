@@ -174,14 +174,19 @@ class PlainFile:
         self._members, name = find_members(operation, group), os.fspath(path)
         self._root, self._what = root, f"{operation} of {name}"
         self._tensors: list[torch.Tensor] = []
-        self._tree, self.infos = read_for_all(
-            lambda: self._take(read(name)), self._members, root, partial(explain, name)
-        )
+
+        def take() -> tuple[bytes, list[TensorInfo]]:
+            pickler = _Pickler(buffer := io.BytesIO())
+            pickler.dump(read(name))
+            self._tensors = pickler.tensors
+            return buffer.getvalue(), pickler.infos
+
+        self._tree, self.infos = read_for_all(take, self._members, root, partial(explain, name))
 
     def tree(self, leaves: list[Any]) -> Any:
         """Return the tree, with these in the tensors' places."""
-        unpickler = _Unpickler(io.BytesIO(self._tree))
-        unpickler.leaves = leaves
+        unpickler: Any = pickle.Unpickler(io.BytesIO(self._tree))  # noqa: S301 - of this very job
+        unpickler.persistent_load = leaves.__getitem__
         return unpickler.load()
 
     def tensors(self) -> Iterator[torch.Tensor]:
@@ -193,14 +198,6 @@ class PlainFile:
             if self._members is not None and tensor.numel():
                 self._members.send(as_bytes(tensor), self._root, self._what)
             yield tensor
-
-    def _take(self, tree: object) -> tuple[bytes, list[TensorInfo]]:
-        """Return the tree without its tensors, and where they were."""
-        buffer = io.BytesIO()
-        pickler = _Pickler(buffer)
-        pickler.dump(tree)
-        self._tensors = pickler.tensors
-        return buffer.getvalue(), pickler.infos
 
 
 class _Pickler(pickle.Pickler):
@@ -225,13 +222,6 @@ class _Pickler(pickle.Pickler):
             self.infos.append(TensorInfo(index, tensor.dtype, shape, is_parameter))
             self.tensors.append(tensor)
         return index
-
-
-class _Unpickler(pickle.Unpickler):
-    leaves: list[Any]
-
-    def persistent_load(self, pid: Any) -> Any:
-        return self.leaves[pid]
 
 
 def load_on_one_rank(

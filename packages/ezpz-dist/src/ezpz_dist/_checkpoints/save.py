@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ezpz_dist._errors import CheckpointError
+from ezpz_dist._errors import CheckpointError, grouped
 from ezpz_dist._objects import raw_of
 from ezpz_dist._world import current_world, finish_before_leaving
 from ezpz_tp import Piece
@@ -32,8 +32,7 @@ from . import index, pieces
 from . import store as _store
 from .index import Extent, Files, Manifest, Written, begin, encode_manifest, superseded
 from .pieces import Held, Layout, Pieces, current_layout, rank_key, rng_state
-from .ranks import Ranks, collecting_later, ranks_of
-from .store import CheckpointArgs, Name, SaveArgs, Store
+from .store import CheckpointArgs, Name, Ranks, SaveArgs, Store
 
 # Who writes what: the ranks compare what they hold, and each piece gets one that writes it.
 
@@ -75,9 +74,7 @@ def agree(
     packed = pickle.dumps((items, stage))
     digest = hashlib.sha256(packed).digest()
     gathered = ranks.everywhere(what, lambda: (digest, items_of({own: held[own]})))
-    like: dict[bytes, list[int]] = {}
-    for rank, (digest, _) in enumerate(gathered):
-        like.setdefault(digest, []).append(rank)
+    like = grouped((digest, rank) for rank, (digest, _) in enumerate(gathered))
     first = {members[0] for members in like.values()}
     is_first = ranks.deal([rank in first for rank in range(ranks.size)])
     sent = ranks.gather(packed if is_first else None)
@@ -106,10 +103,8 @@ Lists = Sequence[tuple[Sequence[Item], int, Sequence[int]]]  # pieces, their sta
 
 def _deal(lists: Lists, own: Sequence[Sequence[Item]]) -> list[list[Item]]:
     """Have each piece written by the one of its holders that has the least to write."""
-    holders: dict[Any, list[int]] = {}
-    for number, (items, _, _) in enumerate(lists):
-        for item in items:
-            holders.setdefault(item.id, []).append(number)
+    numbered = enumerate(items for items, _, _ in lists)
+    holders = grouped((item.id, number) for number, items in numbered for item in items)
     dealt = [list(each) for each in own]
     loads = [0] * len(own)
     queues: dict[tuple[int, ...], list[tuple[int, int]]] = {}
@@ -152,10 +147,7 @@ def _shape(item: Item) -> str:
 
 def _check_whole(dealt: Sequence[Sequence[Item]]) -> None:
     """Make sure that the pieces of each tensor are all of it, and nothing is there twice."""
-    by_key: dict[str, list[Item]] = {}
-    for items in dealt:
-        for item in items:
-            by_key.setdefault(item.key, []).append(item)
+    by_key = grouped((item.key, item) for items in dealt for item in items)
     for key, items in by_key.items():
         alone = len(items) == 1 and items[0].piece.sizes == items[0].shape
         if not alone and not _is_whole(items[0].shape, [item.piece for item in items]):
@@ -514,9 +506,9 @@ def save_checkpoint(
         LostRankError: A rank has ended.
         NotSetUpError: There are several ranks and `setup_torch` was not called.
     """
-    ranks = ranks_of(current_world("save_checkpoint()"))
+    ranks = _store.ranks_of(current_world("save_checkpoint()"))
     finish_saving()
-    with ranks.waiting(f"save_checkpoint(step={step})"), collecting_later():
+    with ranks.waiting(f"save_checkpoint(step={step})"), _store.collecting_later():
         state = CheckpointArgs(model, _store.as_list(optimizer), scheduler, data, extra)
         args = SaveArgs(step, (*state.contents, "rng"), keep)
         layout = current_layout(ranks.rank, ranks.size)

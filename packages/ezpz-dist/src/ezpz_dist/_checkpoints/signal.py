@@ -112,11 +112,8 @@ class SnapshotOnSignal(AbstractContextManager["SnapshotOnSignal"]):
     `step` then returns until the step that all agree upon; there it saves, and raises
     ``SystemExit(75)`` on every rank: to ezpz-launch and schedulers it says "start me again".
 
-    It cannot deadlock. A thread of its own gives the number of the step that its rank is in, so
-    all are known soon, whatever the main threads wait for. A rank that has given its number n
-    does not begin step n + 1 before it knows the largest of all. No rank goes beyond that one,
-    and every rank comes to its end, because some rank is in it already. Up to there all of them
-    do what they would have done without the signal.
+    It cannot deadlock: a thread tells the step that its rank is in, no rank goes beyond the
+    largest of these, and up to there all of them do what they would have done without the signal.
 
     While no signal comes nothing is sent, and `step` takes well below a microsecond. The
     signals' earlier handlers do not run meanwhile (most would end the process). Further signals

@@ -1,9 +1,10 @@
-"""Where checkpoints lie: a folder or a URL, which of them are there, and who writes now."""
+"""Where checkpoints lie: a folder or a URL, which are there, who writes now, and with whom."""
 
 from __future__ import annotations
 
 import atexit
 import errno
+import gc
 import importlib
 import json
 import logging
@@ -11,20 +12,25 @@ import math
 import os
 import re
 import shutil
+import threading
 import uuid
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, NamedTuple, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from ezpz_dist._diagnosis import pid_namespace, stat_of
-from ezpz_dist._errors import CheckpointError
-from ezpz_dist._world import finish_before_leaving
+from ezpz_dist._diagnosis import describe_gone, pid_namespace, stat_of
+from ezpz_dist._errors import CheckpointError, DistError
+from ezpz_dist._objects import receive_object, send_object
+from ezpz_dist._watch import first_line, waiting
+from ezpz_dist._world import World, finish_before_leaving
 from ezpz_topo import get_hostname
 
 # What a caller gives to be saved or filled.
@@ -32,8 +38,7 @@ from ezpz_topo import get_hostname
 Optimizers = Optimizer | Sequence[Optimizer]
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointArgs:
+class CheckpointArgs(NamedTuple):
     model: nn.Module
     optimizers: Sequence[Optimizer]
     scheduler: Any
@@ -47,8 +52,7 @@ class CheckpointArgs:
         return "model", *there, *(name for name, one in others.items() if one is not None)
 
 
-@dataclass(frozen=True, slots=True)
-class SaveArgs:
+class SaveArgs(NamedTuple):
     step: int
     contents: tuple[str, ...]
     keep: int | None
@@ -139,8 +143,7 @@ def _birth(pid: int) -> tuple[int, int]:
 _RUN = ("SLURM_JOB_ID", "PBS_JOBID", "EZPZ_LAUNCH_ID", "TORCHELASTIC_RUN_ID")
 
 
-@dataclass(frozen=True, slots=True)
-class Owner:
+class Owner(NamedTuple):
     """Who saves in a folder: the process of rank 0 of the run that saved there last."""
 
     token: str
@@ -442,3 +445,146 @@ class UrlStore:
 
 Store = FolderStore | UrlStore
 """Where checkpoints lie. Paths are relative to its root, with slashes."""
+
+
+# What ranks tell each other about a checkpoint, so that one's failure is everyone's.
+
+T = TypeVar("T")
+
+_HOST = torch.device("cpu")
+_LISTED = 8  # failures that a message lists
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """The ranks that save and load together; a world of one needs no group."""
+
+    world: World | None = None
+    group: Any = None
+    rank: int = 0
+    size: int = 1
+    hosts: tuple[str, ...] = field(default_factory=lambda: (get_hostname(),))
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's value on rank 0; elsewhere nothing. Collective."""
+        # Uneven: sent one by one, so that rank 0 needs no room for the longest of each.
+        if self.rank:
+            send_object(value, 0, _HOST, self.group)
+            return []
+        others = range(1, self.size)
+        return [value, *(receive_object(rank, _HOST, self.group) for rank in others)]
+
+    def tell(self, value: Any) -> Any:
+        """Return rank 0's value on every rank. Collective."""
+        told = [value]
+        if self.size > 1:
+            dist.broadcast_object_list(told, 0, self.group, _HOST)
+        return told[0]
+
+    def deal(self, values: Sequence[Any]) -> Any:
+        """Return this rank's of rank 0's values, one a rank. Collective."""
+        if self.rank:
+            return receive_object(0, _HOST, self.group)
+        for rank in range(1, self.size):
+            send_object(values[rank], rank, _HOST, self.group)
+        return values[0]
+
+    def everywhere(self, what: str, work: Callable[[], T]) -> list[T]:
+        """Do something on every rank; return every rank's result on rank 0. Collective."""
+        mine, error = self._attempt(work)
+        outcomes = self.gather(mine)
+        failed = [each for each in outcomes if isinstance(each, CheckpointError)]
+        self._judge(what, self.tell(failed), error)
+        return cast("list[T]", outcomes)
+
+    def here(self, what: str, work: Callable[[], T]) -> T:
+        """Do something on every rank; return this rank's result. Collective."""
+        held: list[T] = []
+        self.everywhere(what, lambda: held.append(work()))
+        return held[0]
+
+    def first(self, what: str, work: Callable[[], T]) -> T:
+        """Do something on rank 0; return its result on every rank. Collective."""
+        mine, error = self._attempt(work) if self.rank == 0 else (None, None)
+        found = self.tell(mine)
+        self._judge(what, [found], error)
+        return cast("T", found)
+
+    def first_for_each(self, what: str, work: Callable[[], Sequence[T]]) -> T:
+        """Do something on rank 0 that gives each rank something of its own. Collective."""
+        mine, error = self._attempt(work) if self.rank == 0 else (None, None)
+        failed = isinstance(mine, CheckpointError)
+        found = self.deal([mine] * self.size if failed else cast("Sequence[T]", mine))
+        self._judge(what, [found], error)
+        return cast("T", found)
+
+    def same(self, what: str, value: Any) -> None:
+        """Make sure that every rank gave the same, or say both values on all. Collective."""
+        every = self.gather(value)
+        odd = next((rank for rank, each in enumerate(every) if each != every[0]), 0)
+        if found := self.tell(odd and (odd, every[odd], every[0])):
+            rank, other, first = found
+            raise CheckpointError(
+                f"{what}: rank {rank} on {self.hosts[rank]} has {other} and rank 0 {first}; "
+                "expected the same on every rank"
+            )
+
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Name what the main thread waits in, should a rank not come; for others say it plainly."""
+        if threading.current_thread() is threading.main_thread():
+            with waiting(what, self.world):
+                yield
+            return
+        try:
+            yield
+        except RuntimeError as error:
+            raise CheckpointError(
+                f"{what} in the background: {describe_gone(_LISTED)} ({first_line(error)}); "
+                "expected each rank to go on until it is complete: wait for it before cleanup()"
+            ) from error
+
+    def _attempt(self, work: Callable[[], T]) -> tuple[T | CheckpointError, Exception | None]:
+        try:
+            return work(), None
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks wait for word
+            text = str(error) if isinstance(error, DistError) else _words(error)
+            who = f"rank {self.rank} on {self.hosts[self.rank]}: " if self.size > 1 else ""
+            return CheckpointError(who + text), error
+
+    def _judge(self, what: str, outcomes: list[Any], cause: Exception | None) -> None:
+        if failed := [str(each) for each in outcomes if isinstance(each, CheckpointError)]:
+            more = [f"and {len(failed) - _LISTED} more ranks"] if len(failed) > _LISTED else []
+            raise CheckpointError(f"{what}: {'; '.join([*failed[:_LISTED], *more])}") from cause
+
+
+@contextmanager
+def collecting_later() -> Iterator[None]:
+    """Put garbage collection off: with 40,000 tensors to list it took half the time."""
+    # In the main thread only: another would undo what the training does to it meanwhile.
+    if later := gc.isenabled() and threading.current_thread() is threading.main_thread():
+        gc.disable()
+    try:
+        yield
+    finally:
+        if later:
+            gc.enable()
+
+
+def _words(error: BaseException) -> str:
+    """Return an error in words, with its cause: torch wraps what a file raised."""
+    origin = error.__cause__ or error.__context__
+    text = f"{type(error).__name__}: {error}".rstrip(": ")
+    return f"{_words(origin)} ({text})" if isinstance(origin, OSError) else text
+
+
+def ranks_of(world: World | None) -> Ranks:
+    """Return the ranks of a world. Collective the first time: it makes their group."""
+    if world is None or world.info.world_size == 1:
+        return Ranks(world)
+    if "ranks" not in world.kept:
+        with waiting("the group for checkpoints", world):
+            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=world.timeout))
+        info = world.info
+        world.kept["ranks"] = Ranks(world, group, info.rank, info.world_size, world.hosts)
+    return cast("Ranks", world.kept["ranks"])

@@ -148,10 +148,8 @@ def open_console(info: RankInfo, host: str, line: str) -> Console:
     remote = RemoteTerminal()
     command = f"on {shlex.quote(host)}: {remote.command}"
     who = f"rank {info.rank} of {info.world_size}" if info.world_size > 1 else "this process"
-    sys.stderr.write(
-        f"ezpz: {who} stops at {line} and waits for you; {why_not}. Type in a shell {command}\n"
-    )
-    sys.stderr.flush()
+    text = f"ezpz: {who} stops at {line} and waits for you; {why_not}. Type in a shell {command}"
+    print(text, file=sys.stderr, flush=True)
     file = cast("IO[str]", remote)
     return Console(file, file, f"a socket; type in a shell {command}", remote.close)
 
@@ -254,21 +252,17 @@ def _listen() -> tuple[str, socket.socket]:
     # The second, where the first is on a file system without sockets, or its name is too long
     # (108 bytes on Linux: unix(7)).
     for place in dict.fromkeys((tempfile.gettempdir(), "/tmp")):  # noqa: S108  # mkdtemp's 0700
+        folder, listener = "", socket.socket(socket.AF_UNIX)
         try:
             folder = tempfile.mkdtemp(prefix="ezpz-pdb-", dir=place)
-        except OSError as error:
-            reasons.append(f"{place}: {error.strerror}")
-            continue
-        listener = socket.socket(socket.AF_UNIX)
-        try:
             listener.bind(os.path.join(folder, "socket"))
             listener.listen()
         except OSError as error:
-            reasons.append(f"{folder}: {error.strerror or error}")
+            reasons.append(f"{folder or place}: {error.strerror or error}")
             listener.close()
             shutil.rmtree(folder, ignore_errors=True)
-            continue
-        return folder, listener
+        else:
+            return folder, listener
     raise DistError(
         f"breakpoint() finds no terminal and no place for a socket ({'; '.join(reasons)}); "
         "expected a folder on a local disk; set TMPDIR to one"

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from io import FileIO
 from pathlib import Path
-from typing import IO, Any, Self, TypeAlias
+from typing import IO, Any, NamedTuple, Self, TypeAlias
 
 import torch
 from torch import Tensor
@@ -260,8 +260,7 @@ def pieces_of(shard: Shard, parts: Sequence[Stored]) -> Pieces:
 # How to recognize and open files.
 
 
-@dataclass(frozen=True, slots=True)
-class Format:
+class Format(NamedTuple):
     name: str
     recognizes: Callable[[Path], bool]
     open: Callable[[Path, Options], Source]
@@ -318,8 +317,7 @@ Way: TypeAlias = int | tuple[int, int | Sequence[int]] | None
 """The dim that is split, or None; and with it the number, or the sizes, of matrices stacked."""
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
+class Options(NamedTuple):
     """What files do not say: how the tensors of a pattern are split; the vocabulary unpadded."""
 
     plan: Mapping[str, Any] | None = None

@@ -152,20 +152,17 @@ def dtensors(
     name: str, local: Tensor, shard: Shard, group: ProcessGroup | None
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield name and DTensor of each matrix of a tensor, views of it without padding."""
-    alone = shard.dim is None or group is None or group.size() == 1
+    from torch.distributed import tensor as dtensor  # noqa: PLC0415 - heavy to import
+    from torch.distributed.device_mesh import DeviceMesh  # noqa: PLC0415
+
     for piece, view, matrix in _views(name, local, shard, group):
-        yield piece, view if alone else _dtensor(view, matrix, group)
-
-
-def _dtensor(view: Tensor, matrix: Shard, group: Any) -> Tensor:
-    from torch.distributed.device_mesh import DeviceMesh  # noqa: PLC0415 - where it is used
-    from torch.distributed.tensor import DTensor  # noqa: PLC0415 - heavy to import
-    from torch.distributed.tensor import Shard as Split  # noqa: PLC0415
-
-    assert matrix.dim is not None
-    mesh, placed = DeviceMesh.from_group(group, view.device.type), [Split(matrix.dim)]
-    shape, stride = torch.Size(matrix.full_shape), strides_of(matrix.full_shape)
-    return DTensor.from_local(view, mesh, placed, run_check=False, shape=shape, stride=stride)
+        if shard.dim is None or group is None or group.size() == 1:
+            yield piece, view
+            continue
+        mesh, placed = DeviceMesh.from_group(group, view.device.type), [dtensor.Shard(shard.dim)]
+        shape, stride = torch.Size(matrix.full_shape), strides_of(matrix.full_shape)
+        about: Any = {"shape": shape, "stride": stride, "run_check": False}
+        yield piece, dtensor.DTensor.from_local(view, mesh, placed, **about)
 
 
 def _views(

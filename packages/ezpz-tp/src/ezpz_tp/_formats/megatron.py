@@ -17,7 +17,7 @@ from typing import Any
 from ezpz_tp._errors import ParallelError
 from ezpz_tp._shard import Entry
 
-from . import Format, Options, Source, Split, Stored, check_equal, join, same_names, splits
+from . import Format, Options, Source, Stored, check_equal, join, same_names, splits
 from .huggingface import head_rows, layer_of, translated
 from .torch_file import TorchFile
 
@@ -64,7 +64,10 @@ def _open(path: Path, options: Options) -> Source:
     args = _arguments(stages[0][0])
     tied = not args.get("untie_embeddings_and_output_weights", True)
     embedding: list[Stored] = []
-    source, table = Source({"said": args}), _table(args)
+    gates = [args[name] for name in ("swiglu", "gated_linear_unit") if name in args]
+    way = "gated" if any(gates) else "columns"
+    table = MEGATRON | (splits(**{way: "*.linear_fc1.weight *.linear_fc1.bias"}) if gates else {})
+    source = Source({"said": args})
     for name, parts in _in_order(stages):
         file = parts[0].path
         if name in source.entries:
@@ -154,12 +157,6 @@ def _arguments(file: TorchFile) -> dict[str, Any]:
             "another order; expected 2.0 or later: load and save it by Megatron-LM"
         )
     return dict(vars(args)) if hasattr(args, "__dict__") else dict(args or {})
-
-
-def _table(args: dict[str, Any]) -> dict[str, Split]:
-    said = [args[name] for name in ("swiglu", "gated_linear_unit") if name in args]
-    way = "gated" if any(said) else "columns"
-    return MEGATRON | (splits(**{way: "*.linear_fc1.weight *.linear_fc1.bias"}) if said else {})
 
 
 def _chunks(files: list[TorchFile]) -> list[list[dict[str, Stored]]]:
