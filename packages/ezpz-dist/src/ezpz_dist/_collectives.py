@@ -290,7 +290,8 @@ def all_reduce(
 
     Numbers and small tensors, also a dict of up to 27 numbers, need a single collective, and
     larger ones a second. Tensors beyond 64 KiB over all ranks need one for each type in which
-    they travel: float32, float64 and int64. The host waits for the device.
+    they travel: float32 (16-bit floats and complex64 too), float64 (complex128 too) or int64 (all
+    integers). The host waits for the device.
 
     Args:
         obj: An int of at most 64 bits, a float, a numpy scalar, a dense tensor or a numpy
