@@ -243,8 +243,7 @@ _FSDP1 = "wrap_model_for_fsdp()"
 
 def wrap_model_for_fsdp(
     model: nn.Module, *, dtype: str | torch.dtype | None = None,
-    units: Collection[type[nn.Module]] | None = None,
-    compile: bool | Mapping[str, Any] = False, **options: Any,
+    units: Collection[type[nn.Module]] | None = None, **options: Any,
 ) -> FullyShardedDataParallel:  # fmt: skip
     """Shard a model by torch's FullyShardedDataParallel (FSDP1).
 
@@ -257,7 +256,6 @@ def wrap_model_for_fsdp(
         model: The bare model, the same on every rank; all start from the first rank's values.
         dtype: The type to compute in (``"bf16"``); gradients are reduced in fp32.
         units: As of `wrap_model_for_fsdp2`.
-        compile: As of `wrap_model`.
         options: Any of FullyShardedDataParallel's; they take the place of what is set here
             (``use_orig_params=True``, the units as ``auto_wrap_policy``).
 
@@ -271,9 +269,8 @@ def wrap_model_for_fsdp(
     from torch.distributed.fsdp.wrap import CustomPolicy  # noqa: PLC0415
 
     replicas = _replicas.find_replicas(_FSDP1)
-    given = {"dtype": dtype, "compile": compile, **options}
     precision = None
-    with _replicas.agreed(_FSDP1, model, given, replicas) as lines:
+    with _replicas.agreed(_FSDP1, model, {"dtype": dtype, **options}, replicas) as lines:
         _replicas.check_model(_FSDP1, model, replicas, options, _replicas.RESERVED)
         if "HYBRID" in str(options.get("sharding_strategy")):
             raise WrapError(
@@ -292,7 +289,6 @@ def wrap_model_for_fsdp(
         found = find_units(model, units)
         lines |= {f"unit {name}": type(module).__name__ for name, module in found.items()}
     _replicas.start_alike([*model.parameters(), *model.buffers()], replicas)
-    _compiled(model, compile)
     chosen = set(found.values())
     policy = CustomPolicy(lambda module: module in chosen)
     settings: dict[str, Any] = {"auto_wrap_policy": policy, "mixed_precision": precision}
@@ -540,10 +536,9 @@ def wrap_model(
         dtype: With FSDP, the type to compute in (``"bf16"``); gradients are reduced in
             fp32. With None nothing is cast, nor on one rank, which is logged.
         initialize: For a model on the meta device, as of `wrap_model_for_fsdp2`.
-        compile: Compile each block by itself, so that gathering and averaging stay outside of its
-            graph, and equal blocks are compiled once. Blocks are the members of lists, as of
-            `wrap_model_for_fsdp2`; a model without any is compiled whole. Names of parameters
-            stay. A mapping has the options of ``torch.compile``.
+        compile: Compile each block (as of `wrap_model_for_fsdp2`) by itself, so that collectives
+            stay outside of its graph, and equal blocks are compiled once; a model without blocks
+            is compiled whole. Parameters keep their names. Or the options of ``torch.compile``.
 
     Returns:
         The model itself on one rank, with FSDP2, and where it has nothing to train; the
