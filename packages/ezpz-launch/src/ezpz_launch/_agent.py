@@ -541,7 +541,8 @@ class Agent:
                 yield line.decode("ascii")
                 continue
             ends = self._ranks.launcher_ends
-            come, *_ = select.select([self._connection, *ends], [], [], self._ranks.next_look())
+            watched: list[socket.socket | int] = [self._connection, *ends]
+            come, *_ = select.select(watched, [], [], self._ranks.next_look())
             if self._connection not in come:
                 ends[:] = [end for end in ends if end not in come]
                 for rank in self._ranks.lost():
