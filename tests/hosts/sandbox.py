@@ -42,9 +42,13 @@ exec ip netns exec {name}-"$host" \\
 # Hydra quotes the path of its proxy for the shell that ssh would start.
 _LAUNCHER = """\
 #!/bin/bash
-# usage: launcher [-OPTION]... HOST WORD...   as ssh does it
+# usage: launcher [-OPTION]... HOST WORD...   as ssh does it, also that it keeps no file open
 while [[ ${{1-}} == -* ]]; do shift; done
 host=$1 && shift
+for fd in /proc/self/fd/*; do
+  fd=${{fd##*/}}
+  ((fd <= 2 || fd == 255)) || exec {{fd}}>&-
+done
 exec {directory}/enter "$host" bash -c "$*"
 """
 

@@ -116,6 +116,20 @@ def test_neither_sigusr1_and_sigusr2_nor_a_host_that_is_back_in_time_end_anythin
     started.ends_with(143, within=30, done=range(4))
 
 
+def test_a_host_that_comes_when_all_is_over_is_left_as_it_was(launch, place, tmp_path):
+    """Also where its proxy is reached late: by rsh, or by a scheduler that starts it."""
+    late, over = tmp_path / "late", tmp_path / "over"
+    login = place.environment["HYDRA_LAUNCHER_EXEC"]
+    late.write_text(f'#!/bin/sh\nuntil [ -e {over} ]; do sleep 0.05; done\nexec {login} "$@"\n')
+    late.chmod(0o755)
+    started = launch([], ["sh", "-c", "exit 75"], environment={"HYDRA_LAUNCHER_EXEC": str(late)})
+    assert started.ends(within=10) == 75, started.stderr
+    # Hydra's own words on it, "unable to send signal downstream" and six lines more, are no help.
+    assert re.fullmatch(r"ezpz-launch: rank \d on nodeA exited .* first of all.*\n", started.stderr)
+    over.touch()
+    started.leaves_nothing(within=10)
+
+
 def test_hang(running):
     started = running(["--idle-timeout", "3", "--grace", "2"], rank_program("hangs"))
     started.ends_with(124, within=15)

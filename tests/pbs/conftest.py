@@ -14,6 +14,7 @@ import os
 import shlex
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import time
 from importlib.metadata import distribution
@@ -96,10 +97,14 @@ class Pbs:
         self.lost.add(host)
         self.run("lose", host)
 
+    def find(self, host):
+        """Bring a node's link up again."""
+        self.run("find", host)
+
     def reset(self):
         """Find the lost nodes, and delete the jobs."""
         for host in self.lost:
-            self.run("find", host)
+            self.find(host)
         if self.jobs:
             self.on(SERVER, f"qdel -W force {' '.join(self.jobs)} >/dev/null 2>&1 || true")
         if self.lost:
@@ -139,6 +144,17 @@ def pbs_session():
     )
     yield pbs
     pbs.on(SERVER, f"rm -rf {pbs.home}")
+
+
+@pytest.fixture(scope="session")
+def ours_there(pbs_session):
+    """Let the environment there find torch and our packages here, where its hosts see them."""
+    places = [sysconfig.get_path("purelib"), *map(str, sorted(PACKAGES.glob("*/src")))]
+    site = f"{pbs_session.home}/env/lib/{Path(places[0]).parent.name}/site-packages"
+    pbs_session.on(SERVER, f"cat >{site}/here.pth", stdin="\n".join(places).encode())
+    said = pbs_session.on("x1n0", f"{pbs_session.home}/env/bin/python -c 'import torch' 2>&1 ||:")
+    if said:
+        pytest.skip(f"the hosts of this PBS see no torch of ours: {said.splitlines()[-1]}")
 
 
 @pytest.fixture

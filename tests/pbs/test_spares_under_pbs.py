@@ -1,42 +1,100 @@
-"""A spare node of a real PBS job takes the place of one that fails."""
+"""Each kind of fault on one of a real PBS job's three nodes, of which one is a spare."""
 
-import os
-import re
+import base64
+import io
+import json
 import shlex
+import tarfile
 
 import pytest
+from tests.conftest import load
 
-SLEEP = f"sleep {300 + os.getpid() % 1000}"  # no other test's
+chaos = load("faults.chaos")
+SERVER = "pbs-0001"
+OPTIONS = [*chaos.OPTIONS, "--idle-timeout", "15"]
+OPTIONS[OPTIONS.index("--spares") + 1] = "1"
 
-# The first attempt waits for what happens to it; the second is done at once.
-SAYS = f'echo "here $EZPZ_ATTEMPT $RANK $(hostname)"; [ "$EZPZ_ATTEMPT" = 1 ] || exec {SLEEP}'
-AGENT = "$(pgrep -f '[_]agent.py 1')"
+ALL = "$(pgrep -u alice)"
+RANKS = "pgrep -u alice -xf '[^ ]*python[^ ]* [^ ]*/steps.py .*'"
+AGENT, PROXY = "$(pgrep -f '[_]agent.py 1')", "$(pgrep -f '[h]ydra_pmi_proxy')"
 
-# What happens on the second node, and what is said of it.
-KINDS = {
-    "rank": (f"kill -9 $(pgrep -xf '{SLEEP}')", "SIGKILL"),
-    "agent and proxy": (f"kill -9 {AGENT} $(pgrep -f '[h]ydra_pmi_proxy')", "its agent has ended"),
-    "link": ("", "it does not answer any more"),
+# What is done on a host from outside, as root there.
+DONE = {
+    "kill a rank": f"kill -9 $({RANKS} -n)",
+    "segfault of a rank": f"kill -SEGV $({RANKS} -n)",
+    "kill a proxy": f"kill -9 {PROXY}",
+    "kill an agent": f"kill -9 {AGENT}",
+    "kill agent and proxy": f"kill -9 {AGENT} {PROXY}",
+    "freeze": f"kill -STOP {ALL}",
+    "link down": ":",  # by what is below the host
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_node_is_replaced(pbs, kind):
-    words = "ezpz-launch -N 2 --ppn 1 --spares 1 --grace 2 sh -c"
-    options = ["-l", "select=3:ncpus=1", "-W", "tolerate_node_failures=all"]
-    job = pbs.sub(f"{words} {shlex.quote(SAYS)}; echo exit $?", *options)
-    (second,) = re.findall(r"here 0 1 (\w+)", pbs.writes(job, "here 0 1"))
-    pbs.on(second, f"until ls -l /proc/{AGENT}/fd 2>&1 | grep -q socket: ; do sleep 0.2; done")
-    done, why = KINDS[kind]
-    if done:
-        pbs.on(second, done)
-    else:
-        pbs.lose(second)
-    said = pbs.writes(job, "exit 0")
-    (third,) = re.findall(r"here 1 1 (\w+)", said)
-    assert f"the fault of {second}: " in said
-    assert why in said
-    assert f"{third} takes the place of {second}; attempt 2 begins" in said
+class Nodes(chaos.Place):
+    """Three nodes of PBS; a job of its own for each case."""
+
+    kinds = chaos.KINDS.keys()
+    hosts = ("x1n0", "x1n1", "x1n2")
+
+    def __init__(self, pbs):
+        self.pbs = pbs
+
+    def root(self, host, text):
+        return self.pbs.run("on", host, "sh", "-c", text)
+
+    def run(self, case, folder):
+        """Return what is wrong after a case, and what its job has written."""
+        pbs, (fault,) = self.pbs, case.faults
+        there = f"{pbs.home}/{folder.name}"
+        pbs.on(SERVER, f"mkdir -p {there}/tmp")
+        program = pbs.write(f"{folder.name}/steps.py", chaos.PROGRAM.read_text())
+        pbs.write(f"{folder.name}/plan.json", json.dumps(case.plan()))
+        names = {"TMPDIR": f"{there}/tmp", "EZPZ_STATE_DIR": f"{there}/state"}
+        names["EZPZ_NODE_TIMEOUT"] = "3"
+        words = ["env", *(f"{name}={value}" for name, value in names.items()), "ezpz-launch"]
+        words += [*OPTIONS, "python", program, there, str(chaos.STEPS)]
+        job = pbs.sub(
+            f"{shlex.join(words)}; echo over: $?",
+            *("-l", "select=3:ncpus=2", "-W", "tolerate_node_failures=all"),
+        )
+        if fault["kind"] in DONE:
+            acked = f'[ "$(tail -n 1 {there}/acked 2>&1)" -ge {case.step} ] 2>/dev/null'
+            wait = f"until {acked}; do sleep 0.02; done"  # there: a training is soon over
+            self.root(fault["host"], f"{wait}; {DONE[fault['kind']]}")
+        if fault["kind"] == "link down":
+            pbs.lose(fault["host"])
+        said = pbs.writes(job, "over: ")
+        if fault["kind"] == "link down":
+            pbs.find(fault["host"])
+        self.root(fault["host"], f"kill -CONT {ALL} 2>&1 || :")
+        status = int(said.rpartition("over: ")[2].split()[0])
+        packed = pbs.on(SERVER, f"tar c -C {there} --exclude steps.py . | base64")
+        with tarfile.open(fileobj=io.BytesIO(base64.b64decode(packed))) as tar:
+            tar.extractall(folder, filter="data")
+        case.end = chaos.undisturbed()
+        return [*case.wrong(status, folder), *self.left(there)], said
+
+    def left(self, there):
+        """Return what is left of a case on the nodes, once PBS has ended its job."""
+        left = {}
+
+        def is_nothing():
+            left.update((host, self.root(host, "pgrep -u alice -af . || :")) for host in self.hosts)
+            return not any(left.values())
+
+        try:
+            chaos.until(is_nothing, 60)
+        except TimeoutError:
+            return [f"left running: {left}"]
+        return self.pbs.on(SERVER, f"ls -d {there}/tmp/ezpz-* 2>/dev/null || :").split()
+
+
+@pytest.mark.usefixtures("ours_there")
+@pytest.mark.parametrize("kind", chaos.KINDS)
+def test_the_verdict_is_right_and_the_training_is_done_as_if_nothing_had_been(pbs, tmp_path, kind):
+    nodes = Nodes(pbs)
+    wrong, said = nodes.run(chaos.Case(1, nodes, kind), tmp_path)
+    assert wrong == [], said
+    is_blamed = "the fault of x1n1: " in said  # but where the training is done before it is known
+    assert ("x1n2 takes the place of x1n1; attempt " in said) == is_blamed, said
     assert "tolerate_node_failures" not in said
-    if done:
-        assert pbs.on(second, f"sleep 1; pgrep -cxf '{SLEEP}' || true").strip() == "0"

@@ -4,16 +4,18 @@ import contextlib
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import sysconfig
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 import ezpz_launch._agent as module
-from ezpz_launch._agent import Ranks, is_running
+from ezpz_launch._agent import Agent, Ranks, is_running
 from ezpz_launch.rank_output import Files
 
 ID = f"agent-test.{os.getpid()}"  # a session beside this one must not meet ours
@@ -222,8 +224,26 @@ def test_a_rank_that_ended_with_its_shim_is_not_lost(shim, ranks, until, is_seen
         assert ranks.lost() == []
     os.killpg(child.pid, signal.SIGKILL)
     child.wait(120)
-    until(lambda: not is_running(command))
     assert [ranks.lost() for _ in range(3)] == [[], [], []]
+    until(lambda: not is_running(command))
+
+
+def test_the_end_of_what_started_a_rank_is_seen_at_once(shim, process, until, monkeypatch):
+    """The ranks may be done before the next look."""
+    for name in ("_LOOK", "_FIRST_LOOK"):
+        monkeypatch.setattr(module, name, 600.0)
+    launcher, child = process("sleep", "600"), shim()
+    ours, its = socket.socketpair()
+    ranks = Ranks(ID, launcher.pid)
+    with ours, its, ThreadPoolExecutor(1) as pool:
+        served = pool.submit(Agent(its, ranks).serve)
+        ours.sendall(b"start 0 %d\n" % child.pid)
+        until(ranks.next_look)
+        kill_and_reap(launcher)
+        ours.settimeout(60)
+        said = ours.recv(100)
+        ours.sendall(b"farewell\n")
+        assert (said, served.result()) == (b"lost 0\n", True)
 
 
 def test_a_rank_whose_shim_waits_to_be_released_is_not_lost(shim, ranks):

@@ -1,5 +1,6 @@
 """Command lines that no machine's golden file has."""
 
+import os
 import subprocess
 from dataclasses import replace
 
@@ -142,7 +143,7 @@ def test_intels_hydra_gets_no_flag_of_mpichs(nodes, words):
     assert ("I_MPI_JOB_RESPECT_PROCESS_PLACEMENT" in told.environment) == (nodes > 1)
 
 
-def test_hydra_reaches_other_nodes_as_it_is_told():
+def test_hydra_reaches_other_nodes_as_it_is_told(tmp_path):
     hydra = Launcher("x", "hydra", "", pbs_tmrsh="/pbs/pbs_tmrsh")
     told = planned(hydra, machine="generic-pbs", of=2)
     words = own_words(told)
@@ -150,12 +151,19 @@ def test_hydra_reaches_other_nodes_as_it_is_told():
     assert words[7:10] == ["-launcher", "rsh", "-launcher-exec"]
     assert words[11:] == ["-hostfile", "/tmp/hosts"]
     assert told.environment["EZPZ_PBS_TMRSH"] == "/pbs/pbs_tmrsh"
-    # as Hydra calls it: options, the host, and words that are quoted for a shell
+    # as Hydra calls it: options, the host, words that are quoted for a shell, and its own files
+    tmrsh = tmp_path / "tmrsh"
+    tmrsh.write_text('#!/bin/sh\necho "$@"; ls /proc/$$/fd')
+    tmrsh.chmod(0o755)
+    words = [words[10], "-l", "x1", '"/bin/true"', "it's"]
+    bash = ["bash", "-c", 'exec 3<&0 5<&0 9<&0 "$@"', "bash", *words]
     done = subprocess.run(
-        [words[10], "-l", "x1", '"/bin/true"', "it's"],
-        env={"EZPZ_PBS_TMRSH": "/bin/echo"}, capture_output=True, text=True, check=True,
+        bash, env={"EZPZ_PBS_TMRSH": str(tmrsh), "PATH": os.defpath}, stdin=subprocess.DEVNULL,
+        capture_output=True, text=True, check=True,
     )  # fmt: skip
-    assert done.stdout == """x1 /bin/sh -c "/bin/true" it's\n"""
+    said, *files = done.stdout.splitlines()
+    assert said == """x1 /bin/sh -c "/bin/true" it's"""
+    assert not {"3", "5", "9"} & set(files)
 
 
 @pytest.mark.parametrize(("machine", "env", "wanted"), [

@@ -33,11 +33,17 @@ def sifted(*chunks):
     return kept + reports.rest(), found
 
 
-@pytest.mark.parametrize("cut", [0, 51], ids=["in one piece", "as Hydra writes it"])
-def test_hydras_words_on_killed_ranks_are_left_out(cut):
-    output, words = Output(ID, lambda: None), b"\n" + b"=" * 83 + b"\n=   BAD TERMINATION\n"
+_OF_RANKS = b"\n" + b"=" * 83 + b"\n=   BAD TERMINATION\n"
+_OF_PROXIES = b"[mpiexec@node-1] HYDU_sock_write (sock.c:250): write error (Bad file descriptor)\n"
+
+
+@pytest.mark.parametrize(("words", "cut"), [
+    (_OF_RANKS, 0), (_OF_RANKS, 51), (_OF_PROXIES, 0), (_OF_PROXIES, 17),
+])  # fmt: skip
+def test_hydras_words_on_its_end_are_left_out(words, cut):
+    output = Output(ID, lambda: None)
     shown = [output._sift(1, b"rank 0\n")]
-    output.killed = True
+    output.hushes = True
     shown += [output._sift(1, each) for each in (words[:cut], words[cut:], b"=   PID 7\n")]
     assert b"".join(shown) == b"rank 0\n"
 

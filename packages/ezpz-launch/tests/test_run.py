@@ -70,6 +70,17 @@ def test_ranks_that_do_not_start_are_named_once_and_the_launch_goes_on(ran, monk
     assert (ended.exit_status, err.count(absent)) == (1, 1)
 
 
+@pytest.mark.parametrize("ended", [0, 3])
+def test_ranks_that_have_not_begun_have_the_same_moment_as_others_after_a_failure(
+    ran, monkeypatch, ended
+):
+    monkeypatch.setattr(module, "SETTLE", 2.0 if ended else 60.0)
+    script = "sleep 0.5; echo a rank begins; exit 75" if not ended else "sleep 600"
+    hosts = ("beta.invalid",) * 2  # no agent there
+    outcome, out, _ = ran(script, starts=[0], reports=[("end", 0, 75)], hosts=hosts)
+    assert (out, outcome.exit_status) == ("" if ended else "a rank begins\n", 75)
+
+
 # the launcher
 
 

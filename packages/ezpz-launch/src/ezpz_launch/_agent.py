@@ -180,8 +180,23 @@ def _catchers(shim: int, number: int) -> list[int]:
 
 def _catches(pid: int, number: int) -> bool:
     """Return whether a process has a handler for a signal; False where /proc does not tell."""
-    _, found, rest = _read(pid, "status").partition(b"SigCgt:")
+    return _has(pid, b"SigCgt:", number)
+
+
+def _has(pid: int, mask: bytes, number: int) -> bool:
+    """Return whether a signal is in this mask of proc(5)'s status."""
+    _, found, rest = _read(pid, "status").partition(mask)
     return bool(found) and bool(int(rest.split()[0], 16) >> (number - 1) & 1)
+
+
+_EXITING = 4  # PF_EXITING of Linux's sched.h, in the field "flags" of proc(5)'s stat
+
+
+def _is_killed(pid: int) -> bool:
+    """Return whether a process is ending just now, or SIGKILL is on its way to it."""
+    fields = _stat(pid)
+    is_exiting = bool(fields) and bool(int(fields[6]) & _EXITING)
+    return is_exiting or any(_has(pid, m, signal.SIGKILL) for m in (b"SigPnd:", b"ShdPnd:"))
 
 
 def _goes_away(is_there: Callable[[], object], seconds: float) -> bool:
@@ -214,6 +229,11 @@ class Ranks:
 
     def __init__(self, launch_id: str, launcher: int = 0, files: Files | None = None) -> None:
         self._launch_id, self._launcher = launch_id.encode(), launcher
+        # What is readable when it ends: its ranks may be done before the next look.
+        self.launcher_ends: list[int] = []
+        with contextlib.suppress(OSError):
+            if launcher and hasattr(os, "pidfd_open"):
+                self.launcher_ends = [os.pidfd_open(launcher)]
         self.files = files or Files("", "")
         self._pids: dict[int, int] = {}
         # Of each shim that has ever started: its group, its start, and what started it.
@@ -272,15 +292,19 @@ class Ranks:
             for child in _children_of(pid)[:1]:
                 self._commands[rank] = (child, birth_of(child))
         parent = parent_of(pid)
-        if parent and parent != self._parents[pid]:
-            return True
+        is_orphan = bool(parent) and parent != self._parents[pid]
         # Or it died before we had heard of this rank.
-        return self._launcher not in (0, parent) and not is_running(self._launcher)
+        is_orphan = is_orphan or (
+            self._launcher not in (0, parent) and not is_running(self._launcher)
+        )
+        # A launcher that ends kills its ranks first.
+        return is_orphan and not _is_killed(pid)
 
     def _goes_on(self, rank: int) -> bool:
         command, born = self._commands.get(rank, (0, ""))
         if command:
-            return is_running(command) and birth_of(command) == born
+            is_same = is_running(command) and birth_of(command) == born
+            return is_same and not _is_killed(command)
         # The shim died before we had seen its command. Twice: it may just be ending.
         is_suspect, self._suspects = rank in self._suspects, self._suspects | {rank}
         marks = {b"EZPZ_LAUNCH_ID": self._launch_id, b"EZPZ_RANK": b"%d" % rank}
@@ -516,7 +540,11 @@ class Agent:
                 received = rest
                 yield line.decode("ascii")
                 continue
-            if not select.select([self._connection], [], [], self._ranks.next_look())[0]:
+            ends = self._ranks.launcher_ends
+            watched: list[socket.socket | int] = [self._connection, *ends]
+            come, *_ = select.select(watched, [], [], self._ranks.next_look())
+            if self._connection not in come:
+                ends[:] = [end for end in ends if end not in come]
                 for rank in self._ranks.lost():
                     self._say(b"lost %d\n" % rank)
                 self._tell_of_files()

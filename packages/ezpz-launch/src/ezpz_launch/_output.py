@@ -99,8 +99,11 @@ _CHUNK = 1 << 16
 _TAIL = 1 << 13
 _TICK = 0.02
 
-_OF_THE_KILLED = re.compile(rb"\n?(={50}(={33}\n|\Z)|YOUR APPLICATION TERMINATED WITH)")
-"""How Hydra begins its last words, in pieces, of ranks that died of a signal (MPICH 5.0.2)."""
+_OF_THE_END = re.compile(
+    rb"\n?(={50}(={33}\n|\Z)|YOUR APPLICATION TERMINATED WITH|\[(mpiexec|proxy:[\d:]+)@\S+\] )"
+)
+"""How Hydra begins its last words, in pieces: of ranks that died of a signal, or of proxies that
+it does not reach (MPICH 5.0.2)."""
 
 _LEFT_BEHIND = 2.0  # seconds for which what an ended launcher's ranks left behind may go on writing
 _TOLD = 1.0  # seconds that a reader has who takes nothing, when we are told to end
@@ -112,7 +115,7 @@ class Output:
     def __init__(self, launch_id: str, wake: Callable[[], None]) -> None:
         self.last = time.monotonic()  # when something came last
         self.nobody_reads = False  # whether our standard output is a pipe without a reader
-        self.killed = False  # whether the ranks were: the launcher's words on that are left out
+        self.hushes = False  # whether we end the launcher: its words on that are left out
         self.tail = b""  # the last bytes of standard error
         self._reports = {1: Reports(launch_id), 2: Reports(launch_id)}
         self._found: SimpleQueue[Report] = SimpleQueue()
@@ -183,7 +186,7 @@ class Output:
         chunk, found = self._reports[target].feed(chunk)
         if target in self._hushed:
             chunk = b""
-        elif self.killed and (last := _OF_THE_KILLED.search(chunk)):
+        elif self.hushes and (last := _OF_THE_END.search(chunk)):
             self._hushed.add(target)
             chunk = chunk[: last.start()]
         if target == 2:

@@ -77,7 +77,7 @@ class _Run:
         self.told: signal.Signals | None = None  # the signal that ended it
         # Whether the ranks are to end: told by someone, failed or, as no one writes, hanging.
         self.ending = self.hangs = self.port_taken = False
-        self.goes_with_job = False
+        self.goes_with_job = self.killed = False
         self.unanswered = 0
         self.forwarded = signal.SIGTERM
         self.signal_at = launch.signal_at
@@ -161,7 +161,7 @@ class _Run:
         nodes, say = self.nodes, self.output.say
         while nodes.lost:
             rank = nodes.lost.pop(0)
-            if self.status.take(("end", rank, 128 + signal.SIGKILL)) and not self.output.killed:
+            if self.status.take(("end", rank, 128 + signal.SIGKILL)) and not self.killed:
                 where = self.launch.host_of(rank)
                 say(f"rank {rank} on {where} is lost: what started it is gone")
                 self.facts = self.facts._replace(orphans=self.facts.orphans | {rank})
@@ -263,17 +263,19 @@ class _Run:
     def let_the_launcher_end(self) -> None:
         """See whether it is what is left, and give it some time."""
         now, status, at = self.now, self.status, self.at
+        # Ranks that have not begun have the same moment to end by themselves.
+        goes_on = status.has_running or (not status.all_ended and "terminate" in at)
         if status.all_ended and not self.ending and "end the launcher" not in at:
             self.nodes.end_left()
             at["end the launcher"] = now + _LINGER
-        if self.ending and not self.output.killed:
-            if status.has_running:
+        if self.ending and not self.killed:
+            if goes_on:
                 at.pop("end the launcher", None)
             elif "end the launcher" not in at:
                 patience = _LAUNCHER_ENDS if status.all_ended else SETTLE
                 unreached = self.nodes.unreached(status.held)
                 at["end the launcher"] = now + (0.0 if unreached else patience)
-        if self.ending and not status.has_running:
+        if self.ending and not goes_on:
             at.setdefault("release", now)
 
     def end_within(self, grace: float) -> None:
@@ -325,7 +327,7 @@ class _Run:
         if self.is_due("forward"):
             self.forward()
         if self.is_due("kill", again=SETTLE):  # for those that come late
-            self.output.killed = True
+            self.killed = self.output.hushes = True
             end = self.at.get("end the launcher", NEVER)
             patience = _BROUGHT if self.launch.control.kept else _KILLED
             self.at["end the launcher"] = min(end, self.now + patience)
@@ -339,7 +341,8 @@ class _Run:
         if self.is_due("release", again=_RELEASE):  # the first word may have come too early
             for rank in () if self.status.has_running else self.status.held:
                 self.nodes.release(rank, self.status.pids.get(rank, 0))
-        if self.is_due("end the launcher", again=_KILLED if self.output.killed else _LAUNCHER_ENDS):
+        if self.is_due("end the launcher", again=_KILLED if self.killed else _LAUNCHER_ENDS):
+            self.output.hushes = True
             send(-self.process.pid, self.launcher_signal)
             self.launcher_signal = signal.SIGKILL
 

@@ -6,4 +6,7 @@
 while [ "${1#-}" != "${1-}" ]; do shift; done
 ezpz_host=$1
 shift
+# Hydra's own, which rsh and ssh would close: where mpiexec is gone, a proxy that comes late could
+# still connect to its socket, and would wait for ever.
+exec 3>&- 4>&- 5>&- 6>&- 7>&- 8>&- 9>&-
 exec "$EZPZ_PBS_TMRSH" "$ezpz_host" /bin/sh -c "$*"
