@@ -199,11 +199,19 @@ def test_it_sees_the_same_ranks(clean_env, tmp_path, library):
 @pytest.mark.parametrize("debug", ["", "1"])
 def test_a_hang_that_ends_a_script_says_its_sentence_first(user_env, debug):
     code = """
-import ezpz_dist
+import contextlib, ezpz_dist
 ezpz_dist.setup_torch(backend="gloo")
-exec(compile("def of_ours(): raise error", ezpz_dist.__path__[0] + "/_collectives.py", "exec"))
+ours = '''
+@contextlib.contextmanager
+def of_ours():
+    with contextlib.suppress(ValueError):
+        yield
+    raise error
+'''
+exec(compile(ours, ezpz_dist.__path__[0] + "/_collectives.py", "exec"))
 error = ezpz_dist.HangError("who is missing")
-of_ours()
+with of_ours():
+    raise ValueError
 """
     done = subprocess.run(
         [sys.executable, "-c", code], env={**user_env, "EZPZ_DEBUG": debug}, text=True,
@@ -214,7 +222,7 @@ of_ours()
     first, last = ("Traceback", "ezpz_dist._errors.HangError: ") if debug else ("HangError: ", "  ")
     assert lines[0].startswith(first)
     assert lines[-1].startswith(last)
-    assert ("in of_ours" in done.stderr) == bool(debug)
+    assert ("in of_ours" in done.stderr) == ("contextlib" in done.stderr) == bool(debug)
 
 
 # Seeds.

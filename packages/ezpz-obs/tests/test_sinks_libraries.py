@@ -127,6 +127,19 @@ class TestMlflow:
         assert replay(tmp_path, "mlflow") == 70
         assert len(self.runs(tmp_path)[1]) == 2
 
+    def test_one_that_is_set_up_is_beside_those_of_the_environment(self, tmp_path, python):
+        script = """
+            from ezpz_obs import History, setup_mlflow
+            setup_mlflow("mine")
+            setup_mlflow("mine")
+            with History(".", summary=False) as history:
+                history.record({"loss": 1})
+        """
+        python(script, env={"EZPZ_TRACKER_BACKENDS": "csv"})
+        client, (run,) = self.runs(tmp_path)
+        assert client.get_experiment(run.info.experiment_id).name == "mine"
+        assert (tmp_path / "metrics.csv").exists()
+
     def test_names_that_mlflow_does_not_take(self):
         from ezpz_obs._sinks.mlflow import _shown
 

@@ -184,7 +184,7 @@ def print_error(
     if not issubclass(kind, HangError | MismatchError) or os.environ.get("EZPZ_DEBUG"):
         sys.__excepthook__(kind, value, trace)
         return
-    ours = os.path.dirname(__file__)
+    ours = os.path.dirname(__file__), contextmanager.__code__.co_filename
     frames = [one for one in traceback.extract_tb(trace) if not one.filename.startswith(ours)]
     where = "".join(traceback.format_list(frames))
     print(f"{kind.__name__}: {value}\n{where}", end="", file=sys.stderr, flush=True)

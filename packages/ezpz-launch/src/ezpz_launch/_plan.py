@@ -447,17 +447,20 @@ def explain(
     lines += ["because:"]
     for name, value, why in rows:
         start = f"  {name:<{widths[0]}}  {value:<{widths[1]}}  "
-        lines += _wrapped(start, f"({why})", columns) if columns else [f"{start}({why})"]
+        lines += wrapped(start, f"({why})", columns)
     return "\n".join([*lines, *(f"note: {note}" for note in (*plan.warnings, *plan.notes))])
 
 
-def _wrapped(start: str, text: str, columns: int) -> list[str]:
+def wrapped(start: str, text: str, columns: int) -> list[str]:
+    """Return a row whose last cell stays below itself; where there are no columns, one line."""
+    if not columns:
+        return [f"{start}{text}".rstrip()]
     from textwrap import wrap  # noqa: PLC0415  # only a terminal needs it
 
     return wrap(
         text, max(columns, len(start) + 18), initial_indent=start,
         subsequent_indent=" " * len(start), break_long_words=False, break_on_hyphens=False,
-    )  # fmt: skip
+    ) or [start.rstrip()]  # fmt: skip
 
 
 def explain_json(plan: LaunchPlan, argv: Sequence[str], hostfile: Sequence[str]) -> str:

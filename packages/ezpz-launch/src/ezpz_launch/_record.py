@@ -15,6 +15,7 @@ from ezpz_topo import fold_nodelist, get_hostname, same_host
 from ._agent import birth_of, is_running
 from ._errors import LaunchError, say
 from ._launch import Outcome, how
+from ._plan import wrapped
 from ._version import __version__
 
 if TYPE_CHECKING:
@@ -421,11 +422,14 @@ def state_of(stored: Stored) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table, whose last column a terminal's width breaks."""
+    columns = os.get_terminal_size(1).columns if os.isatty(1) else 0
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+    lines: list[str] = []
+    for *row, last in rows:
+        start = "".join(f"{cell:<{width}}  " for cell, width in zip(row, widths, strict=False))
+        lines += wrapped(start, last, columns)
+    return lines
 
 
 def duration(seconds: float) -> str:

@@ -436,11 +436,11 @@ def _told(planned: LaunchPlan, env: Mapping[str, str]) -> dict[str, str]:
         columns -= len(f"[{placement.nproc - 1}@{max(placement.hosts, key=len)}] ")
     # Ours is read by the rank's pump and by ezpz_obs. FORCE_COLOR is read by rich, structlog,
     # termcolor, pytest, and Python from 3.13 on (docs.python.org/3/using/cmdline.html,
-    # "Controlling color"); COLUMNS and LINES by Python's shutil, rich, and tqdm, which takes the
-    # other sign of a terminal (ioctl) from the pipe that it has (tqdm/utils.py, 4.67).
+    # "Controlling color"); COLUMNS and LINES by Python's shutil and rich; TQDM_NCOLS by tqdm, which
+    # leaves a column free and else asks the pipe that it has (tqdm/utils.py, 4.70).
     told = {"EZPZ_TERMINAL": "1", "TERM": "xterm", "FORCE_COLOR": "1"}
     if columns > 20 and lines > 0:  # some pseudo-terminals have no size
-        told |= {"COLUMNS": str(columns), "LINES": str(lines)}
+        told |= {"COLUMNS": f"{columns}", "LINES": f"{lines}", "TQDM_NCOLS": f"{columns - 1}"}
     if env.get("NO_COLOR") or env.get("TERM") == "dumb":
         del told["FORCE_COLOR"]
     return {name: env.get(name, value) for name, value in told.items()}

@@ -664,7 +664,7 @@ def _seconds_of(system: bool | float) -> float:
 def _chosen(sinks: Iterable[str | Sink]) -> list[Sink]:
     # Who wants none does not load them.
     named = sinks or os.environ.get("EZPZ_SINKS") or os.environ.get("EZPZ_TRACKER_BACKENDS")
-    if not named and "wandb" not in sys.modules:
+    if not named and not sys.modules.keys() & {"wandb", "ezpz_obs._sinks"}:
         return []
     from ._sinks import make_sinks
 

@@ -64,7 +64,7 @@ def hostile(write_run, records):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("width", "dark"), [(1280, False), (500, True)])
+@pytest.mark.parametrize(("width", "dark"), [(1280, False), (390, True)])
 def test_curves_are_seen(page, browser, tmp_path, dark, width):
     picture = tmp_path / "page.png"
     browser(page, f"--screenshot={picture}", width=width, height=2200, dark=dark)

@@ -21,17 +21,19 @@ from .helper import Helper
 from .libraries import LIBRARY_SINKS, Sink, check_installed, say_error
 
 NAMES: Final = ("csv", *LIBRARY_SINKS)
+SET_UP: Final[set[str]] = set()  # by `setup_mlflow`, beside those of the environment
 
 
 def make_sinks(sinks: Iterable[str | Sink]) -> list[Sink]:
     """Return the sinks that are named; else those of ``EZPZ_SINKS``, else W&B's live run."""
     if isinstance(sinks, str):
         sinks = _names(sinks)
-    sinks = list(sinks) or _names(
-        os.environ.get("EZPZ_SINKS") or os.environ.get("EZPZ_TRACKER_BACKENDS") or ""
-    )
-    if not sinks and getattr(sys.modules.get("wandb"), "run", None) is not None:
-        sinks = ["wandb"]
+    sinks = list(sinks)
+    if not sinks:
+        found = os.environ.get("EZPZ_SINKS") or os.environ.get("EZPZ_TRACKER_BACKENDS") or ""
+        if not found and getattr(sys.modules.get("wandb"), "run", None) is not None:
+            found = "wandb"
+        sinks = list(dict.fromkeys([*_names(found), *SET_UP]))
     # History is "jsonl" itself.
     return [make_sink(sink) for sink in sinks if sink not in ("jsonl", "none")]
 

@@ -13,6 +13,7 @@ from typing import Any
 from ezpz_obs._errors import SinkError
 from ezpz_obs._file import as_float
 
+from . import SET_UP
 from .libraries import check_installed, metrics_of, plain_config, project_of, run_key
 
 _TAG = "ezpz_obs.run"
@@ -24,6 +25,8 @@ _NOT_IN_NAMES = re.compile(r"[^\w\-. :/]")
 def setup_mlflow(project_name: str | None = None, *, tracking_uri: str | None = None) -> None:
     """Have each `History` that this process makes from now on, and that names no sinks, use MLflow.
 
+    It is used beside W&B's live run and the sinks of ``EZPZ_SINKS``.
+
     Args:
         project_name: The experiment; default: ``MLFLOW_EXPERIMENT_NAME``, else the script's name.
         tracking_uri: The server; default: ``MLFLOW_TRACKING_URI``, else the run's folder.
@@ -34,8 +37,7 @@ def setup_mlflow(project_name: str | None = None, *, tracking_uri: str | None = 
     check_installed("mlflow")
     told = {"MLFLOW_EXPERIMENT_NAME": project_name, "MLFLOW_TRACKING_URI": tracking_uri}
     os.environ.update({name: value for name, value in told.items() if value is not None})
-    named = os.environ.get("EZPZ_SINKS")
-    os.environ["EZPZ_SINKS"] = f"{named},mlflow" if named else "mlflow"
+    SET_UP.add("mlflow")
 
 
 class MlflowSink:

@@ -83,6 +83,6 @@ def batches(text: Text, settings: Settings, replicas: int) -> Iterator[tuple[int
     )  # fmt: skip
     endless = chain.from_iterable(repeat(loader))
     some = islice(endless, settings.steps)
-    shown = ezpz.progress(some, total=settings.steps, desc="train", unit="step", every=5.0)
+    shown = ezpz.progress(some, total=settings.steps, desc="train", unit="step", every=2.0)
     for step, (tokens, targets) in enumerate(shown, 1):
         yield step, tokens, targets

@@ -62,6 +62,7 @@ def train(settings: Settings) -> None:
         disable_tqdm=True, ddp_find_unused_parameters=False,
         use_cpu=ezpz.get_torch_device_type() == "cpu",
     )  # fmt: skip
+    logger.info("making the trainer")
 
     # With what all ranks find: metrics.jsonl shows their mean, and that they agree.
     with ezpz.History(settings.outdir, cross_rank=True, system=True) as history:

@@ -135,6 +135,8 @@ def train(tp: int = 2, steps: int = 80, lr: float = 3e-3, seed: int = 42, outdir
     dist.init_process_group({"cuda": "nccl", "xpu": "xccl"}.get(device.type, "gloo"))
     tp = min(tp, dist.get_world_size())
     mpu.initialize_model_parallel(tensor_model_parallel_size=tp)
+    if dist.get_rank() == 0:
+        print(f"ready: tp={tp} ranks={dist.get_world_size()}", flush=True)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     config = ModelParallelConfig(
         tensor_model_parallel_size=tp, sequence_parallel=tp > 1,
