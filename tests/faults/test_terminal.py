@@ -55,10 +55,12 @@ class Window:
         # The sandbox's hosts have names that nobody can look up, which a line would say.
         options = [*self.place.options, "--env", "MASTER_ADDR=127.0.0.1"]
         command = [sys.executable, "-m", "ezpz_launch", "--launcher", self.place.launcher, *options]
-        line = shlex.join(["env", *env, *command, "python", "-c", program, *words])
+        line = shlex.join(
+            ["env", "-u", "COLUMNS", "-u", "LINES", *env, *command, "python", "-c", program, *words]
+        )
         self.ask(
             "start-server", ";", "set", "-g", "default-terminal", "screen-256color", ";",
-            "new-session", "-dx120", "-y60", f'trap : INT; {line}; echo "status $?"; exec cat',
+            "new-session", "-dx120", "-y60", f'trap : INT; {line}; printf "\nstatus $?\n"; exec cat',
         )  # fmt: skip
 
     def ask(self, *words):
