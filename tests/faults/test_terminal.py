@@ -60,7 +60,7 @@ class Window:
         )
         self.ask(
             "start-server", ";", "set", "-g", "default-terminal", "screen-256color", ";",
-            "new-session", "-dx120", "-y60", f'trap : INT; {line}; printf "\nstatus $?\n"; exec cat',
+            "new-session", "-dx120", "-y60", f'trap : INT; {line}; printf "\nstatus $?\n"; cat',
         )  # fmt: skip
 
     def ask(self, *words):
