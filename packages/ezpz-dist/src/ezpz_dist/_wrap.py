@@ -69,7 +69,7 @@ def wrap_model_for_ddp(
     """
     replicas = _replicas.find_replicas(_DDP)
     device = replicas.world.device
-    given = {"initialize": initialize, "compile": compile, **options}
+    given = {"initialize": initialize, "compile": compile or None, **options}
     with _replicas.agreed(_DDP, model, given, replicas):
         _replicas.check_model(_DDP, model, replicas, options, _replicas.RESERVED)
         if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -377,7 +377,7 @@ def wrap_model_for_fsdp2(
     given = {
         "dtype": dtype, "reduce_dtype": reduce_dtype, "shard_size": shard_size,
         "reshard_after_forward": reshard_after_forward, "initialize": initialize,
-        "compile": compile, **options,
+        "compile": compile or None, **options,
     }  # fmt: skip
     policy = MixedPrecisionPolicy()
     with _replicas.agreed(_FSDP2, model, given, replicas) as lines:
@@ -560,7 +560,7 @@ def wrap_model(
             logger.warning("wrap_model(dtype=%s) on one rank casts nothing", dtype)
         materialize(model, device, initialize)
         return _compiled(model.to(device), compile)
-    given = {"use_fsdp": use_fsdp, "dtype": dtype, "initialize": initialize, "compile": compile}
+    given = {"use_fsdp": use_fsdp, "dtype": dtype, "initialize": initialize, "compile": compile or None}
     with _replicas.agreed(_CALL, model, given, replicas):
         _check(model, use_fsdp, dtype, initialize)
         _replicas.refuse_mps(_CALL, replicas)
