@@ -560,7 +560,7 @@ def wrap_model(
             logger.warning("wrap_model(dtype=%s) on one rank casts nothing", dtype)
         materialize(model, device, initialize)
         return _compiled(model.to(device), compile)
-    given = {"use_fsdp": use_fsdp, "dtype": dtype, "initialize": initialize, "compile": compile or None}
+    given = {"use_fsdp": use_fsdp, "dtype": dtype, "initialize": initialize}
     with _replicas.agreed(_CALL, model, given, replicas):
         _check(model, use_fsdp, dtype, initialize)
         _replicas.refuse_mps(_CALL, replicas)
