@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ._clock import Clock as Clock
     from ._clock import find_clock as find_clock
     from ._errors import DeviceError as DeviceError
+    from ._flops import count_flops as count_flops
     from ._peaks import get_peak_flops as get_peak_flops
     from ._properties import Memory as Memory
     from ._properties import get_device_properties as get_device_properties

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from ._logs import log_dict_as_bulleted_list as log_dict_as_bulleted_list
     from ._performance import StepTimer as StepTimer
     from ._performance import Throughput as Throughput
-    from ._performance import count_flops as count_flops
     from ._performance import memory_metrics as memory_metrics
     from ._performance import transformer_flops as transformer_flops
     from ._profile import profile as profile

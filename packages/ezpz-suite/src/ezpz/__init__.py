@@ -10,6 +10,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     # The one list of the public names: type checkers read it, and `attach` does.
     from ezpz_device import TORCH_DTYPES_MAP as TORCH_DTYPES_MAP
+    from ezpz_device import count_flops as count_flops
     from ezpz_device import get_device_properties as get_device_properties
     from ezpz_device import get_peak_flops as get_peak_flops
     from ezpz_device import get_torch_backend as get_torch_backend
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
     from ezpz_obs import StepTimer as StepTimer
     from ezpz_obs import Throughput as Throughput
     from ezpz_obs import configure_logs as configure_logs
-    from ezpz_obs import count_flops as count_flops
     from ezpz_obs import get_logger as get_logger
     from ezpz_obs import log_dict_as_bulleted_list as log_dict_as_bulleted_list
     from ezpz_obs import progress as progress

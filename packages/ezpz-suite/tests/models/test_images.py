@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ezpz.models import MLP, DiT, DiTConfig, ModelError, NoiseSchedule, VisionTransformer, ViTConfig
-from ezpz_obs import count_flops
+from ezpz_device import count_flops
 
 
 def test_patches_are_the_image_cut_up():

@@ -7,7 +7,8 @@ import torch
 
 import ezpz_tp
 from ezpz.models import LLAMA_SIZES, Llama, LlamaConfig, ModelError
-from ezpz_obs import count_flops, transformer_flops
+from ezpz_device import count_flops
+from ezpz_obs import transformer_flops
 
 CONFIG = LlamaConfig(dim=64, layers=2, heads=4, kv_heads=2, hidden=96, max_seq_len=64)
 

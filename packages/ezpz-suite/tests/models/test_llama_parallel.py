@@ -5,7 +5,7 @@ import torch
 
 import ezpz_tp
 from ezpz.models import Llama, LlamaConfig, huggingface_state_dict, llama_pipeline, load_huggingface
-from ezpz_obs import count_flops
+from ezpz_device import count_flops
 from ezpz_tp.testing import run_ranks
 
 SIZES = {"dim": 64, "heads": 8, "kv_heads": 4, "hidden": 96}

@@ -1,0 +1,58 @@
+"""Floating-point operations of a model, counted on shapes alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.flop_counter import FlopCounterMode
+
+
+def count_flops(model: Any, *inputs: Any, backward: bool = True, **keywords: Any) -> int:
+    """Return the floating-point operations of one pass of a torch model, on this rank.
+
+    Nothing is computed and no memory taken: tensors are replaced by their shapes, so a model on
+    the meta device will do. Matrix products, convolutions and attention count (a causal mask is no
+    discount); what is done element by element does not. The layers of ezpz_tp count this rank's
+    share. With as many samples on each rank, the whole job's step is the world's size as much.
+
+    >>> count_flops(torch.nn.Linear(64, 32), torch.empty(8, 64), backward=False)  # 2 * 8 * 64 * 32
+    32768
+
+    Args:
+        model: Bare, before it is wrapped. It is called with ``inputs`` and ``keywords``, and does
+            not change.
+        backward: Count the gradients of what is trained too. What activation checkpointing repeats
+            there counts, although the model does not need it: count before you apply it.
+
+    Raises:
+        ValueError: The model is wrapped by FSDP: its parameters are parts.
+    """
+    if torch.distributed.is_initialized():
+        # What collectives return, in shapes.
+        from torch.distributed._tools import fake_collectives  # noqa: F401, PLC0415
+    state = dict([*model.named_parameters(), *model.named_buffers()])
+    if sharded := next((name for name, one in state.items() if hasattr(one, "device_mesh")), None):
+        raise ValueError(
+            f"count_flops: {sharded} is sharded; expected the model before it is wrapped"
+        )
+    with (
+        # With a ShapeEnv, operations whose shape depends on values have one too.
+        FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()) as mode,
+        FlopCounterMode(display=False) as counter,
+        sdpa_kernel(SDPBackend.MATH),  # counted on every device; a CPU's kernel is not
+    ):
+        state, inputs, keywords = tree_map_only(
+            torch.Tensor,
+            lambda one: mode.from_tensor(one, static_shapes=True),
+            (state, inputs, keywords),
+        )
+        made = tree_leaves(torch.func.functional_call(model, state, inputs, keywords))
+        ends = [one for one in made if isinstance(one, torch.Tensor) and one.requires_grad]
+        if backward and ends:
+            torch.autograd.backward(ends, [torch.ones_like(one) for one in ends])
+    return int(counter.get_total_flops())
