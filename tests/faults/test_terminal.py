@@ -51,13 +51,13 @@ class Window:
     folder: Path
 
     def start(self, program, *words, env=()):
-        env = [f"EZPZ_STATE_DIR={self.folder}", f"TMPDIR={self.folder}", *env]
+        # COLUMNS and LINES would be taken for the window's.
+        env = ["-u", "COLUMNS", "-u", "LINES", *env, f"EZPZ_STATE_DIR={self.folder}"]
         # The sandbox's hosts have names that nobody can look up, which a line would say.
         options = [*self.place.options, "--env", "MASTER_ADDR=127.0.0.1"]
         command = [sys.executable, "-m", "ezpz_launch", "--launcher", self.place.launcher, *options]
-        line = shlex.join(
-            ["env", "-u", "COLUMNS", "-u", "LINES", *env, *command, "python", "-c", program, *words]
-        )
+        words = [sys.executable, "-c", program, *words]
+        line = shlex.join(["env", *env, f"TMPDIR={self.folder}", *command, *words])
         self.ask(
             "start-server", ";", "set", "-g", "default-terminal", "screen-256color", ";",
             "new-session", "-dx120", "-y60", f'trap : INT; {line}; printf "\nstatus $?\n"; cat',
@@ -74,6 +74,7 @@ class Window:
             shown = self.ask("capture-pane", "-p")
             if all(re.search(text, shown) for text in texts):
                 return [line.rstrip() for line in shown.splitlines() if line.strip()]
+            assert "\nstatus " not in shown, shown
             time.sleep(0.1)
 
 
@@ -87,9 +88,10 @@ def window(tool, place, tmp_path):
 
 def test_colours_width_and_the_bar_of_rank_0(window, place, tmp_path):
     window.start(BARS)
-    # Below all else, and as wide as the window.
+    # Below all else, and as wide as the window. Open MPI hands whole lines on: there it comes last.
     bar = r"\nbar of rank 0:  49%\|#{30}[^\n]{30,}\| 20/41 \[[^\n]*\]\n*$"
-    window.until(*(f"step 15 of rank {rank}" for rank in range(3)), bar)
+    bars = [] if place.launcher == "openmpi" else [bar]
+    window.until(*(f"step 15 of rank {rank}" for rank in range(3)), *bars)
     (tmp_path / "seen").touch()
     *lines, status = window.until(r"\nstatus \d+\n")
     assert status == "status 0", lines
