@@ -70,8 +70,9 @@ class Pbs:
 
     def output(self, job):
         """Return what a job has written up to now."""
-        name = f"*.o{job.partition('.')[0]}"
-        return self.on(SERVER, f"cat ~/{name} {self.home}/{name} 2>/dev/null || true")
+        # Of this session: a server that was made anew counts from the same number.
+        of_job = f"-name '*.o{job.partition('.')[0]}' -newer {self.home}/env/pyvenv.cfg"
+        return self.on(SERVER, f"find ~ {self.home} -maxdepth 1 {of_job} -exec cat {{}} +")
 
     def ended(self, job, timeout=180):
         """Wait for a job's end; return what it has written."""
