@@ -51,7 +51,7 @@ def once(job):
                    hostfile="HOSTFILE", port=29500, user_env={})
     words, hostfile = argv(planned), hostfile_of(planned)
     took = time.process_time() - began
-    return took, words, hostfile, to_json(record_of(planned, words, allocation))
+    return took, words, hostfile, to_json(record_of("scale", planned, words, allocation))
 with open(path) as file:
     job = json.load(file)
 once(["warm1", "warm2"])  # what is imported at first use
