@@ -25,8 +25,8 @@ class Sandbox:
         self.environment = {}  # for commands in the sandbox: ours without any launcher's variables
 
     def __enter__(self):
-        # Directly below /tmp: a socket's path has at most 107 bytes. Its name is nobody else's,
-        # also where a killed sandbox had our process id.
+        # Directly below /tmp: a socket's path has at most 107 bytes. The name is
+        # unique, also where a killed sandbox had our process id.
         prefix = f"{self.kind}-{os.getpid()}-"
         self.directory = Path(tempfile.mkdtemp(prefix=prefix, dir="/tmp"))
         try:

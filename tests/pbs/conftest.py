@@ -70,7 +70,7 @@ class Pbs:
 
     def output(self, job):
         """Return what a job has written up to now."""
-        # Of this session: a server that was made anew counts from the same number.
+        # Of this session: a server that was installed again counts from the same number.
         of_job = f"-name '*.o{job.partition('.')[0]}' -newer {self.home}/env/pyvenv.cfg"
         return self.on(SERVER, f"find ~ {self.home} -maxdepth 1 {of_job} -exec cat {{}} +")
 

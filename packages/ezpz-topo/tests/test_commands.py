@@ -20,7 +20,7 @@ def calls(tmp_path):
 
 
 def wait_until_dead(pid):
-    """Wait for a process that is nobody's child any more."""
+    """Wait for a process whose parent has ended."""
     if is_left(pid, 30):
         os.kill(pid, signal.SIGKILL)
         pytest.fail(f"process {pid} outlived its command")
