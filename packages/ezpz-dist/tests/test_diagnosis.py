@@ -71,6 +71,7 @@ def test_what_is_told_to_thousands_is_short():
     }
     call = RollCall(locations, {77: "has ended (pid 3)"}, {77: hosts[77]})
     said = json.dumps(call.as_json())
+    assert len(said) < 200_000, "every rank reads it"
     assert len(zlib.compress(said.encode())) < 30_000
     assert RollCall.from_json(json.loads(said), hosts) == call
 

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, TypeVar
 from torch.distributed import DistNetworkError, DistStoreError, Store  # type: ignore[attr-defined]  # torch exports them so
 
 from ._addresses import message
+from ._errors import grouped
 
 logger = logging.getLogger(__name__)
 
@@ -542,16 +543,16 @@ class RollCall:
         return RollCall(locations, silent, self.hosts)
 
     def as_json(self) -> dict[str, Any]:
-        """Return it as plain values, by columns: most ranks stand in the same place."""
-        rows = [(rank, *astuple(one)[2:]) for rank, one in self.locations.items()]
-        return {"columns": list(zip(*rows, strict=True)), "silent": list(self.silent.items())}
+        """Return it as plain values: short, for most ranks stand in the same place."""
+        places = grouped((json.dumps(astuple(one)[2:]), r) for r, one in self.locations.items())
+        return {"places": list(places.items()), "silent": list(self.silent.items())}
 
     @staticmethod
     def from_json(told: dict[str, Any], hosts: Sequence[str]) -> RollCall:
-        rows = zip(*told["columns"], strict=True)
-        found = {r: Location.from_json((r, hosts[r], *more)) for r, *more in rows}
+        places = [(json.loads(place), some) for place, some in told["places"]]
+        found = {r: Location.from_json((r, hosts[r], *more)) for more, some in places for r in some}
         silent: dict[int, str] = dict(told["silent"])
-        return RollCall(found, silent, {r: hosts[r] for r in silent})
+        return RollCall(dict(sorted(found.items())), silent, {r: hosts[r] for r in silent})
 
 
 def call_roll(responder: Responder, *, stack: bool = False) -> RollCall:

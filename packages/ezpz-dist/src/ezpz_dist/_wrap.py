@@ -580,8 +580,7 @@ def _compiled(model: nn.Module, options: bool | Mapping[str, Any]) -> nn.Module:
     if options is not False:
         blocks = [one for one in find_units(model).values() if _is_composed(one)]
         for module in blocks or [model]:
-            how = {} if options is True else options
-            module.forward = torch.compile(module.forward, **how)
+            module.forward = torch.compile(module.forward, **({} if options is True else options))
     return model
 
 
