@@ -13,7 +13,32 @@ from .conftest import PATIENCE, curve, records
 
 pytest.importorskip("sklearn", reason="the digits come with scikit-learn: ezpz-suite[examples]")
 
-WORDS = [sys.executable, "-m", "ezpz.examples.ddp_resume", "--epochs=24", "--save_every=15"]
+WORDS = ["--epochs=24", "--save_every=15"]
+
+# The example, which waits at two steps: at one to be killed, at the other for its signal.
+WAITING = """
+import os, signal, threading
+import ezpz
+from ezpz.examples import _settings, ddp_resume
+
+class Waiting(ezpz.SnapshotOnSignal):
+    def __init__(self, *given, **options):
+        super().__init__(*given, **options)
+        told = self.told = threading.Event()
+        for number in (signal.SIGUSR1, signal.SIGTERM):
+            def both(*given, first=signal.getsignal(number)):
+                first(*given)
+                told.set()
+            signal.signal(number, both)
+
+    def step(self, step):
+        if (os.environ["EZPZ_ATTEMPT"], step) in (("0", 40), ("1", 75)):
+            self.told.wait()
+        super().step(step)
+
+ezpz.SnapshotOnSignal = Waiting
+_settings.main(ddp_resume.Settings, ddp_resume.train)
+"""
 
 
 def wait_for(folder, process, is_there):
@@ -39,7 +64,7 @@ def rank_1(folder):
             variables = (entry / "environ").read_bytes().split(b"\0")
         except OSError:
             continue
-        is_example = b"ezpz.examples.ddp_resume" in words and os.fsencode(folder) in words
+        is_example = b"waiting.py" in words and os.fsencode(folder) in words
         if is_example and b"RANK=1" in variables:
             return int(entry.name)
     raise AssertionError("rank 1 is not there")
@@ -57,7 +82,9 @@ def test_killed_and_preempted_it_ends_with_the_same_curve(start, ranks, tmp_path
     )
 
     # Rank 1 is killed without a word: ezpz-launch starts all again, from the last checkpoint.
-    job = ("-n", "2", "--retries", "1", *WORDS, f"--outdir={disturbed}")
+    script = tmp_path / "waiting.py"
+    script.write_text(WAITING)
+    job = ("-n", "2", "--retries", "1", sys.executable, str(script), *WORDS, f"--outdir={disturbed}")
     second = start(*job)
     wait_for(disturbed, second, lambda lines: lines[-1]["step"] >= 35)
     os.kill(rank_1(disturbed), signal.SIGKILL)
