@@ -104,10 +104,11 @@ def calls(folder: Path) -> int:
     env |= {**plan["environment"], "EZPZ_SPAWN_RANK": "0", "EZPZ_SPAWN_SIZE": "1"}
     found = looked_at(traced(argv, "%file", env, str(job)), str(job))
     # The system's own files are of the node's image, and above the tree is the way to it.
-    node = (str(disk), "/proc/", "/sys/", "/dev/null", "/dev/fd", "/usr/", "/lib", "/etc/", "/bin/")
+    node = (str(disk), "/proc", "/sys", "/dev/null", "/dev/fd", "/usr", "/lib", "/etc", "/bin")
     above = set(map(str, disk.parents))
-    named = [call.path for call in found if call.by_name and call.path not in above]
-    return sum(not path.startswith(node) for path in named)
+    named = [os.path.realpath(call.path) for call in found if call.by_name]
+    elsewhere = [path for path in named if path not in above]
+    return sum(not f"{path}/".startswith(tuple(f"{each}/" for each in node)) for path in elsewhere)
 
 
 def main(*, files: int = 400, size: float = 24, disk: float = 4, read: float = 1.0,

@@ -379,6 +379,10 @@ def home(tmp_path_factory):
     # Debian's own looks into dist-packages only.
     add = "import site, sys; site.addsitedir(sys.prefix + '/lib/{}/site-packages')\n"
     (packages.parent / "sitecustomize.py").write_text(add.format(version))
+    # As a module of pyenv's: by this path the loader looks for what the module needs.
+    module = packages.parent / "lib-dynload" / "as_pyenvs.so"
+    module.parent.mkdir(exist_ok=True)
+    module.write_bytes(b"\x7fELF\0%b\0" % os.fsencode(home / "python" / "lib"))
     return home
 
 
@@ -423,7 +427,7 @@ def run(prefix, env, *words, first=(), launcher="spawn"):
 
 @pytest.mark.parametrize("kind", ["venv", "site", "conda"])
 def test_the_ranks_are_in_the_staged_environment_and_all_that_they_start(
-    *, environment, tmp_path, kind
+    *, environment, home, tmp_path, kind
 ):
     prefix, env = environment(kind)
     script = tmp_path / "says.py"
@@ -439,6 +443,9 @@ def test_the_ranks_are_in_the_staged_environment_and_all_that_they_start(
     assert said["json"].startswith(tree) == (kind != "site")
     assert said["caches"].startswith(f"{tmp_path}/local/")
     assert "1 node got" in done.stderr
+    if kind == "venv":
+        (module,) = Path(f"{tree}{home}/python").glob("lib/*/lib-dynload/as_pyenvs.so")
+        assert b"\0$ORIGIN/../..\0" in module.read_bytes()
 
 
 def test_a_staged_environment_is_used_again_listed_and_cleaned(environment, tmp_path):

@@ -280,22 +280,27 @@ class Source:
         """Return the file as it will be in the tree, where what it says of paths has to move."""
         name, mode, mtime, size, _ = file
         is_script = folder.endswith("/bin") and size < 1 << 18
-        if not (is_script or name == "pyvenv.cfg" or name.endswith(".pth")
+        is_librarys = folder.endswith("/lib-dynload") or name.startswith("libpython")
+        if not (is_script or is_librarys or name == "pyvenv.cfg" or name.endswith(".pth")
                 or name.startswith("__editable__")):  # fmt: skip
             return file
         path = os.path.join(folder, name)
         with open(f"/{path}", "rb") as opened:
             data = opened.read()
         self._count(data)
-        fixed = self._moved_program(data) if data[:4] == b"\x7fELF" else self._moved_text(data)
+        is_program = data[:4] == b"\x7fELF"
+        fixed = self._moved_program(folder, data) if is_program else self._moved_text(data)
         self._fixed[path] = fixed  # it is read once, also where it stays as it is
         return file if fixed == data else (name, mode, mtime, len(fixed), 0)
 
-    def _moved_program(self, data: bytes) -> bytes:
-        """Return an interpreter that finds its library beside itself: pyenv's has a path for it."""
-        old = os.fsencode(os.path.join(self.what.python.base_prefix, "lib"))
-        new = b"$ORIGIN/../lib".ljust(len(old), b"\0")
-        fits = len(new) == len(old)  # else it stays, and is found on the shared file system
+    def _moved_program(self, folder: str, data: bytes) -> bytes:
+        """Return a program that finds libpython from where it is: pyenv's have a path for it."""
+        base = self.what.python.base_prefix
+        old = os.fsencode(os.path.join(base, "lib"))
+        lib = os.path.relpath(os.path.join(os.path.realpath(base), "lib"), f"/{folder}")
+        new = os.fsencode(f"$ORIGIN/{lib}").ljust(len(old), b"\0")
+        # Else it stays, and is found on the shared file system.
+        fits = len(new) == len(old) and base in self.what.prefixes
         return data.replace(b"\0" + old + b"\0", b"\0" + new + b"\0") if fits else data
 
     def _moved_text(self, data: bytes) -> bytes:

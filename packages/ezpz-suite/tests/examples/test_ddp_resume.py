@@ -84,7 +84,16 @@ def test_killed_and_preempted_it_ends_with_the_same_curve(start, ranks, tmp_path
     # Rank 1 is killed without a word: ezpz-launch starts all again, from the last checkpoint.
     script = tmp_path / "waiting.py"
     script.write_text(WAITING)
-    job = ("-n", "2", "--retries", "1", sys.executable, str(script), *WORDS, f"--outdir={disturbed}")
+    job = (
+        "-n",
+        "2",
+        "--retries",
+        "1",
+        sys.executable,
+        str(script),
+        *WORDS,
+        f"--outdir={disturbed}",
+    )
     second = start(*job)
     wait_for(disturbed, second, lambda lines: lines[-1]["step"] >= 35)
     os.kill(rank_1(disturbed), signal.SIGKILL)
