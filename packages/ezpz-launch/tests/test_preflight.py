@@ -125,3 +125,9 @@ def test_a_busy_processor_is_not_judged_and_that_is_said():
 
 def test_who_does_not_answer_is_bad():
     assert judge({"n0": GOOD}, ["n0", "n1"]) == {"n1": ["no answer"]}
+
+
+def test_the_command_looks_at_the_hosts_of_a_launch(launch):
+    found = json.loads(launch("preflight", "--json", "--launcher", "spawn").stdout)
+    assert found["hosts"] == list(found["reports"]) == [os.uname().nodename]
+    assert found["reports"][os.uname().nodename]["ezpz-launch"]
