@@ -23,7 +23,7 @@ from ezpz_topo import Allocation, TopoError, ask, fold_nodelist, get_pbs_folder,
 
 from ._errors import LaunchError, UsageError, say
 from ._launch import Facts, Outcome, how
-from ._record import dump, iso_time, make_folder, records_folder, write
+from ._record import aligned, dump, iso_time, make_folder, records_folder, write
 
 if TYPE_CHECKING:
     from ._options import Request
@@ -485,9 +485,6 @@ def command(argv: Sequence[str], env: Mapping[str, str]) -> str:
         case []:
             if not found:
                 return "no node was found bad within the last 24 hours"
-            width = max(len(bad.host) for bad in found)
-            return "\n".join(
-                f"{host:<{width}}  {iso_time(when)[:16]}Z  {allocation or '-'}  {why}"
-                for host, why, when, allocation in found
-            )
+            rows = [(h, f"{iso_time(when)[:16]}Z", job or "-", why) for h, why, when, job in found]
+            return "\n".join(aligned(rows))
     raise UsageError(f"nodes: {' '.join(argv)!r} is not known here; expected {USAGE}")

@@ -25,7 +25,7 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple
 from ._errors import LaunchError, UsageError, say
 from ._nodes import NODE, allocation_of, one_a_node, patterns, remember
 from ._options import request_of, split
-from ._record import why_not_written
+from ._record import aligned, why_not_written
 
 if TYPE_CHECKING:
     from ezpz_topo import Allocation
@@ -271,10 +271,9 @@ def command(
 def table(
     bad: Mapping[str, Sequence[str]], notes: Mapping[str, str], hosts: Sequence[str]
 ) -> list[str]:
-    width = max(map(len, hosts))
     rows = [*((host, "; ".join(whys)) for host, whys in bad.items()), *notes.items()]
     good = f"{len(hosts) - len(bad)} of {len(hosts)} nodes are alike, and well"
-    return [*(f"{host:<{width}}  {said}" for host, said in rows), good]
+    return [*(aligned(rows) if rows else []), good]
 
 
 # What is looked at on one node, by a process there, which prints it as one line.
