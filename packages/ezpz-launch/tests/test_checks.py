@@ -13,7 +13,6 @@ import pytest
 
 from ezpz_launch import _checks
 from ezpz_launch._checks import (
-    Ended,
     Environment,
     check_environment,
     check_mpi,
@@ -21,9 +20,9 @@ from ezpz_launch._checks import (
     judge,
     judge_environment,
     look_at,
-    run,
     shared_memory,
 )
+from ezpz_launch._preflight import PACKAGES, Ended, run
 from ezpz_launch._record import type_of
 
 VERSION = 'if [ "$1" = --version ]; then echo {}; exit; fi\n'
@@ -241,20 +240,20 @@ def test_the_shared_memory_of_a_container_and_of_this_host(tmp_path):
 # Versions.
 
 
-def told(**hosts):
-    found = dict.fromkeys(_checks.PACKAGES, "1.0") | {"python": "3.11.2"}
-    lines = [[host, found | changes] for host, changes in hosts.items()]
-    return "".join(f"ezpz-versions {json.dumps(line)}\n" for line in lines)
+def told(*nodes):
+    found = dict.fromkeys(PACKAGES, "1.0") | {"python": "3.11.2"}
+    lines = [found | changes | {"node": node} for node, changes in enumerate(nodes)]
+    return "".join(f"preflight {json.dumps(line)}\n" for line in lines)
 
 
 def test_what_the_program_says_is_read():
-    done = run([sys.executable, "-c", _checks.PROGRAM], os.environ, 60)
+    words = [sys.executable, "-m", "ezpz_launch._preflight", "versions"]
+    done = run(words, {**os.environ, "RANK": "0", "WORLD_SIZE": "1"}, 60)
     banner = done._replace(stdout=f"a launcher's banner\n{done.stdout}")
     ((host, found),) = judge(("here",), banner, 60).details["versions"].items()
-    assert host == (os.environ.get("SLURMD_NODENAME") or os.uname().nodename)
-    assert found["python"] == sys.version.split()[0]
+    assert (host, found["python"]) == ("here", sys.version.split()[0])
     assert found["ezpz-launch"]
-    assert set(found) == {"python", *_checks.PACKAGES}
+    assert set(found) == {"node", "python", *PACKAGES}
     alone = _checks.check_versions(5, {"PATH": "/nonexistent"})
     assert (alone.status, alone.message) == ("ok", "one host: nothing to compare")
 
@@ -267,16 +266,16 @@ def test_a_rank_of_several_does_not_launch():
     assert (result.status, result.message) == ("ok", said)
 
 
-OTHERS = {"n3": {"torch": "2.6.0"}, "n4": {"torch": "not installed"}}
+OTHERS = [{"torch": "2.6.0"}, {"torch": "not installed"}]
 
 
 @pytest.mark.parametrize(("hosts", "ended", "status", "message"), [
-    (4, Ended(0, told(n1={}, n2={}, **OTHERS), ""), "error",
-     "torch is 1.0 on n[1-2], 2.6.0 on n3, not installed on n4"),
-    (2, Ended(None, told(n1={}), ""), "warning", "1 of 2 hosts answered in 3.5 s"),
-    (2, Ended(1, told(n1={}), "rank 1 on n2: exit 127\n"), "error",
+    (4, Ended(0, told({}, {}, *OTHERS), ""), "error",
+     "n3 has torch 2.6.0, most have 1.0; n4 has torch not installed, most have 1.0"),
+    (2, Ended(None, told({}), ""), "warning", "1 of 2 hosts answered in 3.5 s"),
+    (2, Ended(1, told({}), "rank 1 on n2: exit 127\n"), "error",
      "1 of 2 hosts told their versions, and ezpz-launch ended with 1: rank 1 on n2: exit 127"),
-    (2, Ended(0, told(n1={}, n2={}), ""), "ok",
+    (2, Ended(0, told({}, {}), ""), "ok",
      "Python 3.11.2, torch 1.0 and ezpz's packages are the same on 2 hosts"),
 ])  # fmt: skip
 def test_hosts_that_differ_or_are_silent(hosts, ended, status, message):

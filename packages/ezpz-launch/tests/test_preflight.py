@@ -48,7 +48,7 @@ def test_nodes_that_are_alike(look):
     assert judge(reports, HOSTS) == {}
     assert table({}, {}, HOSTS) == ["3 of 3 nodes are alike, and well"]
     assert [len(each["links"]) for each in reports.values()] == [10, 5, 5]
-    assert ("torch" in reports["n0"]) is (find_spec("torch") is not None)
+    assert ("devices" in reports["n0"]) is (find_spec("torch") is not None)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="not root: no disk to fill")
@@ -125,3 +125,9 @@ def test_a_busy_processor_is_not_judged_and_that_is_said():
 
 def test_who_does_not_answer_is_bad():
     assert judge({"n0": GOOD}, ["n0", "n1"]) == {"n1": ["no answer"]}
+
+
+def test_the_command_looks_at_the_hosts_of_a_launch(launch):
+    found = json.loads(launch("preflight", "--json", "--launcher", "spawn").stdout)
+    assert found["hosts"] == list(found["reports"]) == [os.uname().nodename]
+    assert found["reports"][os.uname().nodename]["ezpz-launch"]

@@ -218,8 +218,6 @@ AURORA = {"EZPZ_MACHINE": "aurora"}
     ({**AURORA, "FI_MR_CACHE_MONITOR": "memhooks"}, "warning",
      "=memhooks, where aurora.toml has userfaultfd"),
     ({**AURORA, "FI_MR_CACHE_MONITOR": "userfaultfd"}, "ok", "for each rank"),
-    ({"NCCL_P2P_DISABLE": "1"}, "warning", "NCCL copies between GPUs of a host"),
-    ({"NCCL_P2P_DISABLE": "0"}, "ok", "1 variables"),
 ])  # fmt: skip
 def test_variables_of_the_network(env, status, message):
     result = check_network(5, {**NOTHING, **env})
@@ -251,24 +249,6 @@ def test_a_first_host_that_cannot_be_looked_up_is_an_error(tmp_path, monkeypatch
     monkeypatch.setattr(socket, "getaddrinfo", lambda name, port: asked.append(name))
     assert check_network(5, env).status == "ok"
     assert asked == 2 * [f"{short_name(get_hostname())}.hsn.cm.aurora.alcf.anl.gov"]
-
-
-def test_slingshot_without_a_card_is_an_error(tmp_path):
-    (tmp_path / "sys/class").mkdir(parents=True)
-    env = {**NOTHING, "FI_PROVIDER": "cxi"}
-    assert check_network(5, env, root=str(tmp_path)).status == "error"
-    (tmp_path / "sys/class/cxi").mkdir()
-    assert check_network(5, env, root=str(tmp_path)).status == "ok"
-
-
-def test_what_slows_is_a_warning(tmp_path):
-    (tmp_path / "sys/class/infiniband/mlx5_0").mkdir(parents=True)
-    root = str(tmp_path)
-    two_hosts = {**NOTHING, **IN_JOB, "NCCL_IB_DISABLE": "1"}
-    result = check_network(5, two_hosts, root=root)
-    assert result.status == "warning"
-    assert "NCCL_IB_DISABLE=1: NCCL leaves InfiniBand and RoCE alone (mlx5_0)" in result.message
-    assert check_network(5, {**NOTHING, "NCCL_IB_DISABLE": "1"}, root=root).status == "ok"
 
 
 def test_the_environment_is_only_read():

@@ -105,12 +105,12 @@ def test_machines_lists_yours_too(tmp_path):
 @pytest.mark.parametrize(
     ("words", "what"),
     [(["expand", "nid[001-"], "is not closed"), (["expand", "n[1-100000000]"], "expected at most"),
-     (["expand"], "nodelist"), (["expand", "a", "b"], "b"), (["expand", "a", "upper"], "upper"),
+     (["expand"], "expand NODELIST"), (["expand", "a", "b"], "b"),
      (["fold", "a,b"], "a,b"), (["machines", "aurora"], "aurora"), (["--jsn"], "--jsn"),
      (["machins"], "did you mean 'machines'?"),
      (["nonsense"], "nonsense"), (["--json=maybe"], "maybe"), (["--json", "maybe"], "maybe"),
-     (["--shell", "--json"], "--shell alone"), (["--", "--interactive"], "--"),
-     (["--", "--completion"], "--"), (["-"], "-"), (["expand", "--nodelist"], "--nodelist"),
+     (["--shell", "--json"], "--shell alone"), (["--", "--completion"], "--"), (["-"], "-"),
+     (["expand", "--nodelist"], "--nodelist"),
      (["expand", ""], "no host"), (["fold", "--", "a"], "--"), (["fold"], "no host"),
      ([], "half-set pmi environment")],
 )  # fmt: skip

@@ -245,10 +245,9 @@ def test_half_set_family_names_what_is_missing(launcher, field):
     missing = getattr(family(launcher), field)[0]
     env = {name: value for name, value in row.items() if name != missing}
     env.pop("TORCHELASTIC_RUN_ID", None)
-    with pytest.raises(IncompleteLauncherError, match=missing) as caught:
+    said = f"half-set {launcher} environment: .*{missing}.*; start the ranks with ezpz-launch"
+    with pytest.raises(IncompleteLauncherError, match=said):
         get_rank_info(env)
-    assert caught.value.family == launcher
-    assert "ezpz-launch" in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import random
 import re
 import shutil
-import subprocess
 import sys
 import sysconfig
 import tempfile
@@ -18,54 +16,12 @@ from collections.abc import Mapping, Sequence
 from importlib.util import cache_from_source, find_spec
 from typing import NamedTuple
 
-from ezpz_topo import CheckResult, TopoError, detect, fold_nodelist, get_allocation, get_rank_info
+from ezpz_topo import CheckResult, TopoError, detect, get_allocation, get_rank_info
 
 from ._errors import CommandNotFoundError, LaunchError
 from ._launchers import LAUNCHERS, Launcher, find_command, find_mpiexec, outside_of_launch
+from ._preflight import Ended, differing, reports_in, run
 from ._record import records_folder, type_of, why_not_written
-
-# Run a command for a check: no input, a time limit, and nothing left of it afterwards.
-
-
-class Ended(NamedTuple):
-    """How a command ended; ``status`` is None where its time was over."""
-
-    status: int | None
-    stdout: str
-    stderr: str
-
-    @property
-    def last_words(self) -> str:
-        """The last line with a letter in it of what it said, for people."""
-        said = self.stderr.strip() or self.stdout.strip()
-        lines = [line for line in said.splitlines() if any(map(str.isalpha, line))]
-        return lines[-1].strip()[:160] if lines else "nothing"
-
-
-def run(
-    argv: Sequence[str], env: Mapping[str, str], seconds: float, *, grace: float = 0.0
-) -> Ended:
-    """Run a command for so many seconds; it has ``grace`` from SIGTERM to SIGKILL."""
-    # In the check's process group: what it leaves behind ends with that.
-    null, pipe = subprocess.DEVNULL, subprocess.PIPE
-    said: tuple[bytes | None, bytes | None]
-    with subprocess.Popen(argv, env=env, stdin=null, stdout=pipe, stderr=pipe) as process:
-        ends = [(seconds, process.terminate), (grace, process.kill), (0.2, process.kill)]
-        try:
-            for number, (patience, end) in enumerate(ends):
-                try:
-                    said = process.communicate(timeout=patience)
-                    status = None if number else process.returncode
-                    break
-                except subprocess.TimeoutExpired as late:
-                    # What it started may hold the pipes for ever.
-                    status, said = None, (late.stdout, late.stderr)
-                    end()
-        finally:
-            process.kill()  # nothing, where it has ended
-    out, err = ((part or b"").decode(errors="replace") for part in said)
-    return Ended(status, out, err)
-
 
 # The check ``mpi``: the library that mpi4py loads belongs to the mpiexec that starts the ranks.
 
@@ -458,24 +414,6 @@ def _duration(seconds: float) -> str:
 
 # The check ``versions``: every host of the allocation has the same Python, torch and ezpz.
 
-PACKAGES = ("torch", "ezpz-suite", "ezpz-topo", "ezpz-device", "ezpz-tp", "ezpz-dist",
-            "ezpz-launch", "ezpz-obs", "mpi4py", "numpy")  # fmt: skip
-
-# One write a rank, so that lines do not mix. torch itself takes a second to import.
-PROGRAM = f"""\
-import importlib.metadata, json, os, sys
-found = {{"python": sys.version.split()[0]}}
-for name in {PACKAGES!r}:
-    try:
-        found[name] = importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        found[name] = "not installed"
-host = os.environ.get("SLURMD_NODENAME") or os.uname().nodename
-sys.stdout.write("ezpz-versions " + json.dumps([host, found]) + chr(10))
-"""
-
-_MARK = "ezpz-versions "
-
 
 def check_versions(seconds: float, env: Mapping[str, str] | None = None) -> CheckResult:
     """Start one process on each host of the allocation, and compare what is installed there."""
@@ -489,7 +427,7 @@ def check_versions(seconds: float, env: Mapping[str, str] | None = None) -> Chec
     if rank.world_size > 1:
         return CheckResult.ok("not compared: this is one of several ranks", hosts=list(job.hosts))
     words = [sys.executable, "-P", "-m", "ezpz_launch", "--ppn=1", "--grace=0.5", sys.executable,
-             "-P", "-c", PROGRAM]  # fmt: skip
+             "-P", "-m", "ezpz_launch._preflight", "versions"]  # fmt: skip
     # All hosts of the job are asked, whichever a hostfile would choose.
     mine = {name: value for name, value in env.items() if name != "HOSTFILE"}
     with tempfile.TemporaryDirectory(prefix="ezpz-doctor-") as state:
@@ -499,17 +437,16 @@ def check_versions(seconds: float, env: Mapping[str, str] | None = None) -> Chec
 
 
 def judge(hosts: tuple[str, ...], ended: Ended, seconds: float) -> CheckResult:
-    lines = [line for line in ended.stdout.splitlines() if line.startswith(_MARK)]
-    # host -> package -> version
-    found = dict(json.loads(line.removeprefix(_MARK)) for line in lines)
-    facts = {"hosts": list(hosts), "versions": found}
+    found = reports_in(ended.stdout, hosts)
+    facts = {"hosts": list(hosts), "versions": dict(found)}
     answered = f"{len(found)} of {len(hosts)} hosts"
-    if differing := _differing(found):
+    if others := [f"{host} has {what}" for host, what in differing(found)]:
+        more = f"; and {len(others) - 4} more" if len(others) > 4 else ""
         remedy = (
             "use one environment on all hosts: on a file system that they share, or the same "
             "module or container on each"
         )
-        return CheckResult.error(differing, remedy, **facts)
+        return CheckResult.error(f"{'; '.join(others[:4])}{more}", remedy, **facts)
     if ended.status is None:
         message = f"{answered} answered in {0.7 * seconds:.1f} s"
         remedy = "give them more time: ezpz doctor --timeout=120 --only=versions"
@@ -527,20 +464,3 @@ def judge(hosts: tuple[str, ...], ended: Ended, seconds: float) -> CheckResult:
         f"{len(found)} hosts",
         **facts,
     )
-
-
-def _differing(found: Mapping[str, Mapping[str, str]]) -> str:
-    """Say which package differs first, and on which hosts; empty where none does."""
-    for name in ("python", *PACKAGES):
-        hosts_of: dict[str, list[str]] = {}
-        for host, versions in found.items():
-            hosts_of.setdefault(versions[name], []).append(host)
-        if len(hosts_of) > 1:
-            told = []
-            for version, hosts in sorted(hosts_of.items(), key=lambda item: -len(item[1]))[:4]:
-                folded = fold_nodelist(hosts)
-                if len(folded) > 60:
-                    folded = f"{len(hosts)} hosts ({folded[:40]}...)"
-                told.append(f"{version} on {folded}")
-            return f"{name} is {', '.join(told)}"
-    return ""

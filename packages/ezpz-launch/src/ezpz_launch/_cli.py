@@ -34,7 +34,7 @@ COMMANDS = {
     "launches": "_jobs:launches",
     "history": "_jobs:launches",
     "nodes": "_nodes:command",
-    "preflight": "_preflight:command",
+    "preflight": "_cli:preflight",
     "stage": "_cli:stage",
     "submit": "_submit:command",
     "jobs": "_jobs:jobs",
@@ -145,10 +145,22 @@ def _looked_at(
     if request.preflight and not request.dry_run:
         from ._preflight import leave_out  # noqa: PLC0415  # only this option needs it
 
-        if leave_out(request, topology.allocation, env):
+        if leave_out(planned, topology.allocation, env):
             planned = _planned(topology, request, env)
     _hint_at_a_job(topology, request, env)
     return planned, topology, env
+
+
+def preflight(argv: Sequence[str], env: Mapping[str, str]) -> str | int:
+    """Do ``ezpz preflight``: what ``--preflight`` does before a launch, without one."""
+    from ._preflight import command  # noqa: PLC0415  # only this needs it
+
+    def plan_of(request: Request) -> tuple[LaunchPlan, Mapping[str, str]]:
+        # Nodes that were found bad are looked at as well.
+        planned, _, own = _looked_at(request, {**env, "EZPZ_STATE_DIR": os.devnull})
+        return planned, own
+
+    return command(argv, plan_of)
 
 
 def stage(argv: Sequence[str], env: Mapping[str, str]) -> int:

@@ -23,7 +23,7 @@ from ezpz_topo import Allocation, TopoError, ask, fold_nodelist, get_pbs_folder,
 
 from ._errors import LaunchError, UsageError, say
 from ._launch import Facts, Outcome, how
-from ._record import dump, iso_time, make_folder, records_folder, write
+from ._record import aligned, dump, iso_time, make_folder, records_folder, write
 
 if TYPE_CHECKING:
     from ._options import Request
@@ -306,12 +306,17 @@ class Pool:
         return again, ", ".join(done)
 
 
-def own_launch(
-    request: Request, launcher: str, env: Mapping[str, str]
+def one_a_node(
+    hosts: Sequence[str], planned: LaunchPlan, env: Mapping[str, str]
 ) -> tuple[list[str], dict[str, str]]:
-    """Return the first words of a launch of ours, of one rank a node, and its environment."""
-    words = [sys.executable, "-m", "ezpz_launch", "--launcher", launcher, "--ppn", "1"]
+    """Return the first words of a launch of ours, one rank on each host, and its environment."""
+    request = planned.request
+    words = [sys.executable, "-m", "ezpz_launch", "--launcher", planned.launcher.kind]
+    words += ["-n", str(len(hosts)), "--ppn", "1", "--include", fold_nodelist(hosts)]
     words += ["--grace", "1", *(["--hostfile", request.hostfile] if request.hostfile else [])]
+    words += ["--machine", request.machine] if request.machine else []
+    for pair in request.env:
+        words += ["--env", pair]
     if request.launcher_args:
         words += ["--launcher-args", shlex.join(request.launcher_args)]
     # No record of it is kept, and nodes found bad are not left out.
@@ -325,10 +330,9 @@ def sweep(
 
     Return what waits for its end.
     """
-    words, own = own_launch(planned.request, planned.launcher.kind, env)
-    words += ["-n", str(len(hosts)), "--include", fold_nodelist(hosts)]
-    words += ["--idle-timeout", str(_SWEPT)]
+    words, own = one_a_node(hosts, planned, env)
     agent = os.path.join(os.path.dirname(os.path.abspath(__file__)), "_agent.py")
+    words += ["--idle-timeout", str(_SWEPT)]
     words += ["--", sys.executable, "-I", "-S", agent, "--end", launch_id]
     null = subprocess.DEVNULL
     begun = subprocess.Popen(
@@ -481,9 +485,6 @@ def command(argv: Sequence[str], env: Mapping[str, str]) -> str:
         case []:
             if not found:
                 return "no node was found bad within the last 24 hours"
-            width = max(len(bad.host) for bad in found)
-            return "\n".join(
-                f"{host:<{width}}  {iso_time(when)[:16]}Z  {allocation or '-'}  {why}"
-                for host, why, when, allocation in found
-            )
+            rows = [(h, f"{iso_time(when)[:16]}Z", job or "-", why) for h, why, when, job in found]
+            return "\n".join(aligned(rows))
     raise UsageError(f"nodes: {' '.join(argv)!r} is not known here; expected {USAGE}")

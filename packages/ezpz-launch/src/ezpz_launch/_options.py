@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
+
+from ezpz_topo import fold_nodelist
 
 from ._errors import UsageError
 
@@ -30,15 +32,10 @@ def read_ranges(text: str, what: str = "cores", example: str = "0-7,104-111") ->
     return numbers
 
 
-def fold_ranks(ranks: Sequence[int]) -> str:
+def fold_ranks(ranks: Iterable[int]) -> str:
     """Return ranks as ranges: ``0,4-7``."""
-    ranges: list[list[int]] = []
-    for rank in sorted(set(ranks)):
-        if ranges and rank == ranges[-1][1] + 1:
-            ranges[-1][1] = rank
-        else:
-            ranges.append([rank, rank])
-    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in ranges)
+    # A nodelist whose names have no letters is one bracket.
+    return fold_nodelist(map(str, sorted(set(ranks)))).strip("[]")
 
 
 # How the text of an option is read: each of these takes its flag and the text.

@@ -434,21 +434,24 @@ def explain(
     plan: LaunchPlan, argv: Sequence[str], hostfile: Sequence[str], columns: int = 0
 ) -> str:
     """Return the explanation of a launch, for people; the command can be pasted into a shell."""
-    # With columns, those of a terminal, reasons are broken into lines below each other.
-    rows = _decisions(plan)
-    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
-    # One long value must not push every source off the screen.
-    widths[1] = min(widths[1], 40)
     lines = ["would run:", *_command(plan, argv), ""]
     if hostfile:
         long = len(hostfile) > 8
         listed = [*hostfile[:6], "...", hostfile[-1]] if long else hostfile
         lines += [f"with {plan.hostfile}:", *(f"  {line}" for line in listed), ""]
-    lines += ["because:"]
-    for name, value, why in rows:
-        start = f"  {name:<{widths[0]}}  {value:<{widths[1]}}  "
-        lines += wrapped(start, f"({why})", columns)
+    lines += because(_decisions(plan), columns)
     return "\n".join([*lines, *(f"note: {note}" for note in (*plan.warnings, *plan.notes))])
+
+
+def because(rows: Sequence[tuple[str, str, str]], columns: int = 0) -> list[str]:
+    """Return lines of what was decided: name, value and why, which a terminal's columns break."""
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    # One long value must not push every source off the screen.
+    widths[1] = min(widths[1], 40)
+    lines = ["because:"]
+    for name, value, why in rows:
+        lines += wrapped(f"  {name:<{widths[0]}}  {value:<{widths[1]}}  ", f"({why})", columns)
+    return lines
 
 
 def wrapped(start: str, text: str, columns: int) -> list[str]:

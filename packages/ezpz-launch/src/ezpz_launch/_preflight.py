@@ -1,6 +1,7 @@
 """`ezpz preflight`: look at every node of a job at once, and name those that differ.
 
-``python -m ezpz_launch._preflight`` is what looks at one node, started as a rank, one a node.
+``python -m ezpz_launch._preflight`` is what looks at one node, started as a rank, one a node; with
+the word ``versions`` at these alone.
 """
 
 from __future__ import annotations
@@ -15,21 +16,22 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from statistics import median
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 from ._errors import LaunchError, UsageError, say
-from ._nodes import NODE, allocation_of, own_launch, patterns, remember
+from ._nodes import NODE, allocation_of, one_a_node, patterns, remember
 from ._options import request_of, split
-from ._record import why_not_written
+from ._record import aligned, why_not_written
 
 if TYPE_CHECKING:
     from ezpz_topo import Allocation
 
     from ._options import Request
+    from ._plan import LaunchPlan
 
 # What is wrong with a node: pure, from what all of them report.
 
@@ -44,7 +46,8 @@ _THROTTLED = 0.2  # of the time in which a bound on its cgroup keeps a node from
 _CLOCK = 2.0  # seconds between a node's clock and the median of all
 _DISK = 100 << 20  # bytes that a node's temporary folder should have free
 _MEMORY = 0.5  # of the median: less is free where something else runs, or a module is lost
-_VERSIONS = ("python", "torch", "ezpz-launch", "ezpz-suite", "driver")
+PACKAGES = ("torch", "ezpz-suite", "ezpz-topo", "ezpz-device", "ezpz-tp", "ezpz-dist",
+            "ezpz-launch", "ezpz-obs", "mpi4py", "numpy")  # fmt: skip
 
 
 def judge(reports: Reports, hosts: Sequence[str]) -> dict[str, list[str]]:
@@ -85,12 +88,7 @@ def _alone(reports: Reports) -> Iterator[tuple[str, str]]:
 
 def _beside_others(reports: Reports) -> Iterator[tuple[str, str]]:
     """Return what should be alike on all nodes, and is not."""
-    for name in _VERSIONS:
-        versions = _all(reports, name)
-        ((most, _),) = Counter(versions.values()).most_common(1) or [("", 0)]
-        for host, version_there in versions.items():
-            if version_there != most:
-                yield host, f"{name} {version_there}, most have {most}"
+    yield from differing(reports)
     devices = {host: len(its) for host, its in _all(reports, "devices").items()}
     clocks, memories = _all(reports, "clock"), _all(reports, "memory")
     for host, count in devices.items():
@@ -104,6 +102,16 @@ def _beside_others(reports: Reports) -> Iterator[tuple[str, str]]:
     for host, memory in memories.items():
         if memory < _MEMORY * (usual := _usual(memories)):
             yield host, f"{memory / 1e9:.1f} GB of memory are free, others have {usual / 1e9:.1f}"
+
+
+def differing(reports: Reports) -> Iterator[tuple[str, str]]:
+    """Return which hosts have another version of something than most."""
+    for name in ("python", *PACKAGES, "driver"):
+        versions = _all(reports, name)
+        ((most, _),) = Counter(versions.values()).most_common(1) or [("", 0)]
+        for host, version_there in versions.items():
+            if version_there != most:
+                yield host, f"{name} {version_there}, most have {most}"
 
 
 def _rates(reports: Reports) -> Iterator[tuple[str, str]]:
@@ -144,54 +152,80 @@ _TIME = 60.0
 """Seconds for all of it; about 5 on idle nodes, of which most is importing torch."""
 
 
-def look(request: Request, env: Mapping[str, str]) -> tuple[Reports, list[str], str]:
-    """Return what each host of a launch reports, its hosts, and what the launch said."""
-    start, own = own_launch(request, request.launcher, env)
-    for name in ("include", "exclude", "machine"):
-        if value := getattr(request, name):
-            start += [f"--{name}", value]
-    if request.nodes:
-        start += ["-N", str(request.nodes + request.spares)]
-    for pair in request.env:
-        start += ["--env", pair]
-    planned = _run([*start, "--dry-run", "--json", "true"], own)
-    if planned.returncode:
-        raise LaunchError(planned.stderr.strip().removeprefix("ezpz-launch: "))
-    hosts = json.loads(planned.stdout)["hosts"]
-    done = _run([*start, "--", sys.executable, "-P", "-m", __name__], own)
-    reports = {}
-    for line in done.stdout.splitlines():
-        if line.startswith("preflight {"):
-            found = json.loads(line.removeprefix("preflight "))
-            reports[hosts[found["node"]]] = found
-    return reports, hosts, done.stderr
+_MARK = "preflight "
+"""Begins the line that a node's program prints."""
 
 
-def _run(words: Sequence[str], env: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
-    process = subprocess.Popen(
-        words, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        text=True, errors="replace",
-    )  # fmt: skip
-    try:
-        out, err = process.communicate(timeout=_TIME)
-    except subprocess.TimeoutExpired:
-        # It ends its ranks, and has a moment for it.
-        process.terminate()
-        out, err = process.communicate()
-    return subprocess.CompletedProcess(words, process.returncode, out, err)
+def look(planned: LaunchPlan, env: Mapping[str, str]) -> tuple[Reports, tuple[str, ...], str]:
+    """Return what each host of a launch reports, its hosts, and what was said meanwhile."""
+    hosts = (*planned.placement.hosts, *planned.spares)
+    words, own = one_a_node(hosts, planned, env)
+    # To end its ranks it has a moment.
+    ended = run([*words, "--", sys.executable, "-P", "-m", __name__], own, _TIME, grace=5.0)
+    return reports_in(ended.stdout, hosts), hosts, ended.stderr
 
 
-def leave_out(request: Request, job: Allocation, env: Mapping[str, str]) -> bool:
+def reports_in(text: str, hosts: Sequence[str]) -> Reports:
+    """Return what the programs have printed, one a node of these hosts."""
+    lines = [line for line in text.splitlines() if line.startswith(f"{_MARK}{{")]
+    told = [json.loads(line.removeprefix(_MARK)) for line in lines]
+    return {hosts[each["node"]]: each for each in told}
+
+
+def leave_out(planned: LaunchPlan, job: Allocation, env: Mapping[str, str]) -> bool:
     """Look at the hosts of a launch, and remember the bad; return whether there are any."""
-    reports, hosts, said = look(request, env)
+    reports, hosts, said = look(planned, env)
     if not reports:
         raise LaunchError(f"--preflight: no host answers: {said.strip() or 'it took too long'}")
     bad = judge(reports, hosts)
     lines = table(bad, unjudged(reports), hosts)
     say("\n".join(["preflight", *(f"  {line}" for line in lines)]))
     for host, whys in bad.items():
-        remember([host], "; ".join(whys), allocation_of(job, request, env), env)
+        remember([host], "; ".join(whys), allocation_of(job, planned.request, env), env)
     return bool(bad)
+
+
+# Run a command to its end: no input, a time limit, and nothing left of it afterwards.
+
+
+class Ended(NamedTuple):
+    """How a command ended; ``status`` is None where its time was over."""
+
+    status: int | None
+    stdout: str
+    stderr: str
+
+    @property
+    def last_words(self) -> str:
+        """The last line with a letter in it of what it said, for people."""
+        said = self.stderr.strip() or self.stdout.strip()
+        lines = [line for line in said.splitlines() if any(map(str.isalpha, line))]
+        return lines[-1].strip()[:160] if lines else "nothing"
+
+
+def run(
+    argv: Sequence[str], env: Mapping[str, str], seconds: float, *, grace: float = 0.0
+) -> Ended:
+    """Run a command for so many seconds; it has ``grace`` from SIGTERM to SIGKILL."""
+    # In our process group: what it leaves behind ends with that.
+    null, pipe = subprocess.DEVNULL, subprocess.PIPE
+    said: tuple[bytes | None, bytes | None]
+    with subprocess.Popen(argv, env=env, stdin=null, stdout=pipe, stderr=pipe) as process:
+        ends = [(seconds, process.terminate), (grace, process.kill), (0.2, process.kill)]
+        try:
+            for number, (patience, end) in enumerate(ends):
+                try:
+                    said = process.communicate(timeout=patience)
+                    status = None if number else process.returncode
+                    break
+                except subprocess.TimeoutExpired as late:
+                    # What it started may hold the pipes for ever.
+                    status, said = None, (late.stdout, late.stderr)
+                    end()
+        finally:
+            process.kill()  # nothing, where it has ended
+    out, err = ((part or b"").decode(errors="replace") for part in said)
+    return Ended(status, out, err)
 
 
 # `ezpz-launch preflight`.
@@ -213,14 +247,16 @@ examples:
 exit status: 0 all are alike; 1 some are not; 2 usage"""
 
 
-def command(argv: Sequence[str], env: Mapping[str, str]) -> str | int:
+def command(
+    argv: Sequence[str], plan_of: Callable[[Request], tuple[LaunchPlan, Mapping[str, str]]]
+) -> str | int:
     as_json, words = "--json" in argv, [word for word in argv if word != "--json"]
     if words[:1] in (["-h"], ["--help"]):
         return PAGE
     options, rest = split(words)
     if rest:
         raise UsageError(f"preflight: {' '.join(rest)!r}; expected no command: {USAGE}")
-    reports, hosts, said = look(request_of(options, ("true",)), env)
+    reports, hosts, said = look(*plan_of(request_of(options, ("true",))))
     bad, notes = judge(reports, hosts), unjudged(reports)
     if as_json:
         found = {"hosts": hosts, "bad": bad, "notes": notes, "reports": reports}
@@ -235,10 +271,9 @@ def command(argv: Sequence[str], env: Mapping[str, str]) -> str | int:
 def table(
     bad: Mapping[str, Sequence[str]], notes: Mapping[str, str], hosts: Sequence[str]
 ) -> list[str]:
-    width = max(map(len, hosts))
     rows = [*((host, "; ".join(whys)) for host, whys in bad.items()), *notes.items()]
     good = f"{len(hosts) - len(bad)} of {len(hosts)} nodes are alike, and well"
-    return [*(f"{host:<{width}}  {said}" for host, said in rows), good]
+    return [*(aligned(rows) if rows else []), good]
 
 
 # What is looked at on one node, by a process there, which prints it as one line.
@@ -280,7 +315,7 @@ for index in range(module.device_count() if kind != "cpu" else 1):
     free = torch.cuda.mem_get_info(index)[0] if kind == "cuda" else 0
     right = float(y[0, 0]) == n
     found.append(dict(rates=rates, right=right, free=free, share=max(shares)))
-print(json.dumps(dict(torch=torch.__version__, kind=kind, devices=found)))
+print(json.dumps(dict(kind=kind, devices=found)))
 """
 
 
@@ -298,11 +333,17 @@ def _look_at_torch() -> dict[str, object]:
     return {} if "No module named 'torch'" in said else {"torch_error": said[:200]}
 
 
-def _look_at_system() -> dict[str, object]:
-    found: dict[str, object] = {"python": platform.python_version(), "kernel": _kernel_errors()}
-    for name in ("ezpz-launch", "ezpz-suite"):
+def _versions() -> dict[str, object]:
+    found: dict[str, object] = {"python": platform.python_version()}
+    for name in PACKAGES:
+        found[name] = "not installed"
         with suppress(PackageNotFoundError):
             found[name] = version(name)
+    return found
+
+
+def _look_at_system() -> dict[str, object]:
+    found: dict[str, object] = {"kernel": _kernel_errors()}
     with suppress(OSError), open("/proc/driver/nvidia/version", encoding="utf-8") as file:
         found["driver"] = " ".join(file.readline().split())
     with suppress(OSError, IndexError), open("/proc/meminfo", encoding="utf-8") as file:
@@ -432,7 +473,14 @@ def _exchange(node: int, table: dict[int, tuple[str, int]], server: socket.socke
 
 def _main() -> None:
     node, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    found: dict[str, object] = {"node": node, **_look_at_system()}
+    found = {"node": node, **_versions()}
+    if sys.argv[1:] != ["versions"]:
+        found |= _look(node, count)
+    print(f"\n{_MARK}{json.dumps(found)}", flush=True)
+
+
+def _look(node: int, count: int) -> dict[str, object]:
+    found = _look_at_system()
     with socket.create_server(("", 0)) as server:
         try:
             table, found["clock"] = _meet(node, count, server.getsockname()[1])
@@ -443,7 +491,7 @@ def _main() -> None:
     before, begin = _throttled(), time.monotonic()
     found |= _look_at_torch()
     found["throttled"] = (_throttled() - before) / (time.monotonic() - begin)
-    print(f"\npreflight {json.dumps(found)}", flush=True)
+    return found
 
 
 if __name__ == "__main__":

@@ -42,6 +42,7 @@ from ._options import (
     rows_of,
     split,
 )
+from ._plan import because
 from ._queue import SCHEDULERS, Scheduler, clock
 from ._record import dump, iso_time, make_folder, name_of, new_id, prune, type_of, unwritable, write
 from ._version import __version__
@@ -399,12 +400,7 @@ def _explained(job: Job, *, as_json: bool) -> str:
         lines += ["and after that job, until it is done:"]
         lines += [f"  {shlex.join(submit_words(chain, 'JOB'))}"]
     lines += ["", f"with {chain.script}:", *(f"  {line}" for line in job.text.splitlines()), ""]
-    widths = [max(len(row[column]) for row in job.rows) for column in (0, 1)]
-    widths[1] = min(widths[1], 40)
-    return "\n".join([
-        *lines, "because:",
-        *(f"  {n:<{widths[0]}}  {v:<{widths[1]}}  ({why})" for n, v, why, _ in job.rows),
-    ])  # fmt: skip
+    return "\n".join([*lines, *because([row[:3] for row in job.rows])])
 
 
 # Into the queue.

@@ -192,17 +192,8 @@ def chosen(form: str, text: str, interfaces: Sequence[str]) -> Choice:
 _PREFIXES = ("NCCL_", "RCCL_", "CCL_", "FI_", "GLOO_", "UCX_", "MPICH_", "PALS_", "TORCH_NCCL_")
 """Beginnings of the variables that say how ranks reach each other."""
 
-_SLOW = {
-    "NCCL_IB_DISABLE": "NCCL leaves InfiniBand and RoCE alone",
-    "NCCL_P2P_DISABLE": "NCCL copies between GPUs of a host through its memory",
-    "NCCL_SHM_DISABLE": "NCCL talks within a host through its network",
-}
-"""NCCL's documentation, "Environment variables"."""
 
-
-def check_network(
-    _seconds: float, env: Mapping[str, str] | None = None, *, root: str = "/"
-) -> CheckResult:
+def check_network(_seconds: float, env: Mapping[str, str] | None = None) -> CheckResult:
     """Compare the variables of the high-speed network with the machine's file and this host."""
     # Only the resolver takes time, and knows no limit.
     env = os.environ if env is None else env
@@ -223,11 +214,9 @@ def check_network(
                 f"unset {variable}, or name an interface that every host has",
                 interfaces=names, **facts,
             )  # fmt: skip
-    if found := _fabric(env, root):
-        return CheckResult.error(*found, **facts)
     if job is not None and several and (found := _fast_name(machine, job)):
         return CheckResult.error(*found, **facts)
-    if warned := _differing(machine, env) or _slowed(env, root, several=several):
+    if warned := _differing(machine, env):
         return CheckResult.warning(*warned, **facts)
     said = f"{len(set_here)} variables of the network are set" if set_here else "nothing is set"
     told = [name for name in machine.environment if name.startswith(_PREFIXES)]
@@ -249,18 +238,6 @@ def _wrong(choice: Choice, several: bool) -> str:
     if several and all(name in ("lo", "lo0") for name in choice.names):
         return "loopback alone does not reach the other hosts of the job"
     return ""
-
-
-def _fabric(env: Mapping[str, str], root: str) -> tuple[str, str] | None:
-    """Say where libfabric is told to use Slingshot, and this host has none."""
-    cards = f"{root.rstrip('/')}/sys/class/cxi"
-    wanted = "cxi" in env.get("FI_PROVIDER", "").split(",")
-    if not wanted or os.path.isdir(cards) or not os.path.isdir(os.path.dirname(cards)):
-        return None
-    return (
-        f"FI_PROVIDER={env['FI_PROVIDER']}, and this host has no Slingshot card ({cards})",
-        "unset FI_PROVIDER here: it is for the compute nodes",
-    )
 
 
 def _fast_name(machine: Machine, job: Allocation) -> tuple[str, str] | None:
@@ -287,19 +264,6 @@ def _differing(machine: Machine, env: Mapping[str, str]) -> tuple[str, str] | No
                 f"{name}={env[name]}, where {machine.name}.toml has {value}",
                 f"unset {name}, unless it is set on purpose: ezpz-launch then leaves it as it is",
             )
-    return None
-
-
-def _slowed(env: Mapping[str, str], root: str, *, several: bool) -> tuple[str, str] | None:
-    cards: list[str] = []
-    with contextlib.suppress(OSError):  # no such card, or no Linux
-        cards = sorted(os.listdir(f"{root.rstrip('/')}/sys/class/infiniband"))
-    for name, what in _SLOW.items():
-        is_fabric = name == "NCCL_IB_DISABLE"
-        if env.get(name, "0") in ("", "0") or (is_fabric and not (several and cards)):
-            continue
-        there = f" ({', '.join(cards)})" if is_fabric else ""
-        return f"{name}={env[name]}: {what}{there}", f"unset {name}, unless it is a workaround"
     return None
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 
 from ._errors import TopoError, did_you_mean
 from ._machine import known_machines
@@ -75,62 +73,28 @@ def _print(text: str) -> None:
 def _answer(words: list[str]) -> str:
     if {"-h", "--help"} & set(words):
         return HELP
-    if words == ["--version"]:
-        return __version__
-    import fire  # noqa: PLC0415  # 50 ms, and only this command pays for it
-    from fire.core import FireExit  # noqa: PLC0415
-
-    said: list[str] = []
-
-    def show(*, json: bool = False, ask: bool = False) -> None:
-        for name, value in (("--json", json), ("--ask", ask)):
-            if not isinstance(value, bool):
-                raise UsageError(f"{name}={value}: expected no value")
-        topology = detect(ask=ask or None)
-        said.append(_json(topology) if json else _table(topology))
-
-    def expand(nodelist: str) -> None:
-        said.append("\n".join(_some(expand_nodelist(nodelist))))
-
-    def fold(*hosts: str) -> None:
-        said.append(fold_nodelist(_some(hosts or _hosts_of_stdin())))
-
-    def machines() -> None:
-        said.append(_machines())
-
-    # Host names are text, also those that look like numbers or lists. The commands return
-    # nothing, so that Fire has no member to look the words that are left over up in.
-    commands: dict[str, Callable[..., None]] = {
-        "expand": fire.decorators.SetParseFns(nodelist=str)(expand),
-        "fold": fire.decorators.SetParseFn(str)(fold),
-        "machines": machines,
-    }
-    _refuse_unknown(words, commands)
-    named = bool(words) and words[0] in commands
-    command, rest = (commands[words[0]], words[1:]) if named else (show, words)
-    complaint = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(complaint):
-            fire.Fire(command, command=rest, name="ezpz-topo")
-    except FireExit as error:
-        # Below its own line Fire has a page of usage.
-        first = next((line for line in complaint.getvalue().splitlines() if line.strip()), "")
-        raise UsageError(
-            f"{' '.join(words)!r}: {first.removeprefix('ERROR: ') or 'not understood'}; expected "
-            "one of the forms of ezpz-topo --help"
-        ) from error
-    return said[0]
-
-
-def _refuse_unknown(words: Sequence[str], commands: Iterable[str]) -> None:
-    # Fire's own flags come after --, and - separates its commands; no host begins so either.
-    for word in words:
-        if word.startswith("-") and word not in ("--json", "--ask"):
-            hint = did_you_mean(word, ("--json", "--ask", "--shell", "--help", "--version"))
-            raise UsageError(f"unknown option {word!r}; {hint or 'see ezpz-topo --help'}")
-    if words and not words[0].startswith("-") and words[0] not in commands:
-        hint = did_you_mean(words[0], commands)
-        raise UsageError(f"unknown command {words[0]!r}; {hint or 'see ezpz-topo --help'}")
+    match words:
+        case ["--version"]:
+            return __version__
+        case ["expand", nodelist] if nodelist[:1] != "-":
+            return "\n".join(_some(expand_nodelist(nodelist)))
+        case ["fold", *hosts] if not any(host[:1] == "-" for host in hosts):
+            return fold_nodelist(_some(hosts or _hosts_of_stdin()))
+        case ["machines"]:
+            return _machines()
+        case [*options] if {*options} <= {"--json", "--ask"}:
+            topology = detect(ask="--ask" in options or None)
+            return _json(topology) if "--json" in options else _table(topology)
+    commands, flags = ("expand", "fold", "machines"), ("--json", "--ask", "--shell")
+    wrong = next((word for word in words if word[:1] == "-" and word not in flags), "")
+    if wrong:
+        hint = did_you_mean(wrong, (*flags, "--help", "--version")) or "see ezpz-topo --help"
+        raise UsageError(f"unknown option {wrong!r}; {hint}")
+    if words[0] not in (*commands, *flags):
+        hint = did_you_mean(words[0], commands) or "see ezpz-topo --help"
+        raise UsageError(f"unknown command {words[0]!r}; {hint}")
+    forms = "[--json] [--ask], expand NODELIST, fold [HOST...], machines"
+    raise UsageError(f"{' '.join(words)!r}; expected one of: {forms}; see ezpz-topo --help")
 
 
 def _some(hosts: Sequence[str]) -> Sequence[str]:

@@ -169,8 +169,8 @@ def get_accelerators(
     Args:
         env: The environment to read; default ``os.environ``.
         root: Where ``dev`` and ``sys`` are found; for tests.
-        tools: Whether to start nvidia-smi, amd-smi, rocm-smi or xpu-smi, where their driver
-            is there and no variable tells; False where every rank calls this.
+        tools: Whether to start nvidia-smi, amd-smi or rocm-smi, where their driver is there
+            and no variable tells; False where every rank calls this.
         fallback: (device type, count, source) of a node of this machine, for a host that
             shows nothing, such as a login node; not used where a variable hides devices.
 
@@ -190,15 +190,11 @@ def get_accelerators(
     # hierarchy"). COMBINED shows the same devices as FLAT, and the driver takes any other word for
     # the default (Intel compute-runtime, execution_environment.cpp).
     flat = env.get("ZE_FLAT_DEVICE_HIERARCHY") != "COMPOSITE"
-    hosts = shown_devices(root, flat=flat)
-    if not os.path.isdir(f"{root}/dev"):
-        # Windows: with nothing to compare them with, the variables are all there is.
-        vendors = dict.fromkeys(v for name, v in _VARIABLES.items() if name in env)
-        hosts += [Shown(vendor, _DEVICE_TYPE_OF[vendor], None, "") for vendor in vendors]
-        tools = False
     none, usable = [], set()
-    for host in [each for each in hosts if wanted in ("", each.device_type)]:
-        counted = _counted(host, env, root, flat, tools)
+    for host in shown_devices(root, flat=flat):
+        if wanted not in ("", host.device_type):
+            continue
+        counted = _counted(host, env, tools)
         if counted.count != 0:
             usable.add(host.vendor)
         found = _visible(counted, env, flat, denied=bool(host.count) and counted.count == 0)
@@ -217,11 +213,11 @@ def get_accelerators(
     return Accelerators(wanted or "cpu", 0, why, notes)
 
 
-def _counted(host: Shown, env: Mapping[str, str], root: str, flat: bool, tools: bool) -> Shown:
+def _counted(host: Shown, env: Mapping[str, str], tools: bool) -> Shown:
     """Return what the host has of one vendor, by its tool where no variable will tell."""
     if not tools or (host.count and _names_in_force(host.vendor, env)):
         return host
-    told = ask_vendor_tool(host.vendor, env, root=root, flat=flat)
+    told = ask_vendor_tool(host.vendor, env)
     notes = host.notes + told.notes
     if told.count is None:
         seen = (f"counted instead: {host.source}",) if told.notes and host.count else ()
@@ -240,7 +236,7 @@ def _visible(host: Shown, env: Mapping[str, str], flat: bool, *, denied: bool) -
     if host.count == 0 or (host.count is None and not names):
         # A driver without a device (or without one that can be counted) tells nothing.
         note = f"a driver is there, but no device can be counted: {host.source}"
-        return Accelerators("cpu", 0, "", (*host.notes, note) if host.source else host.notes)
+        return Accelerators("cpu", 0, "", (*host.notes, note))
     count, source, notes = host.count, host.source, host.notes
     for name in names:
         if name == "ZE_AFFINITY_MASK":
@@ -342,7 +338,8 @@ def _masked(text: str, limit: int | None, flat: bool) -> tuple[int, tuple[str, .
     return len(here), ()
 
 
-# The vendors' own lists of devices: nvidia-smi, amd-smi or rocm-smi, xpu-smi.
+# The vendors' own lists of devices: nvidia-smi, amd-smi or rocm-smi. Intel's lists the cards that
+# sysfs shows, and not their tiles.
 
 _TIME_LIMIT = 10.0
 """Seconds; a driver without persistence mode takes some to wake its devices."""
@@ -356,9 +353,8 @@ class Told:
 
 
 def ask_vendor_tool(
-    vendor: str, env: Mapping[str, str], *, root: str = "/", flat: bool = True,
-    time_limit: float = _TIME_LIMIT,
-) -> Told:  # fmt: skip
+    vendor: str, env: Mapping[str, str], *, time_limit: float = _TIME_LIMIT
+) -> Told:
     """Ask the vendor's tool on the ``PATH`` of ``env`` how many devices there are."""
     notes: tuple[str, ...] = ()
     for argv, pattern, expected in _TOOLS.get(vendor, ()):
@@ -366,8 +362,6 @@ def ask_vendor_tool(
         notes += failed
         if text is None:
             continue
-        if vendor == "intel":
-            return _physical_cards(text, root, flat)
         called, gpus = " ".join(argv), set(re.findall(pattern, text, re.MULTILINE))
         if not gpus and not (vendor == "nvidia" and "no devices" in text.lower()):
             notes += (f"{called} said {_first_line(text)!r}, not {expected!r}",)
@@ -389,33 +383,8 @@ _TOOLS: dict[str, list[tuple[tuple[str, ...], str, str]]] = {
         # As in outputs published for ROCm 6; a GPU has several lines.
         (("rocm-smi", "--showid"), r"^GPU\[([0-9]+)\]\s*:", "GPU[0] : ..."),
     ],
-    "intel": [(("xpu-smi", "discovery", "-j"), "", "")],
 }
 """Vendor to command, what counts a GPU in its answer, and what is expected there."""
-
-
-def _physical_cards(text: str, root: str, flat: bool) -> Told:
-    """Take the physical cards of ``xpu-smi discovery -j``, and their tiles from sysfs."""
-    # Intel XPU Manager, CLI user guide and cmd_discovery.cpp: device_list is null where there is
-    # none. It lists cards in every ZE_FLAT_DEVICE_HIERARCHY (Level Zero specification, "Device
-    # Hierarchy": SYSMAN is not affected).
-    import json  # noqa: PLC0415 - only Intel's tool says it so
-
-    try:
-        listed = json.loads(text)["device_list"] or []
-        addresses = {
-            entry["pci_bdf_address"].lower()
-            for entry in listed
-            if entry["device_function_type"] == "physical"
-        }
-    except (ValueError, LookupError, TypeError, AttributeError):
-        said = _first_line(text)
-        return Told(None, notes=(f"xpu-smi discovery -j said {said!r}, not a device_list",))
-    cards = [card for card in intel_cards(root) if card[0] in addresses]
-    if listed and not cards:
-        return Told(None, notes=("xpu-smi discovery -j lists no card that sysfs shows",))
-    count, unit, notes = _devices_of(cards, flat)
-    return Told(count, f"xpu-smi discovery: {count} {unit} of {len(cards)} cards", notes)
 
 
 def _output(

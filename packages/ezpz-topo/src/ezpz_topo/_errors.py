@@ -34,17 +34,7 @@ class NoSchedulerError(SchedulerError):
 
 
 class IncompleteLauncherError(TopoError):
-    """A launcher's variables are half set, so this process cannot know its rank.
-
-    Attributes:
-        family: The launcher whose variables these are, for example ``"pmi"``.
-        missing: The variables that should have been set as well.
-    """
-
-    def __init__(self, message: str, *, family: str, missing: tuple[str, ...]) -> None:
-        super().__init__(message)
-        self.family = family
-        self.missing = missing
+    """A launcher's variables are half set, so this process cannot know its rank."""
 
 
 class LauncherConflictError(TopoError):

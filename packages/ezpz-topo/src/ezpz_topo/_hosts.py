@@ -204,9 +204,7 @@ def write_localhost_to_hostfile(hostfile: str | os.PathLike[str]) -> Path:
 
 
 def write_hostfile_from_list_of_hosts(
-    hosts: Iterable[str],
-    hostfile: str | os.PathLike[str] | None = None,
-    env: Mapping[str, str] | None = None,
+    hosts: Iterable[str], hostfile: str | os.PathLike[str] | None = None
 ) -> Path:
     """Write a hostfile, one host a line, each once and in order, and return its path.
 
@@ -215,7 +213,6 @@ def write_hostfile_from_list_of_hosts(
     Args:
         hosts: Names or addresses.
         hostfile: The file to write; None: one in this user's private folder.
-        env: The environment that tells where that folder is; default ``os.environ``.
 
     Raises:
         HostfileError: There is no host, one is no name or address, or the file cannot be
@@ -225,7 +222,7 @@ def write_hostfile_from_list_of_hosts(
 
     content = format_hostfile(hosts)
     if hostfile is None:
-        return Path(_write_private(content, "list", os.environ if env is None else env))
+        return Path(_write_private(content, "list", os.environ))
     write_file(os.fspath(hostfile), content, 0o666)
     return Path(hostfile)
 

@@ -163,8 +163,6 @@ def get_local_world_size(env: Mapping[str, str] | None = None) -> int:
         raise IncompleteLauncherError(
             f"{info.launcher} does not tell how many ranks run on this node; "
             "expected LOCAL_WORLD_SIZE; start the ranks with ezpz-launch, or export it",
-            family=info.launcher,
-            missing=("LOCAL_WORLD_SIZE",),
         )
     return info.local_world_size
 
@@ -233,8 +231,6 @@ def read(family: Family, env: Mapping[str, str]) -> RankInfo | IncompleteLaunche
             f"half-set {family.name} environment: {seen} without {' and '.join(missing)}; "
             "expected all of them or none; start the ranks with ezpz-launch, or unset "
             f"{' '.join(present)}",
-            family=family.name,
-            missing=missing,
         )
 
     told: dict[str, int | None] = {}
@@ -290,8 +286,6 @@ def _complete(reading: RankInfo | IncompleteLauncherError | None) -> RankInfo:
     raise reading or IncompleteLauncherError(
         f"{TORCHRUN_PROOF} is set, but RANK, WORLD_SIZE and LOCAL_RANK are not; expected "
         f"torchrun to set all of them; unset {TORCHRUN_PROOF}, or start with torchrun",
-        family=TORCHRUN.name,
-        missing=TORCHRUN.rank + TORCHRUN.world_size + TORCHRUN.local_rank,
     )
 
 

@@ -302,8 +302,6 @@ def count_nodes(rank: RankInfo, job: Allocation | None) -> tuple[int, str]:
         f"{rank.launcher}: {rank.world_size} ranks, {per_node or 'an unknown number'} of them on "
         "this node, and no job whose hosts can be read; expected to be told the number of nodes; "
         "start the ranks with ezpz-launch",
-        family=rank.launcher,
-        missing=("GROUP_WORLD_SIZE",),
     )
 
 
@@ -336,8 +334,6 @@ def _node_index(rank: RankInfo, job: Allocation | None) -> tuple[int, str]:
         f"{rank.launcher} does not tell which node this is ({rank.world_size} ranks, "
         f"{per_node or 'an unknown number'} of them here); expected NODE_RANK; start the ranks "
         "with ezpz-launch",
-        family=rank.launcher,
-        missing=("NODE_RANK",),
     )
 
 
