@@ -269,7 +269,7 @@ def test_a_disk_without_room_is_told_before_anything_is_written(*, data, disk):
 
 
 def test_a_node_that_does_not_go_on_is_left_out(*, data, disk, until):
-    with Nodes(data, disk, 3, patience=1.5) as nodes:
+    with Nodes(data, disk, 3, patience=8) as nodes:
         nodes.start(0)
         until(lambda: nodes.tree._peers)
         nodes.processes[0].send_signal(signal.SIGSTOP)
