@@ -123,6 +123,17 @@ def test_a_busy_processor_is_not_judged_and_that_is_said():
     assert unjudged({"n1": GOOD | busy | {"throttled": 0.6}}) == {}
 
 
+def test_torch_that_is_late_on_most_nodes_is_no_fault_of_theirs():
+    late = {"clock": 0.0, "torch_error": "torch and its devices do not answer in 45 s"}
+    hosts = ["n0", "n1", "n2", "n3"]
+    reports = dict.fromkeys(hosts[:3], late) | {"n3": GOOD}
+    assert judge(reports, hosts) == {}
+    assert list(unjudged(reports)) == hosts[:3]
+    assert "as on most nodes: its file system is slow" in unjudged(reports)["n0"]
+    reports = dict.fromkeys(hosts[:2], late) | dict.fromkeys(hosts[2:], GOOD)
+    assert list(judge(reports, hosts)) == hosts[:2]
+
+
 def test_who_does_not_answer_is_bad():
     assert judge({"n0": GOOD}, ["n0", "n1"]) == {"n1": ["no answer"]}
 

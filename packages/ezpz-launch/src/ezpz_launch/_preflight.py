@@ -46,6 +46,8 @@ _THROTTLED = 0.2  # of the time in which a bound on its cgroup keeps a node from
 _CLOCK = 2.0  # seconds between a node's clock and the median of all
 _DISK = 100 << 20  # bytes that a node's temporary folder should have free
 _MEMORY = 0.5  # of the median: less is free where something else runs, or a module is lost
+_TORCH_TIME = 45  # seconds for torch's import and its devices, within `_TIME`
+_LATE = f"torch and its devices do not answer in {_TORCH_TIME} s"
 PACKAGES = ("torch", "ezpz-suite", "ezpz-topo", "ezpz-device", "ezpz-tp", "ezpz-dist",
             "ezpz-launch", "ezpz-obs", "mpi4py", "numpy")  # fmt: skip
 
@@ -63,7 +65,8 @@ def judge(reports: Reports, hosts: Sequence[str]) -> dict[str, list[str]]:
 
 def unjudged(reports: Reports) -> dict[str, str]:
     """Return of which hosts something was not judged, and why: no fault of theirs."""
-    return {
+    late = f"devices not judged ({_LATE}, as on most nodes: its file system is slow)"
+    return dict.fromkeys(_late(reports), late) | {
         host: f"processor and links not judged (others used {1 - device['share']:.0%} of it)"
         for host, each in reports.items()
         for device in each.get("devices", ())
@@ -71,11 +74,18 @@ def unjudged(reports: Reports) -> dict[str, str]:
     }
 
 
+def _late(reports: Reports) -> list[str]:
+    """Return the hosts whose torch is late, where those are most: a thousand nodes read one copy."""
+    late = [host for host, each in reports.items() if each.get("torch_error") == _LATE]
+    return late if len(late) > max(2, len(reports) / 2) else []
+
+
 def _alone(reports: Reports) -> Iterator[tuple[str, str]]:
     """Return what is wrong with a node whatever the others are like."""
+    unjudged = _late(reports)
     for host, each in reports.items():
         errors = [each[key] for key in ("torch_error", "disk_error", "link_error") if key in each]
-        yield from ((host, error) for error in errors)
+        yield from ((host, why) for why in errors if why != _LATE or host not in unjudged)
         yield from ((host, f"its kernel says: {line}") for line in each.get("kernel", ()))
         if each.get("disk", _DISK) < _DISK:
             yield host, f"{each['disk'] / 1e6:.0f} MB of disk are free"
@@ -323,10 +333,11 @@ def _look_at_torch() -> dict[str, object]:
     """Return what torch's devices do, by a process of its own: a broken driver may hang it."""
     try:
         done = subprocess.run(
-            [sys.executable, "-c", _TORCH], capture_output=True, text=True, timeout=60, check=False
-        )
+            [sys.executable, "-c", _TORCH], capture_output=True, text=True, timeout=_TORCH_TIME,
+            check=False,
+        )  # fmt: skip
     except subprocess.TimeoutExpired:
-        return {"torch_error": "torch and its devices do not answer"}
+        return {"torch_error": _LATE}
     if done.returncode == 0:
         return dict(json.loads(done.stdout.splitlines()[-1]))
     said = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
