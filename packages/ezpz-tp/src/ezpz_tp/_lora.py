@@ -399,7 +399,8 @@ def load_lora(model: nn.Module, folder: str | Path) -> None:
     with all_or_none(state):
         rank, alpha, dropout = _read_config(folder / _CONFIG)
         tensors = _read_names(folder / _TENSORS)
-        own = {name for name, _ in model.named_modules()}
+        own = {layer.lora.name for layer in _adapted(model)}  # wrappers change the others
+        own |= {name for name, _ in model.named_modules()}
         # In a pipeline, what else is in it is another stage's.
         modules = [n for n in _modules_of(tensors) if n in own or state.size("pipeline") == 1]
         missing = sorted(set(modules) - own)
