@@ -17,7 +17,7 @@ def build():
 
 def adapted():
     model = build()
-    with torch.no_grad():
+    with torch.no_grad():  # of the rank's own stream, unlike the others
         model[2].weight.fill_(0.1), model[2].bias.zero_()
     ezpz_tp.apply_lora(model, ("0.0", "0.2", "2"), rank=2, alpha=8)
     return model

@@ -114,8 +114,9 @@ def _halves(layer: Any, rank: int, seed: int, where: Any) -> tuple[nn.Linear | S
 def _splits_input(layer: Any) -> bool:
     if isinstance(layer, RowParallelLinear):
         return layer.tp_group is not None and layer.input_is_parallel
-    marked: bool = getattr(layer.weight, "sequence_parallel", False)
-    return marked or getattr(layer, "sequence_parallel", False)
+    if isinstance(layer, ColumnParallelLinear):
+        return layer.sequence_parallel
+    return getattr(layer.weight, "sequence_parallel", False) and tensor_group() is not None
 
 
 def _add(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -174,10 +175,13 @@ def apply_lora(
     Raises:
         ParallelError: No layer matches; or one that is not linear, is an expert's, or is used
             without being called. Or the model is wrapped, or has adapters already.
-        ValueError: ``rank`` or ``dropout`` is out of range.
+        ValueError: ``rank``, ``alpha`` or ``dropout`` is out of range.
     """
-    if rank < 1 or not 0 <= dropout < 1:
-        raise ValueError(f"rank={rank}, dropout={dropout}; expected at least 1, and 0 to below 1")
+    if rank < 1 or alpha <= 0 or not 0 <= dropout < 1:
+        raise ValueError(
+            f"rank={rank}, alpha={alpha}, dropout={dropout}; expected a rank of at least 1, alpha "
+            "above 0, and dropout from 0 to below 1"
+        )
     if isinstance(model, DistributedDataParallel) or _is_sharded(model):
         raise ParallelError(
             f"apply_lora: {type(model).__name__} is wrapped already, by what would not reduce the "
