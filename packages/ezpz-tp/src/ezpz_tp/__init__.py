@@ -125,6 +125,7 @@ if TYPE_CHECKING:
     from ._check.replicated import verify_replicated
     from ._describe import Description, describe, describe_mesh
     from ._formats.dcp import dtensor_state_dict, load_dtensor_state_dict
+    from ._lora import apply_lora, load_lora, lora_state_dict, merge_lora, save_lora
     from ._reshard import reshard, save_huggingface, save_llama
     from ._sharding import EinsumSharding, einsum_sharding
     from ._state_dict import gather_state_dict, shard_state_dict
@@ -137,6 +138,9 @@ _LATER = {
     **dict.fromkeys(("Description", "describe", "describe_mesh"), "_describe"),
     **dict.fromkeys(("EinsumSharding", "einsum_sharding"), "_sharding"),
     **dict.fromkeys(("dtensor_state_dict", "load_dtensor_state_dict"), "_formats.dcp"),
+    **dict.fromkeys(
+        ("apply_lora", "load_lora", "lora_state_dict", "merge_lora", "save_lora"), "_lora"
+    ),
     **dict.fromkeys(("reshard", "save_huggingface", "save_llama"), "_reshard"),
     **dict.fromkeys(("gather_state_dict", "shard_state_dict"), "_state_dict"),
 }
@@ -166,11 +170,12 @@ __all__ = [
     "ParallelTypeError", "Piece", "Pipeline", "RankLayout", "ReplicaError", "RngTracker",
     "RowParallelLinear", "Shard", "VocabParallelEmbedding", "VocabUtility", "__version__",
     "all_gather_last_dim_from_tensor_parallel_region", "all_to_all", "all_to_all_hp2sp",
-    "all_to_all_sp2hp", "broadcast_data", "check", "checkpoint", "checkpoint_activations",
-    "clip_grad_norm_", "copy_attributes", "copy_tensor_model_parallel_attributes",
-    "copy_to_tensor_parallel_region", "current_state", "declare_type", "describe", "describe_mesh",
-    "destroy_model_parallel", "destroy_tensor_parallel", "divide_and_check_no_remainder",
-    "dtensor_state_dict", "einsum_sharding", "ensure_divisibility", "finalize_grads",
+    "all_to_all_sp2hp", "apply_lora", "broadcast_data", "check", "checkpoint",
+    "checkpoint_activations", "clip_grad_norm_", "copy_attributes",
+    "copy_tensor_model_parallel_attributes", "copy_to_tensor_parallel_region", "current_state",
+    "declare_type", "describe", "describe_mesh", "destroy_model_parallel",
+    "destroy_tensor_parallel", "divide_and_check_no_remainder", "dtensor_state_dict",
+    "einsum_sharding", "ensure_divisibility", "finalize_grads",
     "gather_from_sequence_parallel_region", "gather_from_tensor_parallel_region",
     "gather_split_1d_tensor", "gather_state_dict", "get_context_parallel_group",
     "get_context_parallel_rank", "get_context_parallel_ranks", "get_context_parallel_src_rank",
@@ -186,17 +191,16 @@ __all__ = [
     "get_tensor_parallel_ranks", "get_tensor_parallel_src_rank", "get_tensor_parallel_world_size",
     "head_to_sequence", "initialize_model_parallel", "initialize_shard",
     "initialize_tensor_parallel", "is_pipeline_first_stage", "is_pipeline_last_stage",
-    "keep_attributes", "load_dtensor_state_dict", "mark_sequence_parallel",
-    "param_is_not_tensor_parallel_duplicate", "reduce_from_tensor_parallel_region",
-    "reduce_scatter_last_dim_to_tensor_parallel_region",
+    "keep_attributes", "load_dtensor_state_dict", "load_lora", "lora_state_dict",
+    "mark_sequence_parallel", "merge_lora", "param_is_not_tensor_parallel_duplicate",
+    "reduce_from_tensor_parallel_region", "reduce_scatter_last_dim_to_tensor_parallel_region",
     "reduce_scatter_to_sequence_parallel_region", "reshard", "ring_attention", "rng_contexts",
-    "save_huggingface", "save_llama", "scatter_to_sequence_parallel_region",
+    "save_huggingface", "save_llama", "save_lora", "scatter_to_sequence_parallel_region",
     "scatter_to_tensor_parallel_region", "seed_model_parallel", "sequence_positions",
     "sequence_to_head", "set_defaults_if_not_set_tensor_model_parallel_attributes", "set_shard",
     "set_tensor_model_parallel_attributes", "shard_of", "shard_sequence", "shard_state_dict",
     "split_context", "split_layers", "split_tensor_along_last_dim",
     "split_tensor_into_1d_equal_chunks", "tensor_parallel_is_initialized", "type_of",
     "ulysses_attention", "unified_attention", "unshard_sequence", "use_state", "verify_replicated",
-    "vocab_parallel_cross_entropy",
-    "vocab_parallel_linear_cross_entropy",
+    "vocab_parallel_cross_entropy", "vocab_parallel_linear_cross_entropy",
 ]  # fmt: skip

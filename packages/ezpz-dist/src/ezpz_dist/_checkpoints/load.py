@@ -153,9 +153,13 @@ class Target:
         return _pieces.room_for(self._args.model, self._args.optimizers, saved)
 
     def _compare(self, held: _pieces.Held) -> None:
-        missing, cast = [], []
+        missing, cast, left_out = [], [], set[str]()
+        if "trainable" in self.manifest.contents:
+            left_out = {_pieces.MODEL + name for name in _pieces.frozen_names(self._args.model)}
         for key, pieces in held.items():
             if (saved := self._saved.get(key)) is None:
+                if key in left_out:
+                    continue
                 if math.prod(pieces.shape):  # of one without elements no rank had a piece to write
                     missing.append(key)
             elif saved.size != pieces.shape:
@@ -271,7 +275,8 @@ class Checkpoint:
         step: The step.
         folder: Its path, or URL.
         world_size: Ranks that wrote it.
-        contents: Of ``model``, ``optimizer``, ``scheduler``, ``data``, ``extra``, ``rng``.
+        contents: Of ``model`` (``trainable``: without its frozen parameters), ``optimizer``,
+            ``scheduler``, ``data``, ``extra``, ``rng``.
         size: Bytes.
         time: When it was complete, in seconds since 1970.
         torch: torch's version.

@@ -114,6 +114,18 @@ def parameters_by_name(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
+def frozen_names(model: nn.Module) -> set[str]:
+    """Return the plain names of what needs no gradient, those of tied parameters too."""
+    if is_fsdp1(model):
+        raise ValueError(
+            f"{type(model).__name__} is FSDP1's, which flattens frozen parameters with others; "
+            "expected FSDP2 (fully_shard), DDP or a bare model with frozen=False"
+        )
+    held = model.state_dict(keep_vars=True).items()
+    frozen = (k for k, one in held if isinstance(one, nn.Parameter) and not one.requires_grad)
+    return {plain_name(model, name) for name in frozen}
+
+
 # A tensor as this rank holds it: which pieces of the whole, at which offsets.
 
 LocalPiece = tuple[Piece, Tensor]  # of the whole, and its elements: a view of what is in use

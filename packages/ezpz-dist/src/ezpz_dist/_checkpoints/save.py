@@ -458,6 +458,7 @@ def save_checkpoint(
     step: int,
     data: Any = None,
     extra: Mapping[str, Any] | None = None,
+    frozen: bool = True,
     keep: int | None = 3,
     asynchronous: bool = False,
 ) -> Saving:
@@ -486,6 +487,8 @@ def save_checkpoint(
             A numpy scalar comes back as a Python number, and a timedelta as seconds. A path, date,
             time or datetime comes back as text (ISO 8601), an Enum's member as its value, and a
             namedtuple as a tuple.
+        frozen: Save parameters that require no gradient, too. False leaves them out, as for
+            adapters (`ezpz_tp.apply_lora`); `load_checkpoint` then leaves them as they are.
         keep: How many steps to keep, the newest, and those of an abandoned branch last; None: all.
             The older ones go once the new one is there; where it would not fit beside them, before,
             but never the last whole one.
@@ -509,7 +512,7 @@ def save_checkpoint(
     ranks = _store.ranks_of(current_world("save_checkpoint()"))
     finish_saving()
     with ranks.waiting(f"save_checkpoint(step={step})"), _store.collecting_later():
-        state = CheckpointArgs(model, _store.as_list(optimizer), scheduler, data, extra)
+        state = CheckpointArgs(model, _store.as_list(optimizer), scheduler, data, extra, frozen)
         args = SaveArgs(step, (*state.contents, "rng"), keep)
         layout = current_layout(ranks.rank, ranks.size)
         what = f"step {step!r} cannot be saved to {os.fspath(path)}"
@@ -553,6 +556,9 @@ def _collect(ranks: Ranks, layout: Layout, state: CheckpointArgs) -> Held:
         # Each replica has its own, as of batch norm: one rank's are saved, all together.
         for name, _ in model.named_buffers(remove_duplicate=False):
             whole.pop(pieces.plain_name(model, name), None)
+    if not state.frozen:
+        for name in pieces.frozen_names(model):
+            whole.pop(name, None)
     held, values, others = pieces.held_by(parts, whole, states)
     own = {"rng": rng_state(ranks.world), "data": pieces.state_dicts(state.data)}
     common = {

@@ -44,12 +44,17 @@ class CheckpointArgs(NamedTuple):
     scheduler: Any
     data: Any
     extra: Mapping[str, Any] | None = None
+    frozen: bool = True
 
     @property
     def contents(self) -> tuple[str, ...]:
         others = {"scheduler": self.scheduler, "data": self.data, "extra": self.extra}
         there = ["optimizer"] * bool(self.optimizers)
-        return "model", *there, *(name for name, one in others.items() if one is not None)
+        return (
+            "model" if self.frozen else "trainable",
+            *there,
+            *(name for name, one in others.items() if one is not None),
+        )
 
 
 class SaveArgs(NamedTuple):
