@@ -78,7 +78,9 @@ def test_experts_have_a_picture_of_their_own():
     text = str(description)
     title = "experts: expert_tensor 2 x expert 4 x expert_data 2"
     model, experts = text.split(f"{title}\n")
-    assert title in lines_of(description.svg())
+    root = ET.fromstring(description.svg())
+    assert sorted(map(int, texts(root, "r"))) == sorted([*range(16), *range(16)])
+    assert title in texts(root, None)
     assert ranks_drawn(model) == list(range(16))
     assert sorted(ranks_drawn(experts)) == list(range(16))
     assert "       expert 0 │  0    1 │  │  8    9 │" in experts
@@ -96,7 +98,7 @@ WORLDS = (1, 2, 6, 16, 24, 96, 97, 128)
 
 
 @pytest.mark.filterwarnings("ignore:.*tensor groups:UserWarning")
-def test_every_rank_is_drawn_once_or_said_to_follow_within_80_columns():
+def test_every_rank_is_drawn_once_within_80_columns():
     tried = 0
     for world in WORLDS:
         divisors = [d for d in range(1, world + 1) if world % d == 0]
@@ -110,10 +112,8 @@ def test_every_rank_is_drawn_once_or_said_to_follow_within_80_columns():
             lines = text.splitlines()
             assert max(map(len, lines)) <= 80, text
             assert len(lines) <= (100 if nodes else 55), text
-            drawn = sorted(ranks_drawn(text)) if nodes else []
-            if nodes and f"Drawn: {len(drawn)} of {world} ranks." not in text:
-                assert drawn == list(range(world)), (layout, nodes)
-            assert len(set(drawn)) == len(drawn)
+            if nodes:
+                assert sorted(ranks_drawn(text)) == list(range(world)), (layout, nodes)
     assert tried > 200
 
 
@@ -129,8 +129,12 @@ def test_the_ranks_of_a_picture_are_where_its_labels_say():
                 for t, rank in zip(picture.columns.positions, row, strict=True):
                     assert layout.index("tensor", rank) == int(t)
                     assert layout.index("context", rank) == int(c)
-                    assert layout.index("data", rank) == int(d)
-                    assert f"pipeline {layout.index('pipeline', rank)}" == below
+                    whole = {"data": layout.index("data", rank)}
+                    whole["pipeline"] = layout.index("pipeline", rank)
+                    said = dict(word.split() for word in below.split(", ") if word)
+                    folded = int(d.lstrip("+")) + int(said.pop("data", 0))
+                    assert folded == whole["data"]
+                    assert all(whole[axis] == int(n) for axis, n in said.items())
 
 
 @pytest.mark.filterwarnings("ignore:.*groups cross nodes:UserWarning")
@@ -159,7 +163,11 @@ def test_groups_and_crossings_agree_with_counting():
 def test_the_largest_machine_fits_a_screen():
     layout = tp.RankLayout(120_960, tensor=12, context=2, pipeline=8)
     description = tp.describe_mesh(layout, ranks_per_node=12)
-    text = str(description)
+    text, svg = str(description), description.svg()
+    root = ET.fromstring(svg)
+    assert len(texts(root, "r")) <= 256
+    assert any("of 120,960 ranks" in text for text in texts(root, None))
+    assert len(svg) < 25_000
     assert ranks_drawn(text) == list(range(48))
     assert "Drawn: 48 of 120,960 ranks. data 2 to 629: 24 more at each step; pipeline 1 to" in text
     assert "... 10,076 more nodes like these" in text
@@ -171,11 +179,16 @@ def test_the_largest_machine_fits_a_screen():
     assert 24 * 5 in layout.group_of("data", 0)
     assert 15_120 * 3 in layout.group_of("pipeline", 0)
     text = str(tp.describe_mesh(tp.RankLayout(4096), ranks_per_node=32))
-    assert "Drawn: 17 of 4,096 ranks. data 17 to 4,095: 1 more at each step." in text
-    assert "nodes like these" not in text  # a part of one is drawn
+    assert "Drawn: 48 of 4,096 ranks. data 48 to 4,095: 1 more at each step." in text
+    assert "nodes like these" not in text  # one and a half are drawn
 
 
-def test_wider_terminals():
+def test_only_ascii():
+    description = tp.describe_mesh(tp.RankLayout(8, tensor=2), ranks_per_node=4)
+    plain = description.text(ascii_only=True)
+    assert plain.isascii()
+    assert "| 0    1 |" in plain.replace("  0 ", " 0 ")
+    assert len(plain) == len(str(description))
     wide = tp.describe_mesh(tp.RankLayout(128, tensor=16), environ=NOWHERE).text(width=120)
     assert max(map(len, wide.splitlines())) > 80
 
@@ -288,18 +301,22 @@ def test_what_cannot_be_described():
 S = "{http://www.w3.org/2000/svg}"
 
 
-def lines_of(svg):
-    return [text.text.replace("\xa0", " ") for text in ET.fromstring(svg).iter(f"{S}text")]
+def texts(root, kind):
+    return [text.text for text in root.iter(f"{S}text") if text.get("class") == kind]
 
 
-def test_the_svg_has_the_lines_of_the_text():
-    description = tp.describe_mesh(tp.RankLayout(16, tensor=2, context=2), ranks_per_node=4)
-    assert lines_of(description.svg()) == [line for line in str(description).split("\n") if line]
-    root = ET.fromstring(description.svg())
-    width, height = (float(root.get(name)) for name in ("width", "height"))
-    for text in root.iter(f"{S}text"):
-        assert float(text.get("x")) + float(text.get("textLength")) < width
-        assert float(text.get("y")) < height
+def test_every_rank_is_drawn_with_its_tensor_group():
+    layout = tp.RankLayout(16, tensor=2, context=2, pipeline=2)
+    root = ET.fromstring(tp.describe_mesh(layout, ranks_per_node=4).svg())
+    ranks, groups = texts(root, "r"), texts(root, "s")
+    assert sorted(map(int, ranks)) == list(range(16))
+    colors = [rect.get("fill") for rect in root.iter(f"{S}rect")]
+    for rank, group, color in zip(map(int, ranks), map(int, groups), colors, strict=True):
+        assert rank in layout.groups("tensor")[group]
+        same = [c for r, c in zip(ranks, colors, strict=True) if int(r) // 2 == rank // 2]
+        assert set(same) == {color}
+    assert len(set(colors)) == 8
+    assert {"node 0", "node 1", "node 2", "node 3"} <= set(texts(root, None))
 
 
 def test_it_stands_alone_and_says_what_it_is():
@@ -309,6 +326,7 @@ def test_it_stands_alone_and_says_what_it_is():
     root = ET.fromstring(svg)
     assert root.find(f"{S}title").text.startswith("8 ranks: tensor 4 x data 2, on 2 nodes of 4")
     assert root.get("aria-label") == root.find(f"{S}title").text
+    assert "cross nodes" in root.find(f"{S}desc").text
     assert root.get("role") == "img"
     assert not re.search(r"<script|<image|href|url\(|@import", svg)
     # A dark desktop may show it on a light page: it brings its own background.
@@ -319,8 +337,35 @@ def test_it_stands_alone_and_says_what_it_is():
     style = root.find(f"{S}style").text.replace("@media(prefers-color-scheme:dark)", "")
     selectors = re.findall(r"([^{}]+)\{", style)
     assert all(s.split()[0] == ".ranks" for group in selectors for s in group.split(","))
-    assert "Warning: 2 of 2 tensor groups cross nodes" in " ".join(lines_of(svg))
-    assert "Nodes: 0 <a>, 1 b&c" in lines_of(svg)
+    assert "Warning: 2 of 2 tensor groups cross nodes" in " ".join(filter(None, texts(root, None)))
+    assert "Nodes: 0 <a>, 1 b&c" in texts(root, None)
+
+
+def test_nothing_is_drawn_outside():
+    for degrees in ((2,), (97,), (128, 2, 2, 2), (256, 16)):
+        layout = tp.RankLayout(*degrees)
+        root = ET.fromstring(tp.describe_mesh(layout, environ=NOWHERE).svg())
+        width, height = (float(root.get(name)) for name in ("width", "height"))
+        assert width <= 1000
+        for rect in root.iter(f"{S}rect"):
+            assert 0 < float(rect.get("x")) < width - float(rect.get("width"))
+            assert 0 < float(rect.get("y")) < height - float(rect.get("height"))
+        assert sorted(map(int, texts(root, "r"))) == list(range(layout.world_size))
+        assert not list(root.iter(f"{S}path"))  # where nodes are not known there are no borders
+
+
+def test_borders_are_closed():
+    svg = tp.describe_mesh(tp.RankLayout(8), ranks_per_node=4).svg()
+    (path,) = ET.fromstring(svg).iter(f"{S}path")
+    lines = re.findall(r"M([\d.]+) ([\d.]+)([HV])([\d.]+)", path.get("d"))
+    assert "".join(f"M{x} {y}{way}{to}" for x, y, way, to in lines) == path.get("d")
+    ends = [(float(x), float(y)) for x, y, _, _ in lines]
+    ends += [(float(to), float(y)) if way == "H" else (float(x), float(to))
+             for x, y, way, to in lines]  # fmt: skip
+    assert len(lines) >= 4
+    assert all(ends.count(end) >= 2 or any(
+        way == "V" and float(x) == end[0] and float(y) <= end[1] <= float(to)
+        for x, y, way, to in lines) for end in ends)  # fmt: skip
 
 
 def test_notebooks_and_files(tmp_path):

@@ -22,7 +22,6 @@ from ._state import ParallelState
 # What is said below a picture: degrees, groups, and the nodes that they cross.
 
 NAMED_NODES = 16
-_SVG_WIDTH = 120
 
 
 def axes_of(grids: Sequence[Grid]) -> Iterator[tuple[Grid, Axis]]:
@@ -106,10 +105,11 @@ class Description:
         groups = zip(grid.groups(found), spans, strict=True)
         return [tuple(group) for group, count in groups if count > 1]
 
-    def text(self, *, width: int = 80) -> str:
+    def text(self, *, ascii_only: bool = False, width: int = 80) -> str:
         """Return the picture in characters; ``str`` of it is the same.
 
         Args:
+            ascii_only: Without characters that draw boxes, for what cannot encode them.
             width: Columns of the terminal.
         """
 
@@ -125,11 +125,13 @@ class Description:
         lines += ["", *self._table()]
         for note in self._notes():
             lines += wrapped(note)
-        return "\n".join(lines).rstrip()
+        text = "\n".join(lines).rstrip()
+        return text.translate(pictures.ASCII) if ascii_only else text
 
     def svg(self) -> str:
-        """Return the text as SVG: one ``svg`` element that needs nothing else."""
-        return pictures.as_svg(self._headline(), self.text(width=_SVG_WIDTH).splitlines())
+        """Return the picture as SVG: one ``svg`` element that needs nothing else."""
+        words = self._headline(), self._table(), self._notes()
+        return pictures.draw(*words, self.grids, self.nodes)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the SVG into a file.

@@ -1,15 +1,15 @@
-"""Pictures of which rank is where: in characters, and these as SVG."""
+"""Pictures of which rank is where: in a terminal and as SVG."""
 
 from __future__ import annotations
 
 import itertools
 import math
-import operator
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from ._errors import DegreeError
 from ._ranks import AXES, EXPERT_AXES, RankLayout
@@ -159,6 +159,10 @@ class Axis:
         first = rank - self.index(rank) * self.stride
         return range(first, first + self.degree * self.stride, self.stride)
 
+    def number_of(self, rank: int) -> int:
+        """Return the number of the group of a rank: groups are ordered by their first rank."""
+        return rank // (self.stride * self.degree) * self.stride + rank % self.stride
+
 
 @dataclass(frozen=True, slots=True)
 class Grid:
@@ -222,15 +226,12 @@ def _grid(title: str, layout: RankLayout, names: Iterable[str]) -> Grid:
 # The fastest axis runs to the right, the next one down; the matrix that the two make is repeated
 # to the right along the third axis, and the row of matrices downwards along the fourth. (The
 # idea is Edward Yang's: blog.ezyang.com, "Draw high dimensional tensors as a matrix of
-# matrices", 2025.) Of an axis that is too long the first positions are drawn.
+# matrices", 2025.) An axis too long for its direction is folded into both.
 
-DRAWN = 128  # ranks; of more, some stand for all
-ELIDED = 48  # ranks that stand for all
-TALLEST = 16  # rows of one matrix
+TALLEST = 16  # rows of one matrix, beyond which a second one is put beside it
+ELIDED = 48  # ranks that stand for all, where there are too many to draw
 
-Row = tuple[int, ...]
-Shown: TypeAlias = Sequence[tuple[Axis, int]]
-"""Axes, and how many positions of each are drawn."""
+Row = tuple[int | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,71 +252,119 @@ class Picture:
     @property
     def ranks(self) -> set[int]:
         cells = itertools.chain.from_iterable(itertools.chain.from_iterable(self.blocks))
-        return set(itertools.chain.from_iterable(cells))
+        return {rank for row in cells for rank in row if rank is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """One axis, or a part of a folded one: ``count`` steps of ``step`` positions."""
+
+    axis: Axis
+    step: int
+    count: int
+    is_inner: bool = False
+
+    def label(self, index: int) -> str:
+        """Return what to call a position: relative to the outer part of a folded axis."""
+        return f"+{index}" if self.is_inner else str(index * self.step)
+
+
+def visible_counts(grid: Grid, most: int) -> dict[str, int]:
+    """Return how many positions of each axis to draw, so that at most ``most`` ranks are."""
+    counts, drawn, most_here = {}, 1, most
+    for axis in grid.several:
+        if axis.degree * drawn > most_here:
+            most_here = min(most, ELIDED)  # and whatever is slower is elided too
+        counts[axis.name] = max(1, min(axis.degree, most_here // drawn))
+        drawn *= counts[axis.name]
+    return counts
 
 
 def arrange(
-    grid: Grid, nodes: Nodes | None, width_of: Callable[[int, int], int], width: int
+    grid: Grid, nodes: Nodes | None, most: int, width_of: Callable[[int, int], float], width: float
 ) -> Picture:
-    per_node = nodes.per_node if nodes else None
-    right: list[tuple[Axis, int]] = []
-    down: list[tuple[Axis, int]] = []
-    most, drawn = DRAWN, 1
+    counts, per_node = visible_counts(grid, most), nodes.per_node if nodes else None
+    right: list[Factor] = []
+    down: list[Factor] = []
 
     def room(count: int) -> bool:
-        columns = right[0][1] if right else count
-        blocks = math.prod(each for _, each in right[1:]) * (count if right else 1)
-        return width_of(blocks, columns) <= width
+        first = right[0].count if right else count
+        more = math.prod(factor.count for factor in right[1:]) * (count if right else 1)
+        return width_of(more, first) <= width
 
     for axis in grid.several:
-        if axis.degree * drawn > most:
-            most = ELIDED  # and whatever is slower is elided too
-        count = max(1, min(axis.degree, most // drawn))
-        to_right = len(right) <= len(down) and room(2)
-        count = max(filter(room, range(1, count + 1))) if to_right else min(count, TALLEST)
-        if count < axis.degree:
-            most = ELIDED
+        count = counts[axis.name]
+        if len(right) > len(down) and (count <= TALLEST or not room(2)):
+            down.append(Factor(axis, 1, count))
+        elif len(right) > len(down):  # tall: a part of it goes to the right
+            least = math.ceil(count / max(filter(room, range(2, count))))
+            inner = _fold(count, range(least, 2 * least + 1))
+            down.append(Factor(axis, 1, inner, is_inner=True))
+            right.append(Factor(axis, inner, math.ceil(count / inner)))
+        elif room(count):
+            right.append(Factor(axis, 1, count))
+        elif not room(2):
+            down.append(Factor(axis, 1, count))
+        else:  # wide: a part of it goes down
+            longest = max(filter(room, range(2, count)))
             node = max(per_node // axis.stride, 1) if per_node else 1
-            count -= count % node if count > node else 0  # what is drawn ends where a node does
-        (right if to_right else down).append((axis, count))
-        drawn *= count
-    return _picture(right, down)
+            inner = _fold(count, range(longest, max((longest - 1) // 2, 1), -1), node)
+            right.append(Factor(axis, 1, inner, is_inner=True))
+            down.append(Factor(axis, inner, math.ceil(count / inner)))
+    drawn = ((axis, counts[axis.name]) for axis in grid.several)
+    hidden = tuple((axis, count) for axis, count in drawn if count < axis.degree)
+    return _picture(counts, right, down, hidden)
 
 
-def _picture(right: Shown, down: Shown) -> Picture:
-    def choices(shown: Shown) -> list[tuple[int, ...]]:
-        """Return every choice of a position on each axis, that of the slowest first."""
-        return list(itertools.product(*(range(count) for _, count in shown[::-1])))
+def _fold(count: int, lengths: Iterable[int], node: int = 1) -> int:
+    """Return where to fold an axis: at the end of a node, in equal parts, else the first length."""
+    return max(lengths, key=lambda length: (length % node == 0, count % length == 0))
 
-    def offsets(shown: Shown) -> list[int]:
-        strides = [axis.stride for axis, _ in shown[::-1]]
-        return [sum(map(operator.mul, strides, choice)) for choice in choices(shown)]
 
-    columns, rows = offsets(right[:1]), offsets(down[:1])
+def _picture(
+    counts: dict[str, int],
+    right: Sequence[Factor],
+    down: Sequence[Factor],
+    hidden: tuple[tuple[Axis, int], ...],
+) -> Picture:
+    def rank_at(*choice: tuple[Factor, int]) -> int | None:
+        positions: dict[Axis, int] = {}
+        for factor, index in choice:
+            positions[factor.axis] = positions.get(factor.axis, 0) + factor.step * index
+        if any(position >= counts[axis.name] for axis, position in positions.items()):
+            return None  # past the end of a fold
+        return sum(axis.stride * position for axis, position in positions.items())
+
+    def choices(factors: Sequence[Factor]) -> list[tuple[tuple[Factor, int], ...]]:
+        """Return every choice of a position on each factor, the last factor varying slowest."""
+        slowest_first = [[(factor, i) for i in range(factor.count)] for factor in factors[::-1]]
+        return list(itertools.product(*slowest_first))
+
+    columns, rows = choices(right[:1]), choices(down[:1])
+    outer_columns, outer_rows = choices(right[1:]), choices(down[1:])
     blocks = tuple(
         tuple(
-            tuple(tuple(below + beside + row + each for each in columns) for row in rows)
-            for beside in offsets(right[1:])
+            tuple(tuple(rank_at(*below, *beside, *row, *each) for each in columns) for row in rows)
+            for beside in outer_columns
         )
-        for below in offsets(down[1:])
+        for below in outer_rows
     )
     block_columns = tuple(
-        Labels(axis.name, tuple(str(choice[place]) for choice in choices(right[1:])))
-        for place, (axis, _) in enumerate(right[:0:-1])
+        Labels(each.axis.name, tuple(each.label(dict(at)[each]) for at in outer_columns))
+        for each in right[:0:-1]
     )
     block_rows = tuple(
-        ", ".join(f"{axis.name} {at}" for (axis, _), at in zip(down[:0:-1], choice, strict=True))
-        for choice in choices(down[1:])
+        ", ".join(f"{factor.axis.name} {factor.label(index)}" for factor, index in choice)
+        for choice in outer_rows
     )
-    hidden = tuple((axis, count) for axis, count in (*right, *down) if count < axis.degree)
-    return Picture(blocks, _labels(right), _labels(down), block_columns, block_rows, hidden)
+    return Picture(blocks, _labels(right[:1]), _labels(down[:1]), block_columns, block_rows, hidden)
 
 
-def _labels(shown: Shown) -> Labels:
-    if not shown:
+def _labels(factors: Sequence[Factor]) -> Labels:
+    if not factors:
         return Labels("", ("",))
-    axis, count = shown[0]
-    return Labels(axis.name, tuple(map(str, range(count))))
+    (factor,) = factors
+    return Labels(factor.axis.name, tuple(map(factor.label, range(factor.count))))
 
 
 CLOSE = ("tensor", "expert_tensor", "tp")
@@ -346,7 +395,10 @@ OUTSIDE = -1
 
 def node_map(block: Sequence[Row], nodes: Nodes | None) -> list[list[int]]:
     # Where nodes are not known all is outside, and there are no borders.
-    inner = [[OUTSIDE if nodes is None else nodes.of[rank] for rank in row] for row in block]
+    inner = [
+        [OUTSIDE if rank is None or nodes is None else nodes.of[rank] for rank in row]
+        for row in block
+    ]
     around = [OUTSIDE] * (len(block[0]) + 2)
     return [around, *([OUTSIDE, *row, OUTSIDE] for row in inner), around]
 
@@ -368,14 +420,18 @@ def beginnings(above: Sequence[int], below: Sequence[int]) -> Iterator[tuple[int
 
 # Ranks and the borders of nodes, drawn in characters.
 
+_IN_TERMINAL = 128  # ranks; of more, some stand for all
 _SPACE = "  "
 # By the lines that meet: 1 from above, 2 from below, 4 from the left, 8 from the right.
 CORNERS = {0: " ", 3: "│", 12: "─", 10: "┌", 6: "┐", 9: "└", 5: "┘", 11: "├", 7: "┤", 14: "┬",
            13: "┴", 15: "┼"}  # fmt: skip
+ASCII = str.maketrans("│─┌┐└┘├┤┬┴┼", "|-" + "+" * 9)
 
 
 class Terminal:
     def __init__(self, grid: Grid, nodes: Nodes | None, width: int) -> None:
+        counts = visible_counts(grid, _IN_TERMINAL)
+        last = sum((counts[axis.name] - 1) * axis.stride for axis in grid.several)
         labels = (f"{axis.name} {axis.degree - 1}" for axis in grid.several)
         self._nodes = nodes
         self._margin = max(map(len, labels), default=0)
@@ -384,13 +440,9 @@ class Terminal:
             def width_of(blocks: int, columns: int) -> int:
                 return self._margin + 1 + blocks * (columns * pitch + 1 + len(_SPACE)) - len(_SPACE)
 
-            return arrange(grid, nodes, width_of, width)
+            return arrange(grid, nodes, _IN_TERMINAL, width_of, width)
 
-        def fits(pitch: int) -> bool:
-            return len(str(max(arranged(pitch).ranks))) + 2 <= pitch
-
-        # From rank to rank; a border stands in between.
-        self._pitch = next(filter(fits, itertools.count(4)))
+        self._pitch = max(len(str(last)) + 2, 4)  # from rank to rank; a border stands in between
         self.picture = arranged(self._pitch)
         if arranged(self._pitch + 1) == self.picture:
             self._pitch += 1
@@ -449,33 +501,165 @@ class Terminal:
         return line[: 1 - self._pitch]
 
 
-# The picture's characters as SVG.
+# Ranks and the borders of nodes, drawn as SVG.
 #
-# It stands alone: no script, no font, no image. It is light or dark as the reader prefers.
+# It stands alone: no script, no font, no image. It is light or dark as the reader prefers. Ranks of
+# one tensor group have one color, and the group's number is written too.
 
-_LINE, _CHARACTER = 15, 7.3
-_ESCAPES = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;"})
+_IN_SVG = 256  # ranks; of more, some stand for all
+WIDTH = 960
+WIDE, HIGH, GAP, LINE, CHARACTER = 40, 34, 16, 18, 7.3
+# Pastels that dark text can be read on; neighbors differ to the color-blind too.
+COLORS = ("#9ecae9", "#ffbf79", "#b5cf6b", "#e7a6c8", "#d9d3a5", "#88d2c4", "#ff9d98", "#c5b0e0")
+ESCAPES = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;"})
 # Of these elements only: in a notebook the rules of one picture reach all others.
-_STYLE = (
-    ".ranks{background:#fff}.ranks text{font:12px ui-monospace,monospace;fill:#1f2328}"
-    "@media(prefers-color-scheme:dark){.ranks{background:#0d1117}.ranks text{fill:#e6edf3}}"
+STYLE = (
+    ".ranks{background:#fff}"
+    ".ranks text{font:12px ui-monospace,monospace;fill:#1f2328}"
+    ".ranks path{stroke:#1f2328;stroke-width:2;stroke-linecap:square;fill:none}"
+    "@media(prefers-color-scheme:dark){"
+    ".ranks{background:#0d1117}.ranks text{fill:#e6edf3}.ranks path{stroke:#e6edf3}}"
+    ".ranks .m,.ranks .r,.ranks .s{text-anchor:middle}.ranks .b{font-weight:bold}"
+    ".ranks .r,.ranks .s{fill:#111}.ranks .s{font-size:9px}"
 )
 
 
-def as_svg(title: str, lines: Sequence[str]) -> str:
-    width, height = round(16 + max(map(len, lines)) * _CHARACTER), 16 + len(lines) * _LINE
-    title = title.translate(_ESCAPES)
-    # The length of each is said, so that borders meet in any font. Spaces that do not break are
-    # kept by every program.
-    texts = (
-        f'<text x="8" y="{number * _LINE + 4}" textLength="{len(line) * _CHARACTER:g}">'
-        f"{line.translate(_ESCAPES).replace(' ', chr(0xA0))}</text>"
-        for number, line in enumerate(lines, 1)
-        if line
-    )
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="ranks" role="img" '
-        f'aria-label="{title}" width="{width}" height="{height}" '
-        f'viewBox="0 0 {width} {height}">\n<title>{title}</title>\n<style>{_STYLE}</style>\n'
-    )
-    return head + "\n".join(texts) + "\n</svg>\n"
+def draw(
+    title: str, table: Iterable[str], notes: Iterable[str], grids: Iterable[Grid], nodes: Any
+) -> str:
+    page = Page()
+    page.paragraph(title)
+    for grid in grids:
+        if grid.title:
+            page.paragraph(f"{grid.title}: {grid}")
+        picture = Drawing(page, grid, nodes).draw()
+        for note in elided(grid, picture, nodes):
+            page.paragraph(note)
+    for note in notes:
+        page.paragraph(note)
+    return page.svg(title, table)
+
+
+class Page:
+    def __init__(self) -> None:
+        self.parts: list[str] = []
+        self.width, self.height = 0.0, 8.0
+
+    def paragraph(self, text: str) -> None:
+        for line in textwrap.wrap(text, int(WIDTH / CHARACTER), break_on_hyphens=False):
+            self.text(8, line)
+            self.height += LINE
+
+    def text(self, x: float, text: str, kind: str = "", y: float = 13) -> None:
+        """Write text from ``x``, or around it, with its foot ``y`` below what is there."""
+        kind = f' class="{kind}"' if kind else ""
+        self.parts.append(
+            f'<text x="{x:g}" y="{self.height + y:g}"{kind}>{text.translate(ESCAPES)}</text>'
+        )
+        self.width = max(self.width, x + len(text) * CHARACTER)
+
+    def svg(self, title: str, table: Iterable[str]) -> str:
+        width, height = round(self.width + 8), round(self.height + 8)
+        title, description = title.translate(ESCAPES), "\n".join(table).translate(ESCAPES)
+        head = (
+            f'<svg xmlns="http://www.w3.org/2000/svg" class="ranks" role="img" '
+            f'aria-label="{title}" width="{width}" height="{height}" '
+            f'viewBox="0 0 {width} {height}">\n<title>{title}</title>\n'
+            f"<desc>{description}</desc>\n<style>{STYLE}</style>\n"
+        )
+        return head + "\n".join(self.parts) + "\n</svg>\n"
+
+
+class Drawing:
+    def __init__(self, page: Page, grid: Grid, nodes: Nodes | None) -> None:
+        self._page, self._nodes = page, nodes
+        labels = [f"{axis.name} {axis.degree - 1}" for axis in grid.several]
+        self._left = 16 + max(map(len, labels), default=0) * CHARACTER
+
+        def width_of(blocks: int, columns: int) -> float:
+            return self._left + blocks * (columns * WIDE + GAP)
+
+        self._picture = arrange(grid, nodes, _IN_SVG, width_of, WIDTH)
+        self._step = len(self._picture.columns.positions) * WIDE + GAP
+        self._close = next((axis for axis in grid.several if axis.name in CLOSE), None)
+
+    def draw(self) -> Picture:
+        page, picture = self._page, self._picture
+        page.height += GAP / 2
+        for labels in picture.block_columns:
+            self._heading(labels, [self._left + i * self._step + self._step / 2 - GAP / 2
+                                   for i in range(len(labels.positions))])  # fmt: skip
+        starts = [self._left + i * self._step for i in range(len(picture.blocks[0]))]
+        inner = range(len(picture.columns.positions))
+        self._heading(
+            Labels(picture.columns.axis, picture.columns.positions * len(starts)),
+            [start + j * WIDE + WIDE / 2 for start in starts for j in inner],
+        )
+        for label, blocks in zip(picture.block_rows, picture.blocks, strict=True):
+            if label:
+                page.text(8, label, "b")
+                page.height += LINE
+            self._blocks(blocks, starts)
+            page.height += GAP / 2
+        if close := self._close:
+            page.paragraph(f"Colors and the small numbers tell the {close.name} groups apart.")
+        return picture
+
+    def _heading(self, labels: Labels, places: Iterable[float]) -> None:
+        if labels.axis:
+            self._page.text(8, labels.axis, "b")
+            for x, position in zip(places, labels.positions, strict=True):
+                self._page.text(x, position, "m")
+            self._page.height += LINE
+
+    def _blocks(self, blocks: Sequence[Sequence[Row]], starts: Sequence[float]) -> None:
+        page, picture = self._page, self._picture
+        maps = [node_map(block, self._nodes) for block in blocks]
+        path = ""
+        for i, label in enumerate((*picture.rows.positions, None)):
+            names = [
+                (start + column * WIDE + 3, columns * WIDE, node)
+                for start, numbers in zip(starts, maps, strict=True)
+                for column, columns, node in beginnings(numbers[i], numbers[i + 1])
+            ]
+            for x, room, node in names:
+                name = f"node {node}"
+                page.text(x, name if len(name) * CHARACTER < room else f"n{node}")
+            top = page.height
+            page.height += LINE if names else 0
+            for start, numbers in zip(starts, maps, strict=True):
+                path += _borders(numbers, i, start, top, page.height + HIGH)
+            if label is None:
+                break
+            page.text(8, f"{picture.rows.axis} {label}", "b", HIGH / 2 + 4)
+            for start, block in zip(starts, blocks, strict=True):
+                for j, rank in enumerate(block[i]):
+                    if rank is not None:
+                        self._rank(start + j * WIDE, rank)
+            page.height += HIGH
+        if path:
+            page.parts.append(f'<path d="{path}"/>')
+
+    def _rank(self, x: float, rank: int) -> None:
+        page, group = self._page, None if self._close is None else self._close.number_of(rank)
+        color = COLORS[(group or 0) % len(COLORS)]
+        page.parts.append(
+            f'<rect x="{x + 2:g}" y="{page.height + 2:g}" width="{WIDE - 4}" height="{HIGH - 4}" '
+            f'rx="4" fill="{color}"/>'
+        )
+        page.text(x + WIDE / 2, str(rank), "r", HIGH / 2 + (4 if group is None else 1))
+        if group is not None:
+            page.text(x + WIDE / 2, str(group), "s", HIGH - 6)
+
+
+def _borders(numbers: Sequence[Sequence[int]], i: int, x: float, top: float, foot: float) -> str:
+    above, below = numbers[i], numbers[i + 1]
+    path = ""
+    for differ, run in itertools.groupby(range(len(below)), lambda j: above[j] != below[j]):
+        if differ:
+            columns = list(run)
+            path += f"M{x + (columns[0] - 1) * WIDE:g} {top:g}H{x + columns[-1] * WIDE:g}"
+    for j, (one, other) in enumerate(pairwise(below)):
+        if one != other:
+            path += f"M{x + j * WIDE:g} {top:g}V{foot:g}"
+    return path
