@@ -30,7 +30,7 @@ def peak():  # of this program alone: getrusage remembers the one that started i
         return int(file.read().split("VmHWM:")[1].split()[0])
 ezpz_tp.reshard
 before = peak()
-ezpz_tp.reshard(sys.argv[1], sys.argv[2], tp=int(sys.argv[3]), progress=False)
+ezpz_tp.reshard(sys.argv[1], sys.argv[2], tp=int(sys.argv[3]))
 print((peak() - before) // 1024)
 """
 
@@ -71,12 +71,12 @@ def main(megabytes: int = 512, rounds: int = 3) -> None:
         for before, after in CHANGES:
             source, target = folder / f"tp{before}", folder / "target"
             if not source.exists():
-                ezpz_tp.reshard(folder / "tp1", source, tp=before, progress=False)
+                ezpz_tp.reshard(folder / "tp1", source, tp=before)
             ratios, speeds = [], []
             for _ in range(rounds):
                 plain = seconds(partial(copy, source, target))
                 shutil.rmtree(target)
-                work = partial(ezpz_tp.reshard, source, target, tp=after, progress=False)
+                work = partial(ezpz_tp.reshard, source, target, tp=after)
                 ours = seconds(work)
                 shutil.rmtree(target)
                 ratios.append(ours / plain)

@@ -626,7 +626,7 @@ def test_converters_read_a_step(tmp_path, model, optimizer):
     found = safetensors.load_file(tmp_path / "b" / "model.safetensors")
     assert found.keys() == model.state_dict().keys()
     assert all(torch.equal(found[name], value) for name, value in model.state_dict().items())
-    ezpz_tp.reshard(folder, tmp_path / "c", tp=1, progress=False)
+    ezpz_tp.reshard(folder, tmp_path / "c", tp=1)
     ezpz_tp.save_huggingface(tmp_path / "c", tmp_path / "d")
     again = safetensors.load_file(tmp_path / "d" / "model.safetensors")
     assert all(torch.equal(again[name], value) for name, value in found.items())

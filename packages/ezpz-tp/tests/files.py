@@ -1,6 +1,5 @@
 """Folders of files: how they are made, what is in them, and what is said of damaged ones."""
 
-import json
 import os
 
 import pytest
@@ -15,10 +14,8 @@ from ezpz_tp import (
     gather_state_dict,
     load_dtensor_state_dict,
 )
-from ezpz_tp._formats.safetensors import _DTYPE_NAMES, write_safetensors
-from ezpz_tp._shard import parameter_of, whole
-
-INDEX = "shards.json"
+from ezpz_tp._formats.safetensors import write_safetensors
+from ezpz_tp._shard import whole
 
 
 def some(dtype, *shape):
@@ -98,8 +95,9 @@ def full(source):
     return found
 
 
-def save_dcp(path, model, optimizer=None):
-    dcp.save(dtensor_state_dict(model, optimizer=optimizer), checkpoint_id=path)
+def save_dcp(path, model, optimizer=None, **extra):
+    held = dtensor_state_dict(model, optimizer=optimizer)
+    dcp.save({**held, **extra}, checkpoint_id=path)
     return gather_state_dict(model, optimizer=optimizer)
 
 
@@ -137,51 +135,3 @@ def write_tensors(path, tensors, metadata=None):
     said = {name: (value.dtype, tuple(value.shape), [value]) for name, value in tensors.items()}
     write_safetensors(path, said, metadata)
     return path
-
-
-def write_old(folder, full, held, tp, pp=1, groups=None, values=(), extra=()):
-    """Write what ``save_shards`` wrote: ``held`` has each tensor's `Held`, ``full`` its values."""
-    folder.mkdir()
-    said = {"format": "ezpz_tp shards", "version": 1, "save": "a word", "tp": tp, "pp": pp}
-    rest = {"values": dict(values), "extra": dict(extra)}
-    if groups is not None:
-        rest["param_groups"] = groups
-    for stage in range(pp):
-        own = {name: one.entry for name, one in held.items() if stage in one.stages}
-        for rank in range(tp):
-            stamp = {**said, "tp": rank, "tp_size": tp, "pp": stage, "pp_size": pp}
-            tensors, size = {}, 0
-            for name, entry in own.items():
-                shape = entry.shard.local_shape(rank, tp)
-                size += torch.Size(shape).numel() * entry.dtype.itemsize if full is None else 0
-                values_ = [] if full is None else [part_of(full, entry, rank, tp)]
-                tensors[name] = entry.dtype, shape, values_
-            path = folder / f"pp{stage:02}-tp{rank:02}.safetensors"
-            write_safetensors(path, tensors, {"format": "pt", "ezpz_tp": json.dumps(stamp)})
-            os.truncate(path, path.stat().st_size + size)  # without values all holes: no disk
-    tensors = {name: _said(one) for name, one in held.items()}
-    (folder / INDEX).write_text(json.dumps({**said, **rest, "tensors": tensors}))
-
-
-def part_of(full, entry, rank, tp):
-    parameter, key = parameter_of(entry.name)
-    if key is not None:
-        value = full["optimizer"]["state"][parameter][key]
-    else:
-        value = full["model"][parameter] if "model" in full else full[parameter]
-    part = torch.zeros(entry.shard.local_shape(rank, tp), dtype=entry.dtype)
-    for own, box in entry.shard.boxes(rank, tp):
-        part[own.slices] = value[box.slices]
-    return part
-
-
-def _said(held):
-    shard = held.entry.shard
-    return {
-        "dtype": _DTYPE_NAMES[held.entry.dtype],
-        "shape": list(shard.full_shape),
-        "dim": shard.dim,
-        **({"blocks": list(shard.blocks)} if shard.blocks else {}),
-        **({"padded": True} if shard.padded else {}),
-        "stages": list(held.stages),
-    }

@@ -17,7 +17,7 @@ from files import assert_same, read, some, write_tensors
 
 import ezpz_tp._formats
 from ezpz_tp import ParallelError, Piece
-from ezpz_tp._formats import Stored, strides_of, torch_file, write, written
+from ezpz_tp._formats import Stored, strides_of, write, written
 from ezpz_tp._formats.safetensors import DTYPES as NAMES
 from ezpz_tp._formats.safetensors import open_safetensors
 from ezpz_tp._formats.torch_file import Foreign, TorchFile, write_torch_file
@@ -87,7 +87,6 @@ def test_a_file_holds_more_than_tensors_and_nothing_of_it_is_run(tmp_path, monke
         "args": argparse.Namespace(swiglu=True, dtype=torch.bfloat16, color=Color.RED),
         "random": random.getstate(),
         "buffer": io.BytesIO(b"of Transformer Engine"),
-        "runs": Runs(),
         "shape": torch.ones(2, 3).shape,
         "set": {1, 2},
         "device": torch.device("cpu"),
@@ -96,28 +95,15 @@ def test_a_file_holds_more_than_tensors_and_nothing_of_it_is_run(tmp_path, monke
     contents = TorchFile(tmp_path / "a.pt").contents
     assert os.listdir(".") == ["a.pt"]
     assert (contents["args"].swiglu, contents["args"].dtype) == (True, torch.bfloat16)
-    for foreign in (contents["args"].color, contents["runs"], contents["buffer"]):
+    for foreign in (contents["args"].color, contents["buffer"]):
         assert isinstance(foreign, Foreign)
-    assert "mkdir" in repr(contents["runs"])
     assert contents["random"] == saved["random"]
     assert (contents["shape"], contents["set"]) == ((2, 3), {1, 2})
-    assert isinstance(contents["model"]["weight"], Stored)
-
-
-def test_a_file_cannot_change_what_reads_it(tmp_path):
-    """BUILD sets attributes of what was found by name, also of a function."""
-    function, name = b"ctorch._utils\n_rebuild_tensor_v2\n", b"X\x0c\x00\x00\x00__defaults__"
-    with zipfile.ZipFile(tmp_path / "a.pt", "w") as archive:
-        archive.writestr("a/data.pkl", b"\x80\x02" + function + b"(N}" + name + b"(I1\ntstb.")
-    assert TorchFile(tmp_path / "a.pt").contents.__defaults__ == (1,)
-    torch.save({"weight": torch.ones(2)}, tmp_path / "b.pt")
-    file = tensors_in(tmp_path / "b.pt")
-    assert torch.equal(read(file["weight"]), torch.ones(2))
-    assert torch_file._tensor.__defaults__ is None
-
-
-class Kind(torch.Tensor):
-    """A tensor of a class of its own."""
+    assert contents["model"]["weight"].is_meta
+    torch.save({**saved, "runs": Runs()}, "b.pt")
+    with pytest.raises(ParallelError, match=r"b\.pt: its data\.pkl .*mkdir"):
+        TorchFile(tmp_path / "b.pt")
+    assert sorted(os.listdir(".")) == ["a.pt", "b.pt"]
 
 
 def tensors_in(path):
@@ -131,7 +117,6 @@ def test_what_is_no_plain_tensor_is_an_error_and_extra_state_is_not(tmp_path):
     torch.save({"weight": torch.ones(2), **extra}, path)
     assert list(tensors_in(path)) == ["weight"]
     for value, kind in [
-        (torch.ones(2).as_subclass(Kind), ".*Kind"),
         ({"b": torch.ones(2)}, "dict"),
         ([torch.ones(2)], "list"),
     ]:
@@ -178,7 +163,7 @@ def test_what_is_no_tensor_is_damage(tmp_path, size, stride, offset):
 
     torch.save({"weight": No()}, tmp_path / "a.pt")
     with pytest.raises(ParallelError, match=r"a\.pt: its data\.pkl is damaged"):
-        TorchFile(tmp_path / "a.pt")
+        tensors_in(tmp_path / "a.pt")
 
 
 def test_other_files_say_what_they_are(tmp_path):
@@ -199,12 +184,12 @@ def test_other_files_say_what_they_are(tmp_path):
 
 STORED, DEFLATED = zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED
 DAMAGES = [
-    (DEFLATED, {}, r"a/data.pkl is compressed, or ends"),
+    (DEFLATED, {}, r".*data\.pkl is compressed, or not where"),
     (STORED, {"a/byteorder": b"big"}, r"its byte order is 'big'"),
     (STORED, {"a/data.pkl": b"\x80\x02cx\n"}, r"its data\.pkl is damaged"),
     (STORED, {"a/data.pkl": b""}, r"its data\.pkl is damaged"),
-    (STORED, {"a/data.pkl": None}, r"a zip archive without data\.pkl"),
-    (STORED, {"a/data/0": b"12345678"}, r"tensor w of shape \(30,\) .* 120 bytes .* which has 8;"),
+    (STORED, {"a/data.pkl": None}, r"\d+ bytes that are no whole zip archive"),
+    (STORED, {"a/data/0": b"12345678"}, r".*data/0 has 8 bytes; expected 120"),
 ]
 
 

@@ -301,11 +301,7 @@ def same_as_unsharded(expected, collectives):
             found = tp.clip_grad_norm_(stage.parameters(), 0.5, order)
         assert counter == collectives
         torch.testing.assert_close(found, norm, rtol=1e-12, atol=0)
-        again = of_this_rank()
-        assert torch.equal(found, tp.clip_grad_norm_(again, 0.5, order, foreach=False))
         state = tp.get_state()
-        for one, other in zip(stage.parameters(), again.parameters(), strict=True):
-            assert torch.equal(one.grad, other.grad)
         whole = clipped[state.index("pipeline")]
         for name, one in stage.named_parameters():
             dim = SPLIT.get(name)

@@ -216,11 +216,11 @@ def test_errors_of_the_init_method_are_its_own():
 @pytest.mark.parametrize(
     "case",
     [
-        ((3, 4), (8, 4), 0, (0, 2), 1, r"shape \(3, 4\), split along dim 0 over 2 ranks"),
-        ((4, 5), (8, 4), 0, (0, 2), 1, r"does not fit a full weight of shape \(8, 4\)"),
-        ((5, 4), (9, 4), 0, (0, 2), 5, r"in 5 stretches"),
-        ((4, 4), (8, 4), 0, (2, 2), 1, r"rank 2 of 2 in a group; expected 0 to 1"),
-        ((4, 4), (8, 4), None, (0, 2), 1, r"should have its full shape, \(8, 4\)"),
+        ((3, 4), (8, 4), 0, (0, 2), 1, r"\(8, 4\), split along dim 0 over 2 .* \(4, 4\)"),
+        ((4, 5), (8, 4), 0, (0, 2), 1, r"shape \(4, 5\) is no part of a weight"),
+        ((5, 4), (9, 4), 0, (0, 2), 5, r"add up to 5; expected 9"),
+        ((4, 4), (8, 4), 0, (2, 2), 1, r"rank 2 of degree 2; expected 0 to 1"),
+        ((4, 4), (8, 4), None, (0, 2), 1, r"shape \(4, 4\) is no part .* expected \(8, 4\)"),
     ],
 )
 def test_shapes_that_do_not_fit(case):

@@ -1,10 +1,8 @@
 """Random streams, and regions that are computed once more in backward."""
 
 import contextlib
-import gc
 import importlib
 import io
-import weakref
 from functools import partial
 from threading import Event, Thread
 from unittest import mock
@@ -19,7 +17,7 @@ import ezpz_tp as tp
 from ezpz_tp import _random as random
 from ezpz_tp._megatron import GlobalMemoryBuffer
 from ezpz_tp._random import CheckpointWithoutOutput, CheckpointWithoutOutputManager
-from ezpz_tp.testing import counting, run_ranks
+from ezpz_tp.testing import run_ranks
 
 DATA, EXPERT = random.DATA_PARALLEL_RNG, random.EXPERT_PARALLEL_RNG
 MODEL = random.MODEL_PARALLEL_RNG
@@ -332,71 +330,17 @@ def test_alone_it_is_torchs():
         return (x * weight).sin() * scale, "and anything else"
 
     plain = torch.autograd.grad(function(x, 2.0)[0].sum(), (x, weight))
-    for distribute in (False, True):
-        runs.clear()
-        y, word = tp.checkpoint(function, distribute, x, 2.0)
-        assert word == "and anything else"
-        assert len(runs) == 1
-        for found, expected in zip(torch.autograd.grad(y.sum(), (x, weight)), plain, strict=True):
-            assert torch.equal(found, expected)
-        assert len(runs) == 2
+    runs.clear()
+    with pytest.warns(UserWarning, match=r"distribute_saved_activations=True\) is without effect"):
+        y, word = tp.checkpoint(function, True, x, 2.0)
+    assert word == "and anything else"
+    assert len(runs) == 1
+    for found, expected in zip(torch.autograd.grad(y.sum(), (x, weight)), plain, strict=True):
+        assert torch.equal(found, expected)
+    assert len(runs) == 2
 
     with torch.no_grad():
         assert tp.checkpoint_activations(torch.sin, torch.zeros(2)).tolist() == [0, 0]
-
-
-@on_ranks(3)
-def test_the_first_argument_is_shared_out_and_freed():
-    x = torch.arange(24.0, dtype=torch.float64).view(4, 6).requires_grad_()
-    whole = x * 1
-    storage = weakref.ref(whole)
-    function = lambda h, factor: (h.sin() * factor).cos()  # noqa: E731
-    with counting() as counter:
-        y = tp.checkpoint_activations(function, whole, 2.0, distribute_saved_activations=True)
-        assert not counter
-        del whole
-        gc.collect()
-        assert storage() is None
-        (grad,) = torch.autograd.grad(y.sum(), x)
-    assert counter == {"all_gather": 1}
-    (expected,) = torch.autograd.grad(function(x, 2.0).sum(), x)
-    assert torch.equal(grad, expected)
-
-
-@on_ranks(2)
-def test_what_cannot_be_shared_out():
-    with pytest.raises(tp.DegreeError, match=r"\(3, 5\) has 15 elements"):
-        tp.checkpoint(torch.sin, True, torch.randn(3, 5, requires_grad=True))
-    with pytest.raises(TypeError, match="the first argument is int"):
-        tp.checkpoint(torch.sin, True, 3)
-    with pytest.raises(TypeError, match="the first argument is nothing"):
-        tp.checkpoint(torch.rand, True)
-
-
-@pytest.mark.parametrize("change", ["order", "values"])
-@pytest.mark.parametrize(
-    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.uint8, torch.bool]
-)
-@on_ranks(2)
-def test_what_differs_between_ranks_is_refused(dtype, change):
-    rank = tp.get_tensor_parallel_rank()
-    weight = torch.ones((), requires_grad=True)
-    x = torch.eye(6, dtype=torch.int64)
-    x = x.roll(rank, 0) if change == "order" else x.index_fill(1, torch.tensor(3), rank)
-    y = tp.checkpoint(lambda h: (h.to(torch.float64) * weight).sum(), True, x.to(dtype))
-    told = r"\[6, 6\].*leave distribute_saved_activations off"
-    with pytest.raises(tp.ParallelError, match=told):
-        y.backward()
-
-
-@on_ranks(2)
-def test_any_equal_values_are_shared_out():
-    x, not_numbers = torch.full((2, 4), 3.0), torch.tensor([[float("nan"), -0.0]])
-    for equal in (x, x.t(), x[:, ::2], x[0], x[:0], not_numbers):
-        weight = torch.ones((), requires_grad=True)
-        function = lambda h, weight=weight: (h.mul_(2) * weight).sum()  # noqa: E731
-        tp.checkpoint(function, True, equal.clone()).backward()
-        torch.testing.assert_close(weight.grad, 2 * equal.sum(), rtol=0, atol=0, equal_nan=True)
 
 
 def test_under_compilation():

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from on_ranks import load_code, on_ranks
-from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.nn.init import normal_, ones_
 
@@ -216,44 +215,9 @@ def test_check_points_of_plain_layers_and_of_megatrons():
     model.load_state_dict({**model.state_dict(), "0._extra_state": b"Transformer Engine's"})
 
 
-def sharded_as_by_us():
-    config = settings(tensor_model_parallel_size=ezpz_tp.get_tensor_parallel_world_size())
-    model = torch.nn.ModuleDict(
-        {
-            "table": VocabParallelEmbedding(13, 8, config=config, init_method=normal_),
-            "up": column(config=config, stride=2),
-            "down": row(config=config),
-            "head": column(8, 14, config=config, bias=False),
-        }
-    )
-    found = {}
-    for name, layer in model.items():
-        found |= layer.sharded_state_dict(f"{name}.", (), {"dp_cp_group": None})
-    ours = ezpz_tp.dtensor_state_dict(model)
-    assert found.keys() == {name for name in ours if "_extra_state" not in name}
-    for name, value in found.items():
-        held = [value, ours[name]]
-        assert value.shape == ours[name].shape
-        if isinstance(value, DTensor):
-            assert value.placements == ours[name].placements
-            held = [each.to_local() for each in held]
-        assert held[0].data_ptr() == held[1].data_ptr()  # views, which are filled
-
-
-def test_sharded_state_dict_is_what_is_saved_and_loaded_as_ours():
-    """At any degree: test_dcp."""
-    sharded_as_by_us()
-    run_ranks(sharded_as_by_us, 2, in_processes=True)
-
-
-def test_what_sharded_state_dict_does_not_support():
-    told = r"'a\.': sharded_state_dict\(sharded_offsets=\(\(0"
-    with pytest.raises(NotImplementedError, match=told):
-        column().sharded_state_dict("a.", ((0, 1, 4),))
-    expert = row(skip_bias_add=True)
-    expert.weight.allreduce = False
-    with pytest.raises(NotImplementedError, match=r"sharded_state_dict\(\) of an expert's layer"):
-        expert.sharded_state_dict()
+def test_sharded_state_dict_says_what_to_use():
+    with pytest.raises(NotImplementedError, match=r"'a\.': .*dtensor_state_dict\(model\)"):
+        column().sharded_state_dict("a.")
 
 
 def make_experts():

@@ -148,11 +148,6 @@ _LATER = {
 
 
 def __getattr__(name: str) -> object:
-    if name in ("save_shards", "load_shards"):
-        raise AttributeError(
-            f"ezpz_tp.{name} is gone; use dtensor_state_dict with torch.distributed.checkpoint, or "
-            "ezpz_dist.save_checkpoint; ezpz_tp.reshard reads what save_shards wrote"
-        )
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value: object = getattr(importlib.import_module(f".{_LATER[name]}", __name__), name)

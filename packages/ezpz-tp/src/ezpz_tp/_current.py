@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -246,132 +246,85 @@ def ranks_or_alone(*axes: str) -> tuple[int, ...]:
     return (0,) if state is None else state.ranks(*axes)
 
 
-# The module-level getters: one line each over the state in use.
+# The module-level getters over the state in use. Those that differ in their axis alone are made,
+# not written out.
+
+Number = Callable[[], int]
 
 
-def get_tensor_parallel_group() -> ProcessGroup:
-    """Return this rank's tensor-parallel group."""
-    return get_state().group("tensor")
+def name_made(module: dict[str, Any]) -> None:
+    """Give what was made the names that it has in a module: for pickle and tracebacks."""
+    for name, made in module.items():
+        if "<locals>" in getattr(made, "__qualname__", ""):
+            made.__module__, made.__name__, made.__qualname__ = module["__name__"], name, name
 
 
-def get_tensor_parallel_rank() -> int:
-    """Return this rank's position in its tensor-parallel group, from 0."""
-    return index_or_alone("tensor")
+def _group(axis: str) -> Callable[[], ProcessGroup]:
+    def get() -> ProcessGroup:
+        return get_state().group(axis)
+
+    get.__doc__ = f"Return this rank's {axis}-parallel group."
+    return get
 
 
-def get_tensor_parallel_world_size() -> int:
-    """Return the number of ranks in this rank's tensor-parallel group."""
-    return size_or_alone("tensor")
+def _rank(axis: str) -> Number:
+    def get() -> int:
+        return index_or_alone(axis)
+
+    get.__doc__ = f"Return this rank's position in its {axis}-parallel group, from 0."
+    return get
 
 
-def get_tensor_parallel_ranks() -> list[int]:
-    """Return the global ranks of this rank's tensor-parallel group, in order."""
-    return list(ranks_or_alone("tensor"))
+def _world_size(axis: str) -> Number:
+    def get() -> int:
+        return size_or_alone(axis)
+
+    get.__doc__ = f"Return the number of ranks in this rank's {axis}-parallel group."
+    return get
 
 
-def get_tensor_parallel_src_rank() -> int:
-    """Return the global rank of the first rank in this rank's tensor-parallel group."""
-    return ranks_or_alone("tensor")[0]
+def _ranks(axis: str) -> Callable[[], list[int]]:
+    def get() -> list[int]:
+        return list(ranks_or_alone(axis))
+
+    get.__doc__ = f"Return the global ranks of this rank's {axis}-parallel group, in order."
+    return get
 
 
-def get_data_parallel_group() -> ProcessGroup:
-    """Return this rank's data-parallel group."""
-    return get_state().group("data")
+def _src_rank(axis: str) -> Number:
+    def get() -> int:
+        return ranks_or_alone(axis)[0]
+
+    get.__doc__ = f"Return the global rank of the first rank in this rank's {axis}-parallel group."
+    return get
 
 
-def get_data_parallel_rank() -> int:
-    """Return this rank's position in its data-parallel group, from 0."""
-    return index_or_alone("data")
-
-
-def get_data_parallel_world_size() -> int:
-    """Return the number of ranks in this rank's data-parallel group."""
-    return size_or_alone("data")
-
-
-def get_data_parallel_ranks() -> list[int]:
-    """Return the global ranks of this rank's data-parallel group, in order."""
-    return list(ranks_or_alone("data"))
-
-
-def get_data_parallel_src_rank() -> int:
-    """Return the global rank of the first rank in this rank's data-parallel group."""
-    return ranks_or_alone("data")[0]
-
-
-def get_pipeline_parallel_group() -> ProcessGroup:
-    """Return this rank's pipeline-parallel group."""
-    return get_state().group("pipeline")
-
-
-def get_pipeline_parallel_rank() -> int:
-    """Return this rank's position in its pipeline-parallel group, from 0."""
-    return index_or_alone("pipeline")
-
-
-def get_pipeline_parallel_world_size() -> int:
-    """Return the number of ranks in this rank's pipeline-parallel group."""
-    return size_or_alone("pipeline")
-
-
-def get_pipeline_parallel_ranks() -> list[int]:
-    """Return the global ranks of this rank's pipeline-parallel group, in order."""
-    return list(ranks_or_alone("pipeline"))
-
-
-def get_pipeline_parallel_src_rank() -> int:
-    """Return the global rank of the first rank in this rank's pipeline-parallel group."""
-    return ranks_or_alone("pipeline")[0]
-
-
-def get_context_parallel_group() -> ProcessGroup:
-    """Return this rank's context-parallel group."""
-    return get_state().group("context")
-
-
-def get_context_parallel_rank() -> int:
-    """Return this rank's position in its context-parallel group, from 0."""
-    return index_or_alone("context")
-
-
-def get_context_parallel_world_size() -> int:
-    """Return the number of ranks in this rank's context-parallel group."""
-    return size_or_alone("context")
-
-
-def get_context_parallel_ranks() -> list[int]:
-    """Return the global ranks of this rank's context-parallel group, in order."""
-    return list(ranks_or_alone("context"))
-
-
-def get_context_parallel_src_rank() -> int:
-    """Return the global rank of the first rank in this rank's context-parallel group."""
-    return ranks_or_alone("context")[0]
-
-
-def get_expert_parallel_group() -> ProcessGroup:
-    """Return this rank's expert-parallel group."""
-    return get_state().group("expert")
-
-
-def get_expert_parallel_rank() -> int:
-    """Return this rank's position in its expert-parallel group, from 0."""
-    return index_or_alone("expert")
-
-
-def get_expert_parallel_world_size() -> int:
-    """Return the number of ranks in this rank's expert-parallel group."""
-    return size_or_alone("expert")
-
-
-def get_expert_parallel_ranks() -> list[int]:
-    """Return the global ranks of this rank's expert-parallel group, in order."""
-    return list(ranks_or_alone("expert"))
-
-
-def get_expert_parallel_src_rank() -> int:
-    """Return the global rank of the first rank in this rank's expert-parallel group."""
-    return ranks_or_alone("expert")[0]
+get_tensor_parallel_group: Callable[[], ProcessGroup] = _group("tensor")
+get_tensor_parallel_rank: Number = _rank("tensor")
+get_tensor_parallel_world_size: Number = _world_size("tensor")
+get_tensor_parallel_ranks: Callable[[], list[int]] = _ranks("tensor")
+get_tensor_parallel_src_rank: Number = _src_rank("tensor")
+get_data_parallel_group: Callable[[], ProcessGroup] = _group("data")
+get_data_parallel_rank: Number = _rank("data")
+get_data_parallel_world_size: Number = _world_size("data")
+get_data_parallel_ranks: Callable[[], list[int]] = _ranks("data")
+get_data_parallel_src_rank: Number = _src_rank("data")
+get_pipeline_parallel_group: Callable[[], ProcessGroup] = _group("pipeline")
+get_pipeline_parallel_rank: Number = _rank("pipeline")
+get_pipeline_parallel_world_size: Number = _world_size("pipeline")
+get_pipeline_parallel_ranks: Callable[[], list[int]] = _ranks("pipeline")
+get_pipeline_parallel_src_rank: Number = _src_rank("pipeline")
+get_context_parallel_group: Callable[[], ProcessGroup] = _group("context")
+get_context_parallel_rank: Number = _rank("context")
+get_context_parallel_world_size: Number = _world_size("context")
+get_context_parallel_ranks: Callable[[], list[int]] = _ranks("context")
+get_context_parallel_src_rank: Number = _src_rank("context")
+get_expert_parallel_group: Callable[[], ProcessGroup] = _group("expert")
+get_expert_parallel_rank: Number = _rank("expert")
+get_expert_parallel_world_size: Number = _world_size("expert")
+get_expert_parallel_ranks: Callable[[], list[int]] = _ranks("expert")
+get_expert_parallel_src_rank: Number = _src_rank("expert")
+name_made(globals())
 
 
 def is_pipeline_first_stage() -> bool:

@@ -277,7 +277,6 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     *,
     error_if_nonfinite: bool = False,
-    foreach: bool | None = None,
     state: ParallelState | None = None,
 ) -> Tensor:
     """Scale the gradients, in place, so that the norm of the whole model's is at most a bound.
@@ -293,7 +292,6 @@ def clip_grad_norm_(
         max_norm: The largest norm to leave.
         norm_type: See `get_grad_norm`, as the other arguments.
         error_if_nonfinite: See `get_grad_norm`.
-        foreach: False to go through the gradients one by one.
         state: See `get_grad_norm`.
 
     Returns:
@@ -304,20 +302,13 @@ def clip_grad_norm_(
         ParallelError: See `get_grad_norm`.
     """
     parameters = parameters_of(parameters)
-    total = get_grad_norm(
-        parameters, norm_type, error_if_nonfinite=error_if_nonfinite, foreach=foreach, state=state
-    )
+    total = get_grad_norm(parameters, norm_type, error_if_nonfinite=error_if_nonfinite, state=state)
     # No condition on the host: that would wait for the device.
     factor = torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)
     with torch.no_grad():
         grads = [local_part(grad) for one in parameters if (grad := gradient(one)) is not None]
         for same in _by_device_and_dtype(grads):
-            here = factor.to(same[0].device)
-            if foreach is False:
-                for grad in same:
-                    grad.mul_(here)
-            else:
-                torch._foreach_mul_(same, here)
+            torch._foreach_mul_(same, factor.to(same[0].device))
     return total
 
 
@@ -327,7 +318,6 @@ def get_grad_norm(
     norm_type: float = 2.0,
     *,
     error_if_nonfinite: bool = False,
-    foreach: bool | None = None,
     state: ParallelState | None = None,
 ) -> Tensor:
     """Return the norm of the whole model's gradient, equal to the unsharded model's.
@@ -345,7 +335,6 @@ def get_grad_norm(
         parameters: This rank's; a module stands for all of its own.
         norm_type: The p of the p-norm, above 0; ``inf`` for the largest absolute value.
         error_if_nonfinite: Raise where the norm is infinite or not a number. Waits for the device.
-        foreach: False to go through the gradients one by one.
         state: Whose groups; the default's if None.
 
     Returns:
@@ -372,7 +361,7 @@ def get_grad_norm(
     first_tensor_rank = state is None or state.index("tensor") == 0
     norms = []
     for (is_expert, groups), grads in _counted(parameters, state).items():
-        norm = _norm(grads, order, foreach, dtype, device)
+        norm = _norm(grads, order, dtype, device)
         for group in groups:
             norm = _norm_over(norm, group, order)
         # Every tensor-parallel rank knows the experts' norm now; it counts once.
@@ -451,13 +440,7 @@ def _model_groups(state: ParallelState | None) -> _Groups:
     return groups
 
 
-def _norm(
-    grads: list[Tensor],
-    order: float,
-    foreach: bool | None,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Tensor:
+def _norm(grads: list[Tensor], order: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     if order == math.inf:
         # An empty shard has no largest value.
         grads = [grad for grad in grads if grad.numel()]
@@ -465,11 +448,8 @@ def _norm(
     for same in _by_device_and_dtype(grads):
         narrow = same[0].dtype in {torch.bfloat16, torch.float16}
         wide = torch.float32 if narrow else None
-        if foreach is False:
-            found = [torch.linalg.vector_norm(grad, order, dtype=wide) for grad in same]
-        else:
-            found = list(torch._foreach_norm(same, order, dtype=wide))  # noqa: SLF001
-        norms.append(torch.stack(found).to(device, dtype))
+        found = torch._foreach_norm(same, order, dtype=wide)  # noqa: SLF001
+        norms.append(torch.stack(list(found)).to(device, dtype))
     if not norms:
         return torch.zeros((), dtype=dtype, device=device)
     together = norms[0] if len(norms) == 1 else torch.cat(norms)

@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from ._errors import DegreeError
 from ._mappings import broadcast_
-from ._shard import Piece, along, whole
+from ._shard import Piece, Shard, whole
 
 # The tiles that a weight is drawn in.
 
@@ -336,54 +336,25 @@ def _held(
     stride: int | Sequence[int],
 ) -> tuple[Tensor, list[tuple[Piece, Piece]]]:
     """Return what is here of a shard, and its pieces: where each is in that, and in the whole."""
-    parts = _stretches(tuple(shard.shape), full_shape, partition_dim, index, degree, stride)
+    size = 1 if partition_dim is None else full_shape[partition_dim]
+    blocks = (size // stride,) * stride if isinstance(stride, int) else tuple(stride)
+    if partition_dim is None or len(blocks) == 1:
+        wanted = Shard(full_shape, partition_dim, padded=partition_dim is not None)
+    else:
+        wanted = Shard(full_shape, partition_dim, blocks)
+    if tuple(shard.shape) != (expected := wanted.local_shape(index, degree)):
+        raise DegreeError(
+            f"a shard of shape {tuple(shard.shape)} is no part of a weight of shape {full_shape}, "
+            f"split along dim {partition_dim} over {degree} ranks; expected {expected}"
+        )
     local, offsets = held_part(shard)
     here, held = Piece(offsets, tuple(local.shape)), []
-    for at, full in parts:
+    for at, full in wanted.boxes(index, degree):
         if own := at.overlap(here):
             held.append((own.within(here), own.within(at).moved(full.offsets)))
     if sum(math.prod(full.sizes) for _, full in held) < local.numel():
         local.zero_()
     return local, held
-
-
-def _stretches(
-    shape: tuple[int, ...],
-    full_shape: tuple[int, ...],
-    dim: int | None,
-    index: int,
-    degree: int,
-    stride: int | Sequence[int],
-) -> list[tuple[Piece, Piece]]:
-    # There are as many as ``stride``, of equal length, or as it has sizes of what is divided.
-    everything = whole(full_shape)
-    if dim is None:
-        if shape != full_shape:
-            raise DegreeError(
-                f"a weight of shape {shape} that is not split should have its full shape, "
-                f"{full_shape}; pass partition_dim, or a tensor of that shape"
-            )
-        return [(everything, everything)]
-    held, full = shape[dim], full_shape[dim]
-    blocks = (full // stride,) * stride if isinstance(stride, int) else tuple(stride)
-    others_fit = (*full_shape[:dim], held, *full_shape[dim + 1 :]) == shape
-    even = held * degree == full == sum(blocks) and not any(block % degree for block in blocks)
-    if not others_fit or held * degree < full or (len(blocks) > 1 and not even):
-        raise DegreeError(
-            f"a shard of shape {shape}, split along dim {dim} over {degree} ranks in "
-            f"{stride} stretches, does not fit a full weight of shape {full_shape}; expected "
-            f"dim {dim} to hold {full} / {degree} rows, rounded up only where stride is 1"
-        )
-    if not 0 <= index < degree:
-        raise DegreeError(f"rank {index} of {degree} in a group; expected 0 to {degree - 1}")
-    found, first, begin = [], 0, 0
-    for block in blocks:
-        each = held if len(blocks) == 1 else block // degree
-        start = min(begin + index * each, full)
-        size = min(each, full - start)
-        found.append((along(everything, dim, first, size), along(everything, dim, start, size)))
-        first, begin = first + each, begin + block
-    return found
 
 
 @contextlib.contextmanager

@@ -31,7 +31,7 @@ from ._mappings import (
     gather_from_tensor_parallel_region,
     scatter_to_tensor_parallel_region,
 )
-from ._shard import WHOLE, set_whole
+from ._shard import WHOLE, Shard, set_whole
 
 # The attributes by which optimizers, gradient clipping and checkpoints know a parameter. The names
 # are Megatron-LM's (megatron/core/tensor_parallel/layers.py), which DeepSpeed and others read:
@@ -282,14 +282,9 @@ class ParallelModule(nn.Module):
         """
         if self.tp_group is None:
             return self.weight.detach().clone()
-        dim = self.partition_dim
-        full = all_gather(self.weight.detach(), dim, self.tp_group)
-        if blocks := self.blocks():
-            # A rank's part has a piece of each block, of which the full weight takes turns.
-            sizes = [block // self.tp_size for block in blocks]
-            parts = [part.split(sizes, dim) for part in full.chunk(self.tp_size, dim)]
-            full = torch.cat([torch.cat(same, dim) for same in zip(*parts, strict=True)], dim)
-        return full.narrow(0, 0, self.full_shape[0])
+        parts = all_gather(self.weight.detach(), 0, self.tp_group).chunk(self.tp_size)
+        blocks = self.blocks()
+        return Shard(self.full_shape, self.partition_dim, blocks, padded=not blocks).join(parts)
 
     def shard_size(self, what: str, size: int) -> int:
         """Return ``size`` over the degree, which has to divide it."""

@@ -16,11 +16,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, distributed_c10d
 
 from ._current import (
+    Number,
     current_state,
     get_context_parallel_rank,
     get_context_parallel_world_size,
     get_state,
     index_or_alone,
+    name_made,
     notes,
     ranks_or_alone,
     size_or_alone,
@@ -89,8 +91,6 @@ __all__ = [
 
 is_initialized = tensor_parallel_is_initialized
 model_parallel_is_initialized = tensor_parallel_is_initialized
-
-Number = Callable[[], int]
 
 
 class GroupGetter(Protocol):
@@ -173,13 +173,6 @@ def rank_setter(axis: str) -> RankSetter:
 
     set_.__doc__ = f"Let the getter of the rank in the {axis} group return this; None undoes it."
     return set_
-
-
-def name_made(module: dict[str, Any]) -> None:
-    """Give what was made the names that it has in a module: for pickle and tracebacks."""
-    for name, made in module.items():
-        if "<locals>" in getattr(made, "__qualname__", ""):
-            made.__module__, made.__name__, made.__qualname__ = module["__name__"], name, name
 
 
 get_model_parallel_group: GroupGetter = group_getter("tensor", "pipeline")

@@ -1,4 +1,4 @@
-"""Where a tensor is along each axis of a mesh: as text, as a mapping, or as torch's placements.
+"""Where a tensor is along each axis of a mesh: as text, or as torch's placements.
 
 A layout maps every axis, in the order of the mesh, to the letter that the tensor is sharded on
 along that axis, or to one of the words below.
@@ -21,20 +21,18 @@ PARTIAL = "partial"
 WORDS = {REPLICATED, PARTIAL}
 
 Layout: TypeAlias = dict[str, str]
-Given: TypeAlias = "str | Mapping[str, str | None] | Sequence[Placement] | None"
-"""How a caller writes a layout: ``"b@data f@tensor"``, ``{"data": "b"}`` or torch's objects."""
+Given: TypeAlias = "str | Sequence[Placement] | None"
+"""How a caller writes a layout: ``"b@data f@tensor"``, or torch's objects."""
 
 
 def read(given: Given, letters: str, name: str, mesh_axes: Sequence[str] | None) -> Layout:
     """Return what ``given`` says of the axes that it names."""
     told = f"{name} {given!r}"
-    pairs: Iterable[tuple[str, str | None]]
+    pairs: Iterable[tuple[str, str]]
     if given is None or is_replicated(given):
         pairs = ()
     elif isinstance(given, str):
         pairs = [_pair(word, told) for word in given.replace(",", " ").split()]
-    elif isinstance(given, Mapping):
-        pairs = given.items()
     else:
         pairs = _from_torch(given, letters, name, mesh_axes)
     layout: Layout = {}
@@ -46,12 +44,12 @@ def read(given: Given, letters: str, name: str, mesh_axes: Sequence[str] | None)
             )
         if mesh_axes is not None and axis not in mesh_axes:
             raise ValueError(f"{told}: axis {axis!r} is none of mesh_axes {tuple(mesh_axes)}")
-        if where not in (None, REPLICATED, PARTIAL, *letters):
+        if where not in (REPLICATED, PARTIAL, *letters):
             raise ValueError(
                 f"{told}: {where!r} is no dim of {letters!r}; expected for an axis one of its "
-                f"letters, {PARTIAL!r} or {REPLICATED!r}, as in {{'data': {letters[:1]!r}}}"
+                f"letters, {PARTIAL!r} or {REPLICATED!r}, as in '{letters[:1]}@data'"
             )
-        layout[axis] = where or REPLICATED
+        layout[axis] = where
     return layout
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from types import MappingProxyType
@@ -17,12 +18,10 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from ._current import index_or_alone, tensor_group
+from ._current import index_or_alone
 from ._errors import ParallelError
-from ._mappings import gather_split_1d_tensor, split_tensor_into_1d_equal_chunks
 from ._state import ParallelState
 
 States = dict[str, Tensor]
@@ -409,8 +408,6 @@ _checkpointing = ContextVar("_checkpointing", default=False)  # of each thread: 
 def checkpoint_activations(
     function: Callable[..., Result],
     *args: Any,
-    distribute_saved_activations: bool = False,
-    tp_group: ProcessGroup | None = None,
     tracker: RngTracker | None = None,
 ) -> Result:
     """Run a function without keeping its activations; backward runs it again.
@@ -421,34 +418,12 @@ def checkpoint_activations(
     Args:
         function: Takes ``args``; what it returns is returned.
         *args: Anything. Tensors among them are kept until backward.
-        distribute_saved_activations: Keep of the first argument, a tensor that is equal on the
-            tensor-parallel ranks, only this rank's part, and gather it in backward (collective).
-            The whole is freed once nobody else holds it. Ignored under torch.compile. Not under
-            sequence parallelism, where the activations between layers differ between ranks.
-        tp_group: The tensor-parallel group; the default state's if None.
         tracker: Whose streams are restored; those of `get_rng_tracker` if None.
-
-    Raises:
-        TypeError: The first argument should be distributed and is not a tensor.
-        DegreeError: Its number of elements is not a multiple of the degree.
-        ParallelError: In backward: it was not the same, bit for bit, on all ranks. On CUDA an
-            assertion of the device, so that nothing waits.
     """
     options: dict[str, Any] = {"use_reentrant": False}
-    group = None
     # The compiler keeps random numbers itself, and refuses contexts it cannot trace.
     if not torch.compiler.is_compiling():
         options["context_fn"] = functools.partial(rng_contexts, tracker)
-        group = tensor_group(tp_group) if distribute_saved_activations else None
-    if group is not None and torch.is_grad_enabled():
-        if not args or not isinstance(args[0], Tensor):
-            found = type(args[0]).__name__ if args else "nothing"
-            raise TypeError(
-                f"distribute_saved_activations: the first argument is {found}; expected the tensor "
-                "to share out over the tensor-parallel ranks"
-            )
-        part = split_tensor_into_1d_equal_chunks(args[0].detach(), new_buffer=True, tp_group=group)
-        function, args = _Region(function, args[0], group), (part, *args[1:])
     result: Result = torch_checkpoint(function, *args, **options)
     return result
 
@@ -456,7 +431,17 @@ def checkpoint_activations(
 def checkpoint(
     function: Callable[..., Result], distribute_saved_activations: bool, *args: Any
 ) -> Result:
-    """Run `checkpoint_activations` with Megatron-LM's signature."""
+    """Run `checkpoint_activations` with Megatron-LM's signature.
+
+    Of ``distribute_saved_activations``, which changes no result, a warning says that it is without
+    effect: under sequence parallelism a rank keeps a part of them anyway.
+    """
+    if distribute_saved_activations:
+        warnings.warn(
+            "checkpoint(distribute_saved_activations=True) is without effect: each rank keeps the "
+            "whole of its inputs; share them out by sequence parallelism",
+            stacklevel=2,
+        )
 
     def noted(*args: Any) -> Result:
         before = _checkpointing.set(True)
@@ -465,11 +450,7 @@ def checkpoint(
         finally:
             _checkpointing.reset(before)
 
-    return checkpoint_activations(
-        function if torch.compiler.is_compiling() else noted,
-        *args,
-        distribute_saved_activations=distribute_saved_activations,
-    )
+    return checkpoint_activations(function if torch.compiler.is_compiling() else noted, *args)
 
 
 def is_checkpointing() -> bool:
@@ -665,35 +646,3 @@ class _WithoutOutput(torch.autograd.Function):
 
 def _as_tuple(result: Any) -> tuple[Any, ...]:
     return tuple(result) if isinstance(result, (tuple, list)) else (result,)
-
-
-class _Region:
-    """Runs a function on the whole tensor the first time, and on the gathered parts after."""
-
-    # A recomputation is only there for the values, so that what it starts from needs no history.
-
-    def __init__(self, function: Callable[..., Result], whole: Tensor, group: ProcessGroup) -> None:
-        self._function, self._group = function, group
-        self._shape, self._requires_grad = whole.shape, whole.requires_grad
-        self._checksum = checksum(whole)
-        self._whole: Tensor | None = whole
-
-    def __call__(self, part: Tensor, *args: Any) -> Any:
-        whole, self._whole = self._whole, None
-        if whole is None:
-            whole = gather_split_1d_tensor(part, self._group).view(self._shape)
-            self._check(checksum(whole) == self._checksum)
-            whole.requires_grad_(self._requires_grad)
-        return self._function(whole, *args)
-
-    def _check(self, same: Tensor) -> None:
-        """Refuse parts of different tensors, whose gradients would be silently wrong."""
-        message = (
-            f"distribute_saved_activations: the first argument {list(self._shape)} differs "
-            "between tensor-parallel ranks, as under sequence parallelism; expected the same on "
-            "all: leave distribute_saved_activations off"
-        )
-        if same.is_cuda:
-            torch._assert_async(same, message)
-        elif not same:
-            raise ParallelError(message)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from ._errors import DegreeError, ParallelError
@@ -13,7 +10,6 @@ from ._formats import Options, Source, Way, format_of, llama, new_folder
 from ._formats.dcp import write_dcp
 from ._formats.huggingface import write_huggingface
 from ._formats.llama import write_llama
-from ._shard import Entry
 
 
 def reshard(
@@ -22,10 +18,8 @@ def reshard(
     *,
     tp: int,
     pp: int = 1,
-    stage_of: Callable[[str], int | Iterable[int]] | None = None,
     plan: Mapping[str, Way] | None = None,
     vocab_size: int | None = None,
-    progress: bool = True,
 ) -> None:
     """Write files of any format that is known for ``torch.distributed.checkpoint``, bit for bit.
 
@@ -39,35 +33,26 @@ def reshard(
     Args:
         path_in: Files of Megatron-LM (``mp_rank_NN``), of Meta's Llama (``consolidated.NN.pth``),
             safetensors in Hugging Face's layout, or a folder of ``torch.distributed.checkpoint``.
-            A folder with ``shards.json``, which ezpz_tp wrote before, is read for one more
-            release, with its optimizer's state.
         path_out: A folder that is not there yet, or is empty.
         tp: The tensor-parallel degree to write for.
-        pp, stage_of: Without effect: any number of stages loads the folder.
+        pp: Without effect: any number of pipeline stages loads the folder.
         plan: How tensors are split, for files that do not say it: patterns of names, and the dim,
             None for what is whole, or ``(dim, matrices)`` with their number or sizes.
         vocab_size: The vocabulary without padding, for files that do not say it.
-        progress: Show how far it is, if standard error is a terminal.
 
     Raises:
         DegreeError: A degree does not divide a tensor; names it.
         ParallelError: A file is missing, truncated or does not fit the others; ``path_out`` is
             there already.
     """
-    if pp != 1 or stage_of is not None:
-        warnings.warn(
-            "reshard(pp=, stage_of=) are without effect: any number of stages loads what it writes",
-            DeprecationWarning,
-            stacklevel=2,
-        )
     for what, degree in (("tp", tp), ("pp", pp)):
         if degree < 1:
             raise DegreeError(f"{what}={degree}; expected at least 1")
     source = open_source(path_in, Options(plan, vocab_size))
     for entry in source.entries.values():
         entry.local_shape(0, tp)
-    with new_folder(path_out) as folder, _progress(source, enabled=progress) as done:
-        write_dcp(source, folder, tp, done)
+    with new_folder(path_out) as folder:
+        write_dcp(source, folder, tp)
 
 
 def save_huggingface(
@@ -150,26 +135,3 @@ def save_llama(
 
 def open_source(path: str | Path, options: Options | None = None) -> Source:
     return format_of(Path(path)).open(Path(path), options or Options())
-
-
-@contextmanager
-def _progress(source: Source, *, enabled: bool) -> Iterator[Callable[[Entry], None]]:
-    entries = source.entries.values()
-    total, tensors, size = sum(entry.nbytes for entry in entries), 0, 0
-
-    def done(entry: Entry) -> None:
-        nonlocal tensors, size
-        tensors, size = tensors + 1, size + entry.nbytes
-        if shown:
-            sys.stderr.write(
-                f"\rresharding: {tensors} of {len(entries)} tensors, "
-                f"{size / 1e9:.1f} of {total / 1e9:.1f} GB"
-            )
-            sys.stderr.flush()
-
-    shown = enabled and sys.stderr.isatty()
-    try:
-        yield done
-    finally:
-        if shown:
-            sys.stderr.write("\r\x1b[K")

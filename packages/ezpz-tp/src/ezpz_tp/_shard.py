@@ -182,6 +182,24 @@ class Shard:
                 found.append((own, along(own, dim, there, own.sizes[dim])))
         return found
 
+    def cut(self, full: Tensor, index: int, degree: int) -> Tensor:
+        """Return what a rank holds of a full tensor: a view where that is one stretch of it."""
+        shape, boxes = self.local_shape(index, degree), self.boxes(index, degree)
+        if len(boxes) == 1 and boxes[0][1].sizes == shape:
+            return full[boxes[0][1].slices]
+        part = full.new_zeros(shape)
+        for own, box in boxes:
+            part[own.slices].copy_(full[box.slices])
+        return part
+
+    def join(self, parts: Sequence[Tensor], device: torch.device | None = None) -> Tensor:
+        """Return the full tensor, on a device or theirs, of what all ranks hold, in order."""
+        full = torch.empty(self.full_shape, dtype=parts[0].dtype, device=device or parts[0].device)
+        for index, part in enumerate(parts):
+            for own, box in self.boxes(index, len(parts)):
+                full[box.slices].copy_(part[own.slices])
+        return full
+
     def _check(self, index: int, degree: int) -> None:
         if degree < 1 or not 0 <= index < degree:
             raise DegreeError(f"rank {index} of degree {degree}; expected 0 to {degree - 1}")

@@ -87,7 +87,7 @@ class Equation:
     names: tuple[str, ...]
 
     @classmethod
-    def parse(cls, text: str, names: Sequence[str] | None) -> Equation:
+    def parse(cls, text: str) -> Equation:
         written = "".join(text.split())
         if "." in written:
             raise ValueError(
@@ -112,25 +112,9 @@ class Equation:
                     )
         if lost := [letter for letter in output if letter not in inputs]:
             raise ValueError(f"einsum {text!r}: no operand has {lost[0]!r} of the output")
-        return cls(operands, output, _names(names, len(operands)))
-
-
-def _names(names: Sequence[str] | None, count: int) -> tuple[str, ...]:
-    """Return what the operands are called; the output is y, and gradients have a d before."""
-    if names is None:
-        names = ("x", "w")[:count] if count <= 2 else [f"x{n}" for n in range(1, count + 1)]
-    if isinstance(names, str) or len(names) != count:
-        raise ValueError(f"names={names!r}; expected one for each of {count} operands")
-    for name in names:
-        if not name.isidentifier():
-            raise ValueError(f"names={names!r}: {name!r} is not a name")
-    taken = [*names, "y", *(f"d{name}" for name in names), "dy", "output"]
-    if doubled := next((name for name in taken if taken.count(name) > 1), None):
-        raise ValueError(
-            f"names={names!r}: {doubled!r} would be two things; the output is y, and the gradient "
-            "of x is dx"
-        )
-    return tuple(names)
+        count = len(operands)
+        names = ("x", "w")[:count] if count <= 2 else tuple(f"x{n}" for n in range(1, count + 1))
+        return cls(operands, output, names)
 
 
 # How one tensor is brought from one layout to another, and its gradient back; at what cost.
@@ -472,7 +456,7 @@ class EinsumSharding:
 
     def rows(self) -> list[tuple[str, str, str]]:
         """Return name, letters and placements of the operands, the output, and the gradients."""
-        equation = Equation.parse(self.equation, self.names)
+        equation = Equation.parse(self.equation)
         operands = list(zip(self.names, equation.operands, strict=True))
         return [
             *((*one, layout) for one, layout in zip(operands, self.operands, strict=True)),
@@ -493,7 +477,6 @@ def einsum_sharding(
     sizes: Mapping[str, int] | None = None,
     degrees: Mapping[str, int] | None = None,
     itemsize: int = 2,
-    names: Sequence[str] | None = None,
 ) -> EinsumSharding:
     """Work out a sharded einsum: where output and gradients are, and what is sent.
 
@@ -505,9 +488,8 @@ def einsum_sharding(
         *operands: Where each operand is. ``"b@data f@tensor"`` means that dim b is sharded over
             the axis data and f over tensor. ``"partial@tensor"`` means that the ranks of tensor
             hold terms of a sum. ``"replicated"``, also ``""`` and None, is the same everywhere. Or
-            a mapping,
-            ``{"data": "b", "tensor": "f"}``. Or torch's placements, one for each of
-            ``mesh_axes``: ``(Shard(0), Partial())``. Axes that are not named are replicated.
+            torch's placements, one for each of ``mesh_axes``: ``(Shard(0), Partial())``. Axes that
+            are not named are replicated.
         output: Where the output shall be, in the same way. Axes that it does not name stay as
             the product leaves them, perhaps partial; ``"replicated@tensor"`` names one.
         mesh_axes: All axes, from the outermost: a dim sharded over two is cut by the first, and
@@ -517,7 +499,6 @@ def einsum_sharding(
             given. Without, all letters are taken to be of one size to find what sends the least.
         degrees: Number of ranks along each axis; together with ``sizes``.
         itemsize: Bytes of an element, 2 for bf16.
-        names: What the operands are called; default x and w, or x1, x2 and so on.
 
     Bytes are what a rank sends in a ring. That is (n - 1)/n of the whole for an all-gather or a
     reduce-scatter, and twice that for an all-reduce. For an all-to-all it is (n - 1)/n of its part.
@@ -568,7 +549,7 @@ def einsum_sharding(
     forward   all-gather w on h over data       117 MB
     backward  reduce-scatter dw on h over data  117 MB
     """
-    parsed = Equation.parse(equation, names)
+    parsed = Equation.parse(equation)
     if len(operands) != len(parsed.operands):
         raise ValueError(
             f"einsum {equation!r} has {len(parsed.operands)} operands, but placements "

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup, device_mesh
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from ._errors import DegreeError, NotInitializedError, ParallelError
@@ -106,35 +106,11 @@ class MeshGroups:
         return None
 
     def known(self, axes: tuple[str, ...]) -> ProcessGroup | None:
-        """Return the group that spans these axes: the world's, or that of a flattened dim."""
+        """Return the group that spans these axes, where it is the world's."""
         world = dist.group.WORLD
         dims = tuple(dim for axis, dim in self._dims.items() if axis in axes)
-        ranks = sorted(self.mesh[dims].mesh.flatten().tolist())
-        if world is not None and len(ranks) == world.size():
-            return world
-        for name, flat in _flattened(self.mesh).items():
-            if sorted(flat.mesh.flatten().tolist()) == ranks:
-                return flat.get_group(name)
-        return None
-
-    def advice(self, axes: tuple[str, ...]) -> str:
-        """Say how to get the group that `known` did not find."""
-        dims = tuple(dim for axis, dim in self._dims.items() if axis in axes)
-        return (
-            f"this state is from_mesh's, which makes none: flatten these dims of the mesh, as in "
-            f"mesh[{dims!r}]._flatten(), or use ParallelState.create(also=[{axes!r}])"
-        )
-
-
-def _flattened(mesh: DeviceMesh) -> Mapping[str, DeviceMesh]:
-    """Return what was flattened of a mesh. There is no public way to it."""
-    if hasattr(mesh, "_get_root_mesh"):  # torch 2.8 and later
-        found = getattr(mesh._get_root_mesh(), "_flatten_mapping", None)  # noqa: SLF001
-        if found is not None:
-            return dict(found)
-    resources: Any = getattr(device_mesh, "_mesh_resources", None)
-    table = getattr(resources, "root_to_flatten_mapping", None)
-    return dict(table.get(resources.get_root_mesh(mesh), {})) if table else {}
+        spanned = self.mesh[dims].mesh.numel()
+        return world if world is not None and spanned == world.size() else None
 
 
 def mesh_of_state(state: ParallelState, device_type: str | None) -> DeviceMesh:
@@ -565,7 +541,7 @@ class ParallelState:
 
     def _advice(self, axes: tuple[str, ...]) -> str:
         if self._mesh is not None:
-            return self._mesh.advice(axes)
+            return f"from_mesh makes none: use ParallelState.create(also=[{axes!r}])"
         if self._maker is None:
             return f"give it: ParallelState.from_groups(also={{{axes!r}: ...}})"
         return f"ask for it when the groups are made: also=[{axes!r}]"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import hashlib
 import pickle
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,6 +21,7 @@ from ._errors import DegreeError, ParallelError
 from ._groups import live_world
 from ._init import sending_device
 from ._mappings import all_gather, broadcast_
+from ._random import checksum
 from ._ranks import AXES
 from ._shard import Entry, Shard, optimizer_name, parameter_of, shard_of
 from ._state import ParallelState
@@ -68,26 +67,18 @@ def all_or_none(state: ParallelState) -> Iterator[None]:
             raise type(told)(f"rank {rank}: {told}") from cause
 
 
-def gather_full(
-    part: Part, group: ProcessGroup, device: torch.device | None, *, keep: bool
-) -> Tensor | None:
-    """Return a full tensor, joined from the parts of a tensor group; None if it is not kept."""
+def gather_full(part: Part, group: ProcessGroup, device: torch.device | None) -> Tensor:
+    """Return a full tensor, joined from the parts of a tensor group."""
     (local, shard), degree = part, group.size()
     if shard.dim is None or degree == 1:
-        return local.to(device=device, copy=True) if keep else None
+        return local.to(device=device, copy=True)
     if not local.numel():  # nor has the whole any
-        return torch.empty(shard.full_shape, dtype=local.dtype, device=device) if keep else None
+        return torch.empty(shard.full_shape, dtype=local.dtype, device=device)
     # As bytes, because not every backend knows every dtype.
     at = sending_device(group, local.device)
     parts = all_gather(flat_bytes(local.to(at)), 0, group)
-    if not keep:
-        return None
-    full = torch.empty(shard.full_shape, dtype=local.dtype, device=device or parts.device)
-    for index, bytes_ in enumerate(parts.chunk(degree)):
-        values = bytes_.view(local.dtype).view(local.shape)
-        for own, into in shard.boxes(index, degree):
-            full[into.slices].copy_(values[own.slices])
-    return full
+    values = [bytes_.view(local.dtype).view(local.shape) for bytes_ in parts.chunk(degree)]
+    return shard.join(values, device)
 
 
 def send_full(
@@ -299,7 +290,7 @@ def survey(
     alike = tell_all((entries, optimizer is None), state, ("tensor",))
     stages = tell_all(said, state, ("pipeline",))
     counts = Counter(entry.name for entries, _, _ in stages for entry in entries)
-    tied = {name: _digest(part.tensor) for name, part in parts.tensors.items() if counts[name] > 1}
+    tied = {n: checksum(part.tensor).item() for n, part in parts.tensors.items() if counts[n] > 1}
     digests = tell_all(tied, state, ("pipeline",))
     with all_or_none(state):
         (first, without), *others = alike
@@ -318,7 +309,7 @@ def survey(
     return parts, Parts(held, values, groups)
 
 
-def _held(stages: Sequence[list[Entry]], digests: Sequence[Mapping[str, bytes]]) -> dict[str, Held]:
+def _held(stages: Sequence[list[Entry]], digests: Sequence[Mapping[str, float]]) -> dict[str, Held]:
     """Return the full tensors, and the stages that have each: the same one, if it is several."""
     held: dict[str, Held] = {}
     for stage, entries in enumerate(stages):
@@ -337,14 +328,6 @@ def _held(stages: Sequence[list[Entry]], digests: Sequence[Mapping[str, bytes]])
     return held
 
 
-def _digest(tensor: Tensor) -> bytes:
-    found = hashlib.blake2b(digest_size=16)
-    for piece in flat_bytes(tensor).split(16 << 20):
-        held = piece.cpu()
-        found.update(ctypes.string_at(held.data_ptr(), len(held)))
-    return found.digest()
-
-
 @torch.no_grad()
 def gather_state_dict(
     module: nn.Module,
@@ -352,7 +335,6 @@ def gather_state_dict(
     optimizer: Optimizer | None = None,
     state: ParallelState | None = None,
     device: torch.device | str | None = "cpu",
-    to_rank: int | None = None,
 ) -> dict[str, Any]:
     """Return the state dict of the whole model, to the last bit, from the parts of its ranks.
 
@@ -367,7 +349,6 @@ def gather_state_dict(
         optimizer: Join its state as well.
         state: Whose groups; the default's if None.
         device: Where the full tensors are; None leaves them where they are joined.
-        to_rank: The number of the one rank that gets them; the others return an empty dict.
 
     Returns:
         Full tensors by name. With an optimizer ``{"model": that, "optimizer": {"state": {name:
@@ -381,25 +362,16 @@ def gather_state_dict(
     """
     state = state_or_alone(state)
     device = None if device is None else torch.device(device)
-    world = state.layout.world_size if state.layout is not None else None
-    if to_rank is not None and world is not None and not 0 <= to_rank < world:
-        raise ParallelError(f"to_rank={to_rank} of {world} ranks; expected 0 to {world - 1}")
     parts, whole = survey(module, optimizer, state)
-    here, keep = state.index("pipeline"), to_rank in (None, state.rank)
-    # Whether a rank of this pipeline wants what another stage has.
-    passed = state.size("pipeline") > 1 and (to_rank is None or to_rank in state.ranks("pipeline"))
     full: dict[str, Any] = {}
     for name, held in whole.tensors.items():
         found = None
-        if here == held.stages[0]:
-            part, group = parts.tensors[name], state.group("tensor")
-            found = gather_full(part, group, device, keep=keep or passed)
-        if passed:
+        if state.index("pipeline") == held.stages[0]:
+            found = gather_full(parts.tensors[name], state.group("tensor"), device)
+        if state.size("pipeline") > 1:
             found = send_full(found, held, state.group("pipeline"), device)
-        if keep and found is not None:
+        if found is not None:
             full[name] = found
-    if not keep:
-        return {}
     full |= whole.values
     if whole.groups is None:
         return full
@@ -470,14 +442,7 @@ def cut(name: str, full: Tensor, parameter: Tensor, state: ParallelState) -> Ten
             f"{name!r} has shape {tuple(full.shape)}; expected {shard.full_shape}, the full shape "
             f"of the module's, of which this rank holds {tuple(parameter.shape)}"
         )
-    index, degree = state.index("tensor"), state.size("tensor")
-    shape, boxes = shard.local_shape(index, degree), shard.boxes(index, degree)
-    if len(boxes) == 1 and boxes[0][1].sizes == shape:
-        return full[boxes[0][1].slices]
-    part = full.new_zeros(shape)
-    for own, box in boxes:
-        part[own.slices].copy_(full[box.slices])
-    return part
+    return shard.cut(full, state.index("tensor"), state.size("tensor"))
 
 
 def nested(found: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:

@@ -25,6 +25,13 @@ from torch.nn.init import xavier_normal_
 
 from . import _embedding, _linear, _megatron, parallel_state
 from ._cross_entropy import vocab_parallel_cross_entropy
+from ._current import (
+    Number,
+    get_pipeline_parallel_world_size,
+    get_state,
+    name_made,
+    tensor_parallel_is_initialized,
+)
 from ._current import get_context_parallel_group as get_sequence_parallel_group
 from ._current import get_context_parallel_rank as get_sequence_parallel_rank
 from ._current import get_context_parallel_src_rank as get_sequence_parallel_src_rank
@@ -32,7 +39,6 @@ from ._current import get_context_parallel_world_size as get_sequence_parallel_w
 from ._current import get_data_parallel_ranks as get_data_parallel_group_ranks
 from ._current import get_pipeline_parallel_group as get_pipe_parallel_group
 from ._current import get_pipeline_parallel_rank as get_pipe_parallel_rank
-from ._current import get_pipeline_parallel_world_size, get_state, tensor_parallel_is_initialized
 from ._current import get_pipeline_parallel_world_size as get_pipe_parallel_world_size
 from ._current import get_tensor_parallel_group as get_slice_parallel_group
 from ._current import get_tensor_parallel_rank as get_slice_parallel_rank
@@ -214,11 +220,11 @@ def is_unitialized() -> bool:
     return not tensor_parallel_is_initialized()
 
 
-get_model_parallel_rank: _megatron.Number = _megatron.rank_getter("tensor", "pipeline")
-get_model_parallel_world_size: _megatron.Number = _megatron.size_getter("tensor", "pipeline")
-get_sequence_data_parallel_rank: _megatron.Number = _megatron.rank_getter("context", "data")
-get_sequence_data_parallel_world_size: _megatron.Number = _megatron.size_getter("context", "data")
-_megatron.name_made(globals())
+get_model_parallel_rank: Number = _megatron.rank_getter("tensor", "pipeline")
+get_model_parallel_world_size: Number = _megatron.size_getter("tensor", "pipeline")
+get_sequence_data_parallel_rank: Number = _megatron.rank_getter("context", "data")
+get_sequence_data_parallel_world_size: Number = _megatron.size_getter("context", "data")
+name_made(globals())
 
 
 def get_sequence_data_parallel_group() -> ProcessGroup:

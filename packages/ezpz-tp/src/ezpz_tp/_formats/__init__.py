@@ -43,14 +43,13 @@ _NEAR = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor in a file: the byte where it begins, its strides in elements, its storage's name."""
+    """A tensor in a file: the byte where it begins, and its strides in elements."""
 
     path: Path
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     at: int
-    storage: str = ""
 
     @property
     def nbytes(self) -> int:

@@ -11,7 +11,7 @@ import importlib
 import io
 import pickle
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -22,12 +22,12 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from ezpz_tp._errors import DegreeError, ParallelError
-from ezpz_tp._shard import Entry, Piece, Shard, optimizer_name, parameter_of, whole
+from ezpz_tp._shard import Piece, Shard, optimizer_name, parameter_of, whole
 from ezpz_tp._state import ParallelState
 from ezpz_tp._state_dict import names_of, nested, parts_of, state_or_alone, survey, with_optimizer
 
 from . import Format, Options, Source, Stored, all_splits, strides_of, written
-from .torch_file import FilePart, TorchFile, foreign
+from .torch_file import FilePart, Foreign, TorchFile
 
 Items = dict[str, Any]
 
@@ -273,7 +273,7 @@ class _Unpickler(pickle.Unpickler):
             return _member
         if name in _KNOWN.get(module, ()):
             return getattr(importlib.import_module(module), name)
-        return foreign(module, name)
+        return type(name, (Foreign,), {})
 
 
 def _open(path: Path, options: Options) -> Source:
@@ -337,14 +337,13 @@ def _place(folder: Path, info: Any) -> tuple[Path, int, int]:
 def _stored(place: tuple[Path, int, int], shape: tuple[int, ...], dtype: torch.dtype) -> Stored:
     file = TorchFile(*place)
     tensor = file.contents
-    if not isinstance(tensor, Stored) or (tensor.shape, tensor.dtype) != (shape, dtype):
-        found = (tensor.shape, tensor.dtype) if isinstance(tensor, Stored) else tensor
+    found = (tuple(tensor.shape), tensor.dtype) if isinstance(tensor, Tensor) else tensor
+    if found != (shape, dtype):
         raise ParallelError(
             f"{file.path}: at byte {place[1]} is {found}; expected a tensor of shape and dtype "
             f"{(shape, dtype)}, as {_METADATA} says"
         )
-    file.check(f"at byte {place[1]}", tensor)
-    return tensor
+    return file.stored(tensor)
 
 
 def _name(keys: Keys) -> str:
@@ -382,12 +381,12 @@ def _joined(several: Sequence[tuple[tuple[int, ...], Pieces]]) -> tuple[Shard, P
     return Shard(full, dim, blocks, padded=len(blocks) == 1), moved
 
 
-def write_dcp(source: Source, folder: Path, tp: int, done: Callable[[Entry], None]) -> None:
+def write_dcp(source: Source, folder: Path, tp: int) -> None:
     from torch.distributed.checkpoint import metadata  # noqa: PLC0415 - heavy to import
     from torch.distributed.checkpoint.filesystem import _StorageInfo  # noqa: PLC0415
 
     optimizer = any(parameter_of(name)[1] for name in source.entries)
-    in_model = optimizer or bool({"param_groups", "nested"} & source.metadata.keys())
+    in_model = optimizer or "nested" in source.metadata
     about = metadata.Metadata({}, planner_data={}, storage_data={})
     names = [f"__{rank}_0.distcp" for rank in range(tp)]
     with ExitStack() as stack:
@@ -423,8 +422,7 @@ def write_dcp(source: Source, folder: Path, tp: int, done: Callable[[Entry], Non
                 said = metadata.TensorStorageMetadata(kind, size, chunks)
                 about.state_dict_metadata[_key(keys)] = said
             del values, parts, full  # before the next is made
-            done(entry)
-        for keys, data in _others(source, in_model=in_model).items():
+        for keys, data in source.metadata.get("others", {}).items():
             write(keys, 0, data)
             about.state_dict_metadata[_key(keys)] = metadata.BytesStorageMetadata()
         pickle.dump(about, stack.enter_context(written(folder / _METADATA)))
@@ -445,21 +443,3 @@ def _dealt(shard: Shard, tp: int, lengths: Sequence[int]) -> list[tuple[int, Pie
     ranks = range(tp if shard.dim is not None else 0)
     pieces = [(rank, full) for rank in ranks for _, full in shard.boxes(rank, tp)]
     return pieces or [(lengths.index(min(lengths)), whole(shard.full_shape))]
-
-
-def _others(source: Source, *, in_model: bool) -> dict[Keys, bytes]:
-    said = source.metadata
-    found: dict[Keys, Any] = {("extra", key): value for key, value in said.get("extra", {}).items()}
-    for name, value in said.get("values", {}).items():
-        found[_keys(*parameter_of(name), in_model=in_model)] = value
-    for group in said.get("param_groups", ()):
-        for name in group["params"]:
-            for key, value in group.items():
-                if key != "params":  # JSON has made lists of tuples, as Adam's betas
-                    option = tuple(value) if isinstance(value, list) else value
-                    found["optimizer", "param_groups", name, key] = option
-    data: dict[Keys, bytes] = dict(said.get("others", {}))
-    for keys, value in found.items():
-        torch.save(value, stream := io.BytesIO())
-        data[keys] = stream.getvalue()
-    return data

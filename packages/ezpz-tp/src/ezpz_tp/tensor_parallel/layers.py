@@ -11,7 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +22,9 @@ from ezpz_tp import _linear as _layers
 from ezpz_tp._current import current_state, index_or_alone, size_or_alone, tensor_group
 from ezpz_tp._data import _backend_device
 from ezpz_tp._errors import DegreeError, ParallelError
-from ezpz_tp._formats.dcp import dtensors
 from ezpz_tp._fused import column_linear
 from ezpz_tp._init import InitMethod, agree_on_seed, initialize_from_whole
 from ezpz_tp._linear import (
-    ParallelModule,
     copy_gtp_attributes,
     copy_tensor_model_parallel_attributes,
     param_is_not_gtp_duplicate,
@@ -36,7 +34,6 @@ from ezpz_tp._linear import (
 )
 from ezpz_tp._mappings import scatter_to_tensor_parallel_region
 from ezpz_tp._random import EXPERT_PARALLEL_RNG, MODEL_PARALLEL_RNG, get_rng_tracker
-from ezpz_tp._shard import shard_of
 from ezpz_tp._state import ParallelState
 from ezpz_tp.model_parallel_config import setting
 
@@ -185,40 +182,16 @@ class ShardedStateDict:
         prefix: str = "",
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
-    ) -> dict[str, Tensor]:
-        """Return this rank's parts as DTensors, for `torch.distributed.checkpoint`.
-
-        They are what `ezpz_tp.dtensor_state_dict` returns of this layer, not the objects of
-        Megatron-LM's own ``dist_checkpointing``. They are views: loading fills the parameters.
-
-        Args:
-            prefix: Of the names.
-            sharded_offsets: Only empty: layers of other stages have names of their own.
-            metadata: Without effect.
+    ) -> NoReturn:
+        """Refuse: `ezpz_tp.dtensor_state_dict` of the model is what can be saved.
 
         Raises:
-            NotImplementedError: There are offsets, or the layer is an expert's.
+            NotImplementedError: Always.
         """
-        del metadata
-        layer = self
-        assert isinstance(layer, ParallelModule)
-        where = f"{type(self).__name__} {prefix!r}: sharded_state_dict"
-        if sharded_offsets:
-            raise NotImplementedError(
-                f"{where}(sharded_offsets={sharded_offsets}) is not supported; expected (): give "
-                "every layer of the model a prefix of its own"
-            )
-        found: dict[str, Tensor] = {}
-        for name, parameter in layer.named_parameters():
-            if not getattr(parameter, "allreduce", True):
-                raise NotImplementedError(
-                    f"{where}() of an expert's layer is not supported; save state_dict() on each "
-                    "rank, which holds this rank's parts"
-                )
-            shard = shard_of(parameter, layer.tp_size)
-            assert shard is not None  # a degree was given
-            found |= dtensors(f"{prefix}{name}", parameter.detach(), shard, layer.tp_group)
-        return found
+        raise NotImplementedError(
+            f"{type(self).__name__} {prefix!r}: Megatron-LM's sharded_state_dict is not supported; "
+            "give ezpz_tp.dtensor_state_dict(model) to torch.distributed.checkpoint"
+        )
 
 
 class ExtraState(ShardedStateDict):

@@ -14,9 +14,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ezpz_tp import _mappings
-from ezpz_tp._current import tensor_group
+from ezpz_tp._current import name_made, tensor_group
 from ezpz_tp._errors import DegreeError, ParallelError
-from ezpz_tp._megatron import name_made
 
 
 class Region(Protocol):

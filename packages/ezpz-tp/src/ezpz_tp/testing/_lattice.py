@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 from torch.utils._pytree import tree_leaves
 
 from ezpz_tp._current import get_state
 from ezpz_tp._grads import finalize_grads, gradient
+from ezpz_tp._shard import Shard
 
 from ._ranks import counting, run_ranks
 
@@ -43,19 +43,12 @@ def part_of(
     """Cut one rank's part out, padded at its end with zeros where the dim is uneven."""
     if dim is None:
         return whole, 0
-    parts, real = [], 0
-    stretches = whole.chunk(stride, dim) if isinstance(stride, int) else whole.split(stride, dim)
-    for stretch in stretches:
-        size = -(-stretch.shape[dim] // degree)
-        first = min(index * size, stretch.shape[dim])
-        length = min(size, stretch.shape[dim] - first)
-        piece = stretch.narrow(dim, first, length)
-        if length < size:
-            after = [0, 0] * (whole.dim() - 1 - dim % whole.dim()) + [0, size - length]
-            piece = pad(piece, after)
-        parts.append(piece)
-        real += length
-    return torch.cat(parts, dim), real
+    size = whole.shape[dim]
+    blocks = (size // stride,) * stride if isinstance(stride, int) else stride
+    one = len(blocks) == 1
+    shard = Shard(tuple(whole.shape), dim, () if one else blocks, padded=one)
+    real = sum(length for *_, length in shard.pieces(index, degree))
+    return shard.cut(whole, index, degree), real
 
 
 def compare(
