@@ -1,9 +1,5 @@
-"""One unchanged script under every launcher: the right world, the same loss; the README's.
+"""One unchanged script under every launcher: the right world, the same loss; the README's."""
 
-And every function of ezpz_dist in ranks of ezpz-launch that know nothing of MPI.
-"""
-
-import json
 import os
 import re
 import shutil
@@ -63,15 +59,3 @@ def test_the_twelve_lines_of_the_readme_train(tmp_path):
     losses = [record["loss"] for record in ezpz_obs.History.read(tmp_path / "outputs" / "readme")]
     assert len(losses) == 200
     assert losses[-1] < losses[0] / 10
-
-
-def test_every_function(tmp_path):
-    """One process alone, four of MPI's, nodes of Slurm and two hosts: mpi, slurm and hosts."""
-    words = ["ezpz-launch", "-n", "2", "--launcher", "spawn", sys.executable]
-    program = ROOT / "tests" / "worlds" / "every_function.py"
-    cpu = {"TORCH_DEVICE": "cpu", "RES_OPTIONS": "timeout:1 attempts:1"}
-    run([*words, str(program), str(tmp_path)], **cpu)
-    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
-    assert (first["size"], second["size"]) == (2, 2)
-    stands = r"rank 1 on \S+ stands at every_function\.py:\d+ in load_batch"
-    assert re.search(stands, first["missing"]), first
