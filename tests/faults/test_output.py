@@ -18,8 +18,8 @@ def expected(size):
 
 
 @pytest.mark.with_torchrun
-def test_10_mb_and_any_bytes_a_rank(launch):
-    size = 10 << 20
+def test_4_mb_and_any_bytes_a_rank(launch):
+    size = 4 << 20
     started = launch(MEET_HERE, rank_program("writes", str(size)))
     started.ends_with(0, within=40, done=range(3))
     # Ranks may be mixed within a line: srun and Hydra do so.
