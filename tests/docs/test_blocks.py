@@ -20,6 +20,8 @@ from tests.docs.python_blocks import (
 )
 from tests.docs.shell_blocks import check_syntax, commands_of, problem_of
 
+import ezpz_obs
+
 BLOCKS = {page: blocks_of(page) for page in PAGES}
 EVERY = [block for blocks in BLOCKS.values() for block in blocks]
 SHELLS = ("bash", "console", "sh")
@@ -93,6 +95,16 @@ def test_scripts_run_on_ranks(block, on_ranks, tmp_path):
         for words in commands_of(shell.code) if shell.language == "bash" else ():
             if words[0] == "ezpz-obs":
                 assert problem_of(words, tmp_path) == "", shell.place
+
+
+def test_the_twelve_lines_of_the_readme_train(on_ranks, tmp_path):
+    """Also on two ranks."""
+    code = in_order(ROOT / "README.md")[0].code
+    assert len([line for line in code.splitlines() if line.strip()]) == 12
+    on_ranks("train.py", code)
+    losses = [record["loss"] for record in ezpz_obs.History.read(tmp_path / "outputs" / "readme")]
+    assert len(losses) == 200
+    assert losses[-1] < losses[0] / 10
 
 
 @pages_with("diff")

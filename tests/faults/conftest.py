@@ -3,6 +3,7 @@
 import os
 import shutil
 import sysconfig
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,7 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     config.addinivalue_line("markers", "with_torchrun: a row that torchrun can keep, too")
     config.addinivalue_line("markers", "without(launcher, ...): a row that these have not")
+    config.addinivalue_line("markers", "two_ranks: not three, because each imports torch")
 
 
 def pytest_generate_tests(metafunc):
@@ -55,7 +57,14 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture
 def place(request, user_env):
-    """Return a launcher's place; three ranks have room there."""
+    """Return a launcher's place, for three ranks, or for two."""
+    found = place_of(request, user_env)
+    if request.node.get_closest_marker("two_ranks") is None:
+        return found
+    return replace(found, hosts=found.hosts[:2], options=["-n", "2", *found.options[2:]])
+
+
+def place_of(request, user_env):
     if request.param == "srun":
         return request.getfixturevalue("srun_place")
     environment = user_env

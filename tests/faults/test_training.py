@@ -9,17 +9,19 @@ import time
 import pytest
 from tests.faults.launches import MEET_HERE, PROGRAMS, SLACK
 
+pytestmark = pytest.mark.two_ranks
+
 # Plain processes, which nobody ends but themselves.
 _PLAIN = """
-for rank in 0 1 2; do RANK=$rank LOCAL_RANK=$rank LOCAL_WORLD_SIZE=3 WORLD_SIZE=3 "$@" & done
+for rank in 0 1; do RANK=$rank LOCAL_RANK=$rank LOCAL_WORLD_SIZE=2 WORLD_SIZE=2 "$@" & done
 for each in $(jobs -p); do wait $each || status=$?; done
 exit $status
 """
 BARE = {
-    "hydra": ["mpiexec", "-n", "3"],
-    "srun": ["srun", "-N", "3", "-n", "3"],
+    "hydra": ["mpiexec", "-n", "2"],
+    "srun": ["srun", "-N", "2", "-n", "2"],
     "spawn": ["bash", "-c", _PLAIN, "plain"],
-    "torchrun": ["torchrun", "--nproc-per-node=3"],
+    "torchrun": ["torchrun", "--nproc-per-node=2"],
 }
 GUILTY = {"hydra": 0, "srun": 1, "spawn": 0, "torchrun": 1}
 """Under ezpz-launch; without it, it is the other one. Rank 0 holds the store."""

@@ -1,6 +1,5 @@
 """ezpz-launch on nodeA and nodeB by Hydra, which reaches a host with a login's environment."""
 
-import os
 import re
 import signal
 import subprocess
@@ -128,22 +127,6 @@ def test_a_host_that_comes_when_all_is_over_is_left_as_it_was(launch, place, tmp
     assert re.fullmatch(r"ezpz-launch: rank \d on nodeA exited .* first of all.*\n", started.stderr)
     over.touch()
     started.leaves_nothing(within=10)
-
-
-def test_hang(running):
-    started = running(["--idle-timeout", "3", "--grace", "2"], rank_program("hangs"))
-    started.ends_with(124, within=15)
-    assert len(re.findall(r"stuck_here \(|in stuck_here", started.stderr)) == 3, started.stderr
-    (line,) = (line for line in started.stderr.splitlines() if "no output for 3 s" in line)
-    named = [("1", "nodeA"), ("2", "nodeB"), ("3", "nodeB")]
-    assert re.findall(r"(\d) on (node\w)", line) == named
-
-
-def test_ezpz_launch_is_killed(running):
-    started = running(["--grace", "1"], rank_program("goes_on"))
-    os.kill(started.process.pid, signal.SIGKILL)
-    started.leaves_nothing(within=3, files=True)
-    assert started.done() == []
 
 
 def test_a_lost_host_is_named(running, hosts):

@@ -89,8 +89,6 @@ ezpz_dist.setup_torch(timeout=60)
 ezpz_dist.barrier()
 if sys.argv[1] == "exit" and rank == 1:
     sys.exit(3)
-if sys.argv[1] == "raise" and rank == 1:
-    raise ValueError("boo")
 ezpz_dist.barrier()
 print("done", flush=True)
 """
@@ -143,12 +141,10 @@ def launch(clean_env, tmp_path):
 
 
 def test_bare_mpiexec_broadcasts_the_address_and_no_rank_outlives_another(launch):
-    run, raised, left = launch(MPIEXEC, SCRIPT, ["run"], ["raise"], ["exit"])
+    run, left = launch(MPIEXEC, SCRIPT, ["run"], ["exit"])
     assert run[0] == 0, run[2]
     assert run[1].count("done") == 2
     assert "ranks by pmi, address by bound by rank 0, broadcast over MPI" in run[2]
-    assert raised[0] != 0
-    assert "ValueError: boo" in raised[2]
     # without it, the rank would wait in MPI_Finalize for peers that wait for it
     assert left[0] != 0
 

@@ -176,15 +176,15 @@ assert one.all_gather(torch.tensor(rank)).tolist() == [0, 1]
 }
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_it_sees_the_same_ranks(clean_env, tmp_path, library):
-    if importlib.util.find_spec(library) is None:
-        pytest.skip(f"{library} is not installed")
+def test_other_libraries_see_the_same_ranks(clean_env, tmp_path):
+    there = [library for library in LIBRARIES if importlib.util.find_spec(library)]
+    if not there:
+        pytest.skip(f"none of {', '.join(LIBRARIES)} is installed")
     mpiexec = shutil.which("mpiexec", path=clean_env["PATH"])
     if mpiexec is None:
         pytest.skip("no mpiexec here")
     script = tmp_path / "script.py"
-    script.write_text(HEAD + LIBRARIES[library] + TAIL)
+    script.write_text("".join([HEAD, *map(LIBRARIES.get, there), TAIL]))
     done = subprocess.run(
         [mpiexec, "-n", "2", sys.executable, str(script), str(tmp_path / "out")],
         env={**clean_env, "HF_HUB_OFFLINE": "1"}, cwd=tmp_path, stdin=subprocess.DEVNULL,

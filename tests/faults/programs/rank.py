@@ -252,7 +252,8 @@ def writes(count):
 
 
 def says():
-    started()
+    """Also what is on the standard input of what it starts, and of itself."""
+    started(read=subprocess.check_output(["cat"], text=True) + sys.stdin.read())
 
 
 globals()[sys.argv[2]](*(() if sys.argv[2] == "says" else sys.argv[3:]))
