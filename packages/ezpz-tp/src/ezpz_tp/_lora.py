@@ -322,7 +322,7 @@ def _joined(half: Any) -> Tensor:
     if hasattr(weight, "full_tensor"):
         weight = weight.full_tensor()
     if isinstance(half, ShardedLinear) and half.tp_group is not None:
-        weight = gather_full(Part(weight, _shard_of(half)), half.tp_group, None, keep=True)
+        weight = gather_full(Part(weight, _shard_of(half)), half.tp_group, None)
     joined: Tensor = weight.to("cpu", copy=True)
     return joined
 
