@@ -1,5 +1,6 @@
 """Sharded logits against `torch.nn.functional.cross_entropy` of the full ones."""
 
+import weakref
 from functools import partial
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from on_ranks import all_raise, on_ranks
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import ezpz_tp as tp
@@ -301,6 +303,65 @@ def test_with_the_output_layer_in_lower_precision(autocast):
         logits = functional.linear(input_.detach(), plain)
         tp.vocab_parallel_cross_entropy(logits, target).mean().backward()
     torch.testing.assert_close(weight.grad, plain.grad, rtol=2e-2, atol=1e-4)
+
+
+class PeakMemory(TorchDispatchMode):
+    """Notes the most bytes at a time of the tensors that operations make."""
+
+    def __init__(self, *given):
+        super().__init__()
+        self.now, self.peak = 0, 0
+        self.known = {each.untyped_storage()._cdata for each in given}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for each in tree_leaves(result):
+            if isinstance(each, torch.Tensor):
+                storage = each.untyped_storage()
+                if storage._cdata not in self.known:
+                    self.add(storage._cdata, storage.nbytes())
+                    weakref.finalize(storage, self.add, storage._cdata, -storage.nbytes())
+        return result
+
+    def add(self, which, size):
+        self.known ^= {which}
+        self.now += size
+        self.peak = max(self.peak, self.now)
+
+
+def with_all_logits(input_, weight, target):
+    """As plain torch on one rank; on several as without the output layer."""
+    logits = functional.linear(tp.copy_to_tensor_parallel_region(input_), weight)
+    if tp.get_tensor_parallel_world_size() == 1:
+        return functional.cross_entropy(logits, target, reduction="none")
+    return tp.vocab_parallel_cross_entropy(logits, target)
+
+
+def peak_and_gradients(loss, input_, rows, target):
+    input_, rows = input_.clone().requires_grad_(), rows.detach().requires_grad_()
+    with PeakMemory(input_, rows, target) as memory:
+        loss(input_, rows, target).mean().backward()
+    return memory.peak, input_.grad, rows.grad
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+def test_the_peak_memory_with_the_output_layer(degree):
+    """A quarter of the tokens at a time, as by default of 1,024, at a vocabulary of 128,000."""
+    generator = torch.Generator().manual_seed(0)
+    input_, weight = (torch.randn(size, 4, generator=generator) for size in (128, 128_000))
+    target = torch.randint(0, 128_000, (128,), generator=generator)
+
+    def both():
+        given = input_, own_part(weight, 0), target
+        fused = partial(tp.vocab_parallel_linear_cross_entropy, chunk_size=32)
+        return peak_and_gradients(with_all_logits, *given), peak_and_gradients(fused, *given)
+
+    for (plain, *wanted), (peak, *found) in run_ranks(both, degree, timeout=300):
+        assert 128 * 128_000 * 4 / degree < plain
+        assert peak <= 0.35 * plain
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+            assert other.abs().max() > 1e-3
 
 
 LOGITS, TARGET = torch.zeros(3, 4), torch.zeros(3, dtype=torch.int64)

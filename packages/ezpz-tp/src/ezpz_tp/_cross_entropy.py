@@ -260,6 +260,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 by_weight[: terms.columns].addmm_(piece.T, flat[rows])
             else:
                 by_weight[: terms.columns] += piece.T @ flat[rows]
+            del logits, piece  # before the next are made
         others = (None for _ in range(1 + len(terms)))
         return by_input.view(input_.shape), by_weight.to(weight.dtype), *others
 
@@ -362,6 +363,7 @@ def _own_part(
         below = piece - maximum.unsqueeze(-1)
         sums = [below.sum(-1)] if terms.smoothing else []
         parts.append(torch.stack([maximum, below.exp_().sum(-1), predicted, *sums]))
+        del piece, below  # before the next are made
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 

@@ -8,6 +8,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     # The one list of the public names: type checkers read it, and `attach` does.
     from ._errors import ModelError as ModelError
+    from ._generate import generate as generate
     from ._images import MLP as MLP
     from ._images import DiT as DiT
     from ._images import DiTConfig as DiTConfig
