@@ -183,7 +183,6 @@ def test_a_restarted_run_goes_on_and_marks_what_it_replays(tmp_path, monkeypatch
         (0, 0.0, None), (1, 1.0, None), (2, 2.0, None), (3, 3.5, True), (4, 4.5, True),
         (5, 5.5, None), (6, 6.5, None), (7, 7.0, None),
     ]  # fmt: skip
-    assert len(list(run.records(superseded=True))) == 10
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,7 @@ def test_the_collectives_of_an_update_and_of_one_in_every_n(ranks):
         """,
         2,
     )
-    each, name = {"gathered": (1, "gloo:all_gather"), "reduced": (2, "gloo:all_reduce")}[ranks.how]
+    each, name = {"gathered": (1, "gloo:all_gather"), "reduced": (3, "gloo:all_reduce")}[ranks.how]
     assert one.said[0] == [6 * each, [name], [True] * 6]
     assert one.said[1] == [2 * each, [name], [True, False, False] * 2]
 

@@ -481,8 +481,6 @@ def test_files_of_rank_0_and_of_every_rank(tmp_path, capsys):
         ({}, ["info", "error"]),
         ({"level": "ERROR"}, ["info", "error"]),
         ({"level": logging.DEBUG}, ["debug", "info", "error"]),
-        ({"file_level": "ERROR"}, ["error"]),
-        ({"level": "ERROR", "file_level": "DEBUG"}, ["debug", "info", "error"]),
     ],
 )
 def test_levels_of_the_file(tmp_path, given, in_file):
@@ -504,8 +502,6 @@ def test_what_is_no_level():
     before = state()
     with pytest.raises(ValueError, match="level='LOUD'; expected one of DEBUG"):
         configure_logs(level="loud")
-    with pytest.raises(ValueError, match="file_level='LOUD'"):
-        configure_logs(file_level="loud")
     assert state() == before
 
 

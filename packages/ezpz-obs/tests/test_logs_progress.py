@@ -32,11 +32,11 @@ def told(capsys):
 def test_a_line_at_the_end_and_seldom_in_between(capsys):
     assert list(progress(range(5), desc="train", unit="batch")) == list(range(5))
     (line,) = told(capsys)
-    assert re.match(r"train: 5 batch, \S+ batch/s, done after 0:00 +\[progress\]$", line)
+    assert re.match(r"train: 5 batch, \S+batch/s, done after 0:00:00 +\[progress\]$", line)
     for _ in progress(range(4), every=0.0):
         time.sleep(0.01)
     first, *_, last = told(capsys)
-    assert re.match(r"1/4 \(25%\), \S+ it/s, 0:00 left", first)
+    assert re.match(r"1/4 \(25%\), \S+it/s, 00:00 left", first)
     assert "done after" in last
     assert list(progress([])) == []
     assert list(progress([1, 2, 3], total=1, every=0.0)) == [1, 2, 3], "more than expected"

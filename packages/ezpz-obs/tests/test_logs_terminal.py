@@ -158,10 +158,9 @@ def test_a_full_pipe_that_does_not_wait():
         assert not first.endswith("\n")
         logger.info("there is room")
         rest = end.read()
-    torn, line, told = rest.splitlines()  # what was torn is ended first
+    torn, line = rest.splitlines()  # what was torn is ended first
     assert torn == ""
     assert "there is room" in line
-    assert "log lines before this one were lost: Resource temporarily unavailable" in told
 
 
 def test_streams_that_are_closed_raise_or_are_patched(tmp_path):
@@ -287,7 +286,6 @@ def test_no_folder_can_be_made(make, tmp_path):
     assert "the run goes on" in file.said[0]
     (tmp_path / "in-the-way").unlink()
     assert file.write(b"{}\n", 9.0)
-    assert file.lost == 3
 
 
 def test_a_full_disk_warns_once_and_the_run_goes_on(python, tmp_path):
@@ -319,8 +317,7 @@ def test_a_full_disk_warns_once_and_the_run_goes_on(python, tmp_path):
             torn += 1
     assert torn <= 1
     assert found[0] == "before"
-    assert found[-2] == "there is room again"
-    assert "log lines before this one were lost: File too large" in found[-1]
+    assert found[-1] == "there is room again"
 
 
 def test_it_is_never_standard_error(python, tmp_path):

@@ -87,15 +87,6 @@ def test_words_reach_the_command_to_the_last_byte_and_its_exit_status_comes_back
     assert ezpz_process("topo", "expand", "n[1-", env=env).returncode == 2
 
 
-def test_a_report_is_what_ezpz_obs_makes_of_a_run(tmp_path, capfd):
-    with ezpz.History(tmp_path / "run") as history:
-        for step in range(3):
-            history.record({"loss": 1.0 / (step + 1)})
-    assert main(["export", str(tmp_path / "run"), f"--csv={tmp_path / 'run.csv'}"]) == 0
-    assert "3 records" in capfd.readouterr().out
-    assert len((tmp_path / "run.csv").read_text().splitlines()) == 4
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -7,7 +7,6 @@ import json
 import math
 import sys
 import time
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from hashlib import blake2b
@@ -133,128 +132,83 @@ def _ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:
     return shown + (f" and {len(ranks) - 3} more" if len(ranks) > 3 else "")
 
 
-# Statistics by two all-reduces, whose size does not grow with the number of ranks. (Gathered, each
+# Statistics by all-reduces, whose size does not grow with the number of ranks. (Gathered, each
 # rank is sent what every other one has: 31 MB of ten metrics on 120,960 ranks.) Where the backend
-# reduces by a tree (NCCL, XCCL, MPI; gloo does not), one (MAX, of integers) finds the ends and
-# whose they are, and whether the ranks agree; another (SUM) mean and spread, on its way at once.
-# Where the ranks differ, or a number is not finite, all learn of it by these integers, and gather.
+# reduces by a tree (NCCL, XCCL, MPI; gloo does not), one finds the ends, and whether the ranks
+# agree. Then two at once find mean and spread, and whose the ends are. Where ranks differ, or a
+# number is not finite, all learn of it by the first, and gather.
 
-ENDS_HEAD = 7
-"""Integers before the metrics': digest of the names, step and centres, each with its complement
-(the greatest of both is one number only where all are equal), and whether something is odd."""
+ENDS_HEAD = 5
+"""Numbers before the metrics': digest of the names and step, each with its negative (the greatest
+of both is one number only where all are equal), and whether something is odd."""
 
-_FAR = 8  # of the distance between the ends: a centre further away costs the spread its digits
 _KEPT = 1000  # names that change at each step would be kept for ever
-_POSITIVE = np.int64(0x7FFF_FFFF_FFFF_FFFF)
 
 
 class Sent(NamedTuple):
-    digest: int  # of the names
     values: NDArray[np.float64]  # this rank's
-    centre: NDArray[np.float64]  # what the sums are taken about
-    works: tuple[Any, Any]  # of both collectives
-    tensors: tuple[Any, Any]  # where their results will be
+    ends: Any  # where the greatest of all will be
+    work: Any
 
 
 class Reduction:
-    """The buffers of one exchange, and its arithmetic. Collective: every rank makes one."""
+    """The exchange of metrics by all-reduces. Collective: every rank makes one."""
 
     def __init__(self, torch: Any, dist: Any, group: Any, device: Any) -> None:
         self._torch, self._dist, self._group, self._device = torch, dist, group, device
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
-        # The lowest bits of an end make room for its rank: 17 of 52 for 120,960 ranks.
-        self._mask = np.int64((1 << (self._ranks - 1).bit_length()) - 1)
-        self._centres: dict[int, NDArray[np.float64]] = {}
-        self.make_room(0)
+        self.room = 0  # how many metrics fit in
 
-    def make_room(self, values: int) -> None:
-        torch = self._torch
-        self._fits = values
-        self._ends = torch.zeros(ENDS_HEAD + 4 * values, dtype=torch.int64)
-        self._sums = torch.zeros(2 * values, dtype=torch.float64)
-        whole: NDArray[np.int64] = self._ends.numpy()
-        self._head, self._by_end = whole[:ENDS_HEAD], whole[ENDS_HEAD:].reshape(4, values)
-        self._by_sum: NDArray[np.float64] = self._sums.numpy().reshape(2, values)
-
-    def begin(self, digest: int, step: int, metrics: Sequence[Any]) -> Sent:
+    def begin(self, digest: float, step: int, metrics: Sequence[Any]) -> Sent:
         """Send this rank's metrics, sorted by name. Collective."""
         try:
             values = np.array(metrics, dtype=np.float64)
         except OverflowError:  # an integer beyond 1.8e308
             values = np.array([as_float(each) for each in metrics])
-        centre = self._centres.get(digest)
-        if centre is None:
-            centre = np.zeros(len(values))
-        is_odd = len(values) > self._fits or not np.isfinite(values).all()
-        about = zlib.crc32(centre.tobytes())
-        self._head[:] = digest, ~digest, step, ~step, about, ~about, is_odd
+        is_odd = len(values) > self.room or not np.isfinite(values).all()
+        ends = np.zeros((2, self.room))
         if not is_odd:
-            count, mine = len(values), self._mask - self._rank
-            top = _in_order(values)
-            for row, end in zip(self._by_end[:, :count], (top, ~top) * 2, strict=True):
-                row[:] = end
-            ranked = self._by_end[2:, :count]
-            ranked &= ~self._mask
-            ranked |= mine
-            self._fill_sums(values, centre)
-        ends, greatest = self._reduce(self._ends, self._dist.ReduceOp.MAX)
-        sums, added = self._reduce(self._sums, self._dist.ReduceOp.SUM)
-        return Sent(digest, values, centre, (greatest, added), (ends, sums))
+            ends[:, : len(values)] = values, -values
+        head = np.array([digest, -digest, step, -step, is_odd])
+        return Sent(values, *self._reduce(np.append(head, ends), self._dist.ReduceOp.MAX))
 
     def end(self, sent: Sent, wait: Callable[[Any], None]) -> list[float] | None:
         """Return the statistics, in the order of `statistic_names`. Collective."""
         # None on every rank where ranks differ, a number is not finite, or there is no room.
-        for work in sent.works:
-            wait(work)
-        ends, sums = (tensor.cpu().numpy() for tensor in sent.tensors)
-        digest, not_digest, step, not_step, about, not_about, is_odd = ends[:ENDS_HEAD].tolist()
-        if is_odd or digest != ~not_digest or step != ~not_step:
+        wait(sent.work)
+        ends = sent.ends.cpu().numpy()
+        digest, less_digest, step, less_step, is_odd = ends[:ENDS_HEAD].tolist()
+        if is_odd or digest != -less_digest or step != -less_step:
             return None
-        count = len(sent.values)
-        top, bottom, of_top, of_bottom = ends[ENDS_HEAD:].reshape(4, -1)[:, :count]
-        greatest, least = _as_doubles(top), _as_doubles(~bottom)
+        values, count = sent.values, len(sent.values)
+        if not count:
+            return []
+        greatest, negative = ends[ENDS_HEAD:].reshape(2, -1)[:, :count]
+        least = -negative
         with np.errstate(over="ignore", invalid="ignore"):
-            spread, middle = greatest - least, least / 2 + greatest / 2
-            away = np.maximum(np.abs(least - sent.centre), np.abs(greatest - sent.centre))
-            centre = sent.centre
-            if about != ~not_about or ((spread > 0) & (away > _FAR * spread)).any():
-                # Known by integers, and so on all ranks alike: once more, about what is known now.
-                centre = middle
-                self._fill_sums(sent.values, centre)
-                tensor, work = self._reduce(self._sums, self._dist.ReduceOp.SUM)
-                wait(work)
-                sums = tensor.cpu().numpy()
-            if len(self._centres) >= _KEPT:
-                self._centres.clear()
-            self._centres[sent.digest] = middle
-            first, second = sums.reshape(2, -1)[:, :count] / self._ranks
-            mean = np.where(spread > 0, np.clip(centre + first, least, greatest), least)
-            square = np.maximum(second - first * first, 0.0)
-            std = np.where(spread > 0, np.sqrt(square), 0.0)
-        owners = (self._mask - (row & self._mask) for row in (of_bottom, of_top))
-        rows = (row.tolist() for row in (mean, std, least, greatest, *owners))
+            # Of the deviations from what all ranks know, not of the numbers: 1e5 ± 20 stays exact.
+            middle = least / 2 + greatest / 2
+            off = values - middle
+            sums, added = self._reduce(np.append(off, off * off), self._dist.ReduceOp.SUM)
+            # Of several that have it the lowest rank, as where they are gathered.
+            mine = [np.where(values == end, -self._rank, -self._ranks) for end in (least, greatest)]
+            owners, found = self._reduce(
+                np.array(mine, dtype=np.float64).ravel(), self._dist.ReduceOp.MAX
+            )
+            wait(added)
+            wait(found)
+            first, second = sums.cpu().numpy().reshape(2, count) / self._ranks
+            spread = greatest > least
+            mean = np.where(spread, np.clip(middle + first, least, greatest), least)
+            std = np.where(spread, np.sqrt(np.maximum(second - first * first, 0.0)), 0.0)
+        whose = -owners.cpu().numpy().astype(np.int64).reshape(2, count)
+        rows = (row.tolist() for row in (mean, std, least, greatest, *whose))
         return [number for metric in zip(*rows, strict=True) for number in metric]
 
-    def _fill_sums(self, values: NDArray[np.float64], centre: NDArray[np.float64]) -> None:
-        with np.errstate(over="ignore"):
-            off = values - centre
-            self._by_sum[:, : len(values)] = off, off * off
-
-    def _reduce(self, tensor: Any, op: Any) -> tuple[Any, Any]:
-        there = tensor if self._device is None else tensor.to(self._device)
+    def _reduce(self, numbers: NDArray[np.float64], op: Any) -> tuple[Any, Any]:
+        there = self._torch.from_numpy(numbers).to(self._device or "cpu")
         # The group's own method, as in `Across`.
         return there, self._group.allreduce([there], op)
-
-
-def _in_order(values: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Return integers that are ordered as these doubles are; 0.0 and -0.0 give the same."""
-    bits: NDArray[np.int64] = (values + 0.0).view(np.int64)
-    return bits ^ ((bits >> 63) & _POSITIVE)
-
-
-def _as_doubles(ordered: NDArray[np.int64]) -> NDArray[np.float64]:
-    bits = ordered ^ ((ordered >> 63) & _POSITIVE)
-    return bits.view(np.float64)
 
 
 HEAD = 4  # each rank sends before its values: digest of their names, how many, step, bytes of names
@@ -321,7 +275,7 @@ class Across:
         if self.reduction is None:
             return self._gather(plan, mine, step)
         with _Explained(step):  # where connections are closed already
-            sent = self.reduction.begin(int(plan.head[0]), step, mine)
+            sent = self.reduction.begin(plan.head[0], step, mine)
         return Exchange(plan, mine, step, sent)
 
     def end(
@@ -396,7 +350,7 @@ class Across:
         if self.reduction is None:
             self._make_slots()
         else:  # which may do without what all ranks have: 31 MB for 120,960 of them
-            self.reduction.make_room(values)
+            self.reduction.room = values
 
     def _make_slots(self) -> None:
         torch, size = self._torch, HEAD + self._fits

@@ -99,61 +99,37 @@ def _answer(words: list[str]) -> None:
     if not words or words[0] not in _OPTIONS:
         said = repr(words[0]) if words else "nothing"
         raise UsageError(f"{said}; expected one of {', '.join(_OPTIONS)}; see ezpz-obs --help")
-    _refuse_options(words[0], words[1:])
     _meant(words)()
 
 
-def _refuse_options(command: str, words: Sequence[str]) -> None:
-    """Fire takes a missing value for True, and has options of its own: none of that."""
-    for place, word in enumerate(words):
+def _meant(words: Sequence[str]) -> Callable[[], None]:
+    command, plain, options = words[0], list[str](), dict[str, str]()
+    for word in words[1:]:
+        name, equals, value = word[2:].partition("=")
         if not word.startswith("-"):
-            continue
-        name, equals, _ = word[2:].partition("=")
-        if not word.startswith("--") or name not in _OPTIONS[command]:
+            plain.append(word)
+        elif not word.startswith("--") or name not in _OPTIONS[command]:
             known = ", ".join(f"--{option}" for option in _OPTIONS[command]) or "none"
             raise UsageError(
                 f"{command}: unknown option {word!r}; expected {known}; see ezpz-obs --help"
             )
-        if (name in _FLAGS) == bool(equals):
+        elif (name in _FLAGS) == bool(equals):
             form = f"--{name}" if name in _FLAGS else f"--{name}=VALUE"
             raise UsageError(f"{command}: {word!r}; expected {form}")
-        if word.endswith("="):
+        elif equals and not value:
             raise UsageError(f"{command}: {word!r} is empty; expected a value")
-        if name in _FLAGS and place + 1 < len(words) and not words[place + 1].startswith("-"):
-            # Fire would take the next word for its value.
-            raise UsageError(f"{command}: expected --{name} after the other words")
-
-
-def _meant(words: Sequence[str]) -> Callable[[], None]:
-    """Let Fire find out what is meant; it is done afterwards, out of Fire's hands."""
-    import fire  # 50 ms, and only this command pays for it
-    from fire.core import FireExit
-
+        else:
+            options[name.replace("-", "_")] = value or "yes"
     commands: dict[str, Callable[..., None]] = {
         "report": _report, "plot": _plot, "tail": _tail, "export": _export, "replay": _replay,
     }  # fmt: skip
-    meant = commands[words[0]]
-    found: list[Callable[[], None]] = []
-
-    # It returns nothing, so that Fire has no member to look left-over words up in.
-    def note(*args: str, **options: str) -> None:
-        found.append(partial(meant, *args, **options))
-
-    note.__signature__ = inspect.signature(meant)  # type: ignore[attr-defined]
-    complaint = io.StringIO()
     try:
-        with contextlib.redirect_stderr(complaint):
-            # Names of runs and metrics are text, also those that look like numbers or lists.
-            command = fire.decorators.SetParseFn(str)(note)
-            fire.Fire(command, command=list(words[1:]), name="ezpz-obs")
-    except FireExit as error:
-        # Below its own line Fire has a page of usage.
-        first = next((line for line in complaint.getvalue().splitlines() if line.strip()), "")
+        inspect.signature(commands[command]).bind(*plain, **options)
+    except TypeError as error:
         raise UsageError(
-            f"{' '.join(words)!r}: {first.removeprefix('ERROR: ') or 'not understood'}; expected "
-            "one of the forms of ezpz-obs --help"
-        ) from error
-    return found[0]
+            f"{' '.join(words)!r}: {error}; expected one of the forms of ezpz-obs --help"
+        ) from None
+    return partial(commands[command], *plain, **options)
 
 
 def _report(*runs: str, out: str = "", serve: str = "", port: str = "") -> None:

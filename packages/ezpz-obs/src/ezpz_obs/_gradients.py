@@ -16,9 +16,9 @@ def gradient_norm(parameters: Any, norm_type: float = 2.0) -> Any:
     themselves), and before they are clipped or set to None. Nothing waits for the device: the
     result may go into a record as it is.
 
-    Of DTensors (FSDP2 and torch's own tensor parallelism) the whole counts: one collective of one
-    number for each mesh dim that shards. With ezpz_tp this is ``ezpz_tp.get_grad_norm``, which
-    counts what its layers shard over the tensor and pipeline groups.
+    Of DTensors (FSDP2 and torch's own tensor parallelism) the whole counts. With ezpz_tp this is
+    ``ezpz_tp.get_grad_norm``, which counts what its layers shard over the tensor and pipeline
+    groups.
 
     Collective where gradients are sharded: every rank calls this, with all of its parameters.
 
@@ -94,48 +94,25 @@ def _refuse_hidden_shards(torch: Any, parameters: list[Any]) -> None:
 
 def _norm(torch: Any, grads: list[Any], order: float) -> Any:
     """Return the norm of plain gradients, and of DTensors with the ranks that have the rest."""
-    by_groups: dict[tuple[Any, ...], list[Any]] = {}
-    known: dict[Any, tuple[Any, ...]] = {}
-    plain, strided = torch.Tensor, torch.strided
+    by_mesh: dict[Any, list[Any]] = {}
     for grad in grads:
-        if type(grad) is plain and grad.layout is strided:
-            by_groups.setdefault((), []).append(grad)
-        else:
-            local, groups = _local(grad, known)
-            by_groups.setdefault(groups, []).append(local)
-    dtypes = {local.dtype for locals_ in by_groups.values() for local in locals_}
+        values = grad.coalesce().values() if grad.is_sparse else grad
+        by_mesh.setdefault(getattr(grad, "device_mesh", None), []).append(values)
+    dtypes = {grad.dtype for grad in grads}
     dtype = torch.float64 if dtypes & {torch.float64, torch.complex128} else torch.float32
     norms = []
-    for groups, locals_ in by_groups.items():
-        norm = _local_norm(torch, locals_, order).to(grads[0].device, dtype)
-        for group in groups:
-            norm = _norm_over(torch, norm, group, order)
-        norms.append(norm)
+    for mesh, some in by_mesh.items():
+        norm = _norm_of_kind(torch, some, order)
+        if mesh is not None:
+            norm = norm.full_tensor()
+            if order == math.inf:  # backends differ in what the larger of a number and NaN is
+                sums = _norm_of_kind(torch, some, 1.0).full_tensor()
+                norm = torch.where(sums.isnan(), sums, norm)
+        norms.append(norm.to(grads[0].device, dtype))
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), order)
 
 
-def _local(grad: Any, known: dict[Any, tuple[Any, ...]]) -> tuple[Any, tuple[Any, ...]]:
-    """Return what this rank has of a gradient, and the groups that share the rest."""
-    mesh = getattr(grad, "device_mesh", None)
-    if mesh is not None:
-        if any(placement.is_partial() for placement in grad.placements):
-            whole = sys.modules["torch.distributed.tensor"].Replicate()
-            placements = [whole if each.is_partial() else each for each in grad.placements]
-            grad = grad.redistribute(placements=placements)
-        # In general all have the same, and asking a mesh is slow.
-        key = (mesh, tuple(grad.placements))
-        if key not in known:
-            known[key] = tuple(
-                mesh.get_group(dim)
-                for dim, placement in enumerate(grad.placements)
-                if not placement.is_replicate() and mesh.size(dim) > 1
-            )
-        return grad.to_local(), known[key]
-    return (grad.coalesce().values() if grad.is_sparse else grad), ()
-
-
-def _local_norm(torch: Any, grads: list[Any], order: float) -> Any:
-    """Return this rank's norm, by a few kernels for all rather than one for each."""
+def _norm_of_kind(torch: Any, grads: list[Any], order: float) -> Any:
     halves = (torch.bfloat16, torch.float16)
     wide = [grad for grad in grads if grad.dtype not in halves and grad.numel()]
     narrow = [grad for grad in grads if grad.dtype in halves and grad.numel()]
@@ -143,16 +120,3 @@ def _local_norm(torch: Any, grads: list[Any], order: float) -> Any:
         norms = torch._foreach_norm(narrow, order, dtype=torch.float32)  # noqa: SLF001
         wide.append(torch.stack(norms))
     return torch.nn.utils.get_total_norm(wide, order)
-
-
-def _norm_over(torch: Any, norm: Any, group: Any, order: float) -> Any:
-    dist = torch.distributed
-    if order == math.inf:
-        # Backends differ in what the larger of a number and NaN is.
-        is_nan = torch.isnan(norm)
-        pair = torch.stack([torch.where(is_nan, 0.0, norm), is_nan.to(norm.dtype)])
-        dist.all_reduce(pair, dist.ReduceOp.MAX, group=group)
-        return torch.where(pair[1] > 0, math.nan, pair[0])
-    total = norm**order
-    dist.all_reduce(total, group=group)
-    return total ** (1 / order)

@@ -185,7 +185,7 @@ class History:
         backends: Another name of ``sinks``, and ``EZPZ_TRACKER_BACKENDS`` of ``EZPZ_SINKS``.
         project_name: What W&B, MLflow and trackio group runs under; default: the script's name.
         cross_rank: Add each metric's mean, std, min, max and the ranks of these over all ranks,
-            by one collective (two on more than 1,024): ``loss/mean``, ``loss/min_rank``, ...
+            by one collective (three on more than 1,024): ``loss/mean``, ``loss/min_rank``, ...
         every: With ``cross_rank``, at one update in so many.
         per_rank: Every rank writes a file of its own; those beyond 0 ``metrics-rank00001.jsonl``.
         deferred: Wait for nothing: a record's device tensors and statistics are awaited at the next

@@ -430,7 +430,7 @@ class Uncaught:
         try:
             with redirect_stderr(self._stream) if is_collected else nullcontext():
                 self.log(found, thread, whole=whole)
-            has_said = self._channel.output.terminal.lost == 0
+            has_said = self._channel.output.terminal.trouble is None
         finally:
             if not (whole and has_said):
                 go_on()
@@ -446,8 +446,6 @@ class _Asked:
     path: Path | None
     file_level: int
     is_level_given: bool
-    warnings: bool
-    hooks: bool
 
 
 class LogSetup:
@@ -458,7 +456,7 @@ class LogSetup:
     """
 
     def __init__(
-        self, path: Path | None, log: Callable[[Any], None] | None, undo: Callable[[], None]
+        self, path: Path | None, log: Callable[[Any], None], undo: Callable[[], None]
     ) -> None:
         self.path: Path | None = path
         self._log = log
@@ -476,7 +474,7 @@ class LogSetup:
 
     def __exit__(self, kind: object, value: BaseException | None, trace: object) -> None:
         # Once undone, nobody would log it; where it is printed is for others to say.
-        if isinstance(value, Exception) and self._log is not None:
+        if isinstance(value, Exception):
             self._log((type(value), value, value.__traceback__))
         self.undo()
 
@@ -489,10 +487,7 @@ def configure_logs(
     directory: str | os.PathLike[str] | None = None,
     per_rank: bool = False,
     level: str | int | None = None,
-    file_level: str | int | None = None,
     as_json: bool | None = None,
-    warnings: bool = True,
-    hooks: bool = True,
     env: Mapping[str, str] | None = None,
 ) -> LogSetup:
     """Bring all that this process logs to one output, and optionally into a file.
@@ -511,17 +506,14 @@ def configure_logs(
     The same call again changes nothing. Another one takes its place.
 
     Args:
-        directory: Where rank 0 writes ``rank-00000.jsonl``, one JSON object a line, one write
-            each. Where that is not possible (a full disk) one warning says so.
+        directory: Where rank 0 writes ``rank-00000.jsonl`` from INFO, or from ``level`` where that
+            is lower: one JSON object a line, one write each. Where that is not possible (a full
+            disk) one warning says so.
         per_rank: Every rank writes a file of its own there.
         level: From which level rank 0 shows events, such as "DEBUG"; default:
             ``EZPZ_LOG_LEVEL``, else INFO. The other ranks from WARNING, unless
             ``LOG_FROM_ALL_RANKS=1``. A given one is the root logger's too.
-        file_level: From which level all ranks write to their files; default: INFO, or ``level``
-            where that is lower.
         as_json: JSON lines on standard error; default: whether ``EZPZ_LOG_FORMAT=json``.
-        warnings: Capture Python's warnings.
-        hooks: Log uncaught exceptions.
         env: The environment to read; default ``os.environ``.
 
     Returns:
@@ -543,12 +535,8 @@ def configure_logs(
         level=for_rank(number, env, place.rank),
         as_json=wants_json(env) if as_json is None else as_json,
         path=Path(directory).absolute() / file_name(place.rank) if directory and writes else None,
-        file_level=(
-            min(number, logging.INFO) if file_level is None else to_level(file_level, "file_level")
-        ),
+        file_level=min(number, logging.INFO),
         is_level_given=level is not None,
-        warnings=warnings,
-        hooks=hooks,
     )
     if _active is not None:
         if _active[0] == asked:
@@ -571,13 +559,10 @@ def _set_up(asked: _Asked, env: Mapping[str, str]) -> LogSetup:
     if file is not None:
         file.open(time.time())
     join(output, undo, is_level_given=asked.is_level_given)
-    if asked.warnings:
-        before = warnings.showwarning
-        logging.captureWarnings(capture=True)
-        if warnings.showwarning is not before:  # else somebody captures them already
-            undo.callback(logging.captureWarnings, capture=False)
-    uncaught = None
-    if asked.hooks:
-        uncaught = Uncaught(Channel(output, NAME))
-        undo.callback(uncaught.remove)
-    return LogSetup(asked.path, uncaught.log if uncaught else None, undo.close)
+    before = warnings.showwarning
+    logging.captureWarnings(capture=True)
+    if warnings.showwarning is not before:  # else somebody captures them already
+        undo.callback(logging.captureWarnings, capture=False)
+    uncaught = Uncaught(Channel(output, NAME))
+    undo.callback(uncaught.remove)
+    return LogSetup(asked.path, uncaught.log, undo.close)

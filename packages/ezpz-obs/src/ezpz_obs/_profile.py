@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import sys
 from collections.abc import Collection
@@ -66,8 +65,10 @@ def profile(
         raise ObsError(
             "profile() uses torch's profiler, and torch is not imported; import it first"
         )
+    if not is_chosen:
+        return Profile(None)
     return Profile(
-        Path(directory), (begin, end), rank if is_chosen else None, first,
+        Path(directory), rank, first, begin, end,
         record_shapes=shapes, profile_memory=memory, with_stack=stacks,
     )  # fmt: skip
 
@@ -76,77 +77,63 @@ class Profile:
     """The profile of a loop, made by `profile`."""
 
     def __init__(
-        self, directory: Path, steps: tuple[int, int], rank: int | None, first: int, **options: Any
-    ) -> None:
+        self, directory: Path | None, rank: int = 0, first: int = 0, begin: int = 0, end: int = 0,
+        **options: Any,
+    ) -> None:  # fmt: skip
         self.trace: Path | None = None  # its file, once it is written
         self.table: str = ""  # of the operators, once the steps are over
-        self._directory, self._rank, self._options = directory, rank, options
-        self._begin, self._end = steps
-        self._step = self._first = first
-        self._profiler: Any = None
-        self._is_over = rank is None
-        # The step at which something is to be done next.
-        self._next: float = math.inf if rank is None else max(self._begin - 1, first)
+        self._directory, self._rank, self._begin, self._end = directory, rank, begin, end
+        self._profiler: Any = None  # torch's, on a rank that is chosen
+        if directory is None:
+            return
+        self._offset = first  # torch counts from 0
+        self._profiler = sys.modules["torch"].profiler.profile(
+            schedule=self._plan, on_trace_ready=self._write, **options
+        )
+        # So that the trace calls the steps by their numbers: ProfilerStep#10.
+        self._profiler.step_num, self._offset = first, 0
+
+    def _plan(self, step: int) -> Any:
+        actions: Any = sys.modules["torch"].profiler.ProfilerAction
+        step += self._offset
+        if not self._begin - 1 <= step < self._end:
+            return actions.NONE
+        if step < self._begin:
+            return actions.WARMUP
+        return actions.RECORD if step < self._end - 1 else actions.RECORD_AND_SAVE
 
     def __enter__(self) -> Self:
-        self._turn()
+        if self._profiler is not None:
+            self._profiler.start()
         return self
 
     def step(self) -> None:
-        """End a step. Other than near the chosen ones it costs a tenth of a microsecond."""
-        self._step += 1
-        if self._step >= self._next:
-            self._turn()
+        """End a step."""
+        if self._profiler is not None:
+            self._profiler.step()
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._profiler is not None:
-            self._stop()
-        elif not self._is_over:
-            logger.warning(
-                "nothing was profiled: the loop ended at step %d, and step %d was to be the first",
-                self._step, self._begin,
-            )  # fmt: skip
-        self._is_over, self._next = True, math.inf
+            self._profiler.stop()
+            if not self.table:
+                logger.warning(
+                    "nothing was profiled: the loop ended at step %d, and step %d was to be the "
+                    "first", self._profiler.step_num, self._begin,
+                )  # fmt: skip
 
-    def _turn(self) -> None:
-        if self._step < self._next:
-            return
-        if self._profiler is None:
-            self._start()
-        elif self._step >= self._end:
-            self._stop()
-        else:
-            self._profiler.step()
-
-    def _start(self) -> None:
-        torch: Any = sys.modules["torch"]
-        warm_up, record = torch.profiler.ProfilerAction.WARMUP, torch.profiler.ProfilerAction.RECORD
-        offset = self._step
-
-        def schedule(step: int) -> Any:
-            return warm_up if step + offset < self._begin else record
-
-        self._profiler = torch.profiler.profile(schedule=schedule, **self._options)
-        # So that the trace calls the steps by their numbers: ProfilerStep#10.
-        self._profiler.step_num, offset = self._step, 0
-        self._profiler.start()
-        self._next = self._step + 1
-
-    def _stop(self) -> None:
-        profiler, self._profiler = self._profiler, None
-        self._is_over, self._next = True, math.inf
-        profiler.stop()
-        last = min(self._step, self._end) - 1
-        if last < self._begin:
-            logger.warning("nothing was profiled: the loop ended while the profiler warmed up")
-            return
+    def _write(self, profiler: Any) -> None:
+        assert self._directory is not None
         torch: Any = sys.modules["torch"]
         device = next((k for k in ("cuda", "xpu") if getattr(torch, k).is_initialized()), "cpu")
+        last = min(profiler.step_num, self._end) - 1
+        if last < self._begin:  # the first was begun only
+            return
         name = f"trace-rank{self._rank:05}-steps{self._begin}-{last}"
         try:
+            self.table = profiler.key_averages().table(
+                sort_by=f"self_{device}_time_total", row_limit=_ROWS
+            )
             self._directory.mkdir(parents=True, exist_ok=True)
-            averages = profiler.key_averages()
-            self.table = averages.table(sort_by=f"self_{device}_time_total", row_limit=_ROWS)
             (self._directory / f"{name}.txt").write_text(self.table, encoding="utf-8")
             # Under its name once it is whole.
             part = self._directory / f"{name}.json.part"

@@ -8,6 +8,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from datetime import timedelta
 from typing import Any, Generic, TypeVar
 
 from ._context import find_place
@@ -121,23 +122,14 @@ class Progress(Generic[T]):
         finally:
             passed = time.monotonic() - start
             text = self._say(count, total if not is_whole else None, passed)
-            self._logger.info(f"{text}, {'done' if is_whole else 'stopped'} after {_span(passed)}")
+            how = "done" if is_whole else "stopped"
+            self._logger.info(f"{text}, {how} after {timedelta(seconds=round(passed))}")
 
     def _say(self, count: int, total: int | None, seconds: float) -> str:
-        rate = count / seconds if seconds > 0 else 0.0
-        # Below one a second, how long one takes is the better number.
-        slow = 0 < rate < 1
-        speed = f"{1 / rate:.3g} s/{self._unit}" if slow else f"{rate:.3g} {self._unit}/s"
-        text = f"{self._desc}: " if self._desc else ""
-        if total is None:
-            return f"{text}{count} {self._unit}, {speed}"
-        share = f" ({count / total:.0%})" if total else ""
-        left = f", {_span((total - count) / rate)} left" if rate and count <= total else ""
-        return f"{text}{count}/{total}{share}, {speed}{left}"
+        from tqdm import tqdm
 
-
-def _span(seconds: float) -> str:
-    """Return such as 0:07, 12:34 or 26:03:04."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+        form = "{n_fmt} {unit}, {rate_fmt}"
+        if total and count <= total:
+            form = "{n_fmt}/{total_fmt} ({percentage:.0f}%), {rate_fmt}, {remaining} left"
+        said = tqdm.format_meter(count, total, seconds, unit=self._unit, bar_format=form)
+        return f"{self._desc}: {said}" if self._desc else said

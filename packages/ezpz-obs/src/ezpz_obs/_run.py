@@ -85,14 +85,11 @@ class Run:
         """The files of single ranks beside this one, by rank."""
         return sorted(self.path.parent.glob(_OF_RANKS))
 
-    def records(self, *, superseded: bool = False) -> Iterator[dict[str, Any]]:
+    def records(self) -> Iterator[dict[str, Any]]:
         """Read the records one by one: ``{"step", "time", **metrics}``.
 
         A restarted run replays the steps since its last checkpoint. The later attempt wins:
         of an earlier one, the steps from which a later one began again are left out.
-
-        Args:
-            superseded: Give those too, in the order they were written.
 
         Raises:
             HistoryError: A line is damaged.
@@ -106,8 +103,8 @@ class Run:
                     continue
             elif not line.startswith(HEADER):
                 continue
-            end = float("inf") if superseded else ends[attempt]
-            yield from (one for one in _decode_many(waiting, self.path) if one["step"] < end)
+            found = _decode_many(waiting, self.path)
+            yield from (one for one in found if one["step"] < ends[attempt])
             waiting = []
             attempt += line.startswith(HEADER)
 

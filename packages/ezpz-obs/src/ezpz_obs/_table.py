@@ -6,23 +6,22 @@ import csv
 import importlib
 import json
 import os
-from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import Any, Final, TextIO
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ._context import replacing
 from ._errors import ReportError, require
+from ._file import as_float
 from ._run import Block, Run, read_run, to_blocks
 
 Floats = NDArray[np.float64]
 _ROWS: Final = 16_384
-_KINDS: Final = ("bool", "int", "float", "text")  # each holds those before it
 
 
 def export(
@@ -35,8 +34,7 @@ def export(
 
     The run is read twice (first for its columns), and never all at once. Where a record lacks a
     metric its cell is empty; NaN and the infinities are ``nan``, ``inf``, ``-inf`` in CSV. In
-    Parquet a column is of integers, booleans or doubles, and of text where integers need more
-    than 64 bits.
+    Parquet metrics are doubles.
 
     Args:
         run: As of `read_run`.
@@ -52,7 +50,7 @@ def export(
         ReportError: No file is named, or pyarrow is not installed.
     """
     found = run if isinstance(run, Run) else read_run(run)
-    ways: list[tuple[Path, Callable[[Run, Path, dict[str, str]], int]]] = []
+    ways: list[tuple[Path, Callable[[Run, Path, list[str]], int]]] = []
     if csv is not None:
         ways.append((Path(csv), _write_csv))
     if parquet is not None:
@@ -86,63 +84,38 @@ def lists_of(records: Iterable[Mapping[str, Any]]) -> dict[str, list[float]]:
     return found
 
 
-def _columns(run: Run) -> dict[str, str]:
-    kinds: dict[str, set[str]] = {}
-    for record in run.records():
-        for name, value in record.items():
-            kinds.setdefault(name, set()).add(_kind(value))
-    kinds.pop("replay", None)
+def _columns(run: Run) -> list[str]:
     # Both first, and there where there are no records.
-    kinds = {"step": kinds.pop("step", {"int"}), "time": kinds.pop("time", {"float"}), **kinds}
-    return {name: max(of, key=_KINDS.index) for name, of in kinds.items()}
+    names: dict[str, None] = {"step": None, "time": None}
+    for record in run.records():
+        if not names.keys() >= record.keys():
+            names |= dict.fromkeys(name for name in record if name != "replay")
+    return list(names)
 
 
-def _kind(value: Any) -> str:
-    if isinstance(value, bool):
-        return "bool"
-    if isinstance(value, int):
-        return "int" if -(1 << 63) <= value < 1 << 63 else "text"
-    return "float"
-
-
-def _write_csv(run: Run, path: Path, columns: dict[str, str]) -> int:
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        return write_csv(file, list(columns), run.records(), header=True, end="\r\n")
-
-
-def write_csv(
-    file: TextIO,
-    columns: Sequence[str],
-    records: Iterable[Mapping[str, Any]],
-    *,
-    header: bool,
-    end: str,
-) -> int:
-    """Write rows of these columns, below a header or to go on with a table; return how many."""
-    writer = csv.writer(file, lineterminator=end)
-    if header:
-        writer.writerow(columns)
+def _write_csv(run: Run, path: Path, columns: list[str]) -> int:
     count = 0
-    for count, record in enumerate(records, start=1):  # noqa: B007  # is returned
-        writer.writerow([record.get(name, "") for name in columns])
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, columns, extrasaction="ignore")
+        writer.writeheader()
+        for count, record in enumerate(run.records(), start=1):  # noqa: B007  # is returned
+            writer.writerow(record)
     return count
 
 
-def _write_parquet(run: Run, path: Path, columns: dict[str, str]) -> int:
+def _write_parquet(run: Run, path: Path, columns: list[str]) -> int:
     pyarrow = require("pyarrow", "an export to Parquet", "parquet")
     pq = require("pyarrow.parquet", "an export to Parquet", "parquet")
-    kinds: dict[str, tuple[Callable[[Any], Any], Any]] = {
-        "bool": (bool, pyarrow.bool_()), "int": (int, pyarrow.int64()),
-        "float": (float, pyarrow.float64()), "text": (str, pyarrow.string()),
-    }  # fmt: skip
-    schema = pyarrow.schema([(name, kinds[kind][1]) for name, kind in columns.items()])
+    double = dict.fromkeys(columns, pyarrow.float64())
+    schema = pyarrow.schema(double | {"step": pyarrow.int64()})
     count, records = 0, run.records()
     with pq.ParquetWriter(path, schema) as writer:
         while rows := list(islice(records, _ROWS)):
             table = {
-                name: [kinds[kind][0](row[name]) if name in row else None for row in rows]
-                for name, kind in columns.items()
+                name: [as_float(row[name]) if name in row else None for row in rows]
+                for name in columns
             }
+            table["step"] = [row["step"] for row in rows]
             writer.write_table(pyarrow.Table.from_pydict(table, schema))
             count += len(rows)
     return count
@@ -161,17 +134,16 @@ def dataset_of(run: Run | Iterable[Mapping[str, Any]]) -> Any:
         An ``xarray.Dataset`` over ``step``, with a variable for each metric. Its attributes are
         ``mean``, ``std``, ``min``, ``max`` and ``count`` of its finite values. ``time`` (UTC) lies
         beside the steps. Facts of the run are attributes of the whole. Where xarray cannot be
-        imported, a dict of arrays, ``step``, ``time`` (seconds since 1970) and the metrics. It
-        takes 8 bytes a number, and integers beyond 2^53 are rounded.
+        imported, a dict of arrays, ``step``, ``time`` (seconds since 1970) and the metrics.
+        Integers beyond 2^53 are rounded.
 
     Raises:
         HistoryError: A line is damaged.
     """
-    gathered = _Columns()
     first: dict[str, Any] = {"step": 0, "time": 0.0}  # in this order, whatever the records'
-    for block in run.blocks() if isinstance(run, Run) else to_blocks(first | {**r} for r in run):
-        gathered.add(block)
-    steps, times, columns = gathered.arrays()
+    steps, times, columns, counts = _arrays(
+        run.blocks() if isinstance(run, Run) else to_blocks(first | {**r} for r in run)
+    )
     try:
         xarray: Any = importlib.import_module("xarray")
     except ImportError:  # an extra; arrays do as well
@@ -179,7 +151,7 @@ def dataset_of(run: Run | Iterable[Mapping[str, Any]]) -> Any:
     stamps = np.round(times * 1e6).astype("int64").astype("datetime64[us]")
     return xarray.Dataset(
         {
-            name: xarray.Variable("step", values, _attributes(values, gathered.counts[name]))
+            name: xarray.Variable("step", values, _attributes(values, counts[name]))
             for name, values in columns.items()
         },
         coords={"step": steps, "time": ("step", stamps.astype("datetime64[ns]"))},
@@ -187,48 +159,30 @@ def dataset_of(run: Run | Iterable[Mapping[str, Any]]) -> Any:
     )
 
 
-class _Columns:
-    """Blocks side by side, each metric's numbers apart."""
-
-    # In arrays that the system lengthens where they are: nothing is ever there twice.
-
-    def __init__(self) -> None:
-        self.counts: Counter[str] = Counter()  # of records that have the metric
-        self._columns: dict[str, array[float]] = {}
-        self._steps: array[int] = array("q")
-        self._times: array[float] = array("d")
-        self._last: tuple[int, set[str]] | None = None
-
-    def add(self, block: Block) -> None:
-        # A block's first record may go with the last before it: train's and eval's of one step.
-        before = self._last if self._last and self._last[0] == int(block.steps[0]) else None
-        joins = int(before is not None and before[1].isdisjoint(block.names))
-        start = len(self._steps) - joins
-        self._steps.frombytes(block.steps[joins:].tobytes())
-        self._times.frombytes(block.times[joins:].tobytes())
+def _arrays(
+    blocks: Iterable[Block],
+) -> tuple[NDArray[np.int64], Floats, dict[str, Floats], Counter[str]]:
+    """Return steps, times, each metric's numbers, and how many records have it."""
+    placed: list[tuple[int, Block]] = []
+    counts: Counter[str] = Counter()
+    rows, names = 0, set[str]()
+    step: int | None = None
+    for block in blocks:
+        # Its first record may go with the last before it: train's and eval's of one step.
+        joins = int(block.steps[0]) == step and names.isdisjoint(block.names)
+        placed.append((rows - joins, block))
+        rows += len(block.steps) - joins
+        names = {*block.names, *(names if joins and len(block.steps) == 1 else ())}
+        step = int(block.steps[-1])
+        counts.update(dict.fromkeys(block.names, len(block.steps)))
+    steps, times = np.zeros(rows, np.int64), np.zeros(rows)
+    columns = {name: np.full(rows, np.nan) for name in counts}
+    for start, block in placed:
+        here = slice(start, start + len(block.steps))
+        steps[here], times[here] = block.steps, block.times
         for place, name in enumerate(block.names):
-            self.counts[name] += len(block.steps)
-            column = self._columns.setdefault(name, array("d"))
-            _lengthen(column, start)
-            column.frombytes(block.values[:, place].tobytes())
-        names = set(block.names)
-        if joins and before is not None and len(block.steps) == 1:
-            names |= before[1]
-        self._last = (int(block.steps[-1]), names)
-
-    def arrays(self) -> tuple[NDArray[np.int64], Floats, dict[str, Floats]]:
-        for column in self._columns.values():
-            _lengthen(column, len(self._steps))
-        return (
-            np.frombuffer(self._steps, np.int64),
-            np.frombuffer(self._times, np.float64),
-            {name: np.frombuffer(column, np.float64) for name, column in self._columns.items()},
-        )
-
-
-def _lengthen(column: array[float], count: int) -> None:
-    if len(column) < count:
-        column.frombytes(np.full(count - len(column), np.nan).tobytes())
+            columns[name][here] = block.values[:, place]
+    return steps, times, columns, counts
 
 
 def _attributes(values: Floats, count: int) -> dict[str, Any]:

@@ -241,8 +241,6 @@ def _text(value: object) -> str:
 class _Target:
     def __init__(self, level: int) -> None:
         self.level = level
-        self.lost: int = 0  # how many lines it did not take since the last that it took
-        self.trouble: Exception | None = None  # why the latest was not taken
         self._is_torn = False
 
     def _append(self, descriptor: int, line: bytes) -> None:
@@ -262,6 +260,7 @@ class Terminal(_Target):
         self, stream: TextIO | None, *, level: int, as_json: bool, env: Mapping[str, str]
     ) -> None:
         super().__init__(level)
+        self.trouble: Exception | None = None  # why the latest line was not taken
         self.as_json = as_json
         self._given = stream
         self._no_colours = bool(env.get("NO_COLOR")) or env.get("TERM") == "dumb"
@@ -282,21 +281,19 @@ class Terminal(_Target):
         self._look(self.stream())
         return console_line(event, place, now, colours=self._colours)
 
-    def write(self, line: str | bytes) -> bool:
+    def write(self, line: str | bytes) -> None:
         stream = self.stream()
         if stream is None:
-            return True  # nobody wants to know
+            return  # nobody wants to know
         self._look(stream)
+        self.trouble = None
         try:
             with _without_bars(stream) if self._is_tty else nullcontext():
                 self._write(stream, line)
         # A full disk, a reader that has gone, a stream that is closed or somebody's own object
         # that raises anything: logging must not end a training. Tried again at the next line.
         except Exception as error:  # noqa: BLE001
-            self.lost += 1
             self.trouble = error
-            return False
-        return True
 
     def _write(self, stream: TextIO, line: str | bytes) -> None:
         descriptor = _descriptor(stream)
@@ -389,7 +386,6 @@ class LogFile(_Target):
             self._look(now)
         except OSError as error:
             self._failed(error)
-            self.lost = 0
 
     def close(self) -> None:
         with self._lock:
@@ -412,8 +408,6 @@ class LogFile(_Target):
             self._say(f"{self.path} was removed; its lines are lost, and it was made again")
 
     def _failed(self, error: OSError) -> None:
-        self.lost += 1
-        self.trouble = error
         why = error.strerror or str(error)
         self._say(
             f"the log {self.path} cannot be written ({why}); expected room and permission there; "
@@ -457,29 +451,16 @@ class Output:
         line: str | bytes = b""
         if to_terminal and event.level >= terminal.level:
             line = terminal.render(on_terminal or event, self.place, now)
-            if terminal.write(line) and terminal.lost:
-                self._tell_lost(terminal, now)
+            terminal.write(line)
         if file is not None and event.level >= file.level:
             if type(line) is str or not line or on_terminal is not None:
                 line = json_line(event, self.place, now)
             assert isinstance(line, bytes)
-            if file.write(line, now) and file.lost:
-                self._tell_lost(file, now)
+            file.write(line, now)
 
     def complain(self, text: str) -> None:
         event = Event(logging.WARNING, "warning", NAME, text, {})
         self.terminal.write(self.terminal.render(event, self.place, time.time()))
-
-    def _tell_lost(self, target: Terminal | LogFile, now: float) -> None:
-        lost, why = target.lost, target.trouble
-        target.lost, target.trouble = 0, None
-        reason = getattr(why, "strerror", None) or why
-        text = f"{lost} log lines before this one were lost: {reason}"
-        event = Event(logging.WARNING, "warning", NAME, text, {})
-        if isinstance(target, LogFile):
-            target.write(json_line(event, self.place, now), now)
-        else:
-            target.write(target.render(event, self.place, now))
 
 
 _process: Output | None = None

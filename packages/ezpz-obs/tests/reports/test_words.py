@@ -12,7 +12,6 @@ from ezpz_obs._report.words import (
     number,
     seconds,
     shorten,
-    tick_labels,
 )
 
 
@@ -47,27 +46,12 @@ def test_what_is_no_moment(value):
 
 
 @pytest.mark.parametrize(
-    "ticks",
-    [[100_000.0, 100_250.0, 100_500.0], [0.0, 1e-9], [1e15, 2e15], [0.0, 5000.0, 15000.0],
-     [-1.0, 0.0, 1.0], [9999.0, 10000.0], [1e-300, 1e300], [0.25], [0.0], []],
+    ("value", "said"),
+    [(0.0, "0"), (20_000.0, "20k"), (100_250.0, "100.25k"), (1.5e6, "1.5M"), (800.0, "800"),
+     (3e-5, "3e-05"), (0.1 + 0.2, "0.3"), (-0.25, "\N{MINUS SIGN}0.25"), (1e15, "1e+15")],
 )  # fmt: skip
-def test_ticks_are_what_they_say(ticks):
-    labels = tick_labels(ticks)
-    assert len(set(labels)) == len(ticks)
-    units = {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
-    for tick, label in zip(ticks, labels, strict=True):
-        plain = label.replace("\N{MINUS SIGN}", "-")
-        read = float(plain.rstrip("kMGT")) * units.get(plain[-1], 1)
-        assert read == pytest.approx(tick, rel=1e-2)
-
-
-def test_compact_and_ticks_have_no_more_than_they_need():
-    assert [compact(v, 1) for v in (0.0, 20_000, 1e6, 800, 3e-5)] == [
-        "0", "20k", "1M", "800", "3e-05",
-    ]  # fmt: skip
-    assert (compact(1.5e6, 2), compact(0.25, 2)) == ("1.5M", "0.25")
-    assert tick_labels([100_000.0, 100_250.0]) == ["100k", "100.25k"]
-    assert tick_labels([0.0, 0.5, 1.0]) == ["0", "0.5", "1"]
+def test_ticks_are_what_they_say(value, said):
+    assert compact(value) == said
 
 
 @pytest.mark.parametrize(

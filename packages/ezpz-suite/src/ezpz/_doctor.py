@@ -8,19 +8,19 @@ import faulthandler
 import json
 import os
 import re
-import selectors
 import shutil
 import signal
 import subprocess
 import sys
 import sysconfig
+import textwrap
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, Final, NamedTuple, NoReturn, TextIO
+from typing import IO, Any, Final, NamedTuple, NoReturn, TextIO
 
 from ezpz_topo import CheckResult
 
@@ -136,23 +136,13 @@ def _as_they_end(
 ) -> Iterator[_Running]:
     """Yield each check when it has answered or ended, or its time is over."""
     left = list(running)
-    with selectors.DefaultSelector() as selector:
-        for each in running:
-            for descriptor in (each.answer, each.printed):
-                selector.register(descriptor, selectors.EVENT_READ, each)
-        while left:
-            if watch is not None:
-                watch([each.check.name for each in left])
-            # So often it is looked which processes have ended without a word.
-            for key, _ in selector.select(0.1):
-                if key.data.read(key.fd) is None:
-                    selector.unregister(key.fd)
-            for each in [each for each in left if each.is_done]:
-                for descriptor in (each.answer, each.printed):
-                    if descriptor in selector.get_map():
-                        selector.unregister(descriptor)
-                left.remove(each)
-                yield each
+    while left:
+        if watch is not None:
+            watch([each.check.name for each in left])
+        time.sleep(0.05)
+        for each in [each for each in left if each.is_done]:
+            left.remove(each)
+            yield each
 
 
 # The doctor's side of a check's process.
@@ -185,7 +175,7 @@ class _Running:
     def __init__(self, check: Check, timeout: float) -> None:
         self.check = check
         self._timeout, self._imports = timeout, max(timeout, IMPORTS)
-        self._said = {0: bytearray(), 1: bytearray()}
+        self._answers, self._printed = bytearray(), bytearray()
         self._begun = time.monotonic()
         # Not what lies in the working directory: where to look is told.
         pipe = subprocess.PIPE
@@ -194,33 +184,24 @@ class _Running:
             stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True,
         )  # fmt: skip
         pipes = self._process.stdin, self._process.stdout, self._process.stderr
-        stdin, stdout, stderr = self._pipes = [each for each in pipes if each]
+        self._stdin, stdout, stderr = (each for each in pipes if each)
         job = [sys.path, [check.name, check.value, self._begun + self._imports, timeout]]
         # Less than a pipe holds: it does not wait. A process that has ended is seen below.
         # The pipe stays open: at its end the process knows that this one is gone.
         with contextlib.suppress(BrokenPipeError):
-            stdin.write(json.dumps(job).encode() + b"\n")
-            stdin.flush()
-        self.answer, self.printed = stdout.fileno(), stderr.fileno()
-        for descriptor in (self.answer, self.printed):
-            os.set_blocking(descriptor, False)
-
-    def read(self, descriptor: int) -> bool | None:
-        """Take what there is to read; return whether there was any, None at the end of it."""
-        try:
-            chunk = os.read(descriptor, 1 << 16)
-        except BlockingIOError:
-            return False
-        said = self._said[int(descriptor == self.printed)]
-        said += chunk
-        if descriptor == self.printed:
-            del said[:-_TAIL]
-        return True if chunk else None
+            self._stdin.write(json.dumps(job).encode() + b"\n")
+            self._stdin.flush()
+        self._readers = [
+            threading.Thread(target=_collect, args=args, daemon=True)
+            for args in ((stdout, self._answers, _MOST + 1), (stderr, self._printed, _TAIL))
+        ]
+        for reader in self._readers:
+            reader.start()
 
     @property
     def is_done(self) -> bool:
         """Whether it has answered, said too much, or ended, or its time is over."""
-        if self._answer is not None or len(self._said[0]) > _MOST or self._has_ended():
+        if self._answer is not None or len(self._answers) > _MOST or self._has_ended():
             return True
         began = self._began
         over = self._begun + self._imports if began is None else began + self._timeout
@@ -236,7 +217,7 @@ class _Running:
 
     @property
     def _lines(self) -> list[bytes]:
-        return bytes(self._said[0]).split(b"\n")[:-1]
+        return bytes(self._answers).split(b"\n")[:-1]
 
     @property
     def _answer(self) -> bytes | None:
@@ -252,12 +233,10 @@ class _Running:
     def end(self) -> CheckResult:
         had_ended = self._has_ended()
         self.kill()
-        for descriptor in (self.answer, self.printed):
-            while len(self._said[0]) <= _MOST and self.read(descriptor):
-                pass
-        for pipe in self._pipes:
-            with contextlib.suppress(BrokenPipeError):  # what it never read of its job
-                pipe.close()
+        for reader in self._readers:
+            reader.join(1.0)  # what has left its process group may keep a pipe open
+        with contextlib.suppress(BrokenPipeError):  # what it never read of its job
+            self._stdin.close()
         result = self._answered() if self._answer else self._unanswered(had_ended)
         took = time.monotonic() - self._begun
         return replace(
@@ -274,15 +253,15 @@ class _Running:
             self._process.wait(0.2)
 
     def _answered(self) -> CheckResult:
-        answer: dict[str, Any] = json.loads(self._answer or b"", parse_int=_number)
+        answer: dict[str, Any] = json.loads(self._answer or b"")
         if "broken" in answer:
             return self._broken(answer["broken"], answer["details"])
         return CheckResult(**answer)
 
     def _unanswered(self, had_ended: bool) -> CheckResult:
-        status, words = self._process.returncode, self._said[1].decode(errors="replace")
+        status, words = self._process.returncode, self._printed.decode(errors="replace")
         details = {"exit_status": status, "printed": words[-_SHOWN:]}
-        if len(self._said[0]) > _MOST:
+        if len(self._answers) > _MOST:
             return self._broken(f"answered more than {_MOST >> 20} MiB", details)
         # Its own watch ends it with this status, and says where it stood.
         if _TIME_OVER in words or (status in (None, -signal.SIGKILL) and not had_ended):
@@ -323,6 +302,14 @@ class _Running:
         )
 
 
+def _collect(pipe: IO[bytes], kept: bytearray, most: int) -> None:
+    """Keep the last of what comes, until nobody can write any more."""
+    with pipe:
+        while chunk := os.read(pipe.fileno(), 1 << 16):
+            kept += chunk
+            del kept[:-most]
+
+
 def _standing(words: str) -> str:
     """Return the end of a sentence that says where a process stood; empty if nobody knows."""
     # `faulthandler` writes the main thread last, and there the innermost place first.
@@ -332,12 +319,6 @@ def _standing(words: str) -> str:
     for path, line, function in (installed or frames)[:1]:
         return f"; it stands in {function} ({path}:{line})"
     return ""
-
-
-def _number(digits: str) -> int | str:
-    """Return a whole number; one that orjson cannot write, which knows 64 bits, as its text."""
-    number = int(digits)
-    return number if -(1 << 63) <= number < 1 << 64 else digits
 
 
 # The check's side: the process says when its own work begins, and answers with a line of JSON.
@@ -449,13 +430,11 @@ def _summary(results: Sequence[CheckResult], seconds: float) -> str:
 
 def as_json(results: Sequence[CheckResult], seconds: float) -> bytes:
     """Return the results for programs; docs/doctor.md of the repository names the keys."""
-    import orjson  # noqa: PLC0415  # only this needs it
-
     counts = {status: sum(result.status == status for result in results) for status in _COLOURS}
     keys = ("name", "status", "message", "remedy", "source", "seconds", "details")
     checks = [{key: getattr(result, key) for key in keys} for result in results]
     document = {"checks": checks, "counts": counts, "seconds": round(seconds, 3)}
-    return orjson.dumps(document, option=orjson.OPT_INDENT_2)
+    return json.dumps(document, indent=2).encode()
 
 
 @contextlib.contextmanager
@@ -480,20 +459,9 @@ def _width() -> int:
 
 
 def _wrapped(text: str, width: int) -> list[str]:
-    """Return the lines of a text; a path that is longer than a line begins one of its own."""
     # What others printed may steer a terminal.
     plain = "".join(c if c.isprintable() else " " for c in text)
-    lines = [""]
-    for word in plain.split():
-        for start in range(0, len(word), width):
-            part = word[start : start + width]
-            if not lines[-1]:
-                lines[-1] = part
-            elif start == 0 and len(lines[-1]) + 1 + len(part) <= width:
-                lines[-1] += f" {part}"
-            else:
-                lines.append(part)
-    return lines
+    return textwrap.wrap(plain, width, break_on_hyphens=False) or [""]
 
 
 def _coloured(status: str, word: str) -> str:
@@ -532,7 +500,6 @@ exit status: 0, also with warnings; 1 one check at least says error; 2 the words
 nothing could be checked or written"""
 
 _NAME: Final = "ezpz doctor"
-_ENDING: Final = (signal.SIGTERM, signal.SIGHUP)
 _FLAGS: Final = ("json", "list")
 _VALUES: Final = ("only", "timeout")
 
@@ -541,8 +508,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run ``ezpz doctor`` with these words (default: the process's) and return its exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        with _unwound_by_signals():
-            return _answer(words)
+        return _answer(words)
     except DoctorError as error:
         complain(str(error), _NAME)
         return 2
@@ -554,23 +520,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
-
-
-@contextlib.contextmanager
-def _unwound_by_signals() -> Iterator[None]:
-    def unwind(number: int, _frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    # Signals are the main thread's; one that is ignored (nohup) or another's stays so.
-    ours = threading.current_thread() is threading.main_thread()
-    taken = [each for each in _ENDING if ours and signal.getsignal(each) is signal.SIG_DFL]
-    for each in taken:
-        signal.signal(each, unwind)
-    try:
-        yield
-    finally:
-        for each in taken:
-            signal.signal(each, signal.SIG_DFL)
 
 
 def _answer(words: list[str]) -> int:

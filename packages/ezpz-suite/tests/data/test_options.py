@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 
-import ezpz
 import ezpz_device
 import ezpz_topo
-from ezpz.data import DataLoader, loader_options
+from ezpz.data import loader_options
+from ezpz_dist import DataLoader
 
 
 @pytest.fixture
@@ -64,20 +64,3 @@ def test_memory_is_pinned_where_that_helps_and_nothing_is_forked_beside_mpi(node
     assert loader_options(2)["multiprocessing_context"] == "forkserver"
     with pytest.raises(ValueError, match="num_workers=-1; expected 0 or more"):
         loader_options(-1)
-
-
-def test_the_former_loader_has_one_reader_unless_told_otherwise(ranks):
-    done = ranks(
-        2,
-        """
-        from ezpz.data import DataLoader
-        ezpz_dist.setup_torch(tensor_parallel_size=2)
-        one, each = DataLoader(range(4), 2), DataLoader(range(4), 2, one_reader=False)
-        print(one.is_reader, each.is_reader, [batch.tolist() for batch in one])
-        ezpz_dist.cleanup()
-        """,
-    )
-    assert [out.split(maxsplit=2) for out in done] == [
-        ["True", "True", "[[0, 1], [2, 3]]\n"], ["False", "True", "[[0, 1], [2, 3]]\n"],
-    ]  # fmt: skip
-    assert issubclass(DataLoader, ezpz.DataLoader)

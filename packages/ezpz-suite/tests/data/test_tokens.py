@@ -90,7 +90,6 @@ def of_another(path):
         (lambda path: path.write_bytes(path.read_bytes()[:-1]), "bytes; .* it is truncated"),
         (lambda path: path.write_bytes(path.read_bytes() + b"x"), "longer than its index says"),
         (lambda path: path.write_text("text " * 50), "no file of tokens, .* with b'text tex'"),
-        (lambda path: path.write_bytes(b"EZPZTOK1" + bytes(70)), "former format, .* it again, of"),
         (lambda path: change(path, 128 + 3, b"X"), "checksum .* damaged, or mixed from two files"),
         (lambda path: change(path, 10, b"z"), "its header is damaged"),
         (of_another, r"has uint8 of shape \(18,\); expected uint16 of shape \(9,\), as its index"),
@@ -100,7 +99,7 @@ def of_another(path):
         (lambda path: index_of(path).write_bytes(b"text"), "index.npz: .*; expected a whole index"),
     ],
     ids=[
-        "truncated", "longer", "text", "former", "mixed", "header", "another-index", "missing",
+        "truncated", "longer", "text", "mixed", "header", "another-index", "missing",
         "no-index", "index", "text-as-index",
     ],
 )  # fmt: skip
@@ -295,7 +294,7 @@ def test_hugging_faces_data_sets(tmp_path):
 
 def test_a_data_set_of_hugging_face_goes_into_the_loader():
     datasets = pytest.importorskip("datasets")
-    from ezpz.data import DataLoader
+    from ezpz_dist import DataLoader
 
     made = datasets.Dataset.from_dict({"x": [1.0, 2.0, 3.0]}).with_format("torch")
     assert [batch["x"].tolist() for batch in DataLoader(made, 2)] == [[1.0, 2.0], [3.0]]

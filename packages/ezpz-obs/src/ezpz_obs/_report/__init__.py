@@ -15,6 +15,7 @@ from hashlib import sha256
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 from ezpz_obs._context import replacing
 from ezpz_obs._errors import ObsError, ReportError, require
@@ -22,7 +23,7 @@ from ezpz_obs._file import SYSTEM_NAME
 from ezpz_obs._run import Run, read_run
 from ezpz_obs._version import __version__
 
-from .content import SECTIONS, SHOWN, Plot, Report, RunPart, Table, compose
+from .content import SECTIONS, SHOWN, Report, compose
 from .figures import LIGHT, style
 from .survey import survey
 from .words import clean, distinct, shorten
@@ -31,101 +32,53 @@ _SPECIAL = re.compile(r"([\\`*_\[\]|$~#{}()!])")
 _ENTITIES = str.maketrans({"<": "&lt;", ">": "&gt;", "&": "&amp;"})
 
 
+def _environment(*, autoescape: bool) -> Any:
+    jinja2 = require("jinja2", "a report")
+    return jinja2.Environment(
+        autoescape=autoescape, undefined=jinja2.StrictUndefined, trim_blocks=True
+    )
+
+
+def _text_of(name: str) -> str:
+    return files(__package__).joinpath(name).read_text("utf-8")
+
+
+_TITLES = {**SECTIONS, "shown": SHOWN}
+
+
 def _markdown(report: Report, folder: Path) -> str:
     """Return the report in short; its plots are expected as ``NAME.svg`` in this folder."""
-    lines = [f"# {escape(report.title, 100)}", ""]
-    for run in report.runs:
-        whose = "" if report.alone else f"**{escape(run.label)}**: "
-        lines += [
-            f"{whose}**{escape(run.words, 200)}** · {escape(' · '.join(run.course), 400)}",
-            "",
-        ]
-        if report.alone and run.tiles:
-            lines += _table(
-                Table(("", "", ""), [(tile.label, tile.value, tile.note) for tile in run.tiles])
-            )
-    if not report.alone:
-        lines += ["## Side by side", "", *_table(report.comparison)]
-    for section, plots in report.drawn.items():
-        if plots:
-            lines += [f"## {SECTIONS[section]}", ""]
-            for plot in plots:
-                lines += _plot(plot)
-    if report.left_out:
-        lines += [f"{report.left_out:,} more metrics are not drawn.", ""]
-    for run in report.runs:
-        lines += _shown(run, folder, alone=report.alone) + _run(run, alone=report.alone)
-    for title, table in report.environment:
-        lines += [f"## {title}", "", *_table(table)]
-    return "\n".join(lines).rstrip() + "\n"
+    environment = _environment(autoescape=False)
+    environment.filters |= {
+        "md": escape, "row": _row, "from_here": lambda path: os.path.relpath(path, folder),
+    }  # fmt: skip
+    template = environment.from_string(_text_of("report.md.j2"))
+    # What its parts leave empty takes a line all the same; no text in it has two.
+    said = re.sub(r"\n{3,}", "\n\n", template.render(report=report, titles=_TITLES))
+    return said.strip() + "\n"
 
 
 def escape(text: str, limit: int = 160) -> str:
     return _SPECIAL.sub(r"\\\1", shorten(text, limit).translate(_ENTITIES))
 
 
-def _run(run: RunPart, *, alone: bool) -> list[str]:
-    lines: list[str] = []
-    whose = "" if alone else f" of {escape(run.label)}"
-    if run.pauses:
-        lines += [f"Longest pauses{whose}: {', '.join(run.pauses)}.", ""]
-    if run.ranks:
-        lines += [f"## Ranks{whose}", "", *_table(run.ranks)]
-    if run.notices.rows:
-        lines += [f"## Warnings, alarms and events{whose}", "", *_table(run.notices)]
-    lines += [f"## Attempts{whose}", "", *_table(run.attempts)]
-    if alone and run.metrics.rows:
-        lines += ["## Metrics", "", *_table(run.metrics)]
-    return lines
-
-
-def _shown(run: RunPart, folder: Path, *, alone: bool) -> list[str]:
-    lines = [f"## {SHOWN}{'' if alone else f' of {escape(run.label)}'}", ""] if run.shown else []
-    for name, items, _ in run.shown:
-        lines += [f"### {escape(name)}", ""]
-        for item in items:
-            caption, where = escape(item.caption, 300), os.path.relpath(item.path, folder)
-            if item.table:
-                lines += [caption, "", *_table(item.table)]
-            else:
-                lines += [f"![{caption}]({where})" if item.image else f"[{caption}]({where})", ""]
-    return lines
-
-
-def _plot(plot: Plot) -> list[str]:
-    notes = f" ({escape('; '.join(plot.notes), 300)})" if plot.notes else ""
-    title = escape(plot.title)
-    unit = f" ({plot.unit})" if plot.unit else ""
-    return [f"### {title}{unit}", "", f"![{title}]({plot.file}.svg){notes}", ""]
-
-
-def _table(of: Table) -> list[str]:
-    rows = [[escape(cell, 300) if clean(cell) else " " for cell in row] for row in of.rows]
-    head = [escape(column, 60) or " " for column in of.columns]
-    found = [head, ["---"] * len(head), *rows]
-    lines = [f"| {' | '.join(row)} |" for row in found] + [""]
-    return lines + ([escape(of.note, 400), ""] if of.note else [])
+def _row(cells: Iterable[str], limit: int = 300) -> str:
+    return f"| {' | '.join(escape(cell, limit) or ' ' for cell in cells)} |"
 
 
 def _page(report: Report, *, live: bool = False) -> str:
     """Return the page: no request but for itself, no script but ours; every name in it is text."""
-    jinja2 = require("jinja2", "a report")
-    here = files(__package__)
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
-    )
+    environment = _environment(autoescape=True)
     environment.filters |= {"clean": clean, "shorten": shorten}
-    script = here.joinpath("page.js").read_text("utf-8")
     # A page in a file has nothing that could ask a network.
-    more = here.joinpath("live.js").read_text("utf-8") if live else ""
-    script = script.replace("/* live */", more)
-    template = environment.from_string(here.joinpath("page.html.j2").read_text("utf-8"))
+    script = _text_of("page.js").replace("/* live */", _text_of("live.js") if live else "")
+    template = environment.from_string(_text_of("page.html.j2"))
     said: str = template.render(
         report=report,
         live=live,
-        titles={**SECTIONS, "shown": SHOWN},
+        titles=_TITLES,
         version=__version__,
-        style=f"{here.joinpath('page.css').read_text('utf-8')}{style(':root')}",
+        style=f"{_text_of('page.css')}{style(':root')}",
         colours=len(LIGHT),
         script=script,
         allowed=b64encode(sha256(script.encode()).digest()).decode(),

@@ -283,33 +283,7 @@ def ranks(survey: Survey) -> Table | None:
     columns = (
         "metric", "most often the greatest", "most often the least", "std, usually", "of mean",
     )  # fmt: skip
-    return Table(columns, rows, note=_slowest(survey))
-
-
-def _slowest(survey: Survey) -> str:
-    for part in ("step_s", "forward_s", "backward_s", "data_s"):
-        name = find(survey, part)
-        counts = survey.series.get(f"{name}/max_rank")
-        if name is None or counts is None or not counts.ranks or not survey.groups[name]:
-            continue
-        ((rank, times),) = counts.ranks.most_common(1)
-        greatest, mean = (survey.series[f"{name}/{which}"].mean for which in ("max", "mean"))
-        more = ""
-        if greatest and mean:
-            more = f"; the slowest takes {number(greatest / mean, 3)} {TIMES} the mean"
-        often = share(times / counts.count)
-        return f"Slowest by {clean(name)}: rank {rank}, in {often} of the records{more}."
-    return ""
-
-
-def pauses(survey: Survey) -> list[str]:
-    """Return the longest gaps between records, where they stand out."""
-    median = survey.step_times.quantile(0.5)
-    return [
-        f"{seconds(took)} before step {step:,}"
-        for took, step in survey.step_times.pauses
-        if median is not None and took > max(1.0, 10 * median)
-    ]
+    return Table(columns, rows)
 
 
 def notices(of: Notices) -> Table:
@@ -327,11 +301,7 @@ def notices(of: Notices) -> Table:
              f"{notice.times:,} {TIMES}" if notice.times > 1 else "")
         )  # fmt: skip
     note = f"{of.left_out:,} others in between are left out." if of.left_out else ""
-    if of.unreadable:
-        note += f" {of.unreadable:,} lines of the logs are no JSON."
-    return Table(
-        ("UTC", "step", "rank", "kind", "message", ""), rows, frozenset(marked), note.strip()
-    )
+    return Table(("UTC", "step", "rank", "kind", "message", ""), rows, frozenset(marked), note)
 
 
 def environment(surveys: Sequence[Survey]) -> list[tuple[str, Table]]:
@@ -472,7 +442,6 @@ class RunPart(NamedTuple):
     metrics: Table
     ranks: Table | None
     notices: Table
-    pauses: list[str]
     shown: list[tuple[str, list[Item], int]]
 
 
@@ -532,7 +501,7 @@ def compose(surveys: Sequence[Survey], say: Callable[[str], None] | None = None)
             label=survey.label, state=survey.outcome[0], words=clean(survey.outcome[1]),
             course=course(survey), tiles=tiles(survey), attempts=attempts(survey),
             metrics=metrics(survey), ranks=ranks(survey), notices=notices(survey.notices),
-            pauses=pauses(survey), shown=items(survey.shown),
+            shown=items(survey.shown),
         )
         for survey in surveys
     ]  # fmt: skip

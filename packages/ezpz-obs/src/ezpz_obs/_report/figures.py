@@ -16,7 +16,7 @@ import orjson
 from ezpz_obs._errors import require
 
 from .survey import COUNT, EDGES, FROM, GREATEST, LEAST, MEAN, SIZE, TO, Floats, Series, StepTimes
-from .words import TIMES, seconds, shorten, tick_labels
+from .words import TIMES, compact, seconds, shorten
 
 INK: Final = "#010a01"
 """Stands for the colour of the text around the plot until the plot is written."""
@@ -95,14 +95,12 @@ def dress(axes: Any) -> None:
         else:
             axis.set_major_locator(ticker.MaxNLocator(6 if axis is axes.xaxis else 5))
         axis.set_minor_locator(ticker.NullLocator())
-        labels = ticker.FuncFormatter(lambda value, _: tick_labels([float(value)])[0])
-        labels.format_ticks = lambda values: tick_labels(list(map(float, values)))
-        axis.set_major_formatter(labels)
+        axis.set_major_formatter(lambda value, _: compact(float(value)))
     axes.xaxis.label.set(alpha=0.7, fontsize=10)
     # No label of the vertical axis is cut: on a phone a character takes 7.5 points at most.
     low, high = sorted(axes.get_ylim())
     shown = [float(tick) for tick in axes.get_yticks() if low <= tick <= high]
-    longest = max(map(len, tick_labels(shown)), default=0)
+    longest = max(map(len, map(compact, shown)), default=0)
     left = max(_PLACE[0], (7.5 * longest + 9) / (72 * axes.figure.get_figwidth()))
     axes.set_position((left, _PLACE[1], _PLACE[0] + _PLACE[2] - left, _PLACE[3]))
 
@@ -160,8 +158,8 @@ _LITTLE = 0.004  # of the range: less is no noise but a learning rate's corners
 
 def smooth(table: Floats) -> Floats | None:
     """Return the buckets' means without their noise; None where there is none to speak of."""
-    # At each point a line is fitted to all, their weights falling off exponentially to both sides:
-    # unlike a moving average it does not lag behind. What is no number leaves a gap.
+    # Each is a mean of all, their weights falling off exponentially to both sides: unlike a moving
+    # average it does not lag behind. What is no number leaves a gap.
     means = table[MEAN]
     if len(means) < _FEW:
         return None
@@ -175,15 +173,9 @@ def smooth(table: Floats) -> Floats | None:
     if noise < _LITTLE * np.ptp(values[known]):
         return None
     places = np.arange(len(means), dtype=np.float64)
-    away = (places - places[:, None]) / max(2.5, len(means) / 60)
-    weight = np.exp(-np.abs(away)) * known
-    # A line's value at its middle by least squares, from the weighted moments.
-    one, first, second = weight.sum(1), (weight * away).sum(1), (weight * away**2).sum(1)
-    of, along = weight @ values, (weight * away) @ values
-    bare = one * second - first**2
-    with np.errstate(invalid="ignore", divide="ignore"):
-        line = np.where(bare > 1e-9 * one**2, (second * of - first * along) / bare, of / one)
-    return np.where(known, line * scale, np.nan)
+    away = np.abs(places - places[:, None]) / max(2.5, len(means) / 60)
+    weight = np.exp(-away) * known
+    return np.where(known, weight @ values / weight.sum(1) * scale, np.nan)
 
 
 def limits(tables: Sequence[Floats]) -> tuple[float, float, bool, bool]:

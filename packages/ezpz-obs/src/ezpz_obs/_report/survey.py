@@ -44,7 +44,6 @@ class Notices:
     def __init__(self) -> None:
         self._kept: dict[tuple[str, str], Notice] = {}
         self.left_out = 0  # different ones between the first and the last of those shown
-        self.unreadable = 0  # lines of logs that are no JSON
 
     def put(self, notice: Notice) -> None:
         known = self._kept.setdefault((notice.kind, notice.text), notice)
@@ -69,10 +68,7 @@ def collect(events: Iterable[dict[str, Any]], folder: Path) -> Notices:
             found.put(_of_event(event))
     for path in filter(Path.is_file, sorted((folder / "logs").glob("*.jsonl"))):
         for line in _lines(path):
-            if line is None:
-                found.unreadable += 1
-            else:
-                found.put(line)
+            found.put(line)
     return found
 
 
@@ -86,8 +82,8 @@ def _of_event(event: dict[str, Any]) -> Notice:
     )  # fmt: skip
 
 
-def _lines(path: Path) -> Iterator[Notice | None]:
-    """Give what a log says from WARNING upward, and None for a line that is no log's."""
+def _lines(path: Path) -> Iterator[Notice]:
+    """Give what a log says from WARNING upward; a line that is no log's says nothing."""
     with open(path, "rb", buffering=1 << 20) as file:
         # In parts where it is longer than any log's: those are no JSON.
         for line in iter(lambda: file.readline(LONGEST_LINE), b""):
@@ -97,8 +93,6 @@ def _lines(path: Path) -> Iterator[Notice | None]:
                 said = orjson.loads(line)
                 level = str(said.get("level", "")).lower()
             except (orjson.JSONDecodeError, AttributeError):
-                if line.endswith(b"\n"):  # else torn by the end of its writer
-                    yield None
                 continue
             if level in _GRAVE:
                 yield _of_line(level, said)
@@ -276,7 +270,6 @@ def _join(rows: Floats, starts: NDArray[np.int64]) -> Floats:
 
 _DECADES: Final = (-7, 7)
 _PER_DECADE: Final = 200
-_PAUSES: Final = 5
 
 EDGES: Final = np.logspace(*_DECADES, (_DECADES[1] - _DECADES[0]) * _PER_DECADE + 1)
 """Of the histogram's bins, in seconds; each is 1.2 % wide."""
@@ -299,7 +292,6 @@ class StepTimes(Waiting):
     def __init__(self, begins: list[float]) -> None:
         super().__init__()
         self.histogram: NDArray[np.int64] = np.zeros(len(EDGES) - 1, np.int64)  # by `EDGES`
-        self.pauses: list[tuple[float, int]] = []  # the longest, and the step that came after
         self.attempts = [Reached() for _ in begins] or [Reached()]
         self._begins = np.maximum.accumulate(np.array(begins[1:], np.float64))
         self._before: tuple[int, float] | None = None
@@ -317,12 +309,9 @@ class StepTimes(Waiting):
         self._before = (int(steps[-1]), float(times[-1]))
         apart, took = np.diff(steps), np.diff(times)
         told = (apart > 0) & (took >= 0) & (np.diff(attempts) == 0)
-        took, apart, after = took[told], apart[told], steps[1:][told]
+        took, apart = took[told], apart[told]
         if len(took):
             self.histogram += np.histogram(np.clip(took / apart, EDGES[0], EDGES[-1]), EDGES)[0]
-            longest = np.argsort(took)[-_PAUSES:]
-            found = zip(took[longest].tolist(), after[longest].tolist(), strict=True)
-            self.pauses = sorted([*self.pauses, *found], reverse=True)[:_PAUSES]
 
     def _reach(self, steps: NDArray[np.int64], times: Floats, attempts: NDArray[np.intp]) -> None:
         for attempt in np.unique(attempts).tolist():

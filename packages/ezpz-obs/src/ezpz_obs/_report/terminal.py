@@ -21,7 +21,7 @@ from ezpz_obs._run import follow as read_on
 
 from .figures import smooth
 from .survey import FROM, MEAN, TO, Survey, survey
-from .words import clean, number, shorten, tick_labels
+from .words import clean, compact, number, shorten
 
 _LARGEST: Final = 1e300  # the height of a frame is to be a number too
 _FRAME: Final = str.maketrans("┌┐└┘├┤┬┴─│┼…", "++++++++-|+.")
@@ -80,7 +80,7 @@ def plot(
     for axis, parts in zip("xy", zip(*drawn, strict=True), strict=True):
         low, high = (float(end(np.concatenate(parts))) for end in (np.min, np.max))
         ticks = _ticks(low, high)
-        figure.ruler(axis).ticks(ticks, tick_labels(ticks))
+        figure.ruler(axis).ticks(ticks, list(map(compact, ticks)))
     figure.title(shorten(f"{surveyed.label}: {', '.join(chosen)}", 70))
     picture = figure.build().string(colorless=not coloured)
     figure.clear()

@@ -90,37 +90,11 @@ def moment(value: object) -> str:
         return NOTHING
 
 
-def compact(value: float, digits: int) -> str:
+def compact(value: float) -> str:
     """Return a number in few letters, for the axes of plots: 20k, 1.5M, 3e-05."""
-    for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if size <= abs(value) < 1e15:
-            scaled = value / (1e3 if unit == "k" else size)
-            whole = len(f"{abs(scaled):.0f}")
-            return f"{scaled:.{max(digits, whole)}g}{unit}".replace("-", _MINUS)
-    if 1 <= abs(value) < 1e4:
-        digits = max(digits, len(f"{abs(value):.0f}"))
-    text = f"{value:.{digits}g}"
-    return text.replace("-", _MINUS) if abs(value) >= 1e-3 else text
-
-
-def tick_labels(values: list[float]) -> list[str]:
-    """Return labels for an axis's ticks: as few digits as are right."""
-    if not values:
-        return []
-    labels: list[str] = []
-    ordered = sorted(values)
-    apart = min((b - a for a, b in pairwise(ordered) if b > a), default=abs(ordered[0]))
-    for digits in range(1, 16):
-        labels = [compact(value, digits) for value in values]
-        # A label that is off by more than a hair is a wrong answer.
-        if all(
-            abs(value - _read(label)) <= 0.01 * apart
-            for value, label in zip(values, labels, strict=True)
-        ):
+    text = f"{abs(value):.10g}"
+    for size, least, unit in ((1e12, 1e12, "T"), (1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e3, 1e4, "k")):
+        if least <= abs(value) < 1e15:
+            text = f"{abs(value) / size:.10g}{unit}"
             break
-    return labels
-
-
-def _read(label: str) -> float:
-    factor = {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}.get(label[-1:], 1.0)
-    return float((label if factor == 1.0 else label[:-1]).replace(_MINUS, "-")) * factor
+    return f"{_MINUS}{text}" if value < 0 else text

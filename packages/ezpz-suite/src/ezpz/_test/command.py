@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from dataclasses import dataclass, field, fields
+from typing import Any, Final
 
 from ezpz import _streams
 from ezpz._version import __version__
@@ -14,35 +14,6 @@ from ezpz._version import __version__
 
 class UsageError(Exception):
     """The words of the command line make no sense, or not together."""
-
-
-class Option(NamedTuple):
-    """One option of ours: its name, what it takes (nothing: a switch), and what it does."""
-
-    name: str
-    value: str
-    help: str
-
-
-OPTIONS: Final = (
-    Option("tp", "N", "ranks that share each layer: tensor parallel (default 1)"),
-    Option("pp", "N", "ranks that share the layers out: pipeline (1)"),
-    Option("cp", "N", "ranks that share each sequence: context parallel (1)"),
-    Option("wrap", "KIND", "ddp, fsdp, fsdp2, zero1, deepspeed, none (ddp; with --pp none)"),
-    Option("steps", "N", "steps to train (40)"),
-    Option("batch", "N", "sequences a step of each data-parallel rank (8)"),
-    Option("seq", "N", "tokens of a sequence (128; on accelerators 1024)"),
-    Option("layers", "N", "layers of the Llama (4; on accelerators 12)"),
-    Option("dim", "N", "its width (128; on accelerators 1024; or the next that --tp divides)"),
-    Option("dtype", "TYPE", "fp32 or bf16, what is computed in (fp32; on accelerators bf16)"),
-    Option("seed", "N", "of weights and data (42)"),
-    Option("sizes", "LIST", "all-reduce messages such as 4K,1M,64M; none: do not measure"),
-    Option("pairs", "", "all-reduce within each pair of nodes as well: which one is slow?"),
-    Option("json", "", "the result for programs, on standard output"),
-    Option("outdir", "DIR", "keep the run there: metrics.jsonl, result.json"),
-)
-
-_BY_FLAG: Final = {f"--{option.name}": option for option in OPTIONS}
 
 
 def take(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -53,21 +24,21 @@ def take(words: Sequence[str]) -> tuple[list[str], list[str]]:
     while left:
         word = left.pop(0)
         flag, equals, value = word.partition("=")
-        option = _BY_FLAG.get(flag)
-        if option is None:
+        if flag not in _TAKES:
             others.append(word)
             continue
+        takes = _TAKES[flag]
         if flag in ours:
             raise UsageError(f"{flag} is given twice; expected once")
-        if option.value and not equals:
+        if takes and not equals:
             if not left or left[0].startswith("--"):
-                raise UsageError(f"{flag} needs a value; expected {flag}={option.value}")
+                raise UsageError(f"{flag} needs a value; expected {flag}={takes}")
             value = left.pop(0)
-        if equals and not option.value:
+        if equals and not takes:
             raise UsageError(f"{word}: {flag} takes no value")
-        if option.value and not value:
-            raise UsageError(f"{flag}= is empty; expected {flag}={option.value}")
-        ours[flag] = f"{flag}={value}" if option.value else flag
+        if takes and not value:
+            raise UsageError(f"{flag}= is empty; expected {flag}={takes}")
+        ours[flag] = f"{flag}={value}" if takes else flag
     return list(ours.values()), others
 
 
@@ -75,11 +46,11 @@ def closest(word: str, others: Sequence[str] = ()) -> str:
     """Return the option, of ours or of others, that a misspelt word probably means; or nothing."""
     import difflib  # noqa: PLC0415  # only a wrong word needs it
 
-    close = difflib.get_close_matches(word.partition("=")[0], [*_BY_FLAG, *others], n=1)
+    close = difflib.get_close_matches(word.partition("=")[0], [*_TAKES, *others], n=1)
     return close[0] if close else ""
 
 
-WRAPS: Final = ("auto", "ddp", "fsdp", "fsdp2", "zero1", "deepspeed", "none")
+WRAPS: Final = ("auto", "ddp", "fsdp2", "zero1", "none")
 # What goes around a pipeline's part: of the others each backward pass would reduce.
 _AROUND_PIPELINE: Final = ("auto", "none", "fsdp2")
 _UNITS: Final = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -87,28 +58,40 @@ _FEWEST: Final = {"steps": 4, "seed": 0}
 _LARGEST: Final = 2**31 - 1
 
 
+def _option(default: Any, value: str, said: str) -> Any:
+    return field(default=default, metadata={"value": value, "help": said})
+
+
 @dataclass(frozen=True)
 class Settings:
     """A test, as asked. A number that is 0 is chosen by the device, as are empty texts and None."""
 
-    tp: int = 1
-    pp: int = 1
-    cp: int = 1
-    wrap: str = "auto"
-    steps: int = 40
-    batch: int = 8
-    seq: int = 0
-    layers: int = 0
-    dim: int = 0
-    dtype: str = ""
-    seed: int = 42
-    sizes: tuple[int, ...] | None = None  # bytes of the messages; None: by the device
-    pairs: bool = False
-    json: bool = False
-    outdir: str = ""
+    tp: int = _option(1, "N", "ranks that share each layer: tensor parallel (default 1)")
+    pp: int = _option(1, "N", "ranks that share the layers out: pipeline (1)")
+    cp: int = _option(1, "N", "ranks that share each sequence: context parallel (1)")
+    wrap: str = _option("auto", "KIND", "ddp, fsdp2, zero1, none (ddp; with --pp none)")
+    steps: int = _option(40, "N", "steps to train (40)")
+    batch: int = _option(8, "N", "sequences a step of each data-parallel rank (8)")
+    seq: int = _option(0, "N", "tokens of a sequence (128; on accelerators 1024)")
+    layers: int = _option(0, "N", "layers of the Llama (4; on accelerators 12)")
+    dim: int = _option(
+        0, "N", "its width (128; on accelerators 1024; or the next that --tp divides)"
+    )
+    dtype: str = _option(
+        "", "TYPE", "fp32 or bf16, what is computed in (fp32; on accelerators bf16)"
+    )
+    seed: int = _option(42, "N", "of weights and data (42)")
+    sizes: tuple[int, ...] | None = _option(  # in bytes
+        None, "LIST", "all-reduce messages such as 4K,1M,64M; none: do not measure"
+    )
+    pairs: bool = _option(
+        False, "", "all-reduce within each pair of nodes as well: which one is slow?"
+    )
+    json: bool = _option(False, "", "the result for programs, on standard output")
+    outdir: str = _option("", "DIR", "keep the run there: metrics.jsonl, result.json")
 
     def __post_init__(self) -> None:
-        wrap, tp, pp = self.wrap, self.tp, self.pp
+        wrap, pp = self.wrap, self.pp
         for is_wrong, said in (
             (wrap not in WRAPS, f"--wrap={wrap}; expected one of {', '.join(WRAPS)}"),
             (self.dtype not in ("", "fp32", "bf16"),
@@ -116,12 +99,6 @@ class Settings:
             (pp > 1 and wrap not in _AROUND_PIPELINE,
              (f"--wrap={wrap} with --pp={pp}; expected none or fsdp2: around a pipeline's part, "
              "which runs several times a step, no other goes")),
-            (wrap == "fsdp" and tp > 1,
-             (f"--wrap=fsdp with --tp={tp}; expected fsdp2: FSDP1 knows nothing of tensor parallel "
-             "shards, and would clip each rank's gradient by another norm")),
-            (wrap == "deepspeed" and self.cp > 1,
-             (f"--wrap=deepspeed with --cp={self.cp}; expected ddp, fsdp2, zero1 or none: "
-             "DeepSpeed averages gradients over data-parallel ranks only")),
             (pp > 1 and self.batch % pp,
              (f"--batch={self.batch} with --pp={pp}; expected a multiple of {pp}: the pipeline "
              "runs so many parts of a batch at once")),
@@ -129,15 +106,9 @@ class Settings:
             if is_wrong:
                 raise UsageError(said)
 
-    def words(self) -> list[str]:
-        found = []
-        for name, value in vars(self).items():
-            if value == getattr(Settings, name):
-                continue
-            if isinstance(value, tuple):
-                value = ",".join(map(str, value)) or "none"  # noqa: PLW2901
-            found.append(f"--{name}" if value is True else f"--{name}={value}")
-        return found
+
+OPTIONS: Final = fields(Settings)
+_TAKES: Final = {f"--{one.name}": one.metadata["value"] for one in OPTIONS}
 
 
 def parse(words: Sequence[str]) -> Settings:
@@ -226,8 +197,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def help_page() -> str:
-    flags = (f"--{one.name}={one.value}" if one.value else f"--{one.name}" for one in OPTIONS)
-    lines = (f"  {flag:<15} {one.help}" for flag, one in zip(flags, OPTIONS, strict=True))
+    flags = (f"{flag}={takes}" if takes else flag for flag, takes in _TAKES.items())
+    helps = (one.metadata["help"] for one in OPTIONS)
+    lines = (f"  {flag:<15} {said}" for flag, said in zip(flags, helps, strict=True))
     return "\n".join([_HEAD, *lines, _TAIL])
 
 
@@ -251,7 +223,7 @@ def _launch(words: Sequence[str]) -> int:
     settings = parse(ours)
     if "dry-run" in options and settings.json:
         others = [*others, "--json"]
-    return ezpz_launch.main([*others, *_width(), "-m", "ezpz.test_dist", *settings.words()])
+    return ezpz_launch.main([*others, *_width(), "-m", "ezpz.test_dist", *ours])
 
 
 def _with_hint(said: str, words: Sequence[str]) -> str:

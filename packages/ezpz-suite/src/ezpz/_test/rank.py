@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import importlib.util
 import math
 import os
 import sys
@@ -80,8 +79,6 @@ class Trainer:
             wrapped = bare.to(self.device)
         elif self.wrap == "fsdp2":
             wrapped = ezpz_dist.wrap_model_for_fsdp2(bare, dtype=self.dtype)
-        elif self.wrap == "fsdp":
-            wrapped = ezpz_dist.wrap_model_for_fsdp(bare, dtype=self.dtype)
         else:
             wrapped = ezpz_dist.wrap_model_for_ddp(bare)
         kind, parameters = torch.optim.AdamW, wrapped.parameters()
@@ -93,7 +90,7 @@ class Trainer:
         return wrapped
 
     def _computing(self) -> AbstractContextManager[Any]:
-        if not self.dtype or self.wrap in ("fsdp", "fsdp2"):
+        if not self.dtype or self.wrap == "fsdp2":
             return nullcontext()
         return torch.autocast(self.device.type, torch.bfloat16)
 
@@ -107,13 +104,10 @@ class Trainer:
     def step(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor | None, Tensor]:
         """Train on ``[batch, s]``; return the loss where this rank knows it, and the norm."""
         loss = self._backward(tokens, targets)
-        if self.wrap == "fsdp":
-            norm: Tensor = self.model.clip_grad_norm_(_LARGEST_NORM)  # type: ignore[operator]  # FSDP1's own, which knows its shards
-        else:
-            # Over the ranks that no wrapper reduces over: those that see other tokens.
-            axes = ("data", "context") if self.settings.cp > 1 else ("data",)
-            ezpz_tp.finalize_grads(self.model, average_over=axes if self.wrap == "none" else ())
-            norm = ezpz_tp.clip_grad_norm_(self.model.parameters(), _LARGEST_NORM)
+        # Over the ranks that no wrapper reduces over: those that see other tokens.
+        axes = ("data", "context") if self.settings.cp > 1 else ("data",)
+        ezpz_tp.finalize_grads(self.model, average_over=axes if self.wrap == "none" else ())
+        norm = ezpz_tp.clip_grad_norm_(self.model.parameters(), _LARGEST_NORM)
         self._optimizer.step()
         self._optimizer.zero_grad()
         return loss, norm
@@ -137,23 +131,6 @@ class _Pipelined(Trainer):
                 *(self._pipeline.shard_sequence(each) for each in (tokens, targets))
             )
         return None if losses is None else losses.mean()
-
-
-class _DeepSpeed(Trainer):
-    def _build(self, config: LlamaConfig) -> nn.Module:
-        model = Llama(config, parallel=self.settings.tp > 1, seed=self.settings.seed)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=self.rate)
-        self._engine = ezpz_dist.wrap_model_for_deepspeed(
-            model, optimizer, zero_stage=1, dtype=self.dtype,
-            micro_batch_size=self.settings.batch, gradient_clipping=_LARGEST_NORM,
-        )[0]  # fmt: skip
-        return model
-
-    def step(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor | None, Tensor]:
-        loss: Tensor = self._engine(tokens, targets)
-        self._engine.backward(loss)
-        self._engine.step()
-        return loss.detach(), torch.as_tensor(self._engine.get_global_grad_norm())
 
 
 def train(trainer: Trainer, config: LlamaConfig, result: Result, folder: Path | None) -> None:
@@ -213,16 +190,9 @@ def _over_ranks(loss: torch.Tensor | None, norm: torch.Tensor) -> tuple[str, flo
 
 def find_disagreement(trainer: Trainer) -> str:
     """Return in what ranks differ that should not, the same text on all; or nothing. Collective."""
-    whole: AbstractContextManager[object] = nullcontext()
-    if trainer.wrap == "fsdp":
-        from torch.distributed.fsdp import FullyShardedDataParallel  # noqa: PLC0415  # 0.6 s
-
-        # FSDP1 keeps shards where parameters were: compared is what they make together.
-        whole = FullyShardedDataParallel.summon_full_params(trainer.model, writeback=False)
     said = ""
     try:
-        with whole:
-            ezpz_tp.verify_replicated(trainer.model)
+        ezpz_tp.verify_replicated(trainer.model)
     except ezpz_tp.ReplicaError as error:
         said = " ".join(str(error).split())
     # Only the ranks of one group may have seen it.
@@ -252,12 +222,7 @@ def run(words: Sequence[str]) -> int:
 
 
 def _run(settings: Settings, out: TextIO) -> int:
-    if settings.wrap == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
-        raise UsageError(
-            "--wrap=deepspeed: DeepSpeed is not installed; pip install 'ezpz-suite[deepspeed]'"
-        )
     ezpz_dist.setup_torch(
-        framework="deepspeed" if settings.wrap == "deepspeed" else "DDP",
         seed=settings.seed,
         tensor_parallel_size=settings.tp,
         pipeline_parallel_size=settings.pp,
@@ -298,8 +263,7 @@ def _trouble(outdir: str) -> str:
 def _test(settings: Settings, device: torch.device, folder: Path | None) -> Result:
     """Train, compare the ranks, and measure. Collective; all ranks return the same verdict."""
     config = _config(settings)
-    kind = _DeepSpeed if settings.wrap == "deepspeed" else Trainer
-    trainer = (_Pipelined if settings.pp > 1 else kind)(settings, config, device)
+    trainer = (_Pipelined if settings.pp > 1 else Trainer)(settings, config, device)
     nodes = find_nodes()
     state = ezpz_tp.get_state()
     degrees = {axis: state.size(axis) for axis in ("tensor", "pipeline", "context", "data")}

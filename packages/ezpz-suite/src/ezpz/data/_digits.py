@@ -13,7 +13,6 @@ from torch.utils.data import TensorDataset
 from ezpz_dist import DataError
 
 _FILE = "data/digits.csv.gz"
-_IMAGES = 1797
 _TEST = 359  # images that are kept for the test: a fifth
 
 
@@ -52,16 +51,7 @@ def digits(part: str = "train") -> TensorDataset:
 def _load() -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     # To import scikit-learn takes 2 s of every rank, as long as torch; the file it reads is small.
     found = importlib.util.find_spec("sklearn")
-    file = found and found.origin and Path(found.origin).with_name("datasets") / _FILE
-    if file and file.is_file():
-        table = np.loadtxt(file, delimiter=",")
-        if table.shape == (_IMAGES, 65):
-            return table[:, :-1], table[:, -1].astype(np.int64)
-    try:
-        from sklearn.datasets import load_digits  # noqa: PLC0415  # an extra
-    except ImportError as error:
-        raise DataError(
-            f"the digits come with scikit-learn ({error}); pip install 'ezpz-suite[examples]'"
-        ) from error
-    images, labels = load_digits(return_X_y=True)
-    return images, labels
+    if not (found and found.origin):
+        raise DataError("the digits come with scikit-learn; pip install 'ezpz-suite[examples]'")
+    table = np.loadtxt(Path(found.origin).with_name("datasets") / _FILE, delimiter=",")
+    return table[:, :-1], table[:, -1].astype(np.int64)

@@ -1,22 +1,10 @@
-"""Reading batches: the former name of `ezpz.DataLoader`, and options that suit this machine."""
+"""Options of a DataLoader that suit this machine."""
 
 from __future__ import annotations
 
 import os
 import sys
-from typing import Any, TypeVar
-
-import ezpz_dist
-
-T_co = TypeVar("T_co", covariant=True)
-
-
-class DataLoader(ezpz_dist.DataLoader[T_co]):
-    """`ezpz.DataLoader` with ``one_reader=True``, and otherwise the same: prefer that name."""
-
-    def __init__(self, *args: Any, one_reader: bool = True, **more: Any) -> None:
-        super().__init__(*args, one_reader=one_reader, **more)
-
+from typing import Any
 
 _MOST = 8  # workers of a rank: more of them seldom read faster, and each is a process
 

@@ -38,7 +38,6 @@ Encode = Callable[[str], Sequence[int]]
 """Text to tokens: a tokenizer's ``encode``."""
 
 _START = 128  # bytes of NumPy's header, which it pads so that any number of tokens fits in
-_FORMER = b"EZPZTOK1"
 _PIECE = 1 << 24  # tokens whose checksum is computed at once
 _ONE = (str, bytes, Path)  # what is given instead of a list of it, by mistake
 
@@ -369,14 +368,9 @@ def _open(path: Path) -> tuple[TokenHeader, Any]:
     """Return what the index says and the array, mapped, after checking that the two fit."""
     try:
         with open(path, "rb") as file:
-            start, size = file.read(len(_FORMER)), os.fstat(file.fileno()).st_size
+            start, size = file.read(8), os.fstat(file.fileno()).st_size
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}; write it by write_tokens()") from error
-    if start == _FORMER:
-        raise DataError(
-            f"{path}: of ezpz's former format, which is not read any more; write it again, of the "
-            "same texts, by write_tokens()"
-        )
     if not start.startswith(npy.MAGIC_PREFIX):
         said = f"it begins with {start!r}"
         raise DataError(f"{path}: no file of tokens, {said}; write one by write_tokens()")
