@@ -3,6 +3,7 @@
 import ast
 import importlib
 import importlib.util
+import inspect
 import math
 import sys
 from functools import partial
@@ -27,6 +28,7 @@ class Expected(NamedTuple):
     best: float  # it is at least this high (accuracy), or at most (a loss)
     needs: tuple[str, ...] = ()  # packages that it imports
     loss: float = 1.0  # how much the training loss falls, at least
+    words: tuple[str, ...] = ()  # {folder}: one in which a tiny model lies
 
 
 PARALLEL = {"fsdp": 1e-2, "fsdp_tp": 1e-4, "long_context": 1e-4, "pipeline": 1e-4}
@@ -40,6 +42,23 @@ EXPECTED = {
     "ddp_resume": Expected("accuracy", 0.85, DIGITS),
     "deepspeed_zero": Expected("accuracy", 0.9, (*DIGITS, "deepspeed"), 0.2),
     "diffusion": Expected("eval_loss", 0.3, DIGITS, 0.2),
+    "finetune": Expected(
+        "eval_loss",
+        3.0,
+        ("transformers",),
+        2.0,
+        (
+            "--model={folder}",
+            f"--data={inspect.__file__}",
+            "--steps=60",
+            "--batch_size=16",
+            "--micro_batch=4",
+            "--block=64",
+            "--lr=1e-2",
+            "--evaluate_every=60",
+            "--dtype=fp32",
+        ),
+    ),
     "fsdp": Expected("eval_loss", 2.9, loss=2.0),
     "fsdp_tp": Expected("eval_loss", 2.9, loss=2.0),
     "hf_trainer": Expected("eval_loss", 2.9, ("transformers", "accelerate"), 1.5),
@@ -78,7 +97,10 @@ def test_two_ranks_learn_and_agree(name, launch, alone, tmp_path):
     expected, here = EXPECTED[name], tmp_path / "here"
     here.mkdir()
     out = here / "out"
-    said = launch(2, name, f"--outdir={out}", cwd=here)
+    words = [word.format(folder=tmp_path / "model") for word in expected.words]
+    if words:
+        tiny_model(tmp_path / "model")
+    said = launch(2, name, f"--outdir={out}", *words, cwd=here)
     assert list(here.iterdir()) == [out], "nothing else is written"
     # The progress of a loop ends with "done after 0:07".
     assert said.count("done") - said.count("done after") == 1, "rank 0 alone speaks"
@@ -97,6 +119,25 @@ def test_two_ranks_learn_and_agree(name, launch, alone, tmp_path):
         run_here(alone, name, "--steps=5", f"--outdir={tmp_path / 'one'}")
         one = [loss for _, loss in curve(tmp_path / "one", "loss")]
         assert losses[:5] == pytest.approx(one, rel=PARALLEL[name]), "as of one process"
+
+
+def tiny_model(folder):
+    """Write a Qwen 2 of random weights, whose tokens are bytes, as the hub has models."""
+    import transformers
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    torch.manual_seed(0)
+    config = transformers.Qwen2Config(
+        vocab_size=384, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128,
+    )  # fmt: skip
+    transformers.Qwen2ForCausalLM(config).save_pretrained(folder)
+    by_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    letters = {each: index for index, each in enumerate(sorted(by_bytes.alphabet()))}
+    tokens = Tokenizer(models.BPE(vocab=letters | {"</s>": 256}, merges=[]))
+    tokens.pre_tokenizer = by_bytes
+    made = transformers.PreTrainedTokenizerFast(tokenizer_object=tokens, eos_token="</s>")
+    made.save_pretrained(folder)
 
 
 def run_here(monkeypatch, name, *words):

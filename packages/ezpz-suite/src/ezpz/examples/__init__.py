@@ -14,7 +14,8 @@ EXTRAS = {
 _NEEDS = {
     **dict.fromkeys(["ddp_resume", "diffusion", "minimal", "vit"], ("sklearn",)),
     "accelerate": ("sklearn", "accelerate"), "deepspeed_zero": ("sklearn", "deepspeed"),
-    "hf_trainer": ("transformers",), "lightning_fabric": ("sklearn", "lightning_fabric"),
+    **dict.fromkeys(["finetune", "hf_trainer"], ("transformers",)),
+    "lightning_fabric": ("sklearn", "lightning_fabric"),
 }  # fmt: skip
 
 

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from ._llama_files import load_huggingface as load_huggingface
     from ._llama_pipeline import LlamaPipeline as LlamaPipeline
     from ._llama_pipeline import llama_pipeline as llama_pipeline
+    from ._pretrained import causal_losses as causal_losses
+    from ._pretrained import find_pretrained as find_pretrained
+    from ._pretrained import load_pretrained as load_pretrained
+    from ._pretrained import save_pretrained as save_pretrained
 else:
     from ezpz_topo import attach
 

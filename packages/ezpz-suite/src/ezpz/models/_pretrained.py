@@ -1,0 +1,293 @@
+"""Published language models of transformers: read, put on parallel layers, trained, written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from shutil import rmtree
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+import ezpz_dist
+import ezpz_tp
+from ezpz_topo import get_local_world_size, get_rank
+
+from ._errors import ModelError
+
+# How the layers of each family are split over tensor-parallel ranks, by the ends of their names
+# (transformers 5.23, models/*/modeling_*.py). The embedding and the output layer, which the model
+# itself names, are split by rows of the vocabulary. A family more is an entry more.
+#
+# column   a linear layer by its outputs; queries, keys and values by heads
+# thirds   the same of queries, keys and values that are stacked
+# row      a linear layer by its inputs
+# heads    what each rank has whole, and uses for its own heads: its gradient is summed
+_LLAMA = {
+    "column": ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"),
+    "row": ("o_proj", "down_proj"),
+}
+PLANS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "llama": _LLAMA, "mistral": _LLAMA, "qwen2": _LLAMA,
+    "qwen3": {**_LLAMA, "heads": ("q_norm", "k_norm")},
+    "gpt2": {"thirds": ("c_attn",), "column": ("c_fc",), "row": ("c_proj",)},
+    "gpt_neox": {
+        "column": ("query_key_value", "dense_h_to_4h"), "row": ("attention.dense", "dense_4h_to_h"),
+    },
+}  # fmt: skip
+
+
+class _Split(NamedTuple):
+    """What a layer's parameters are parts of; the names are the layer's own."""
+
+    shards: dict[str, ezpz_tp.Shard]
+    transposed: bool  # in transformers' files, as GPT-2's
+
+
+# Reading.
+
+
+def find_pretrained(source: str | Path, cache: str | Path | None = None) -> Path:
+    """Return the folder of a model: one that is here, or that the hub has.
+
+    One rank of each node asks the hub, and downloads what is not in the cache. Collective: every
+    rank calls this.
+
+    Args:
+        source: A folder, or a name on the hub (``Qwen/Qwen3-0.6B``).
+        cache: Where downloads go, for example a node's own disk; default: the hub's own cache.
+
+    Raises:
+        DataError: On every rank of the node: there is no such folder, and the hub has no such
+            model, or cannot be reached and the cache has it not.
+    """
+    if Path(source).expanduser().is_dir():
+        return Path(source).expanduser()
+
+    def download() -> list[str]:
+        from huggingface_hub import snapshot_download  # noqa: PLC0415  # an extra
+
+        wanted = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+        try:
+            found = snapshot_download(str(source), cache_dir=cache, allow_patterns=wanted)
+        except (OSError, ValueError) as error:  # the hub's own errors are of these
+            why = str(error).strip().partition("\n")[0]
+            raise ezpz_dist.DataError(
+                f"{source}: no folder here, and not to be had from the hub ({why}); expected a "
+                f"model's folder or its name on the hub. Without network: `hf download {source}` "
+                "on a login node, then the same command"
+            ) from error
+        return [found] * get_local_world_size()
+
+    return Path(ezpz_dist.scatter_from_one_reader(download))
+
+
+def load_pretrained(folder: str | Path, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Return a causal language model of transformers with its weights, to be trained.
+
+    Where tensor parallelism is initialized, its layers are put on ezpz_tp's: each rank keeps its
+    part of the weights. Each rank reads the whole model into host memory for that. Dropout is off,
+    so that every layout computes the same.
+
+    Collective where parallel: every rank of the model calls this, before DDP or FSDP2 wraps it.
+
+    Args:
+        folder: As of transformers' ``save_pretrained``.
+        dtype: Of the weights.
+
+    Raises:
+        ModelError: The folder has no causal language model; or the model has no plan of tensor
+            parallelism, or heads that the degree does not divide.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415  # an extra
+
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        for name, value in vars(config).items():
+            if name.endswith(("dropout", "pdrop")) and isinstance(value, float):
+                setattr(config, name, 0.0)
+        config.use_cache = False
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(
+            folder, config=config, dtype=dtype, local_files_only=True
+        )
+    except (OSError, ValueError) as error:
+        why = str(error).strip().partition("\n")[0]
+        raise ModelError(
+            f"{folder}: {why}; expected the folder of a causal language model, as transformers' "
+            "save_pretrained writes it"
+        ) from error
+    if _degree() > 1:
+        _parallelize(model, config)
+    return model
+
+
+def _degree() -> int:
+    state = ezpz_tp.current_state()
+    return 1 if state is None else state.size("tensor")
+
+
+def _parallelize(model: nn.Module, config: Any) -> None:
+    """Put a model's layers on those of ezpz_tp, in place, with this rank's part of the weights."""
+    kind, degree = config.model_type, _degree()
+    if (plan := PLANS.get(kind)) is None:
+        raise ModelError(
+            f"{kind} has no plan of tensor parallelism; expected one of {', '.join(PLANS)}, or "
+            "--tp=1: FSDP2 shards any model"
+        )
+    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    if config.num_attention_heads % degree or kv_heads % degree:
+        raise ModelError(
+            f"{degree} tensor-parallel ranks for {config.num_attention_heads} heads and {kv_heads} "
+            "of keys and values; expected a degree that divides both"
+        )
+    table, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
+    ways = {end: way for way, ends in plan.items() for end in ends}
+    left = {*ways, "vocabulary", "head"}
+    for name, module in list(model.named_modules()):
+        end = next((end for end in ways if f".{name}".endswith(f".{end}")), "")
+        end = "vocabulary" if module is table else "head" if module is head else end
+        left.discard(end)
+        way = ways.get(end, end)
+        if way == "heads":
+            ezpz_tp.mark_sequence_parallel(module.get_parameter("weight"))
+        elif way:
+            above, _, last = name.rpartition(".")
+            setattr(model.get_submodule(above), last, _split(module, way))
+        elif hasattr(module, "split_size"):  # of GPT-2's stacked queries, keys and values
+            module.split_size //= degree
+    if left:  # a layer that stays whole would give wrong gradients
+        raise ModelError(
+            f"{kind}: no layer is named {', '.join(sorted(left))}; expected the names of "
+            "transformers 5.23: use that version, or --tp=1"
+        )
+    if head.weight is table.weight:
+        model.get_output_embeddings().weight = model.get_input_embeddings().weight  # type: ignore[operator]
+
+
+@torch.no_grad()
+def _split(module: nn.Module, way: str) -> nn.Module:
+    """Return a parallel layer that has this rank's part of a layer's weights."""
+    transposed = hasattr(module, "nf")  # transformers' Conv1D, whose weight is [in, out]
+    whole = {name: one.t() if one.dim() > 1 and transposed else one
+             for name, one in module.named_parameters(recurse=False)}  # fmt: skip
+    outputs, inputs = whole["weight"].shape
+    options: dict[str, Any] = {"init_method": nn.init.zeros_, "seed": 0}
+    options |= {"dtype": whole["weight"].dtype}
+    made: Any
+    if way == "vocabulary":
+        index = getattr(module, "padding_idx", None)
+        made = ezpz_tp.VocabParallelEmbedding(outputs, inputs, index, **options)
+    elif way == "row":
+        made = ezpz_tp.RowParallelLinear(
+            inputs, outputs, "bias" in whole, input_is_parallel=True, **options
+        )
+    else:
+        made = ezpz_tp.ColumnParallelLinear(
+            inputs, outputs, "bias" in whole, gather_output=False,
+            stride=3 if way == "thirds" else 1, pad_output=way == "head", **options,
+        )  # fmt: skip
+    shards = {}
+    for name, one in made.named_parameters():
+        shard = ezpz_tp.shard_of(one)
+        shards[name] = shard or ezpz_tp.Shard(tuple(one.shape))
+        one.copy_(shards[name].cut(whole[name], made.tp_rank, made.tp_size))
+    made.pretrained = _Split(shards, transposed)
+    return made  # type: ignore[no-any-return]
+
+
+# Training.
+
+
+def causal_losses(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
+    """Return each token's loss ``[batch, s]``, float32, of a model of `load_pretrained`.
+
+    Collective where the model is parallel or sharded: every rank of it calls this.
+
+    Args:
+        model: Also wrapped.
+        tokens: ``[batch, s]``, int64.
+        targets: ``[batch, s]``, int64: the token that follows each; -100 has loss 0.
+    """
+    logits: Tensor = model(input_ids=tokens).logits
+    if _degree() > 1:
+        size = _bare(model).config.vocab_size
+        return ezpz_tp.vocab_parallel_cross_entropy(logits, targets, vocab_size=size)
+    flat = cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none")
+    return flat.view_as(targets)
+
+
+# Writing.
+
+
+def save_pretrained(model: nn.Module, folder: str | Path) -> None:
+    """Write a model of `load_pretrained` as transformers' ``from_pretrained`` reads it.
+
+    ``config.json`` and safetensors files of at most 5 GB, in a new folder, which is renamed when it
+    is whole. Rank 0 holds the whole model in host memory for that.
+
+    Collective: every rank calls this.
+
+    Args:
+        model: Also wrapped by DDP or FSDP2.
+        folder: What is there is replaced.
+
+    Raises:
+        ModelError: On every rank: the folder cannot be written.
+    """
+    bare = _bare(model)
+    state = {name: one for name, one in _whole(bare) if get_rank() == 0}
+    trouble = ""
+    if get_rank() == 0:
+        folder = Path(folder)
+        aside = folder.with_name(f".{folder.name}.part")
+        try:
+            rmtree(aside, ignore_errors=True)
+            aside.parent.mkdir(parents=True, exist_ok=True)
+            # transformers' own of the wrapped model would gather once more, on this rank alone.
+            with torch.device("meta"):
+                fresh = _bare_class(bare)(bare.config)
+            fresh.save_pretrained(aside, state_dict=state)
+            with suppress(FileNotFoundError):
+                rmtree(folder)
+            aside.rename(folder)
+        except OSError as error:
+            trouble = f"{folder} cannot be written ({error}); expected a folder with room for it"
+    if trouble := ezpz_dist.broadcast(trouble, root=0):
+        raise ModelError(trouble)
+
+
+def _bare(model: nn.Module) -> Any:
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def _bare_class(model: nn.Module) -> Any:
+    """Return the class that a model had before FSDP2 made one of it and its own."""
+    return next(kind for kind in type(model).__mro__ if kind.__module__.startswith("transformers."))
+
+
+def _whole(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield each tensor that belongs into a file, whole, on the CPU; a tied one once."""
+    seen = set[int]()
+    for path, module in model.named_modules():
+        split: _Split | None = vars(module).get("pretrained")
+        kept = module.state_dict(keep_vars=True).keys()
+        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        for name, one in own:
+            if id(one) in seen or name not in kept:
+                continue
+            seen.add(id(one))
+            full: Any = one.detach()
+            if hasattr(full, "full_tensor"):
+                full = full.full_tensor()
+            if split is not None and split.shards[name].dim is not None:
+                group = ezpz_tp.get_tensor_parallel_group()
+                parts = [torch.empty_like(full) for _ in range(_degree())]
+                dist.all_gather(parts, full.contiguous(), group)
+                full = split.shards[name].join(parts)
+            full = full.t() if split is not None and split.transposed and full.dim() > 1 else full
+            yield f"{path}.{name}", full.cpu().contiguous()

@@ -1,0 +1,77 @@
+"""Documents as blocks: what is learned of texts, prompts and chats."""
+
+import json
+
+import pytest
+
+from ezpz.data import NOT_LEARNED, pack_documents
+from ezpz_dist import DataError
+
+transformers = pytest.importorskip("transformers", reason="the extra huggingface")
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture
+def tokenizer():
+    """Bytes as tokens; it adds an end of its own."""
+    made = transformers.ByT5Tokenizer()
+    made.chat_template = TEMPLATE
+    return made
+
+
+def written(tmp_path, *rows):
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return path
+
+
+def learned(blocks, tokenizer):
+    """Return the text that is learned, with a dot for each other token."""
+    targets = blocks["targets"].flatten().tolist()
+    one = ["." if each == NOT_LEARNED else tokenizer.decode([each]) for each in targets]
+    return "".join(one).replace("</s>", "|")
+
+
+def test_of_chats_the_assistants_words_are_learned_and_of_prompts_the_completions(
+    tmp_path, tokenizer
+):
+    chat = [("user", "hi"), ("assistant", "ho"), ("user", "so"), ("assistant", "no")]
+    path = written(
+        tmp_path,
+        {"text": "abc"},
+        {"prompt": "de", "completion": "fg"},
+        {"messages": [{"role": role, "content": words} for role, words in chat]},
+        {"text": "x" * 20},
+    )
+    blocks = pack_documents(path, tokenizer, 4)
+    whole = "bc|..fg|" + "." * 20 + "ho\n" + "." * 20 + "no\n|" + "x" * 20 + "|"
+    found = learned(blocks, tokenizer)
+    assert whole.startswith(found)
+    assert len(whole) - len(found) < 4 + 1
+    tokens, targets = blocks["tokens"].flatten(), blocks["targets"].flatten()
+    is_learned = targets[:-1] != NOT_LEARNED
+    assert bool((tokens[1:] == targets[:-1])[is_learned].all())
+
+
+@pytest.mark.parametrize(("row", "why"), [
+    ({"txt": "abc"}, "line 1: 'prompt'; expected an object with text"),
+    ({"messages": [{"content": "hi"}]}, "line 1: 'role'"),
+    ({"text": "abc"}, "4 tokens; expected at least two blocks of 4"),
+], ids=str)  # fmt: skip
+def test_what_cannot_be_learned_is_told(row, why, tmp_path, tokenizer):
+    with pytest.raises(DataError, match=why):
+        pack_documents(written(tmp_path, row), tokenizer, 4)
+
+
+def test_a_template_that_changes_what_was_said_before_is_refused(tmp_path, tokenizer):
+    tokenizer.chat_template = "{{ messages | length }}" + TEMPLATE
+    chat = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}
+    with pytest.raises(DataError, match="message 2: the chat template changes"):
+        pack_documents(written(tmp_path, chat), tokenizer, 4)
+    tokenizer.chat_template = None
+    with pytest.raises(DataError, match="has no chat template"):
+        pack_documents(written(tmp_path, chat), tokenizer, 4)

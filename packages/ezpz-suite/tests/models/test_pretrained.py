@@ -1,0 +1,129 @@
+"""Published models train on every layout as transformers alone does, and are written for it."""
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", reason="the extra huggingface")
+
+SIZES = {"vocab_size": 131, "max_position_embeddings": 64}
+LLAMA = SIZES | {
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 48,
+}  # fmt: skip
+FAMILIES = {
+    "llama": LLAMA,
+    "mistral": LLAMA | {"sliding_window": None},
+    "qwen2": LLAMA | {"tie_word_embeddings": True},
+    "qwen3": LLAMA | {"head_dim": 8},
+    "gpt2": {"vocab_size": 131, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4},
+    "gpt_neox": SIZES | {
+        "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "intermediate_size": 64,
+    },
+}  # fmt: skip
+STEPS = 20
+
+# A rank's part of each batch; the gradients are those of the mean over all of it.
+TRAIN = """
+import torch
+import ezpz
+from ezpz.models import causal_losses, load_pretrained, save_pretrained
+place, tp, out = {place!r}, {tp}, {out!r}
+ezpz.setup_torch(seed=1, tensor_parallel_size=tp)
+replicas = ezpz_tp.get_data_parallel_world_size()
+first = ezpz_tp.get_data_parallel_rank() * 4 // replicas
+group = ezpz_tp.get_data_parallel_group()
+for kind in {kinds}:
+    model = ezpz.wrap_model_for_fsdp2(load_pretrained(place + "/" + kind))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for tokens in torch.load(place + "/batches.pt"):
+        part = tokens[first : first + 4 // replicas]
+        loss = causal_losses(model, part[:, :-1], part[:, 1:]).mean()
+        loss.backward()
+        ezpz_tp.finalize_grads(model)
+        ezpz_tp.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        print("loss", kind, ezpz.all_reduce(loss.item(), "mean", group=group))
+    save_pretrained(model, out + "/" + kind)
+ezpz.cleanup()
+"""
+
+
+def trained_alone(kind, place, batches):
+    """Write a tiny model of random weights; return it, and the losses, after training it alone."""
+    config = transformers.AutoConfig.for_model(kind, **FAMILIES[kind])
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for one in model.parameters():
+            # Nothing is nearly nothing, and norms and biases are unlike each other.
+            one.mul_(4) if one.dim() > 1 else one.add_(torch.randn_like(one) / 4)
+    model.save_pretrained(place / kind)
+    model.eval()  # without dropout
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for tokens in batches:
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return model, losses
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """Every family, trained by transformers in one process, and where it began."""
+    place = tmp_path_factory.mktemp("families")
+    torch.manual_seed(0)
+    batches = torch.randint(131, (STEPS, 4, 25))
+    torch.save(batches, place / "batches.pt")
+    return place, {kind: trained_alone(kind, place, batches) for kind in FAMILIES}
+
+
+@pytest.mark.parametrize(("size", "tp"), [(2, 1), (2, 2), (4, 2)], ids=str)
+def test_losses_and_weights_are_those_of_transformers_alone(alone, ranks, tmp_path, size, tp):
+    place, wanted = alone
+    script = TRAIN.format(place=str(place), tp=tp, out=str(tmp_path), kinds=list(FAMILIES))
+    lines = [line.split() for line in ranks(size, script)[0].splitlines()]
+    for kind, (model, losses) in wanted.items():
+        mine = [float(words[2]) for words in lines if words[:2] == ["loss", kind]]
+        assert mine == pytest.approx(losses, abs=1e-5, rel=0), kind
+        again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / kind)
+        assert type(again) is type(model)
+        for (name, one), other in zip(again.named_parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(one, other, atol=1e-3, rtol=1e-3, msg=f"{kind}: {name}")
+
+
+def test_what_is_not_to_be_had_or_split_is_told(ranks, tmp_path):
+    small = {"vocab_size": 8, "hidden_size": 12, "n_layer": 1, "n_head": 2}
+    odd = LLAMA | {"hidden_size": 24, "num_attention_heads": 3, "num_key_value_heads": 3}
+    for kind, sizes in (("bloom", small), ("llama", odd)):
+        config = transformers.AutoConfig.for_model(kind, **sizes)
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / kind)
+    script = f"""
+    import ezpz
+    from ezpz.models import ModelError, find_pretrained, load_pretrained
+    ezpz.setup_torch(tensor_parallel_size=2)
+    for act in (
+        lambda: find_pretrained("nobody/nothing"),
+        lambda: load_pretrained({str(tmp_path)!r}),
+        lambda: load_pretrained({str(tmp_path / "bloom")!r}),
+        lambda: load_pretrained({str(tmp_path / "llama")!r}),
+    ):
+        try:
+            act()
+        except (ModelError, ezpz_dist.DataError) as error:
+            print(error)
+    ezpz.cleanup()
+    """
+    for said in ranks(2, script, env={"HF_HUB_OFFLINE": "1"}):
+        for words in (
+            "nobody/nothing: no folder here, and not to be had from the hub",
+            "`hf download nobody/nothing` on a login node",
+            "expected the folder of a causal language model",
+            "bloom has no plan of tensor parallelism; expected one of llama, mistral",
+            "2 tensor-parallel ranks for 3 heads and 3 of keys and values",
+        ):
+            assert words in said
