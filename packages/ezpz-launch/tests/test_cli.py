@@ -167,7 +167,9 @@ def test_an_error_that_cannot_be_written_is_no_output_either(shell, stderr):
 @pytest.mark.parametrize("status", [0, 7])
 @pytest.mark.parametrize("streams", ["<&-", ">&-", "2>&-", "<&- >&-", "<&- 2>&-", "<&- >&- 2>&-"])
 def test_a_launch_with_closed_streams(shell, tmp_path, streams, status):
-    script = f"echo hello; echo bad >&2; touch {tmp_path}/$RANK; exit {status}"
+    # The first that ends with 7 ends the other: both have to be there before.
+    both = f"until [ -e {tmp_path}/0 ] && [ -e {tmp_path}/1 ]; do sleep 0.05; done"
+    script = f"echo hello; echo bad >&2; touch {tmp_path}/$RANK; {both}; exit {status}"
     done = shell(f'"$@" {streams}', *SPAWN, "-n", "2", "sh", "-c", script)
     assert done.returncode == status
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
