@@ -247,7 +247,7 @@ def test_no_number_of_ones_own_is_lost_where_another_rank_is(ranks, tmp_path, de
     ranks(
         f"""
         out = {str(tmp_path / "run")!r}
-        history = History(out, cross_rank=True, timeout=1, deferred={deferred})
+        history = History(out, cross_rank=True, timeout=8, deferred={deferred})
         for step in range(5):
             if RANK == 1 and step == 2:
                 time.sleep(60)

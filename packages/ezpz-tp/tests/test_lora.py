@@ -264,7 +264,7 @@ def test_mistakes_and_files_with_more_than_lora(tmp_path):
 
     # One string is a regular expression, which matches whole names.
     refused("match no module .*expected some of o_proj, q_proj, v_", tp.apply_lora, plain(), "q_")
-    with pytest.raises(ValueError, match="alpha=0, dropout=0.0; expected .* alpha above 0"):
+    with pytest.raises(ValueError, match=r"alpha=0, dropout=0\.0; expected .* alpha above 0"):
         tp.apply_lora(plain(), alpha=0)
     refused("0 is a Attention; expected an nn.Linear", tp.apply_lora, plain(), ("0",))
     heads = nn.ModuleDict({"heads": nn.MultiheadAttention(8, 2)})

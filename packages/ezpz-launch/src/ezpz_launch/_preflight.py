@@ -75,7 +75,7 @@ def unjudged(reports: Reports) -> dict[str, str]:
 
 
 def _late(reports: Reports) -> list[str]:
-    """Return the hosts whose torch is late, where those are most: a thousand nodes read one copy."""
+    """Return the hosts whose torch is late, where those are most of them: all read one copy."""
     late = [host for host, each in reports.items() if each.get("torch_error") == _LATE]
     return late if len(late) > max(2, len(reports) / 2) else []
 

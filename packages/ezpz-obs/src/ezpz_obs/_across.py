@@ -284,7 +284,8 @@ class Across:
         until = None if seconds is None else time.monotonic() + seconds
         plan, mine, step, work = exchange
         if self.reduction is not None and isinstance(work, Sent):
-            numbers = self.reduction.end(work, lambda each: self._wait(each, step, until))
+            with _Explained(step):  # its second round may find connections closed
+                numbers = self.reduction.end(work, lambda each: self._wait(each, step, until))
             if numbers is not None:
                 return dict(zip(plan.keys, numbers, strict=True)), None
             # Every rank finds that, and all gather: who differs is named, and whose number is NaN.
