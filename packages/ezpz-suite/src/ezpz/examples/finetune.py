@@ -95,7 +95,6 @@ class _Run:
             seed=settings.seed, drop_last=True,
         )  # fmt: skip
         self.batches = chain.from_iterable(repeat(self.loader))
-
         logger.info("reading the model")
         self.model = self.wrapped(load_pretrained(source))
         self.trained = [one for one in self.model.parameters() if one.requires_grad]
