@@ -25,7 +25,7 @@ from ezpz.examples import _settings
 from ezpz.models import causal_losses, find_pretrained, load_pretrained, save_pretrained
 from ezpz_dist import share_on_node
 
-logger = ezpz.get_logger("finetune")
+_logger = ezpz.get_logger("finetune")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,10 +81,10 @@ class _Run:
                 f"--batch_size={settings.batch_size} on {self.replicas} data-parallel ranks, "
                 f"--micro_batch={settings.micro_batch}; expected a multiple of both together"
             )
-        logger.info("looking for the model", model=settings.model)
+        _logger.info("looking for the model", model=settings.model)
         source = find_pretrained(settings.model, settings.cache or None)
         self.tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True)
-        logger.info("reading the data", data=settings.data)
+        _logger.info("reading the data", data=settings.data)
         data = Path(settings.data).expanduser(), self.tokenizer, settings.block
         packed = share_on_node(lambda: pack_documents(*data))
         blocks = TensorDataset(packed["tokens"], packed["targets"])
@@ -95,7 +95,7 @@ class _Run:
             seed=settings.seed, drop_last=True,
         )  # fmt: skip
         self.batches = chain.from_iterable(repeat(self.loader))
-        logger.info("reading the model")
+        _logger.info("reading the model")
         self.model = self.wrapped(load_pretrained(source))
         self.trained = [one for one in self.model.parameters() if one.requires_grad]
         self.optimizer = torch.optim.AdamW(self.trained, lr=settings.lr)
@@ -168,7 +168,7 @@ def train(settings: Settings) -> None:
     run, last = _Run(settings), settings.steps
     loaded = ezpz.load_checkpoint(run.folder / "checkpoints", **run.state)
     first = loaded.step if loaded else 0
-    logger.info("ready", from_step=first, of=last, tp=settings.tp, data_parallel=run.replicas)
+    _logger.info("ready", from_step=first, of=last, tp=settings.tp, data_parallel=run.replicas)
     with (
         ezpz.History(settings.outdir, cross_rank=True, system=True, resume=True) as history,
         ezpz.SnapshotOnSignal(run.save, within=120) as snapshot,
@@ -180,13 +180,13 @@ def train(settings: Settings) -> None:
                 metrics["eval_loss"] = run.evaluate()
             said = history.update(metrics, step=step)
             if step % 10 == 0 or "eval_loss" in metrics:
-                logger.info(said)
+                _logger.info(said)
             if step % settings.save_every == 0 or step == last:
                 run.save(step)
             snapshot.step(step)
-        logger.info("writing the model")
+        _logger.info("writing the model")
         run.write()
-        logger.info("done", metrics=str(history.path))
+        _logger.info("done", metrics=str(history.path))
     ezpz.cleanup()
 
 
