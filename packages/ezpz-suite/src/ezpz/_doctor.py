@@ -237,7 +237,9 @@ class _Running:
             reader.join(1.0)  # what has left its process group may keep a pipe open
         with contextlib.suppress(BrokenPipeError):  # what it never read of its job
             self._stdin.close()
-        result = self._answered() if self._answer else self._unanswered(had_ended)
+        # Of more than that only the end is kept, which is no answer.
+        has_answer = bool(self._answer) and len(self._answers) <= _MOST
+        result = self._answered() if has_answer else self._unanswered(had_ended)
         took = time.monotonic() - self._begun
         return replace(
             result, name=self.check.name, source=self.check.source, seconds=round(took, 3)
