@@ -128,6 +128,18 @@ def test_other_numbers_count_as_well():
         assert watch(values) == [100]
 
 
+def test_a_metric_that_never_comes_is_told_once():
+    alarms = Alarms("loss")
+    found = [alarms.check({"step": step, "time": 0.0, "lr": 0.1}) for step in range(500)]
+    (message,) = filter(None, found)
+    assert message == "no record of 64 has 'loss', so nothing is watched; the last has lr"
+    # One that comes now and then is watched.
+    rarely = Alarms("loss")
+    for step in range(500):
+        assert rarely.check({"loss": 2.0} if step % 50 == 0 else {"lr": 0.1}) is None
+    assert rarely.check({"step": 9, "loss": math.nan})
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -74,6 +74,7 @@ class Alarms:
         self._calm = 0
         self._high = 0
         self._is_on = False
+        self._absent: int | None = 0
 
     def check(self, record: Mapping[str, Any]) -> str | None:
         """Return what is wrong, or None; half a microsecond.
@@ -93,7 +94,8 @@ class Alarms:
 
     def _check_slowly(self, value: Any, record: Mapping[str, Any]) -> str | None:
         if value is None:
-            return None
+            return self._count_absent(record)
+        self._absent = None
         value = float(value)
         before = self._window[-1] if self._window else None
         if not math.isfinite(value):
@@ -126,6 +128,7 @@ class Alarms:
         return None if was_on else message
 
     def _refresh(self) -> None:
+        self._absent = None
         self._until_refresh = _REFRESH
         values = sorted(self._window)
         count = len(values)
@@ -134,6 +137,20 @@ class Alarms:
         margin = max(self._deviations * spread, self._rise * abs(median))
         # Without spread and around zero there is no scale to measure a jump by.
         self._limit = min(median + margin, _NO_LIMIT) if margin > 0 else _NO_LIMIT
+
+    def _count_absent(self, record: Mapping[str, Any]) -> str | None:
+        """Say once that nothing is watched, where no record has had the metric."""
+        if self._absent is None or self._window:
+            return None
+        self._absent += 1
+        if self._absent < self._warmup:
+            return None
+        self._absent = None
+        names = ", ".join(name for name in record if name not in {"step", "time", "replay"})
+        return (
+            f"no record of {self._warmup} has {self._metric!r}, so nothing is watched; the last "
+            f"has {names or 'no metrics'}"
+        )
 
 
 def _place(record: Mapping[str, Any]) -> str:
