@@ -284,7 +284,7 @@ class Terminal(_Target):
     def write(self, line: str | bytes) -> None:
         stream = self.stream()
         if stream is None:
-            return  # nobody wants to know
+            return  # there is no standard error
         self._look(stream)
         self.trouble = None
         try:

@@ -255,7 +255,8 @@ class _Running:
             self._process.wait(0.2)
 
     def _answered(self) -> CheckResult:
-        answer: dict[str, Any] = json.loads(self._answer or b"")
+        # What is no number in JSON is null, as orjson had it.
+        answer: dict[str, Any] = json.loads(self._answer or b"", parse_constant=lambda _: None)
         if "broken" in answer:
             return self._broken(answer["broken"], answer["details"])
         return CheckResult(**answer)
@@ -305,7 +306,7 @@ class _Running:
 
 
 def _collect(pipe: IO[bytes], kept: bytearray, most: int) -> None:
-    """Keep the last of what comes, until nobody can write any more."""
+    """Keep the last of what comes, until the pipe is closed."""
     with pipe:
         while chunk := os.read(pipe.fileno(), 1 << 16):
             kept += chunk

@@ -107,7 +107,7 @@ def test_what_is_not_to_be_had_or_split_is_told(ranks, tmp_path):
     from ezpz.models import ModelError, find_pretrained, load_pretrained
     ezpz.setup_torch(tensor_parallel_size=2)
     for act in (
-        lambda: find_pretrained("nobody/nothing"),
+        lambda: find_pretrained("no-such/model"),
         lambda: load_pretrained({str(tmp_path)!r}),
         lambda: load_pretrained({str(tmp_path / "bloom")!r}),
         lambda: load_pretrained({str(tmp_path / "llama")!r}),
@@ -120,8 +120,8 @@ def test_what_is_not_to_be_had_or_split_is_told(ranks, tmp_path):
     """
     for said in ranks(2, script, env={"HF_HUB_OFFLINE": "1"}):
         for words in (
-            "nobody/nothing: no folder here, and not to be had from the hub",
-            "`hf download nobody/nothing` on a login node",
+            "no-such/model: no folder here, and not to be had from the hub",
+            "`hf download no-such/model` on a login node",
             "expected the folder of a causal language model",
             "bloom has no plan of tensor parallelism; expected one of llama, mistral",
             "2 tensor-parallel ranks for 3 heads and 3 of keys and values",
