@@ -29,7 +29,7 @@ from ezpz_topo import CheckResult
 def well(seconds):
     print("not an answer")
     return CheckResult.ok("it is well", seconds=seconds)
-def counts(seconds): return CheckResult.ok("it counts", bytes=1 << 64)
+def counts(seconds): return CheckResult.ok("it counts", bytes=1 << 64, rate=float("nan"))
 def exits(seconds):
     print("last words", file=sys.stderr, flush=True)
     os._exit(7)
@@ -121,7 +121,7 @@ def test_a_package_of_somebody_else_contributes_checks(broken):
     assert 0 < well["seconds"] < 60
     assert results["warns"]["status"] == "warning"
     assert results["warns"]["remedy"] == "nothing"
-    assert results["counts"]["details"] == {"bytes": 1 << 64}
+    assert results["counts"]["details"] == {"bytes": 1 << 64, "rate": None}
 
 
 @pytest.mark.parametrize(

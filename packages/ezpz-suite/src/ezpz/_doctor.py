@@ -255,7 +255,7 @@ class _Running:
             self._process.wait(0.2)
 
     def _answered(self) -> CheckResult:
-        # What is no number in JSON is null, as orjson had it.
+        # Python writes NaN, which is no JSON.
         answer: dict[str, Any] = json.loads(self._answer or b"", parse_constant=lambda _: None)
         if "broken" in answer:
             return self._broken(answer["broken"], answer["details"])
