@@ -3,6 +3,7 @@
 import dataclasses
 import shlex
 import sys
+from itertools import takewhile
 
 import pytest
 
@@ -182,10 +183,11 @@ VALUES = {"N": "2", "TIME": "10m", "K=V": "A=1", "KIND": "spawn", "LIST": "0-3"}
 def test_every_option_is_on_the_page_and_taken_as_it_is_written(option):
     start = f"-{option.short}, --{option.name}" if option.short else f"--{option.name}"
     start += f"[={option.value}]" if option.implied else f" {option.value}".rstrip()
-    (row,) = [line for line in LINES if line.strip().startswith(f"{start} ")]
-    flags, _, text = row.strip().partition("  ")
+    (at,) = [at for at, line in enumerate(LINES) if line.strip().startswith(f"{start} ")]
+    flags, _, text = LINES[at].strip().partition("  ")
+    more = takewhile(lambda line: line.startswith(" " * 27), LINES[at + 1 :])
     assert flags == start
-    assert text.strip() == option.help != ""
+    assert " ".join([text.strip(), *map(str.strip, more)]) == option.help != ""
     value = [VALUES.get(option.value, "x")] if option.value else []
     for flag in filter(None, (f"--{option.name}", option.short and f"-{option.short}")):
         words = [f"{flag}={value[0]}"] if option.implied else [flag, *value]
@@ -201,13 +203,11 @@ def test_every_option_is_on_the_page_and_taken_as_it_is_written(option):
 
 def test_the_page_fits_the_screen():
     assert len(LINES) <= 55
-    assert max(map(len, LINES)) <= 100
+    assert max(map(len, LINES)) <= 80
     assert all(line == line.rstrip() for line in LINES)
     assert LINES[0] == f"usage: {USAGE}"
-    rows = LINES[LINES.index("options:") + 1 :][: len(OPTIONS)]
-    assert len({row.index(option.help) for row, option in zip(rows, OPTIONS, strict=True)}) == 1
     rows = LINES[LINES.index("examples:") + 1 :][: len(EXAMPLES)]
-    assert len({row.index(what, 61) for row, (_, what) in zip(rows, EXAMPLES, strict=True)}) == 1
+    assert len({row.index(what, 56) for row, (_, what) in zip(rows, EXAMPLES, strict=True)}) == 1
 
 
 @pytest.mark.parametrize("example", [words for words, _ in EXAMPLES])

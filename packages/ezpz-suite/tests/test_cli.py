@@ -54,7 +54,7 @@ def test_a_command_loads_what_it_needs(command, never):
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_has_a_page_with_examples(name, capfd):
+def test_every_command_has_a_page_with_examples_that_fits_a_terminal(name, capfd):
     # Those of the packages are what their own scripts print.
     with contextlib.suppress(SystemExit):
         assert main([name, "--help"]) == 0
@@ -62,6 +62,7 @@ def test_every_command_has_a_page_with_examples(name, capfd):
     assert name in page
     assert "usage: " in page
     assert "examples:" in page
+    assert max(map(len, page.splitlines())) <= 80
 
 
 @pytest.mark.parametrize(("name", "script"), [("topo", "ezpz-topo"), ("report", "ezpz-obs")])

@@ -96,9 +96,11 @@ def test_shell_sets_variables_that_a_shell_evaluates(tmp_path, env, facts):
 def test_machines_lists_yours_too(tmp_path):
     (tmp_path / "utopia.toml").write_text('extends = "polaris"\n[match]\nhostnames = ["utopia#"]\n')
     done = run("machines", env={"EZPZ_MACHINES": str(tmp_path)})
-    rows = {line.split()[0]: line for line in done.stdout.splitlines()}
+    table, _, folder = done.stdout.partition("\n\n")
+    rows = {line.split()[0]: line for line in table.splitlines()}
     assert "4 cuda" in rows["utopia"]
     assert str(tmp_path) in rows["utopia"]
+    assert os.path.exists(f"{folder.split()[-1]}/{rows['aurora'].split()[-1]}")
     assert {"aurora", "frontier", "workstation"} <= rows.keys()
 
 

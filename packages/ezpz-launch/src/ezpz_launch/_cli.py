@@ -22,7 +22,7 @@ from ._launchers import (
     outside_of_launch,
     require_command,
 )
-from ._options import OPTIONS, Request, request_of, split
+from ._options import OPTIONS, Request, help_row, request_of, split
 from ._plan import LaunchPlan, explain, explain_json, free_port, plan
 from ._version import __version__
 
@@ -303,32 +303,31 @@ def _print(text: str) -> int:
 USAGE = "ezpz-launch [OPTION...] [--] COMMAND [ARGUMENT...]"
 
 EXAMPLES = (
-    ("ezpz-launch python train.py --lr 1e-4", "one rank a device of this job, or host"),
+    ("ezpz-launch python train.py --lr 1e-4", "one rank a device"),
     ("ezpz-launch -n 2 -m ezpz.examples.minimal", "two ranks of a module"),
-    ("ezpz-launch --dry-run --machine aurora -N 4 python train.py", "what would be run, and why"),
-    ("ezpz-launch --idle-timeout 10m --retries 3 python train.py", "stacks of a hang; start again"),
-    ("ezpz-launch --spares 2 --retries 5 python train.py", "a spare host for one that fails"),
+    ("ezpz-launch --dry-run --machine aurora python train.py", "what would run, and why"),
+    ("ezpz-launch --idle-timeout 10m python train.py", "end a hang, with stacks"),
+    ("ezpz-launch --spares 2 --retries 5 python train.py", "replace a bad host"),
 )
 
 
 def help_page() -> str:
     also = " ".join(option.also.split()[0] for option in OPTIONS if option.also)
-    start = f"Start COMMAND as it is on every rank. Also understood: {also}"
-    lines = [f"usage: {USAGE}", "", start, ""]
+    lines = [f"usage: {USAGE}", "", "Start COMMAND as it is on every rank.", ""]
     lines.append("options:")
     for option in OPTIONS:
         flags = ", ".join([*([f"-{option.short}"] if option.short else []), f"--{option.name}"])
         value = f"[={option.value}]" if option.implied else f" {option.value}".rstrip()
-        lines.append(f"  {flags + value:<24} {option.help}")
-    lines += ["", "examples:"]
-    lines += [f"  {words:<59} {what}" for words, what in EXAMPLES]
+        lines.append(help_row(flags + value, 24, option.help))
+    lines += [f"  also understood: {also}", "", "examples:"]
+    lines += [f"  {words:<54} {what}" for words, what in EXAMPLES]
     lines += [
         "",
         "instead of a command, each with --help:",
         f"  {', '.join(COMMANDS)}",
         "",
-        "exit status: 0; that of the first rank that failed (128 + signal if it was killed; 75:",
-        "checkpointed, requeue); 2 usage; 124 hang; 126, 127 the command cannot be executed or",
-        "found; 130 Ctrl-C; 143 SIGTERM.",
+        "exit status: 0; that of the first rank that failed (128 + signal if it was",
+        "killed; 75: checkpointed, requeue); 2 usage; 124 hang; 126, 127 the command",
+        "cannot be executed or found; 130 Ctrl-C; 143 SIGTERM.",
     ]
     return "\n".join(lines)

@@ -166,8 +166,8 @@ def progress_of(entry: Entry, env: Mapping[str, str]) -> dict[str, Any]:
 JOBS_PAGE = """\
 usage: ezpz jobs [NAME|ID] [--all] [--json]
 
-Your jobs, from the scheduler and from ezpz's records: those that wait or run, and those that ended
-within a day. With a name or an id: one of them whole.
+Your jobs, from the scheduler and from ezpz's records: those that wait or run,
+and those that ended within a day. With a name or an id: one of them whole.
 
   --all     all that is known, however old
   --json    for programs
@@ -310,7 +310,7 @@ usage: ezpz launches [-n N] [--json]
 The newest N launches, by default 20, the newest last.
 
 examples:
-  ezpz launches            a table: when, how long, exit status, ranks, hosts, job, command
+  ezpz launches            a table: when, how long, exit status, ranks, command
   ezpz launches -n 3       the last three
   ezpz launches --json     as they were recorded, for programs"""
 
@@ -381,12 +381,12 @@ def _launch_row(stored: Stored) -> tuple[str, ...]:
 FOLLOW_PAGE = """\
 usage: ezpz follow [NAME|ID]
 
-Print a job's output as it comes: through the queue, saying what it waits for, across requeues and
-all jobs of a chain, until the end. Without a name: your only job that is not over. Ctrl-C leaves
-the job alone.
+Print a job's output as it comes: through the queue, saying what it waits for,
+across requeues and all jobs of a chain, until the end. Without a name: your
+only job that is not over. Ctrl-C leaves the job alone.
 
-exit status: the job's own; 143 where it was cancelled, preempted, or ended by its time limit; 137
-where a node failed or memory was out; 130 Ctrl-C
+exit status: the job's own; 143 where it was cancelled, preempted, or ended by
+its time limit; 137 where a node failed or memory was out; 130 Ctrl-C
 
 examples:
   ezpz follow
@@ -583,15 +583,17 @@ class Tail:
 KILL_PAGE = """\
 usage: ezpz kill [NAME|ID|LAUNCH] [--now]
 
-End a job, a chain of jobs, or one launch inside a job. Ranks get SIGTERM and their grace, so that
-they can save a checkpoint; then the job goes (scancel, qdel). No successor of a chain starts.
-Without a name: your only job that is not over; inside a job its only launch.
+End a job, a chain of jobs, or one launch inside a job. Ranks get SIGTERM and
+their grace, so that they can save a checkpoint; then the job goes (scancel,
+qdel). No successor of a chain starts. Without a name: your only job that is not
+over; inside a job its only launch.
 
   --now     without grace
 
 examples:
-  ezpz kill train                                 the job, or all of the chain
-  ezpz kill 20261124T150102123456Z-4242-a1b2c3    one launch (ezpz launches --json tells ids)"""
+  ezpz kill train        the job, or all of the chain
+  ezpz kill 20261124T150102123456Z-4242-a1b2c3
+                         one launch (ezpz launches --json tells ids)"""
 
 _HEARD = 20.0  # seconds that ezpz-launch on another host has to hear us: it looks every 2
 _LONGEST = 900.0  # seconds that ranks may take to save what they have

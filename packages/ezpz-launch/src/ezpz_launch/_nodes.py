@@ -459,8 +459,8 @@ USAGE = "ezpz-launch nodes [--json] | nodes forget HOST...|--all"
 PAGE = f"""\
 usage: {USAGE}
 
-The nodes that launches of the last 24 hours found bad: later launches of the same job leave them
-out, others say so.
+The nodes that launches of the last 24 hours found bad: later launches of the
+same job leave them out, others say so.
 
 examples:
   ezpz-launch nodes                 a table: host, when, job, why

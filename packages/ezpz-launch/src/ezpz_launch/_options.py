@@ -147,7 +147,7 @@ class Request:
 
     command: tuple[str, ...]
     # fmt: off
-    nproc: int | None = _count("ranks in all; default: one a device, else one per two cores",
+    nproc: int | None = _count("ranks in all; default: one a device or two cores",
         expected="at least 1 rank", short="n", also="-np --np --nprocs --ntasks")
     ppn: int | None = _count("ranks on each host; default: one a device",
         expected="at least 1 rank",
@@ -172,7 +172,7 @@ class Request:
         says=("output", "{0}, there only"))
     tee: bool = _row("with --log-dir: show the output here as well", default=False,
         needs="log-dir", says=("output", "{request.log_dir}, there and here"))
-    node_logs: bool = _row("with --log-dir: on the nodes' own disks, in DIR when a rank ends",
+    node_logs: bool = _row("with --log-dir: on the node's disk until a rank ends",
         default=False, needs="log-dir", says=("until a rank ends", "output is on its node's disk"))
     only_ranks: tuple[int, ...] | None = _row("show the output of these ranks only, such as 0,4-7",
         "LIST", default=None, read=_ranks, check=lambda ranks: ranks and min(ranks) >= 0,
@@ -188,14 +188,14 @@ class Request:
         says=("SIGUSR1 before end", "{0:g} s"))
     retries: int = _row("start again after a failure, up to N times", "N", default=0, read=_number,
         check=lambda n: n >= 0, expected="0 or more", says=("retries", "up to {0}"))
-    spares: int = _row("keep N hosts aside; one takes the place of a node that fails", "N",
+    spares: int = _row("keep N hosts aside, to replace those that fail", "N",
         default=0, read=_number, check=lambda n: n >= 1, expected="at least 1 host",
         says=("spare hosts", "{0}"))
     preflight: bool = _row("look at every host first, and leave the bad out", default=False,
         says=("looked at first", "every host"))
-    min_nodes: int | None = _count("go on with fewer hosts after a node's fault, at least N",
+    min_nodes: int | None = _count("after a fault go on with fewer hosts, at least N",
         expected="at least 1 host", says=("goes on with", "{0} hosts at least"))
-    stage: str = _row("start from the nodes' own disks: =python (default), =all, =copper",
+    stage: str = _row("from the nodes' own disks: python, all or copper",
         "WHAT", default="", implied="python", check=_STAGES.__contains__,
         expected=f"one of {', '.join(_STAGES)}", says=("staged first", "{0}"))
     stage_data: tuple[str, ...] = _row("with --stage: this file or folder as well; repeatable",
@@ -256,6 +256,14 @@ def flags_of(table: Sequence[Option]) -> dict[str, Option]:
     also = {word: each for each in table for word in each.also.split()}
     by_name = {f"--{each.name}": each for each in table}
     return also | by_name | {f"-{each.short}": each for each in table if each.short}
+
+
+def help_row(words: str, column: int, what: str) -> str:
+    """Return a row of a table of options, no wider than 80."""
+    import textwrap  # noqa: PLC0415  # only a page needs it
+
+    start = f"  {words:<{column}} "
+    return textwrap.fill(what, 80, initial_indent=start, subsequent_indent=" " * (column + 3))
 
 
 def settings(request: Request) -> list[tuple[str, str, str]]:

@@ -240,19 +240,21 @@ def run(
 
 # `ezpz-launch preflight`.
 
-USAGE = "ezpz-launch preflight [--json] [OPTION...], such as -N 4, --hostfile FILE, --exclude LIST"
+USAGE = "ezpz-launch preflight [--json] [OPTION...], such as -N 4, --hostfile FILE"
 
 PAGE = f"""\
 usage: {USAGE}
 
-Look at every node of this job at once: devices and what they compute, memory, disk, clock,
-versions, links, errors of the kernel. Nodes that differ from the others are listed.
+Look at every node of this job at once: devices and what they compute, memory,
+disk, clock, versions, links, errors of the kernel. Nodes that differ from the
+others are listed.
 
-Where others use the processor meanwhile, it and the links are not judged, and a line says so.
+Where others use the processor meanwhile, it and the links are not judged, and a
+line says so.
 
 examples:
-  ezpz-launch preflight             a table of the bad nodes, and a line for the good ones
-  ezpz-launch preflight --json      all that was measured, for programs
+  ezpz-launch preflight          a table of the bad nodes, a line for the good
+  ezpz-launch preflight --json   all that was measured, for programs
 
 exit status: 0 all are alike; 1 some are not; 2 usage"""
 

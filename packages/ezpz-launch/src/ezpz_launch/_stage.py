@@ -328,18 +328,19 @@ class CopperView:
 PAGE = """\
 usage: ezpz stage [OPTION...] [ENVIRONMENT]
 
-Bring an environment, by default the active one, to every node's own disk; ezpz-launch --stage then
-finds it there.
+Bring an environment, by default the active one, to every node's own disk;
+ezpz-launch --stage then finds it there.
 
 options:
-  --to FOLDER          where; default: EZPZ_STAGE_DIR, which launches heed as well, else the
-                       machine's local disk, else TMPDIR, else /tmp
+  --to FOLDER          where; default: EZPZ_STAGE_DIR, which launches heed
+                       as well, else the machine's local disk, TMPDIR, /tmp
   --stage-data PATH    this file or folder as well; repeatable
   --stage=all          what is the site's, too
   --status             what the nodes have, and whether it is in use
   --clean              remove what is not in use
   --dry-run            say what would be staged, and why
-  and those of ezpz-launch that choose hosts: -N, --hostfile, --include, --exclude, --launcher
+  and those of ezpz-launch that choose hosts: -N, --hostfile, --include,
+  --exclude, --launcher
 
 examples:
   ezpz stage                          once, at the job's start

@@ -38,6 +38,7 @@ from ._options import (
     _number,
     _row,
     _words,
+    help_row,
     request_of,
     rows_of,
     split,
@@ -447,7 +448,8 @@ def _submit(job: Job, env: Mapping[str, str]) -> str:
 _PAGE = """\
 usage: ezpz submit [OPTION...] [--] COMMAND [ARGUMENT...]
 
-Queue a job, by Slurm or PBS, that starts COMMAND on every rank; its words are not touched.
+Queue a job, by Slurm or PBS, that starts COMMAND on every rank; its words are
+not touched.
 
 options of the job:
 {}
@@ -458,7 +460,7 @@ options of the launch in it:
 examples:
   ezpz submit -N 4 --time 2h python train.py
   ezpz submit --until-done --signal-before 5m -N 4 --time 2h python train.py
-  ezpz submit --dry-run -N 4 python train.py       the script and the command, and why
+  ezpz submit --dry-run -N 4 python train.py      the script and the command
   ezpz submit --dry-run --machine aurora -A PROJECT --time 1h python train.py"""
 
 
@@ -470,5 +472,5 @@ def help_page() -> str:
         flags += [f"--{option.name}", *re.findall("^--[^ ]+", option.also)]
         value = f"[{option.value}]" if option.implied else option.value
         words = f"{', '.join(flags)} {value}".rstrip()
-        halves[option.name in launch].append(f"  {words:<28} {option.help}")
+        halves[option.name in launch].append(help_row(words, 28, option.help))
     return _PAGE.format(*("\n".join(lines) for lines in halves))

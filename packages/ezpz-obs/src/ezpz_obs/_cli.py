@@ -21,16 +21,16 @@ usage: ezpz-obs report RUN... [--out=FOLDER | --serve [--port=N]]
        ezpz-obs export RUN --csv=FILE | --parquet=FILE
        ezpz-obs replay RUN --to=SINK
 
-Show the metrics that a History wrote. A RUN is its folder, or its metrics.jsonl.
+Show the metrics that a History wrote. A RUN is its folder, or the file.
 
 commands:
-  report    write report/index.html (one page that needs no network), report.md and plots
-            into RUN; of several runs a comparison, into the first one's comparison/;
-            --serve shows the page to this host's browsers, live, until Ctrl-C
+  report    write report/index.html (one page that needs no network), report.md
+            and plots into RUN; of several runs a comparison, into the first
+            one's comparison/; --serve shows the page on this host, live
   plot      draw metrics on the terminal; without METRIC the losses
   tail      say what a live run records, until it ends (or Ctrl-C)
   export    write the records as a table: step, time, a column for each metric
-  replay    send the records to another sink: csv, tensorboard, wandb, mlflow, trackio
+  replay    send the records to another sink: csv, tensorboard, wandb, ...
 
 options:
   -h, --help   this page
@@ -45,7 +45,7 @@ examples:
   ezpz-obs export outputs/run --parquet=run.parquet
   ezpz-obs replay outputs/run --to=tensorboard
 
-exit status: 0; 1 it could not be done, and one line says why; 2 the words make no sense"""
+exit status: 0; 1 it could not be done, and one line says why; 2 wrong usage"""
 
 _OPTIONS: Final = {
     "report": ("out", "serve", "port"), "plot": (), "tail": ("lines", "no-follow"),

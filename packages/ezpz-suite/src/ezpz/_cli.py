@@ -18,21 +18,21 @@ usage: ezpz COMMAND [WORD...]
 Train with PyTorch anywhere, from a laptop to a supercomputer.
 
 run:
-  launch    start a command on every rank of this job, or of this host (ezpz-launch)
-  test      train a small model on all ranks: does this machine work, and how fast is it?
-  stage     bring the environment to every node's own disk, for the launches that follow
+  launch    start a command on every rank of this job or host (ezpz-launch)
+  test      train a small model on all ranks: does it work here, and how fast?
+  stage     bring the environment to every node's own disk, for later launches
 
 jobs:
-  submit    queue one that launches, by Slurm or PBS; and the next, until it is done
+  submit    queue a job that launches, by Slurm or PBS, until it is done
   jobs      yours: state, place in the queue, time left, last step and loss
   follow    print a job's output as it comes, until it ends
-  kill      end a job, a chain of jobs, or a launch; ranks have time to save a checkpoint
+  kill      end a job, a chain of jobs, or a launch; ranks have time to save
   launches  the launches so far, and how they ended (also: history)
   nodes     the nodes that launches found bad, for a day
   preflight look at every node of this job, and name those that differ
 
 look:
-  doctor    check scheduler, MPI, device, network, disk and versions, each with a remedy
+  doctor    check scheduler, MPI, device, network, disk, versions; with remedies
   topo      who is this process, who else is there, on what machine (ezpz-topo)
   report    write a run's metrics as a page with plots (ezpz-obs report)
   plot      draw them on the terminal
@@ -46,12 +46,12 @@ options:
 
 examples:
   ezpz doctor                               what is missing here?
-  ezpz test                                 a real training on all devices of this job
-  ezpz test --tp=2 --pairs                  tensor parallel; the bandwidth between all nodes
+  ezpz test                                 a real training on all devices
+  ezpz test --tp=2 --pairs                  tensor parallel; links of node pairs
   ezpz launch python train.py --lr 1e-4     your own, on every rank
   ezpz launch --dry-run python train.py     what would be started, and why
   ezpz submit -N 4 --time 2h python train.py    in a job of four nodes
-  ezpz follow && ezpz report outputs/run    wait for the job that runs, then look at it
+  ezpz follow && ezpz report outputs/run    wait for the job, then look at it
   ezpz report outputs/run                   outputs/run/report/index.html
 
 exit status: that of the command; 2 there is no such command"""

@@ -480,16 +480,18 @@ HELP: Final = f"""\
 usage: ezpz doctor [--only=NAME,...] [--json] [--timeout=SECONDS]
        ezpz doctor --list
 
-Check what training needs here: devices, two ranks that reduce, MPI, scheduler, hosts, room on
-disk, ... Each result is ok, a warning or an error, with a remedy. Every installed package can
-contribute checks. They run at once, each in its own process.
+Check what training needs here: devices, two ranks that reduce, MPI, scheduler,
+hosts, room on disk, ... Each result is ok, a warning or an error, with a
+remedy. Every installed package can contribute checks. They run at once, each in
+its own process.
 
 options:
   --only=NAME,...    these checks alone
   --json             the same for programs
   --list             the names of the checks, and the package that each is of
-  --timeout=SECONDS  how long each has, {TIMEOUT:g} if not told; what is not done by then hangs, and
-                     is an error. While it is still importing torch its time has not begun
+  --timeout=SECONDS  how long each has, {TIMEOUT:g} if not told; what is not done by then
+                     hangs, and is an error. While it is still importing torch
+                     its time has not begun
   -h, --help         this page
   --version          the version
 
@@ -499,8 +501,8 @@ examples:
   ezpz doctor --timeout=60                     on a slow file system
   ezpz doctor --json | python -m json.tool
 
-exit status: 0, also with warnings; 1 one check at least says error; 2 the words make no sense, or
-nothing could be checked or written"""
+exit status: 0, also with warnings; 1 one check at least says error; 2 wrong
+usage, or nothing could be checked or written"""
 
 _NAME: Final = "ezpz doctor"
 _FLAGS: Final = ("json", "list")

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from ._errors import TopoError, did_you_mean
-from ._machine import known_machines
+from ._machine import PACKAGED, known_machines
 from ._nodelist import expand_nodelist, fold_nodelist
 from ._topology import Topology, count_nodes, detect
 from ._version import __version__
@@ -18,14 +18,16 @@ usage: ezpz-topo [--json | --shell] [--ask]
        ezpz-topo fold [HOST...]
        ezpz-topo machines
 
-Say who this process is, who else is there, on what machine, and where each answer comes from.
+Say who this process is, who else is there, on what machine, and where each
+answer comes from.
 
 options:
   --json       the same for programs
-  --shell      the job for a shell: eval "$(ezpz-topo --shell)" sets EZPZ_JOB (its id, or none),
-               EZPZ_SCHEDULER, EZPZ_NODES, EZPZ_GPUS_PER_NODE and EZPZ_HOSTS (one a line)
-  --ask        ask the scheduler (qstat, scontrol) what the variables do not tell: the
-               walltime's end; the job of a shell that the job itself did not start
+  --shell      the job for a shell: eval "$(ezpz-topo --shell)" sets EZPZ_JOB
+               (its id, or none), EZPZ_SCHEDULER, EZPZ_NODES, EZPZ_GPUS_PER_NODE
+               and EZPZ_HOSTS (one a line)
+  --ask        ask the scheduler (qstat, scontrol) what the variables do not
+               tell: the walltime's end; the job of a shell that is not its own
   -h, --help   this page
   --version    the version
 
@@ -34,12 +36,12 @@ examples:
   ezpz-topo --json | python -m json.tool
   ezpz-topo expand 'nid[001-004,9]'      one host a line, in Slurm's order
   ezpz-topo fold nid001 nid002 nid003    nid[001-003]
-  ezpz-topo fold < hosts.txt             the same, of a file with one host a line
-  ezpz-topo machines                     the machines that are known, yours included
+  ezpz-topo fold < hosts.txt             the same, of a file, one host a line
+  ezpz-topo machines                     those that are known, yours included
   mpiexec -n 2 ezpz-topo                 what each rank sees
 
-exit status: 0; 2 bad input, or what was found is half set or contradicts itself; 1 it
-could not be written."""
+exit status: 0; 2 bad input, or what was found is half set or contradicts
+itself; 1 it could not be written."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -171,13 +173,14 @@ def _machines() -> str:
         kind = f" {machine.device_type}" if machine.device_type else ""
         rows.append(
             (machine.name, machine.site, machine.scheduler, machine.launcher, devices + kind,
-             machine.path)
+             machine.path.removeprefix(f"{PACKAGED}/"))
         )  # fmt: skip
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
+    lines = [
         "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
-    )
+    ]
+    return "\n".join([*lines, "", f"files without a folder: {PACKAGED}"])
 
 
 def _text(value: object) -> str:

@@ -74,19 +74,13 @@ class Settings:
     batch: int = _option(8, "N", "sequences a step of each data-parallel rank (8)")
     seq: int = _option(0, "N", "tokens of a sequence (128; on accelerators 1024)")
     layers: int = _option(0, "N", "layers of the Llama (4; on accelerators 12)")
-    dim: int = _option(
-        0, "N", "its width (128; on accelerators 1024; or the next that --tp divides)"
-    )
-    dtype: str = _option(
-        "", "TYPE", "fp32 or bf16, what is computed in (fp32; on accelerators bf16)"
-    )
+    dim: int = _option(0, "N", "its width (128; on accelerators 1024); --tp may raise it")
+    dtype: str = _option("", "TYPE", "fp32 or bf16, to compute in (fp32; on accelerators bf16)")
     seed: int = _option(42, "N", "of weights and data (42)")
     sizes: tuple[int, ...] | None = _option(  # in bytes
         None, "LIST", "all-reduce messages such as 4K,1M,64M; none: do not measure"
     )
-    pairs: bool = _option(
-        False, "", "all-reduce within each pair of nodes as well: which one is slow?"
-    )
+    pairs: bool = _option(False, "", "all-reduce within each pair of nodes as well: which is slow?")
     json: bool = _option(False, "", "the result for programs, on standard output")
     outdir: str = _option("", "DIR", "keep the run there: metrics.jsonl, result.json")
 
@@ -156,10 +150,10 @@ _NAME: Final = "ezpz test"
 _HEAD: Final = f"""\
 usage: {_NAME} [OPTION...] [LAUNCH OPTION...]
 
-Train a small Llama on text that is already here (the Python standard library's sources), on
-every rank of this job, or of this host. It ends with the loss curve, the throughput, and the
-bandwidth of all-reduce by message size. Nothing is downloaded, and nothing written without
---outdir.
+Train a small Llama on text that is already here (the Python standard library's
+sources), on every rank of this job, or of this host. It ends with the loss
+curve, the throughput, and the bandwidth of all-reduce by message size. Nothing
+is downloaded, and nothing written without --outdir.
 
 options:"""
 
@@ -172,14 +166,15 @@ launch options: those of ezpz-launch, such as
 
 examples:
   ezpz test                                one rank a device
-  ezpz test -n 4 --tp=2 --pp=2             four ranks: tensor parallel in a pipeline
+  ezpz test -n 4 --tp=2 --pp=2             tensor parallel in a pipeline
   ezpz test --wrap=fsdp2 --steps=100       sharded over all ranks
   ezpz test --pairs --sizes=64M --steps=4  which pair of nodes is slow?
   ezpz test --json > result.json           for programs
-  ezpz-launch -m ezpz.test_dist --tp=2     the same, by your own launcher (srun, mpiexec, ...)
+  ezpz-launch -m ezpz.test_dist --tp=2     the same, by your own launcher
 
-exit status: 0 the loss fell, all ranks agree and all values are finite; 1 one of these is not
-so, and one line says which; 2 the words make no sense; else as of ezpz-launch."""
+exit status: 0 the loss fell, all ranks agree and all values are finite; 1 one
+of these is not so, and one line says which; 2 wrong usage; else as of
+ezpz-launch."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
