@@ -8,9 +8,8 @@ import torch
 from files import assert_refused, assert_same, pieces_in, torch_finds, transformer
 
 import ezpz_tp._formats
-from ezpz_tp import DegreeError, ParallelError, Piece
-from ezpz_tp._formats import Options
-from ezpz_tp._reshard import open_source, reshard, save_huggingface
+from ezpz_tp import DegreeError, ParallelError, Piece, reshard, save_huggingface
+from ezpz_tp._formats import Options, open_source
 from ezpz_tp._shard import Shard
 
 safetensors = pytest.importorskip("safetensors.torch")

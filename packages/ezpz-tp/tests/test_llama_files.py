@@ -8,9 +8,8 @@ import torch
 from files import assert_refused, assert_same, full, transformer
 
 import ezpz_tp._formats
-from ezpz_tp import ParallelError
-from ezpz_tp._formats import Options
-from ezpz_tp._reshard import open_source, reshard, save_huggingface, save_llama
+from ezpz_tp import ParallelError, reshard, save_huggingface, save_llama
+from ezpz_tp._formats import Options, open_source
 
 LAYERS, WIDTH, HEADS, GROUPS, INNER, VOCABULARY = 2, 64, 8, 4, 48, 128
 PARAMS = {"dim": WIDTH, "n_layers": LAYERS, "n_heads": HEADS, "n_kv_heads": GROUPS}

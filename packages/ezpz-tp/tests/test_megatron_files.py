@@ -11,9 +11,8 @@ import pytest
 import torch
 from files import assert_refused, assert_same, full, transformer
 
-from ezpz_tp import ParallelError
-from ezpz_tp._formats import Options
-from ezpz_tp._reshard import open_source, reshard, save_huggingface
+from ezpz_tp import ParallelError, reshard, save_huggingface
+from ezpz_tp._formats import Options, open_source
 
 LAYERS, WIDTH, HEADS, GROUPS, CHANNELS, INNER = 4, 24, 4, 2, 8, 32
 VOCABULARY, PADDED = 61, 64

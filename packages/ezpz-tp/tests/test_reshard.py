@@ -19,8 +19,8 @@ from test_state_dict import Model, Stage, adam_of, own_stage
 from torch.distributed.checkpoint import metadata as torchs
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from ezpz_tp import ParallelError, Piece, _reshard, reshard
-from ezpz_tp._reshard import open_source
+from ezpz_tp import ParallelError, Piece, reshard
+from ezpz_tp._formats import open_source
 from ezpz_tp._shard import Entry, Shard
 from ezpz_tp.testing import run_ranks
 
@@ -224,7 +224,7 @@ class Failing:
 
 
 def test_an_error_in_the_middle_leaves_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(_reshard, "open_source", lambda *_: Failing())
+    monkeypatch.setattr("ezpz_tp._formats.dcp.open_source", lambda *_: Failing())
     with pytest.raises(OSError, match="Input/output error"):
         reshard("in", tmp_path / "new" / "out", tp=2)
     assert [path.name for path in tmp_path.rglob("*")] == ["new"]

@@ -583,17 +583,15 @@ class Tail:
 KILL_PAGE = """\
 usage: ezpz kill [NAME|ID|LAUNCH] [--now]
 
-End a job, a chain of jobs, or one launch inside a job. Ranks get SIGTERM and
-their grace, so that they can save a checkpoint; then the job goes (scancel,
-qdel). No successor of a chain starts. Without a name: your only job that is not
-over; inside a job its only launch.
+End a job, a chain of jobs, or one launch inside a job. Ranks have their grace
+to save a checkpoint; then the job goes, and no successor of a chain starts.
+Without a name: your only job that is not over; inside a job its only launch.
 
   --now     without grace
 
 examples:
   ezpz kill train        the job, or all of the chain
-  ezpz kill 20261124T150102123456Z-4242-a1b2c3
-                         one launch (ezpz launches --json tells ids)"""
+  ezpz kill LAUNCH       one launch, by its id in ezpz launches --json"""
 
 _HEARD = 20.0  # seconds that ezpz-launch on another host has to hear us: it looks every 2
 _LONGEST = 900.0  # seconds that ranks may take to save what they have

@@ -124,9 +124,10 @@ if TYPE_CHECKING:
     from ._check import check, declare_type, type_of
     from ._check.replicated import verify_replicated
     from ._describe import Description, describe, describe_mesh
-    from ._formats.dcp import dtensor_state_dict, load_dtensor_state_dict
+    from ._formats.dcp import dtensor_state_dict, load_dtensor_state_dict, reshard
+    from ._formats.huggingface import save_huggingface
+    from ._formats.llama import save_llama
     from ._lora import apply_lora, load_lora, lora_state_dict, merge_lora, save_lora
-    from ._reshard import reshard, save_huggingface, save_llama
     from ._sharding import EinsumSharding, einsum_sharding
     from ._state_dict import gather_state_dict, shard_state_dict
 
@@ -137,11 +138,12 @@ _LATER = {
     "verify_replicated": "_check.replicated",
     **dict.fromkeys(("Description", "describe", "describe_mesh"), "_describe"),
     **dict.fromkeys(("EinsumSharding", "einsum_sharding"), "_sharding"),
-    **dict.fromkeys(("dtensor_state_dict", "load_dtensor_state_dict"), "_formats.dcp"),
+    **dict.fromkeys(("dtensor_state_dict", "load_dtensor_state_dict", "reshard"), "_formats.dcp"),
+    "save_huggingface": "_formats.huggingface",
+    "save_llama": "_formats.llama",
     **dict.fromkeys(
         ("apply_lora", "load_lora", "lora_state_dict", "merge_lora", "save_lora"), "_lora"
     ),
-    **dict.fromkeys(("reshard", "save_huggingface", "save_llama"), "_reshard"),
     **dict.fromkeys(("gather_state_dict", "shard_state_dict"), "_state_dict"),
 }
 """What designs and checks, and what works on files: imported when it is first used."""

@@ -291,6 +291,10 @@ def format_of(path: Path) -> Format:
     )
 
 
+def open_source(path: str | Path, options: Options | None = None) -> Source:
+    return format_of(Path(path)).open(Path(path), options or Options())
+
+
 # How a tensor is split, known by its name.
 
 

@@ -26,7 +26,18 @@ from ezpz_tp._shard import Piece, Shard, optimizer_name, parameter_of, whole
 from ezpz_tp._state import ParallelState
 from ezpz_tp._state_dict import names_of, nested, parts_of, state_or_alone, survey, with_optimizer
 
-from . import Format, Options, Source, Stored, all_splits, strides_of, written
+from . import (
+    Format,
+    Options,
+    Source,
+    Stored,
+    Way,
+    all_splits,
+    new_folder,
+    open_source,
+    strides_of,
+    written,
+)
 from .torch_file import FilePart, Foreign, TorchFile
 
 Items = dict[str, Any]
@@ -381,7 +392,50 @@ def _joined(several: Sequence[tuple[tuple[int, ...], Pieces]]) -> tuple[Shard, P
     return Shard(full, dim, blocks, padded=len(blocks) == 1), moved
 
 
-def write_dcp(source: Source, folder: Path, tp: int) -> None:
+def reshard(
+    path_in: str | Path,
+    path_out: str | Path,
+    *,
+    tp: int,
+    pp: int = 1,
+    plan: Mapping[str, Way] | None = None,
+    vocab_size: int | None = None,
+) -> None:
+    """Write files of any format that is known for ``torch.distributed.checkpoint``, bit for bit.
+
+    One file for each tensor-parallel rank. What `dtensor_state_dict` returns is loaded from there
+    by ``torch.distributed.checkpoint.load``, at any degree and in any pipeline: ``tp`` says what is
+    fast. One process, no process groups; of the model one tensor is in memory at a time.
+
+    Everything is checked before anything is written, and ``path_out`` is there once it is whole:
+    after an error nothing is.
+
+    Args:
+        path_in: Files of Megatron-LM (``mp_rank_NN``), of Meta's Llama (``consolidated.NN.pth``),
+            safetensors in Hugging Face's layout, or a folder of ``torch.distributed.checkpoint``.
+        path_out: A folder that is not there yet, or is empty.
+        tp: The tensor-parallel degree to write for.
+        pp: Without effect: any number of pipeline stages loads the folder.
+        plan: How tensors are split, for files that do not say it: patterns of names, and the dim,
+            None for what is whole, or ``(dim, matrices)`` with their number or sizes.
+        vocab_size: The vocabulary without padding, for files that do not say it.
+
+    Raises:
+        DegreeError: A degree does not divide a tensor; names it.
+        ParallelError: A file is missing, truncated or does not fit the others; ``path_out`` is
+            there already.
+    """
+    for what, degree in (("tp", tp), ("pp", pp)):
+        if degree < 1:
+            raise DegreeError(f"{what}={degree}; expected at least 1")
+    source = open_source(path_in, Options(plan, vocab_size))
+    for entry in source.entries.values():
+        entry.local_shape(0, tp)
+    with new_folder(path_out) as folder:
+        _write(source, folder, tp)
+
+
+def _write(source: Source, folder: Path, tp: int) -> None:
     from torch.distributed.checkpoint import metadata  # noqa: PLC0415 - heavy to import
     from torch.distributed.checkpoint.filesystem import _StorageInfo  # noqa: PLC0415
 

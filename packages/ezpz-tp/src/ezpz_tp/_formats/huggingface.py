@@ -8,13 +8,26 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from ezpz_tp._errors import ParallelError
 from ezpz_tp._shard import parameter_of, whole
 
-from . import Format, Options, Source, Stored, all_splits, load_json, splits, values_of
+from . import (
+    Format,
+    Options,
+    Source,
+    Stored,
+    Way,
+    all_splits,
+    format_of,
+    load_json,
+    new_folder,
+    open_source,
+    splits,
+    values_of,
+)
 from .safetensors import open_safetensors, write_safetensors
 
 SINGLE = "model.safetensors"
@@ -73,7 +86,54 @@ def _tensors(path: Path) -> Mapping[str, Stored]:
     return {name: files[file][name] for file, name in said}
 
 
-def write_huggingface(source: Source, folder: Path, max_shard_size: int) -> None:
+def save_huggingface(
+    path_in: str | Path,
+    path_out: str | Path,
+    *,
+    names: str | Callable[[str], str] = "huggingface",
+    max_shard_size: int = 5_000_000_000,
+    plan: Mapping[str, Way] | None = None,
+    vocab_size: int | None = None,
+) -> None:
+    """Write the full tensors of a model to a new folder, in Hugging Face's layout.
+
+    ``model.safetensors``, or ``model-00001-of-00002.safetensors`` and so on with their index. In
+    one process, without process groups, and a piece of a tensor at a time. An optimizer's tensors
+    are left out. ``config.json`` and the tokenizer are not made.
+
+    Queries, keys and values of Megatron-LM's files are separated by their groups, and so are gate
+    and up projections. The rows of queries and keys of Meta's files are put in the order of
+    Hugging Face's rotary embedding.
+
+    Args:
+        path_in: As of `reshard`, or a step's folder of ezpz_dist's checkpoints.
+        path_out: A folder; there is none yet, or an empty one.
+        names: ``huggingface`` translates the names of Megatron-LM's and Meta's files and leaves
+            others; ``keep`` leaves all, and the order of rows; a function gives a name for each.
+        max_shard_size: Bytes of tensors in a file; a larger tensor has one of its own.
+        plan: As of `reshard`: how tensors of files with unknown names are split.
+        vocab_size: The vocabulary without Megatron-LM's padding.
+
+    Raises:
+        ParallelError: A file is missing, truncated or does not fit the others, or a tensor has no
+            name there. Nothing is written then.
+    """
+    source = open_source(path_in, Options(plan, vocab_size))
+    if callable(names):
+        made = Source()
+        for name in source.entries:
+            made.take(source, name, names(name))
+        source = made
+    elif names == "huggingface":
+        translate = format_of(Path(path_in)).as_huggingface
+        source = translate(source) if translate else source
+    elif names != "keep":
+        raise ParallelError(f"names={names!r}; expected 'huggingface', 'keep' or a function")
+    with new_folder(path_out) as folder:
+        _write(source, folder, max_shard_size)
+
+
+def _write(source: Source, folder: Path, max_shard_size: int) -> None:
     entries = {name: one for name, one in source.entries.items() if parameter_of(name)[1] is None}
     files: list[list[str]] = [[]]
     total = held = 0

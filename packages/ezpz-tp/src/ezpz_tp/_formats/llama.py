@@ -9,12 +9,28 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from ezpz_tp._errors import ParallelError
 
-from . import Format, Options, Source, Split, Stored, join, load_json, same_names, splits, values_of
+from . import (
+    Format,
+    Options,
+    Source,
+    Split,
+    Stored,
+    Way,
+    format_of,
+    join,
+    load_json,
+    new_folder,
+    open_source,
+    same_names,
+    splits,
+    values_of,
+)
 from .huggingface import head_rows, translated
 from .torch_file import TorchFile, write_torch_file
 
@@ -130,7 +146,38 @@ def _as_huggingface(source: Source) -> Source:
 FORMAT = Format("Meta's consolidated.NN.pth", _recognizes, _open, LLAMA, _as_huggingface)
 
 
-def write_llama(source: Source, folder: Path, tp: int) -> None:
+def save_llama(
+    path_in: str | Path, path_out: str | Path, *, tp: int, plan: Mapping[str, Way] | None = None
+) -> None:
+    """Write Meta's Llama files again, for another number of ranks, to a new folder.
+
+    ``consolidated.00.pth`` and so on, and a copy of ``params.json``. In one process, a tensor's
+    part at a time.
+
+    Args:
+        path_in: A folder of such files.
+        path_out: A folder; there is none yet, or an empty one.
+        tp: The number of tensor-parallel ranks, and of files.
+        plan: As of `reshard`. A single file does not tell how Meta's code splits the embedding.
+            It is along its rows, as of Llama 3. ``{"tok_embeddings.weight": 1}`` says that it is
+            along its columns, as of Llama 1 and 2.
+
+    Raises:
+        DegreeError: ``tp`` does not divide a dim that is split.
+        ParallelError: A file is missing, truncated or does not fit the others. Nothing is written
+            then.
+    """
+    if format_of(Path(path_in)) is not FORMAT:
+        raise ParallelError(f"{path_in}: expected Meta's consolidated.NN.pth and params.json")
+    source = open_source(path_in, Options(plan))
+    with new_folder(path_out) as folder:
+        _write(source, folder, tp)
+        params = Path(path_in) / "params.json"
+        if params.is_file():
+            (folder / params.name).write_bytes(params.read_bytes())
+
+
+def _write(source: Source, folder: Path, tp: int) -> None:
     for index in range(tp):
         tensors = {}
         for name, padded in source.entries.items():
