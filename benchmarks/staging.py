@@ -56,7 +56,8 @@ def source(files: int, size: float, folder: Path) -> Source:
 
 def staged(what: Source, nodes: int, folder: Path, rate: float) -> Tree:
     """Stage to so many nodes, each with a folder of its own."""
-    tree = Tree(["localhost"] * nodes, ("stage", what.name, 0.5), what, here=True)
+    tree = Tree(["localhost"] * nodes, here=True)
+    tree.order("stage", what.name, 0.5, source=what)
     tree.start()
     program = Path(_stage_node.__file__)
     processes = []

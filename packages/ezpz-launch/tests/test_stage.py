@@ -57,10 +57,12 @@ def look(data, disk, source=Source):
 class Nodes:
     """Node processes of one staging, and its root."""
 
-    def __init__(self, data, disk, count, *, patience=60.0, source=Source):
+    def __init__(self, data, disk, count, *, patience=60.0, source=Source, ordered=True):
         self.source, self.disk, self.processes = look(data, disk, source), disk, []
-        hosts, order = [f"host{node}" for node in range(count)], ("stage", self.source.name, 0.1)
-        self.tree = Tree(hosts, order, self.source, here=True, patience=patience)
+        hosts = [f"host{node}" for node in range(count)]
+        self.tree = Tree(hosts, here=True, patience=patience)
+        if ordered:
+            self.tree.order("stage", self.source.name, 0.1, source=self.source)
 
     def __enter__(self):
         self.tree.start()
@@ -277,6 +279,16 @@ def test_a_node_that_does_not_go_on_is_left_out(*, data, disk, until):
         nodes.processes[0].kill()
     assert "host0" in nodes.tree.failed()
     assert len(nodes.tree.whole) == 2
+
+
+def test_nodes_wait_for_an_order_that_comes_late(*, data, disk, until):
+    with Nodes(data, disk, 2, ordered=False) as nodes:
+        nodes.start(0)
+        until(lambda: nodes.tree._peers)
+        nodes.tree.order("bye")
+        assert nodes.start(1).done().bad == {}
+    assert [process.returncode for process in nodes.processes] == [0, 0]
+    assert not any(nodes.home(node).exists() for node in (0, 1))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become a user who may not read")

@@ -140,11 +140,12 @@ def test_initialization_can_be_left_to_the_function(in_processes):
 
 
 def test_threads_leave_nothing_behind():
-    before, threads = torch.get_num_threads(), threading.active_count()
+    before, threads = torch.get_num_threads(), set(threading.enumerate())
     run_ranks(sum_of_ranks, 2, 1)
     assert not tp.tensor_parallel_is_initialized()
     assert torch.get_num_threads() == before
-    assert threading.active_count() == threads
+    # One of an earlier test may have ended meanwhile.
+    assert set(threading.enumerate()) <= threads
 
 
 def test_operations_are_made_before_threads_meet_at_them():

@@ -95,11 +95,13 @@ class Attempts:
             threading.Thread(target=_nodes.warn_of_the_scheduler, args=job, daemon=True).start()
 
     def _fit(self, planned: LaunchPlan) -> LaunchPlan:
-        """Return a plan with what its ranks need where they start, and are told of a terminal."""
+        """Return a plan whose ranks are told of a terminal; make ready to prepare its hosts."""
         if self._prepare:
             self._end_preparation()
             self._preparation = self._prepare(planned)
-            planned = self._preparation.planned
+        return self._with_terminal(planned)
+
+    def _with_terminal(self, planned: LaunchPlan) -> LaunchPlan:
         if self._terminal:
             added = {**self._terminal.environment, **planned.environment}
             planned = replace(planned, environment=added)
@@ -150,7 +152,10 @@ class Attempts:
             self._terminal.begin()
         while self._preparation:
             try:
-                return self._preparation.bring(self._heard)
+                if status := self._preparation.bring(self._heard):
+                    return status
+                self._planned = self._with_terminal(self._preparation.planned)
+                return 0
             except StageError as error:
                 planned, done = self._pool.without(list(error.hosts), self._planned)
                 if not self._pool.replaces or planned is None:

@@ -19,7 +19,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ._archive import Source, ask, is_below, is_users, survey
+from ._archive import Source, What, ask, is_below, is_users, survey
 from ._errors import LaunchError, StageError, UsageError, say
 from ._launch import ENDING, Control, Heard, Launch, Outcome, signals
 from ._launchers import LAUNCHERS, PROGRAMS
@@ -71,17 +71,20 @@ class Staging:
         self.folder, self._python = os.path.abspath(folder), python
 
     @cached_property
-    def source(self) -> Source:
+    def what(self) -> What:
         """What is staged; looked for when it is wanted: a question to the nodes needs it not."""
         request, env = self._planned.request, self._user_env
         told = ask(self._python or _program(request.command[0], env), env)
-        what = survey(told, env, request.stage_data, everything=request.stage == "all")
-        return Source(what, self.folder)
+        return survey(told, env, request.stage_data, everything=request.stage == "all")
+
+    @cached_property
+    def source(self) -> Source:
+        return Source(self.what, self.folder)
 
     @property
     def planned(self) -> LaunchPlan:
         """The launch, with what its ranks need to be the staged environment's."""
-        planned, what, moved = self._planned, self.source.what, self.source.moved
+        planned, what, moved = self._planned, self.what, self.source.moved
         base = {**self._user_env, **planned.environment}
         added = dict[str, str]()
         for name in ("VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONHOME"):
@@ -140,9 +143,18 @@ class Staging:
         Raises:
             StageError: Some hosts do not have it; the others do.
         """
-        nodes = len(self._planned.placement.hosts)
-        order = ("stage", self.source.name, max(0.5, nodes / 2000))
-        tree, outcome = self._on_nodes(order, heard, self.source)
+        nodes, wrong = len(self._planned.placement.hosts), list[Exception]()
+
+        def order(tree: Tree) -> None:
+            try:
+                tree.order("stage", self.source.name, max(0.5, nodes / 2000), source=self.source)
+            except Exception as error:  # noqa: BLE001  # raised below, when the nodes have gone
+                wrong.append(error)
+                tree.order("bye")
+
+        tree, outcome = self._on_nodes(order, heard)
+        if wrong:
+            raise wrong[0]
         if outcome.told or outcome.exit_status or len(tree.whole) < nodes:
             return outcome.exit_status or 1  # the run has said why
         new = nodes - len(tree.had)
@@ -156,7 +168,7 @@ class Staging:
     def question(self, what: str) -> str:
         """Return what the nodes have; ``what`` is ``"status"``, or ``"clean"`` to remove it."""
         with signals() as heard:
-            tree, outcome = self._on_nodes((what,), heard)
+            tree, outcome = self._on_nodes(lambda tree: tree.order(what), heard)
         if outcome.exit_status:
             raise LaunchError(f"the nodes did not answer (exit status {outcome.exit_status})")
         rows, gone = dict[str, tuple[dict[str, Any], int]](), 0
@@ -174,17 +186,18 @@ class Staging:
             )
         return "\n".join(lines or [f"nothing is staged in {self.folder} on {nodes} nodes"])
 
-    def _on_nodes(
-        self, order: tuple[object, ...], heard: Heard, source: Source | None = None
-    ) -> tuple[Tree, Outcome]:
-        """Run `_stage_node.py` once a node, by the launch's own launcher."""
+    def _on_nodes(self, order: Callable[[Tree], None], heard: Heard) -> tuple[Tree, Outcome]:
+        """Run `_stage_node.py` once a node, by the launch's own launcher.
+
+        ``order`` is called meanwhile: to look at an environment takes as long as to start them.
+        """
         planned, given = self._planned, self._env.get("EZPZ_STAGE_FANOUT", "0")
         if not given.isdecimal():
             raise UsageError(
                 f"EZPZ_STAGE_FANOUT={given!r}: expected a number of children of a node"
             )
         hosts, scratch = planned.placement.hosts, self._env.get("TMPDIR") or "/tmp"
-        tree = Tree(hosts, order, source, here=planned.on_this_host, fan_out=int(given))
+        tree = Tree(hosts, here=planned.on_this_host, fan_out=int(given))
         words = (sys.executable, "-I", "-S", os.path.join(PROGRAMS, "_stage_node.py"), self.folder)
         request = replace(
             planned.request, command=words, nproc=None, ppn=1, nodes=len(hosts), cpu_bind="none",
@@ -193,6 +206,7 @@ class Staging:
             signal_before=0.0, retries=0, stage="", stage_data=(), dry_run=False, json=False,
         )  # fmt: skip
         tree.start()
+        threading.Thread(target=order, args=(tree,), daemon=True).start()
         try:
             with _hostfile(replace(self._replan(request), control=True), scratch) as ready:
                 kept = {name: v for name, v in self._env.items() if name not in ready.removed}
@@ -203,7 +217,7 @@ class Staging:
                     control=control, grace=GRACE, goes_on=True,
                     scratch="" if ready.hostfile == self._planned.hostfile else ready.hostfile,
                 )  # fmt: skip
-                threading.Thread(target=_show, args=(tree, len(hosts), source), daemon=True).start()
+                threading.Thread(target=_show, args=(tree, len(hosts)), daemon=True).start()
                 outcome = run(launch, heard)
         finally:
             tree.stop()
@@ -237,12 +251,14 @@ def _program(word: str, env: Mapping[str, str]) -> str:
     return shutil.which(word, path=env.get("PATH")) or sys.executable
 
 
-def _show(tree: Tree, nodes: int, source: Source | None) -> None:
+def _show(tree: Tree, nodes: int) -> None:
     """Tell how far it is: on a terminal in one line, else in a line now and then."""
-    if source is None or sys.stderr is None:
+    if sys.stderr is None:
         return
     terminal, before, at = sys.stderr.isatty(), 0, time.monotonic()
     while not tree.join(0.5 if terminal else 10.0):
+        if (source := tree.source) is None:
+            continue
         got, now = tree.bytes, time.monotonic()
         rate, before, at = (got - before) / (now - at), got, now
         lacking = (nodes - len(tree.had)) * source.size - got
@@ -400,7 +416,9 @@ def prepare(
     """Return what a launch with ``--stage`` prepares; nothing is started yet."""
     machine = planned.machine
     if planned.request.stage != "copper":
-        return Staging(planned, env, replan)
+        staging = Staging(planned, env, replan)
+        _ = staging.what  # what is wrong with it is told before anything starts
+        return staging
     if machine.copper is None:
         raise UsageError(
             f"--stage=copper: {machine.name}.toml has no [copper]; expected a machine that has it; "

@@ -33,6 +33,7 @@ class _Peer(_Connection):
     def __init__(self, its: socket.socket) -> None:
         super().__init__(its)
         self.state = ""  # "lacking", "whole", "failed"
+        self.has_order = False
         self.place = 0  # in the order of arrival; 0 of one that has all already
         self.assigned = 0.0
         self.address = ""
@@ -46,18 +47,17 @@ class Tree:
 
     Args:
         hosts: A name for each node.
-        order: What each is told: ``("stage", name, seconds between reports)``, ``("status",)``.
-        source: What is staged.
         here: Whether all nodes are on this host.
         fan_out: Children of a node; 0 for a number that fits.
         patience: As `_PATIENCE`.
     """
 
     def __init__(
-        self, hosts: Sequence[str], order: tuple[object, ...], source: Source | None = None, *,
-        here: bool, fan_out: int = 0, patience: float = _PATIENCE,
-    ) -> None:  # fmt: skip
-        self._hosts, self._order, self._source, self._patience = hosts, order, source, patience
+        self, hosts: Sequence[str], *, here: bool, fan_out: int = 0, patience: float = _PATIENCE
+    ) -> None:
+        self._hosts, self._patience = hosts, patience
+        self._order: tuple[object, ...] = ()  # while it is not known yet
+        self.source: Source | None = None
         # Unpacking is slower than sending: at scale a flat tree costs less than it saves.
         self._fan_out = fan_out or (2 if len(hosts) <= 64 else 4)
         self.secret = os.urandom(32).hex()
@@ -77,22 +77,34 @@ class Tree:
         self.whole = set[int]()
         self.answers = dict[int, Any]()
         self.began = time.monotonic()
-        self.arrived = 0.0  # when the first node did
+        self.arrived = 0.0  # when the first node had its order
         self.half = self.seconds = 0.0  # until half the nodes had it; until all
         self._poll = select.poll()
+        self._woken, self._wakes = socket.socketpair()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def start(self) -> None:
-        if self._source:
-            words = (self._data, self.secret, self._source.chunks)
-            threading.Thread(target=serve, args=words, daemon=True).start()
         self._thread.start()
+
+    def order(self, *order: object, source: Source | None = None) -> None:
+        """Say once what each node is told, also one that comes later.
+
+        Args:
+            order: ``"stage"``, a name, seconds between reports; ``"status"``; ``"bye"``.
+            source: What is staged.
+        """
+        if source:
+            words = (self._data, self.secret, source.chunks)
+            threading.Thread(target=serve, args=words, daemon=True).start()
+        self.source, self._order = source, order
+        with contextlib.suppress(OSError):  # it was stopped
+            self._wakes.send(b"!")
 
     def stop(self) -> None:
         """Wait for no node any more."""
         self._is_stopped = True
         self._thread.join()
-        for each in (self._server, self._data):
+        for each in (self._server, self._data, self._woken, self._wakes):
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)  # wakes who accepts
             each.close()
@@ -112,6 +124,7 @@ class Tree:
 
     def _run(self) -> None:
         self._poll.register(self._server, select.POLLIN)
+        self._poll.register(self._woken, select.POLLIN)
         while not (self._is_stopped or self._is_over()):
             for fd, _ in self._poll.poll(250):
                 self._handle(fd)
@@ -126,16 +139,12 @@ class Tree:
         return len(self.answers) + len(self.whole) + len(self.bad) >= len(self._hosts)
 
     def _handle(self, fd: int) -> None:
-        if fd == self._server.fileno():
-            try:
-                while (connection := _accept(self._server)) is not None:
-                    new = _Peer(connection)
-                    self._connections[new.fd] = new
-                    self._poll.register(new.fd, select.POLLIN)
-                    self._say(new, "challenge", new.challenge)
-            except OSError as error:
-                self._refused = f" ({error.strerror} here)"
-                self._poll.unregister(self._server)
+        if fd == self._woken.fileno():
+            self._woken.recv(1)
+            for peer in list(self._peers.values()):
+                self._command(peer)
+        elif fd == self._server.fileno():
+            self._greet()
         elif peer := self._connections.get(fd):
             try:
                 received = peer.socket.recv(1 << 16)
@@ -151,6 +160,17 @@ class Tree:
             if not received or len(peer.received) > 1 << 24:
                 self._drop(peer, "its process has ended")
 
+    def _greet(self) -> None:
+        try:
+            while (connection := _accept(self._server)) is not None:
+                new = _Peer(connection)
+                self._connections[new.fd] = new
+                self._poll.register(new.fd, select.POLLIN)
+                self._say(new, "challenge", new.challenge)
+        except OSError as error:
+            self._refused = f" ({error.strerror} here)"
+            self._poll.unregister(self._server)
+
     def _take(self, peer: _Peer, words: list[Any]) -> None:
         if peer.node is None:
             answer = is_introduced(words, self.secret, peer.challenge)
@@ -159,13 +179,22 @@ class Tree:
                 self._drop(peer, "")
                 return
             peer.node = node
-            self.arrived = self.arrived or time.monotonic()
             self._peers[node] = peer
             self._say(peer, "welcome", answer)
-            self._say(peer, *self._order)
+            self._command(peer)
         elif peer.state != "failed":
             peer.since = time.monotonic()
             self._hear(peer, peer.node, words)
+
+    def _command(self, peer: _Peer) -> None:
+        if not self._order or peer.has_order:
+            return
+        peer.has_order, peer.since = True, time.monotonic()
+        self.arrived = self.arrived or peer.since
+        if self._order == ("bye",) and peer.node is not None:
+            # That it ends now is no failure.
+            self.answers[peer.node], peer.state = None, "failed"
+        self._say(peer, *self._order)
 
     def _hear(self, peer: _Peer, node: int, words: list[Any]) -> None:
         match words:
@@ -217,7 +246,7 @@ class Tree:
     def _assign(self, peer: _Peer, why: str = "") -> None:
         """Tell a node whom to ask."""
         assert peer.node is not None
-        if self._source is None:
+        if self.source is None:
             return
         if len(peer.tried) >= _PARENTS:
             self._fail(peer, f"it gets nothing from {len(peer.tried)} other nodes: {why}")
@@ -232,9 +261,9 @@ class Tree:
         self._children[chosen].add(peer.node)
         address = self._data_address if chosen == _ROOT else self._peers[chosen].address
         try:
-            digest = self._source.manifest().data[:32].hex()
+            digest = self.source.manifest().data[:32].hex()
         except OSError as error:
-            self._source.error = f"{error.filename}: {error.strerror}"
+            self.source.error = f"{error.filename}: {error.strerror}"
         else:
             self._say(peer, "from", address, chosen, digest)
 
@@ -275,7 +304,7 @@ class Tree:
 
     def _look(self) -> None:
         """Leave out nodes that are not there, do not go on, or are far behind the others."""
-        now, source = time.monotonic(), self._source
+        now, source = time.monotonic(), self.source
         if source and source.error:
             for node in range(len(self._hosts)):
                 self.bad.setdefault(node, source.error)
