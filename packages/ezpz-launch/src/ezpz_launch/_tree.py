@@ -141,8 +141,8 @@ class Tree:
     def _handle(self, fd: int) -> None:
         if fd == self._woken.fileno():
             self._woken.recv(1)
-            for peer in list(self._peers.values()):
-                self._command(peer)
+            for each in self._peers.values():
+                self._command(each)
         elif fd == self._server.fileno():
             self._greet()
         elif peer := self._connections.get(fd):
