@@ -28,13 +28,14 @@ TRAIN = """
 import torch
 import ezpz
 from ezpz.models import causal_losses, load_pretrained, save_pretrained
-place, tp, out = {place!r}, {tp}, {out!r}
+place, tp, shard_size, out = {place!r}, {tp}, {shard_size}, {out!r}
 ezpz.setup_torch(seed=1, tensor_parallel_size=tp)
 replicas = ezpz_tp.get_data_parallel_world_size()
 first = ezpz_tp.get_data_parallel_rank() * 4 // replicas
 group = ezpz_tp.get_data_parallel_group()
 for kind in {kinds}:
-    model = ezpz.wrap_model_for_fsdp2(load_pretrained(place + "/" + kind))
+    model = load_pretrained(place + "/" + kind)
+    model = ezpz.wrap_model_for_fsdp2(model, shard_size=shard_size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for tokens in torch.load(place + "/batches.pt"):
         part = tokens[first : first + 4 // replicas]
@@ -82,10 +83,17 @@ def alone(tmp_path_factory):
     return place, {kind: trained_alone(kind, place, batches) for kind in FAMILIES}
 
 
-@pytest.mark.parametrize(("size", "tp"), [(2, 1), (2, 2), (4, 2)], ids=str)
-def test_losses_and_weights_are_those_of_transformers_alone(alone, ranks, tmp_path, size, tp):
+# FSDP2, TP, both, and HSDP.
+LAYOUTS = [(2, 1, None), (2, 2, None), (4, 2, None), (4, 1, 2)]
+
+
+@pytest.mark.parametrize(("size", "tp", "shard_size"), LAYOUTS, ids=str)
+def test_losses_and_weights_are_those_of_transformers_alone(
+    *, alone, ranks, tmp_path, size, tp, shard_size
+):
     place, wanted = alone
-    script = TRAIN.format(place=str(place), tp=tp, out=str(tmp_path), kinds=list(FAMILIES))
+    given = {"place": str(place), "out": str(tmp_path), "tp": tp, "shard_size": shard_size}
+    script = TRAIN.format(**given, kinds=list(FAMILIES))
     lines = [line.split() for line in ranks(size, script)[0].splitlines()]
     for kind, (model, losses) in wanted.items():
         mine = [float(words[2]) for words in lines if words[:2] == ["loss", kind]]

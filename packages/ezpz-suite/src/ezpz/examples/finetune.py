@@ -3,8 +3,7 @@
 usage: ezpz-launch python -m ezpz.examples.finetune --model=Qwen/Qwen3-0.6B --data=chats.jsonl
        ... --tp=2 --lora=16: split each layer over two ranks, train adapters of rank 16
 
-The data is a text file, a folder of them, or a JSONL file whose lines have "text", "prompt" and
-"completion", or "messages" of a chat. The same command resumes from the newest checkpoint.
+The same command resumes from the newest checkpoint. docs/guides/finetuning.md has the data.
 """
 
 from __future__ import annotations
@@ -42,6 +41,7 @@ class Settings(_settings.Settings):
         lr: The highest learning rate of AdamW, after a tenth of the steps; then it falls (cosine).
         dtype: What is computed in: bf16 or fp32. Weights are fp32.
         tp: Tensor-parallel ranks.
+        shard_size: Ranks that hold one copy of the model, a node's say (HSDP); 0: all of them.
         lora: Rank of adapters; 0 trains all weights.
         recompute: Keep no activations of a block of layers: compute them again in backward.
         evaluate_every: Steps from one evaluation on held-out blocks to the next.
@@ -59,6 +59,7 @@ class Settings(_settings.Settings):
     lr: float = 2e-5
     dtype: str = "bf16"
     tp: int = 1
+    shard_size: int = field(default=0, metadata={"least": 0})
     lora: int = field(default=0, metadata={"least": 0})
     recompute: bool = False
     evaluate_every: int = 25
@@ -110,8 +111,8 @@ class _Run:
             getattr(model, "activation_checkpointing_enable", of_old)({"use_reentrant": False})
         if rank := self.settings.lora:
             ezpz_tp.apply_lora(model, _projections(model), rank, 2 * rank)
-        dtype = _settings.dtype_named(self.settings.dtype)
-        return ezpz.wrap_model_for_fsdp2(model, dtype=None if dtype is torch.float32 else dtype)
+        dtype, shard = _settings.dtype_named(self.settings.dtype), self.settings.shard_size or None
+        return ezpz.wrap_model_for_fsdp2(model, dtype=dtype, shard_size=shard)
 
     def save(self, step: int) -> None:
         whole = not self.settings.lora
@@ -161,9 +162,8 @@ class _Run:
 
 def train(settings: Settings) -> None:
     """Fine-tune on all ranks. Collective: every rank calls this."""
-    for name in ("model", "data"):
-        if not getattr(settings, name):
-            raise _settings.UsageError(f"--{name} is missing; expected --{name}=PATH")
+    if missing := [name for name in ("model", "data") if not getattr(settings, name)]:
+        raise _settings.UsageError(f"--{missing[0]} is missing; expected --{missing[0]}=PATH")
     ezpz.setup_torch(seed=settings.seed, tensor_parallel_size=settings.tp)
     run, last = _Run(settings), settings.steps
     loaded = ezpz.load_checkpoint(run.folder / "checkpoints", **run.state)
