@@ -82,7 +82,7 @@ class Attempts:
         if self._request.log_dir:
             _make_folder("--log-dir", self._request.log_dir)
         if self._request.profile:
-            _make_folder("--profile:", self._request.profile_folder)
+            _make_folder("--profile to", self._request.profile_folder)
         self._signal_at: Callable[[], float] = lambda: NEVER
         if self._request.signal_before:
             self._signal_at = _signal_at(self._request.signal_before, topology.allocation, env)

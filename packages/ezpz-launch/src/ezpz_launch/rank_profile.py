@@ -31,8 +31,8 @@ from importlib.machinery import SourceFileLoader
 from typing import Any
 
 _OPTIMIZERS = "torch.optim.optimizer"
-_COLLECTIVE = re.compile("(gloo|mpi|ucc|xccl):|nccl(Dev)?Kernel")
-"""Names of events as long as a collective: torch's own of the host, and NCCL's kernels."""
+_COLLECTIVE = re.compile("(gloo|mpi|ucc):|nccl(Dev)?Kernel")
+"""Names of events that last as long as a collective; for oneCCL torch has none."""
 
 _ROWS, _SHOWN = 40, 10  # operations in a file, and of these on the terminal
 
@@ -132,12 +132,13 @@ class _Recording:
         self._is_over = False
 
     def watch(self, optimizers: Any) -> None:
+        self._guarded(lambda: os.makedirs(os.path.dirname(self._base), exist_ok=True))
         optimizers.register_optimizer_step_post_hook(self._count)
 
     def _count(self, optimizer: Any, _args: object, _kwargs: object) -> None:
         if self._counted() is None:  # the first, or that one is gone: it was a trial
             self._counted = weakref.ref(optimizer)
-        if self._counted() is optimizer and self._done <= self._last:
+        if self._counted() is optimizer and not self._is_over:
             self._done += 1
             if self._done == self._first - 1:
                 self._guarded(lambda: self._begin(optimizer))
@@ -171,7 +172,7 @@ class _Recording:
                 self._inside = False
                 if self._done > before:
                     self._guarded(self._advance)
-                if self._done > self._last and vars(optimizer).get("step") is ours:
+                if self._is_over and vars(optimizer).get("step") is ours:
                     del optimizer.step
                     if own:
                         optimizer.step = own
@@ -179,7 +180,7 @@ class _Recording:
         ours = optimizer.step = types.MethodType(stepped, optimizer)
 
     def _advance(self) -> None:
-        """Tell the profiler that a step has ended."""
+        """Tell the profiler, once there is one, that a step has ended."""
         if self._profiler is None:
             return
         if self._done in (self._first, self._last + 1):
@@ -193,7 +194,6 @@ class _Recording:
         steps = len(self._ends) - 1
         if steps < 1:
             return
-        os.makedirs(os.path.dirname(self._base), exist_ok=True)
         # Under its name once it is whole.
         profiler.export_chrome_trace(f"{self._base}.part.json.gz")
         os.replace(f"{self._base}.part.json.gz", f"{self._base}.json.gz")
@@ -205,7 +205,6 @@ class _Recording:
 
     def _tell(self, told: dict[str, float], table: list[str]) -> None:
         self._is_over = True
-        os.makedirs(os.path.dirname(self._base), exist_ok=True)
         first = json.dumps({"host": os.uname().nodename, "steps": self._done, **told})
         with open(f"{self._base}.txt", "w", encoding="utf-8") as file:
             file.writelines(f"{line}\n" for line in (first, *table))
@@ -291,17 +290,18 @@ def summary(folder: str, steps: str, nproc: int) -> str:
     less = f" (not to {last}: {ended})" if count <= last - first else ""
     rank = min(whole)
     each, own = whole[rank]["ms"], whole[rank]["own"]
+    within = f", {each - own:.2f} ms of it in collectives" if own < each else ""
     lines = [
         f"profile of {which}{less}: {folder}/rank-N.json.gz",
         "open a trace at https://ui.perfetto.dev, which reads it in your browser",
-        f"rank {rank}: a step took {each:.2f} ms, {each - own:.2f} ms of it in collectives",
+        f"rank {rank}: a step took {each:.2f} ms{within}",
     ]
     if len(whole) > 1:
-        owns = sorted((each["own"], rank, each["host"]) for rank, each in whole.items())
-        own, slow, host = owns[-1]
+        (least, fast), *_, (most, slow) = sorted((whole[rank]["own"], rank) for rank in whole)
+        what = f"slowest{', outside of collectives' if within else ''}"
         lines.append(
-            f"slowest: rank {slow} on {host}, {own:.2f} ms of a step outside of collectives; the "
-            f"fastest: rank {owns[0][1]}, {owns[0][0]:.2f} ms"
+            f"{what}: rank {slow} on {whole[slow]['host']}, {most:.2f} ms a step; fastest: rank "
+            f"{fast}, {least:.2f} ms"
         )
     return "\n  ".join([*lines, f"rank {rank}, a step, each operation itself:", *table])
 
