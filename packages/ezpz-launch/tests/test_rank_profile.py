@@ -121,12 +121,12 @@ dist.destroy_process_group()
 
 @pytest.fixture
 def trained(spawned, tmp_path):
-    def run(*words, steps):
-        (tmp_path / "train.py").write_text(TRAIN)
+    def run(*words, steps=(), script=TRAIN):
+        (tmp_path / "train.py").write_text(script)
         # torch's profiler imports torch's compiler, which makes this folder, by default in TMPDIR.
         env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "caches")}
         command = ("python", "train.py", *steps)
-        return spawned("-n", "2", *words, *command, cwd=tmp_path, env=env)
+        return spawned(*words, *command, cwd=tmp_path, env=env)
 
     return run
 
@@ -148,7 +148,7 @@ def marks(path):
 
 @with_torch
 def test_each_rank_writes_a_trace_and_the_slowest_is_named(trained, tmp_path):
-    done = trained("--profile", "3:4", steps=["7", "-1"])
+    done = trained("-n", "2", "--profile", "3:4", steps=["7", "-1"])
     assert done.returncode == 0, done.stderr
     (folder,) = (tmp_path / "ezpz-profile").iterdir()
     names = [f"rank-{rank}.{end}" for rank in (0, 1) for end in ("json.gz", "txt")]
@@ -174,7 +174,7 @@ def test_each_rank_writes_a_trace_and_the_slowest_is_named(trained, tmp_path):
 
 @with_torch
 def test_a_launch_that_fails_keeps_what_there_is_and_each_attempt_has_its_own(trained, tmp_path):
-    words = ("--profile", "3:9", "--log-dir", "logs", "--retries", "1")
+    words = ("-n", "2", "--profile", "3:9", "--log-dir", "logs", "--retries", "1")
     done = trained(*words, steps=["9", "5", "2", "-1"])
     assert done.returncode == 0, done.stderr
     first, second = sorted((tmp_path / "logs" / "profile").iterdir())
@@ -185,3 +185,25 @@ def test_a_launch_that_fails_keeps_what_there_is_and_each_attempt_has_its_own(tr
     line = "profile: nothing was recorded: the program ended after step 1; expected it to come to"
     assert f"ezpz-launch: {line} step 9; give --profile earlier steps\n" in done.stderr
     assert "ValueError: bad" in (tmp_path / "logs" / "rank-1.err").read_text()
+
+
+OWN = """
+import contextlib, torch
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters())
+for profiling in (contextlib.nullcontext(), torch.profiler.profile(), contextlib.nullcontext()):
+    with profiling:
+        for _ in range(5):
+            model(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+    if hasattr(profiling, "events"):
+        print(sum(each.name == "aten::addmm" for each in profiling.events()), "recorded")
+"""
+
+
+@with_torch
+def test_a_program_with_a_profiler_of_its_own_keeps_that_one(trained):
+    done = trained("-n", "1", "--profile", "4:12", script=OWN)
+    assert (done.returncode, done.stdout) == (0, "5 recorded\n"), done.stderr
+    line = "the program uses torch's profiler itself at these steps\n"
+    assert re.search(f"profile: nothing was recorded: rank 0 on .*: {line}", done.stderr)

@@ -25,7 +25,7 @@ import sys
 import time
 import types
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from importlib.machinery import SourceFileLoader
 from typing import Any
@@ -145,7 +145,14 @@ class _Recording:
             elif not self._inside:
                 self._guarded(self._advance)
 
+    def _check(self) -> None:
+        """See that none but ours records: torch dies of profilers that end each other."""
+        autograd: Any = sys.modules["torch"].autograd
+        if vars(autograd.profiler)["_is_profiler_enabled"] != bool(self._ends):
+            raise RuntimeError("the program uses torch's profiler itself at these steps")
+
     def _begin(self, optimizer: Any) -> None:
+        self._check()
         profiling: Any = sys.modules["torch"].profiler
         actions = profiling.ProfilerAction
 
@@ -183,12 +190,17 @@ class _Recording:
         """Tell the profiler, once there is one, that a step has ended."""
         if self._profiler is None:
             return
+        self._check()
         if self._done in (self._first, self._last + 1):
             _synchronize()
         self._ends.append(time.perf_counter())
         self._profiler.step()
         if self._done == self._first:  # the start of the recording is no part of a step
             self._ends = [time.perf_counter()]
+
+    def _stop(self) -> None:
+        self._check()
+        self._profiler.stop()
 
     def _write(self, profiler: Any) -> None:
         steps = len(self._ends) - 1
@@ -203,7 +215,7 @@ class _Recording:
         told = {"recorded": steps, "ms": each, "own": max(0.0, each - within)}
         self._tell(told, _table(profiler.key_averages(), steps))
 
-    def _tell(self, told: dict[str, float], table: list[str]) -> None:
+    def _tell(self, told: Mapping[str, object], table: list[str]) -> None:
         self._is_over = True
         first = json.dumps({"host": os.uname().nodename, "steps": self._done, **told})
         with open(f"{self._base}.txt", "w", encoding="utf-8") as file:
@@ -214,7 +226,7 @@ class _Recording:
         if os.getpid() != self._pid:
             return  # a fork of the rank
         if self._profiler is not None and not self._is_over:
-            self._guarded(self._profiler.stop)
+            self._guarded(self._stop)
         if self._done and not self._is_over:
             self._guarded(lambda: self._tell({}, []))
 
@@ -224,9 +236,11 @@ class _Recording:
             what()
         except (OSError, RuntimeError) as error:
             self._profiler, self._is_over = None, True
-            where = f"{os.path.basename(self._base)} on {os.uname().nodename}"
-            why = f"{error}; expected to make {self._base}.json.gz; the training goes on without"
-            print(f"ezpz-launch: --profile: {where}: {why}", file=sys.stderr, flush=True)
+            try:
+                self._tell({"error": str(error)}, [])
+            except OSError:
+                why = f"{self._base} cannot be written on {os.uname().nodename}: {error}"
+                print(f"ezpz-launch: --profile: {why}", file=sys.stderr, flush=True)
 
 
 def _synchronize() -> None:
@@ -270,7 +284,8 @@ def summary(folder: str, steps: str, nproc: int) -> str:
     table: list[str] = []
     for rank in range(nproc):
         path = os.path.join(folder, f"rank-{rank}.txt")
-        with suppress(FileNotFoundError), open(path, encoding="utf-8") as file:
+        # It wrote none, or was killed when it did.
+        with suppress(OSError, ValueError), open(path, encoding="utf-8") as file:
             told[rank] = json.loads(file.readline())
             table = table or file.read().splitlines()[: 1 + _SHOWN]
     if not told:
@@ -280,11 +295,10 @@ def summary(folder: str, steps: str, nproc: int) -> str:
         )
     ended = f"the program ended after step {min(each['steps'] for each in told.values()) - 1}"
     whole = {rank: each for rank, each in told.items() if "recorded" in each}
+    failed = [f"rank {n} on {e['host']}: {e['error']}" for n, e in told.items() if "error" in e]
     if not whole:
-        return (
-            f"profile: nothing was recorded: {ended}; expected it to come to step {last}; give "
-            "--profile earlier steps"
-        )
+        early = f"{ended}; expected it to come to step {last}; give --profile earlier steps"
+        return f"profile: nothing was recorded: {[*failed, early][0]}"
     count = min(each["recorded"] for each in whole.values())
     which = f"steps {first} to {first + count - 1}, {len(whole)} of {nproc} ranks"
     less = f" (not to {last}: {ended})" if count <= last - first else ""
@@ -303,6 +317,8 @@ def summary(folder: str, steps: str, nproc: int) -> str:
             f"{what}: rank {slow} on {whole[slow]['host']}, {most:.2f} ms a step; fastest: rank "
             f"{fast}, {least:.2f} ms"
         )
+    if failed:
+        lines.append(f"{len(failed)} ranks recorded nothing, such as {failed[0]}")
     return "\n  ".join([*lines, f"rank {rank}, a step, each operation itself:", *table])
 
 
