@@ -318,7 +318,7 @@ def help_page() -> str:
     for option in OPTIONS:
         flags = ", ".join([*([f"-{option.short}"] if option.short else []), f"--{option.name}"])
         value = f"[={option.value}]" if option.implied else f" {option.value}".rstrip()
-        lines.append(help_row(flags + value, 24, option.help))
+        lines.append(help_row(flags + value, 20, option.help))
     lines += [f"  also understood: {also}", "", "examples:"]
     lines += [f"  {words:<54} {what}" for words, what in EXAMPLES]
     lines += [

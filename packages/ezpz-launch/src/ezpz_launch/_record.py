@@ -57,7 +57,7 @@ def record_of(launch_id: str, planned: LaunchPlan, argv: Sequence[str], job: All
     with suppress(OSError):
         cwd = os.getcwd()
     return Record(
-        id=launch_id, command=planned.command, cwd=cwd, machine=planned.machine.name,
+        id=launch_id, command=planned.request.command, cwd=cwd, machine=planned.machine.name,
         scheduler=job.scheduler, job_id=job.job_id, hosts=fold_nodelist(placement.hosts),
         nproc=placement.nproc, ppn=placement.ppn, launcher=planned.launcher.kind, argv=tuple(argv),
         environment=dict(planned.environment), host=get_hostname(), pid=os.getpid(),

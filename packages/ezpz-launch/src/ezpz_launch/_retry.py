@@ -80,7 +80,9 @@ class Attempts:
         given = env.get("EZPZ_NODE_TIMEOUT")
         self._node_timeout = _node_timeout(given) if given else NODE_TIMEOUT
         if self._request.log_dir:
-            _make_log_dir(self._request.log_dir)
+            _make_folder("--log-dir", self._request.log_dir)
+        if self._request.profile:
+            _make_folder("--profile to", self._request.profile_folder)
         self._signal_at: Callable[[], float] = lambda: NEVER
         if self._request.signal_before:
             self._signal_at = _signal_at(self._request.signal_before, topology.allocation, env)
@@ -126,6 +128,8 @@ class Attempts:
                 folder = self._request.log_dir
                 self._sizes = _sizes(folder) if folder else {}
                 outcome = self._attempt()
+                if self._request.profile:
+                    self._say_what_was_profiled()
                 if outcome.failure and folder:
                     self._say_what_is_in_the_files(outcome.failure[0])
                 status, seconds, found = outcome.exit_status, None, self._judge(outcome)
@@ -336,6 +340,13 @@ class Attempts:
             return _tail(self._request.log_dir, outcome.failure[0], self._sizes)
         return outcome.tail
 
+    def _say_what_was_profiled(self) -> None:
+        from .rank_profile import summary  # noqa: PLC0415  # only this option needs it
+
+        request, attempt = self._request, f"{self._keeper.launch_id}.{self._number}"
+        folder = os.path.join(request.profile_folder, attempt)
+        say(summary(folder, request.profile, self._planned.placement.nproc))
+
     def _say_what_is_in_the_files(self, rank: int) -> None:
         folder = self._request.log_dir
         text = b"" if self._request.tee else _tail(folder, rank, self._sizes)
@@ -457,14 +468,14 @@ _TAIL, _LINES = 1 << 13, 20
 """Bytes, and lines, of a rank's file that are looked at when it has failed."""
 
 
-def _make_log_dir(folder: str) -> None:
+def _make_folder(option: str, folder: str) -> None:
     try:
         os.makedirs(folder, exist_ok=True)
         why = why_not_written(folder)
     except OSError as error:
         why = str(error.strerror)
     if why:
-        raise LaunchError(f"--log-dir {folder}: {why}; expected a folder that can be written")
+        raise LaunchError(f"{option} {folder}: {why}; expected a folder that can be written")
 
 
 def _sizes(folder: str) -> dict[str, int]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -24,7 +23,7 @@ from ._errors import LaunchError, StageError, UsageError, say
 from ._launch import ENDING, Control, Heard, Launch, Outcome, signals
 from ._launchers import LAUNCHERS, PROGRAMS
 from ._launchers import argv as argv_of
-from ._options import GRACE, Options, split
+from ._options import GRACE, PROFILE, PYTHON, Options, split
 from ._record import new_id
 from ._retry import _hostfile
 from ._run import run
@@ -113,11 +112,9 @@ class Staging:
         changed["EZPZ_STAGED"] = self.source.root
         staged = [f"staged: {root.path}: {root.why}" for root in what.roots]
         kept = [f"not staged: {stays}" for stays in what.stays]
-        first, *words = planned.command
+        command = [moved(w) if n == 0 or w == PROFILE else w for n, w in enumerate(planned.command)]
         notes = f"staged to {self.folder} ({self.why}): {self._size}", *staged, *kept
-        return _told(
-            replace(planned, command=(moved(first), *words)), self._env, changed, "--stage", notes
-        )
+        return _told(replace(planned, command=tuple(command)), self._env, changed, "--stage", notes)
 
     @property
     def _size(self) -> str:
@@ -203,7 +200,8 @@ class Staging:
             planned.request, command=words, nproc=None, ppn=1, nodes=len(hosts), cpu_bind="none",
             env=(*planned.request.env, f"{VARIABLE}={tree.where} {tree.secret}"), log_dir="",
             tee=False, only_ranks=None, prefix=False, one_device=False, idle_timeout=0.0,
-            signal_before=0.0, retries=0, stage="", stage_data=(), dry_run=False, json=False,
+            signal_before=0.0, retries=0, profile="", stage="", stage_data=(), dry_run=False,
+            json=False,
         )  # fmt: skip
         tree.start()
         threading.Thread(target=order, args=(tree,), daemon=True).start()
@@ -246,7 +244,7 @@ _HOLD = 86400.0  # seconds for which a node's shim stays: its launcher would end
 
 def _program(word: str, env: Mapping[str, str]) -> str:
     """Return the Python that a command starts; our own where it starts something else."""
-    if not re.fullmatch(r"(pypy|python)[0-9.]*", os.path.basename(word)):
+    if not PYTHON.fullmatch(os.path.basename(word)):
         return sys.executable
     return shutil.which(word, path=env.get("PATH")) or sys.executable
 
