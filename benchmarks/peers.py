@@ -39,6 +39,8 @@ RECIPES = {
     "ClusterShell": Recipe("ClusterShell"),
     "submitit": Recipe("submitit"),
     "accelerate": Recipe("accelerate", torch=True),
+    "transformers": Recipe("transformers", torch=True),
+    "peft": Recipe("peft", torch=True),
     "lightning-fabric": Recipe("lightning-fabric", torch=True),
     "deepspeed": Recipe("deepspeed", torch=True),
     "TensorBoard": Recipe("tensorboard", torch=True),

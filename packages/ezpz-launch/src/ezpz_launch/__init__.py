@@ -7,9 +7,10 @@ from ._cli import main
 from ._errors import CommandNotExecutableError, CommandNotFoundError, LaunchError, UsageError
 from ._options import Request, split
 from ._plan import LaunchPlan, plan
+from ._record import records_folder
 from ._version import __version__
 
 __all__ = [
     "CommandNotExecutableError", "CommandNotFoundError", "LaunchError", "LaunchPlan", "Request",
-    "UsageError", "__version__", "main", "plan", "split",
+    "UsageError", "__version__", "main", "plan", "records_folder", "split",
 ]  # fmt: skip

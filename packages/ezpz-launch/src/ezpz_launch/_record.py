@@ -126,7 +126,15 @@ KEPT = 1000
 
 
 def records_folder(env: Mapping[str, str], kind: str = "launches") -> str:
-    """Return a folder in ``EZPZ_STATE_DIR`` or the user's state folder; it need not exist."""
+    """Return a folder in ``EZPZ_STATE_DIR`` or the user's state folder; it need not exist.
+
+    Args:
+        env: The environment to read.
+        kind: What the folder is called there.
+
+    Raises:
+        LaunchError: The environment names neither, and no home directory.
+    """
     if given := env.get("EZPZ_STATE_DIR"):
         return os.path.join(os.path.abspath(given), kind)
     base = env.get("XDG_STATE_HOME", "")

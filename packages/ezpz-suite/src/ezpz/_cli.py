@@ -20,6 +20,7 @@ Train with PyTorch anywhere, from a laptop to a supercomputer.
 run:
   launch    start a command on every rank of this job or host (ezpz-launch)
   test      train a small model on all ranks: does it work here, and how fast?
+  bench     which layout of a Llama trains fastest here? as fast as last time?
   stage     bring the environment to every node's own disk, for later launches
 
 jobs:
@@ -60,6 +61,7 @@ exit status: that of the command; 2 there is no such command"""
 COMMANDS: dict[str, tuple[str, ...]] = {
     "launch": ("ezpz_launch",),
     "test": ("ezpz._test.command",),
+    "bench": ("ezpz._bench",),
     "stage": ("ezpz_launch", "stage"),
     "submit": ("ezpz_launch", "submit"),
     "jobs": ("ezpz_launch", "jobs"),

@@ -1,6 +1,8 @@
-"""``ezpz test`` on real ranks, as a user outside of any job."""
+"""``ezpz test`` and ``ezpz bench`` on real ranks, as a user outside of any job."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -16,6 +18,17 @@ def clean_env(clean_env, tmp_path):
         **clean_env, "COLUMNS": "80", "EZPZ_STATE_DIR": str(tmp_path / "state"),
         "TMPDIR": str(folder),
     }  # fmt: skip
+
+
+@pytest.fixture
+def ezpz(clean_env, tmp_path):
+    def run(*words, **options):
+        return subprocess.run(
+            [sys.executable, "-m", "ezpz", *words], env=clean_env, cwd=tmp_path,
+            capture_output=True, text=True, timeout=300, check=False, **options,
+        )  # fmt: skip
+
+    return run
 
 
 @pytest.fixture

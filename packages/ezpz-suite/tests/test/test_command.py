@@ -1,8 +1,6 @@
 """The command ``ezpz test``: what its words mean, what it refuses, and what it launches."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
@@ -10,17 +8,6 @@ from ezpz._test.command import OPTIONS, Settings, help_page, main, parse, take
 
 SMALL = ("--steps=6", "--layers=1", "--dim=64", "--seq=32", "--batch=4", "--sizes=4K")
 SPAWN = ("--launcher", "spawn")
-
-
-@pytest.fixture
-def ezpz(clean_env, tmp_path):
-    def run(*words):
-        return subprocess.run(
-            [sys.executable, "-m", "ezpz", *words], env=clean_env, cwd=tmp_path,
-            capture_output=True, text=True, timeout=300, check=False,
-        )  # fmt: skip
-
-    return run
 
 
 def test_two_ranks_are_launched_and_what_they_found_is_printed(ezpz, tmp_path):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import Field, dataclass, field, fields
 from typing import Any, Final
 
 from ezpz import _streams
@@ -16,18 +16,103 @@ class UsageError(Exception):
     """The words of the command line make no sense, or not together."""
 
 
-def take(words: Sequence[str]) -> tuple[list[str], list[str]]:
+WRAPS: Final = ("auto", "ddp", "fsdp2", "zero1", "none")
+# What goes around a pipeline's part: of the others each backward pass would reduce.
+_AROUND_PIPELINE: Final = ("auto", "none", "fsdp2")
+_UNITS: Final = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+_FEWEST: Final = {"steps": 4, "seed": 0}
+_LARGEST: Final = 2**31 - 1
+
+
+def option(default: Any, value: str, said: str, read: Callable[[str], Any] | None = None) -> Any:
+    """Return the field of an option: what it takes, its help, and what makes a value of a word."""
+    return field(default=default, metadata={"value": value, "help": said, "read": read})
+
+
+def dtype_of(text: str) -> str:
+    if text not in ("fp32", "bf16"):
+        raise UsageError(f"--dtype={text}; expected fp32 or bf16")
+    return text
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    """Return the bytes of ``4K,1M``, in order; none of ``none``."""
+    if text == "none":
+        return ()
+    found = []
+    for one in text.split(","):
+        digits, unit = (one[:-1], _UNITS[one[-1]]) if one[-1:] in _UNITS else (one, 1)
+        if not (digits.isascii() and digits.isdecimal() and len(digits) < 16):
+            raise UsageError(f"--sizes={text}: {one!r}; expected sizes in bytes such as 4K,1M,64M")
+        size = int(digits) * unit
+        if size < 4 or size % 4:
+            raise UsageError(f"--sizes={text}: {one}; expected a multiple of 4 bytes (float32)")
+        found.append(size)
+    return tuple(sorted(set(found)))
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A test, as asked. A number that is 0 is chosen by the device, as are empty texts and None."""
+
+    tp: int = option(1, "N", "ranks that share each layer: tensor parallel (default 1)")
+    pp: int = option(1, "N", "ranks that share the layers out: pipeline (1)")
+    cp: int = option(1, "N", "ranks that share each sequence: context parallel (1)")
+    wrap: str = option("auto", "KIND", "ddp, fsdp2, zero1, none (ddp; with --pp none)")
+    steps: int = option(40, "N", "steps to train (40)")
+    batch: int = option(8, "N", "sequences a step of each data-parallel rank (8)")
+    seq: int = option(0, "N", "tokens of a sequence (128; on accelerators 1024)")
+    layers: int = option(0, "N", "layers of the Llama (4; on accelerators 12)")
+    dim: int = option(0, "N", "its width (128; on accelerators 1024); --tp may raise it")
+    dtype: str = option(
+        "", "TYPE", "fp32 or bf16, to compute in (fp32; on accelerators bf16)", dtype_of
+    )
+    seed: int = option(42, "N", "of weights and data (42)")
+    sizes: tuple[int, ...] | None = option(  # in bytes
+        None, "LIST", "all-reduce messages such as 4K,1M,64M; none: do not measure", _sizes
+    )
+    pairs: bool = option(False, "", "all-reduce within each pair of nodes as well: which is slow?")
+    json: bool = option(False, "", "the result for programs, on standard output")
+    outdir: str = option("", "DIR", "keep the run there: metrics.jsonl, result.json")
+
+    def __post_init__(self) -> None:
+        wrap, pp = self.wrap, self.pp
+        for is_wrong, said in (
+            (wrap not in WRAPS, f"--wrap={wrap}; expected one of {', '.join(WRAPS)}"),
+            (pp > 1 and wrap not in _AROUND_PIPELINE,
+             (f"--wrap={wrap} with --pp={pp}; expected none or fsdp2: around a pipeline's part, "
+             "which runs several times a step, no other goes")),
+            (pp > 1 and self.batch % pp,
+             (f"--batch={self.batch} with --pp={pp}; expected a multiple of {pp}: the pipeline "
+             "runs so many parts of a batch at once")),
+        ):  # fmt: skip
+            if is_wrong:
+                raise UsageError(said)
+
+
+OPTIONS: Final = fields(Settings)
+
+
+# What the commands share that start ranks of their own: `ezpz test` and `ezpz bench`.
+
+
+def options_of(settings: type[Any]) -> dict[str, Field[Any]]:
+    return {f"--{one.name}": one for one in fields(settings)}
+
+
+def take(words: Sequence[str], settings: type[Any] = Settings) -> tuple[list[str], list[str]]:
     """Part the words that are ours, as ``--name=value`` or ``--name``, from all others."""
+    options = options_of(settings)
     ours: dict[str, str] = {}
     others: list[str] = []
     left = list(words)
     while left:
         word = left.pop(0)
         flag, equals, value = word.partition("=")
-        if flag not in _TAKES:
+        if flag not in options:
             others.append(word)
             continue
-        takes = _TAKES[flag]
+        takes = options[flag].metadata["value"]
         if flag in ours:
             raise UsageError(f"{flag} is given twice; expected once")
         if takes and not equals:
@@ -42,81 +127,52 @@ def take(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return list(ours.values()), others
 
 
-def closest(word: str, others: Sequence[str] = ()) -> str:
-    """Return the option, of ours or of others, that a misspelt word probably means; or nothing."""
+def part_words(
+    words: Sequence[str], settings: type[Any], name: str
+) -> tuple[list[str], list[str], Mapping[str, Any]]:
+    """Return a command's own words, the launcher's, and what these say."""
+    import ezpz_launch  # noqa: PLC0415  # a page of help does not need it
+
+    ours, others = take(words, settings)
+    try:
+        launch, command = ezpz_launch.split(others)
+    except ezpz_launch.UsageError as error:
+        said = _with_hint(str(error), others, list(options_of(settings)))
+        raise UsageError(said.replace("ezpz-launch --help", f"{name} --help")) from error
+    if command or "module" in launch or "code" in launch:
+        raise UsageError(
+            f"{' '.join(others)!r} has a command in it; expected options only; a script of yours "
+            "is started by ezpz launch"
+        )
+    return ours, others, launch
+
+
+def _with_hint(said: str, words: Sequence[str], options: Sequence[str]) -> str:
+    """Return what the launcher said of its options, with ours in mind."""
     import difflib  # noqa: PLC0415  # only a wrong word needs it
+    import re  # noqa: PLC0415  # as above
 
-    close = difflib.get_close_matches(word.partition("=")[0], [*_TAKES, *others], n=1)
-    return close[0] if close else ""
-
-
-WRAPS: Final = ("auto", "ddp", "fsdp2", "zero1", "none")
-# What goes around a pipeline's part: of the others each backward pass would reduce.
-_AROUND_PIPELINE: Final = ("auto", "none", "fsdp2")
-_UNITS: Final = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-_FEWEST: Final = {"steps": 4, "seed": 0}
-_LARGEST: Final = 2**31 - 1
-
-
-def _option(default: Any, value: str, said: str) -> Any:
-    return field(default=default, metadata={"value": value, "help": said})
-
-
-@dataclass(frozen=True)
-class Settings:
-    """A test, as asked. A number that is 0 is chosen by the device, as are empty texts and None."""
-
-    tp: int = _option(1, "N", "ranks that share each layer: tensor parallel (default 1)")
-    pp: int = _option(1, "N", "ranks that share the layers out: pipeline (1)")
-    cp: int = _option(1, "N", "ranks that share each sequence: context parallel (1)")
-    wrap: str = _option("auto", "KIND", "ddp, fsdp2, zero1, none (ddp; with --pp none)")
-    steps: int = _option(40, "N", "steps to train (40)")
-    batch: int = _option(8, "N", "sequences a step of each data-parallel rank (8)")
-    seq: int = _option(0, "N", "tokens of a sequence (128; on accelerators 1024)")
-    layers: int = _option(0, "N", "layers of the Llama (4; on accelerators 12)")
-    dim: int = _option(0, "N", "its width (128; on accelerators 1024); --tp may raise it")
-    dtype: str = _option("", "TYPE", "fp32 or bf16, to compute in (fp32; on accelerators bf16)")
-    seed: int = _option(42, "N", "of weights and data (42)")
-    sizes: tuple[int, ...] | None = _option(  # in bytes
-        None, "LIST", "all-reduce messages such as 4K,1M,64M; none: do not measure"
-    )
-    pairs: bool = _option(False, "", "all-reduce within each pair of nodes as well: which is slow?")
-    json: bool = _option(False, "", "the result for programs, on standard output")
-    outdir: str = _option("", "DIR", "keep the run there: metrics.jsonl, result.json")
-
-    def __post_init__(self) -> None:
-        wrap, pp = self.wrap, self.pp
-        for is_wrong, said in (
-            (wrap not in WRAPS, f"--wrap={wrap}; expected one of {', '.join(WRAPS)}"),
-            (self.dtype not in ("", "fp32", "bf16"),
-             f"--dtype={self.dtype}; expected fp32 or bf16"),
-            (pp > 1 and wrap not in _AROUND_PIPELINE,
-             (f"--wrap={wrap} with --pp={pp}; expected none or fsdp2: around a pipeline's part, "
-             "which runs several times a step, no other goes")),
-            (pp > 1 and self.batch % pp,
-             (f"--batch={self.batch} with --pp={pp}; expected a multiple of {pp}: the pipeline "
-             "runs so many parts of a batch at once")),
-        ):  # fmt: skip
-            if is_wrong:
-                raise UsageError(said)
-
-
-OPTIONS: Final = fields(Settings)
-_TAKES: Final = {f"--{one.name}": one.metadata["value"] for one in OPTIONS}
-
-
-def parse(words: Sequence[str]) -> Settings:
-    found: dict[str, Any] = {}
+    every = [*options, *re.findall(r"did you mean (\S+)\?", said)]
     for word in words:
-        name, _, text = word.removeprefix("--").partition("=")
-        default = getattr(Settings, name)
-        if name == "sizes":
-            found[name] = _sizes(text)
-        elif type(default) is int:
-            found[name] = _number(name, text)
+        close = difflib.get_close_matches(word.partition("=")[0], every, n=1)
+        if close and f"unknown option {word!r}" in said:
+            return f"unknown option {word!r}; did you mean {close[0]}?"
+    return said
+
+
+def parse(words: Sequence[str], settings: type[Any] = Settings) -> Any:
+    """Return the settings that words of `take` make."""
+    options, found = options_of(settings), dict[str, Any]()
+    for word in words:
+        flag, _, text = word.partition("=")
+        one = options[flag]
+        if read := one.metadata["read"]:
+            found[one.name] = read(text)
+        elif type(one.default) is int:
+            found[one.name] = _number(one.name, text)
         else:
-            found[name] = text if type(default) is str else True
-    return Settings(**found)
+            found[one.name] = text if type(one.default) is str else True
+    return settings(**found)
 
 
 def _number(name: str, text: str) -> int:
@@ -130,20 +186,30 @@ def _number(name: str, text: str) -> int:
     return number
 
 
-def _sizes(text: str) -> tuple[int, ...] | None:
-    """Return the bytes of ``4K,1M``, in order; None of nothing, none of ``none``."""
-    if not text or text == "none":
-        return () if text else None
-    found = []
-    for one in text.split(","):
-        digits, unit = (one[:-1], _UNITS[one[-1]]) if one[-1:] in _UNITS else (one, 1)
-        if not (digits.isascii() and digits.isdecimal() and len(digits) < 16):
-            raise UsageError(f"--sizes={text}: {one!r}; expected sizes in bytes such as 4K,1M,64M")
-        size = int(digits) * unit
-        if size < 4 or size % 4:
-            raise UsageError(f"--sizes={text}: {one}; expected a multiple of 4 bytes (float32)")
-        found.append(size)
-    return tuple(sorted(set(found)))
+def run_command(
+    argv: Sequence[str] | None, name: str, page: str, run: Callable[[Sequence[str]], int]
+) -> int:
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if {"-h", "--help"} & set(words):
+            return _streams.print_page(page, name)
+        if words == ["--version"]:
+            return _streams.print_page(__version__, name)
+        return run(words)
+    except UsageError as error:
+        _streams.complain(str(error), name)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def page_of(head: str, settings: type[Any], tail: str) -> str:
+    """Return a page of help, with a line for each option."""
+    lines = []
+    for flag, one in options_of(settings).items():
+        value = f"={one.metadata['value']}" if one.metadata["value"] else ""
+        lines.append(f"  {flag + value:<15} {one.metadata['help']}")
+    return "\n".join([head, *lines, tail])
 
 
 _NAME: Final = "ezpz test"
@@ -179,23 +245,11 @@ ezpz-launch."""
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``ezpz test`` with these words (default: the process's) and return its exit status."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    try:
-        if {"-h", "--help"} & set(words):
-            return _streams.print_page(help_page(), _NAME)
-        if words == ["--version"]:
-            return _streams.print_page(__version__, _NAME)
-        return _launch(words)
-    except UsageError as error:
-        complain(str(error))
-        return 2
+    return run_command(argv, _NAME, help_page(), _launch)
 
 
 def help_page() -> str:
-    flags = (f"{flag}={takes}" if takes else flag for flag, takes in _TAKES.items())
-    helps = (one.metadata["help"] for one in OPTIONS)
-    lines = (f"  {flag:<15} {said}" for flag, said in zip(flags, helps, strict=True))
-    return "\n".join([_HEAD, *lines, _TAIL])
+    return page_of(_HEAD, Settings, _TAIL)
 
 
 def complain(text: str) -> None:
@@ -205,31 +259,11 @@ def complain(text: str) -> None:
 def _launch(words: Sequence[str]) -> int:
     import ezpz_launch  # noqa: PLC0415  # a page of help does not need it
 
-    ours, others = take(words)
-    try:
-        options, command = ezpz_launch.split(others)
-    except ezpz_launch.UsageError as error:
-        raise UsageError(_with_hint(str(error), others)) from error
-    if command or "module" in options or "code" in options:
-        raise UsageError(
-            f"{' '.join(others)!r} has a command in it; expected options only; a script of yours "
-            "is started by ezpz launch"
-        )
-    settings = parse(ours)
+    ours, others, options = part_words(words, Settings, _NAME)
+    settings: Settings = parse(ours)
     if "dry-run" in options and settings.json:
         others = [*others, "--json"]
     return ezpz_launch.main([*others, *_width(), "-m", "ezpz.test_dist", *ours])
-
-
-def _with_hint(said: str, words: Sequence[str]) -> str:
-    """Return what the launcher said of its options, with ours in mind."""
-    import re  # noqa: PLC0415  # only a wrong word needs it
-
-    theirs = re.findall(r"did you mean (\S+)\?", said)
-    for word in words:
-        if f"unknown option {word!r}" in said and (hint := closest(word, theirs)):
-            return f"unknown option {word!r}; did you mean {hint}?"
-    return said.replace("ezpz-launch --help", "ezpz test --help")
 
 
 def _width() -> list[str]:

@@ -60,8 +60,11 @@ _LARGEST_NORM = 1.0  # gradients are clipped to it
 class Trainer:
     """A model in training: its layers whole, or split by tensor and context parallel ranks."""
 
-    def __init__(self, settings: Settings, config: LlamaConfig, device: torch.device) -> None:
-        self.wrap = settings.wrap
+    def __init__(
+        self, settings: Settings, config: LlamaConfig, device: torch.device,
+        shard_size: int | None = None,
+    ) -> None:  # fmt: skip
+        self.wrap, self._shard_size = settings.wrap, shard_size
         if self.wrap == "auto":
             replicas = ezpz_tp.get_state().size("data") * settings.cp
             self.wrap = "ddp" if replicas > 1 and settings.pp == 1 else "none"
@@ -73,12 +76,17 @@ class Trainer:
 
     def _build(self, config: LlamaConfig) -> nn.Module:
         parallel = self.settings.tp * self.settings.cp > 1
-        self._bare = bare = Llama(config, parallel=parallel, seed=self.settings.seed)
-        wrapped: nn.Module
+        # Without memory: no rank has to hold all of what is sharded.
+        bare = Llama(config, parallel=parallel, seed=self.settings.seed, device="meta")
+        wrapped: nn.Module = bare
+        self._bare = bare
         if self.wrap == "none":
-            wrapped = bare.to(self.device)
+            bare.to_empty(device=self.device)
+            bare.reset_parameters()
         elif self.wrap == "fsdp2":
-            wrapped = ezpz_dist.wrap_model_for_fsdp2(bare, dtype=self.dtype)
+            wrapped = ezpz_dist.wrap_model_for_fsdp2(
+                bare, dtype=self.dtype, shard_size=self._shard_size
+            )
         else:
             wrapped = ezpz_dist.wrap_model_for_ddp(bare)
         kind, parameters = torch.optim.AdamW, wrapped.parameters()
