@@ -38,8 +38,8 @@ Train a Llama for a few steps in each layout that the ranks of this job, or of
 this host, allow. Compare tokens a second, the step's time, MFU and memory.
 
 Every layout does the same work a step. Each run is a launch of its own; one
-that fails is a line that says why. A row a run is appended to a file, and compared
-with the last one there of the same kind.
+that fails is a line that says why. A row a run is appended to a file, and
+compared with the last one there of the same kind.
 
 options:"""
 _TAIL: Final = f"""
@@ -57,7 +57,7 @@ launch options: those of ezpz-launch, such as
 
 examples:
   {_NAME}                                the smallest, in all layouts
-  {_NAME} --sizes=1b --seq=2048          the fastest for a billion parameters?
+  {_NAME} --sizes=1b --seq=2048          fastest for a billion parameters?
   {_NAME} --layouts=tp2,tp4,tp8 -n 16    how many ranks should share a layer?
   {_NAME} --baseline=last_month.jsonl    is the machine as fast as it was?
 
