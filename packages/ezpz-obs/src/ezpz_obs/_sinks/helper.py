@@ -42,8 +42,6 @@ def main(name: str) -> None:
     for which in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):
         if hasattr(signal, which):
             signal.signal(getattr(signal, which), signal.SIG_IGN)
-    if hasattr(os, "nice"):
-        os.nice(10)  # it has the cores of rank 0, whose training comes first
     say = _speaker()
     try:
         _run(name, say)
@@ -81,6 +79,10 @@ def _run(name: str, say: Callable[..., None]) -> None:
     say("started")
     sink.open(first["open"], folder)
     say("opened", getattr(sink, "place", ""))
+    if hasattr(os, "nice"):
+        # It has the cores of rank 0, whose training comes first; but not before it has begun: where
+        # these cores are busy, to import a library would take minutes.
+        os.nice(10)
     for batch in chain([waiting], batches):
         if records := [decode(each) for each in batch if each.startswith(RECORD)]:
             sink.write(records)
@@ -116,7 +118,7 @@ def _batches() -> Iterator[list[bytes]]:
 
 
 logger = logging.getLogger("ezpz_obs")
-_START_SECONDS = 120.0  # importing from a busy parallel file system; nobody waits for it
+_START_SECONDS = 600.0  # importing from a busy parallel file system; nobody waits for it
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from ezpz_obs._sinks.helper import main; main(sys.argv[2])"
