@@ -308,7 +308,9 @@ class Ranks:
         # The shim died before we had seen its command. Twice: it may just be ending.
         is_suspect, self._suspects = rank in self._suspects, self._suspects | {rank}
         marks = {b"EZPZ_LAUNCH_ID": self._launch_id, b"EZPZ_RANK": b"%d" % rank}
-        return is_suspect and any(marks.items() <= its.items() for _, its in _environments())
+        return is_suspect and any(
+            marks.items() <= its.items() and not _is_killed(pid) for pid, its in _environments()
+        )
 
     def signal(self, number: int) -> None:
         """Signal every rank that has not ended: its process group, where it has one."""

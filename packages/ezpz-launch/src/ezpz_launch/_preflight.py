@@ -48,6 +48,7 @@ _DISK = 100 << 20  # bytes that a node's temporary folder should have free
 _MEMORY = 0.5  # of the median: less is free where something else runs, or a module is lost
 _TORCH_TIME = 45  # seconds for torch's import and its devices, within `_TIME`
 _LATE = f"torch and its devices do not answer in {_TORCH_TIME} s"
+_STARVED = f"{_LATE}, others use the processor"
 PACKAGES = ("torch", "ezpz-suite", "ezpz-topo", "ezpz-device", "ezpz-tp", "ezpz-dist",
             "ezpz-launch", "ezpz-obs", "mpi4py", "numpy")  # fmt: skip
 
@@ -65,8 +66,7 @@ def judge(reports: Reports, hosts: Sequence[str]) -> dict[str, list[str]]:
 
 def unjudged(reports: Reports) -> dict[str, str]:
     """Return of which hosts something was not judged, and why: no fault of theirs."""
-    late = f"devices not judged ({_LATE}, as on most nodes: its file system is slow)"
-    return dict.fromkeys(_late(reports), late) | {
+    return {host: f"devices not judged ({why})" for host, why in _late(reports).items()} | {
         host: f"processor and links not judged (others used {1 - device['share']:.0%} of it)"
         for host, each in reports.items()
         for device in each.get("devices", ())
@@ -74,10 +74,14 @@ def unjudged(reports: Reports) -> dict[str, str]:
     }
 
 
-def _late(reports: Reports) -> list[str]:
-    """Return the hosts whose torch is late, where those are most of them: all read one copy."""
-    late = [host for host, each in reports.items() if each.get("torch_error") == _LATE]
-    return late if len(late) > max(2, len(reports) / 2) else []
+def _late(reports: Reports) -> dict[str, str]:
+    """Return the hosts whose torch is late for no fault of theirs, and why."""
+    errors = {host: each.get("torch_error") for host, each in reports.items()}
+    late = [host for host, error in errors.items() if error == _LATE]
+    found = {host: _STARVED for host, error in errors.items() if error == _STARVED}
+    if len(late) > max(2, len(reports) / 2):  # all read one copy
+        found |= dict.fromkeys(late, f"{_LATE}, as on most nodes: its file system is slow")
+    return found
 
 
 def _alone(reports: Reports) -> Iterator[tuple[str, str]]:
@@ -85,7 +89,8 @@ def _alone(reports: Reports) -> Iterator[tuple[str, str]]:
     unjudged = _late(reports)
     for host, each in reports.items():
         errors = [each[key] for key in ("torch_error", "disk_error", "link_error") if key in each]
-        yield from ((host, why) for why in errors if why != _LATE or host not in unjudged)
+        late = _LATE, _STARVED
+        yield from ((host, why) for why in errors if why not in late or host not in unjudged)
         yield from ((host, f"its kernel says: {line}") for line in each.get("kernel", ()))
         if each.get("disk", _DISK) < _DISK:
             yield host, f"{each['disk'] / 1e6:.0f} MB of disk are free"
@@ -333,17 +338,25 @@ print(json.dumps(dict(kind=kind, devices=found)))
 
 def _look_at_torch() -> dict[str, object]:
     """Return what torch's devices do, by a process of its own: a broken driver may hang it."""
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", _TORCH], capture_output=True, text=True, timeout=_TORCH_TIME,
-            check=False,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return {"torch_error": _LATE}
-    if done.returncode == 0:
-        return dict(json.loads(done.stdout.splitlines()[-1]))
-    said = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+    words, pipe = [sys.executable, "-c", _TORCH], subprocess.PIPE
+    with subprocess.Popen(words, stdout=pipe, stderr=pipe, text=True) as process:
+        try:
+            told, errors = process.communicate(timeout=_TORCH_TIME)
+        except subprocess.TimeoutExpired:
+            starved = _waited(process.pid) > _TORCH_TIME / 2
+            process.kill()
+            return {"torch_error": _STARVED if starved else _LATE}
+    if process.returncode == 0:
+        return dict(json.loads(told.splitlines()[-1]))
+    said = (errors.strip().splitlines() or [f"exit status {process.returncode}"])[-1]
     return {} if "No module named 'torch'" in said else {"torch_error": said[:200]}
+
+
+def _waited(pid: int) -> float:
+    """Return the seconds for which a process was ready and had no processor; 0 if unknown."""
+    with suppress(OSError), open(f"/proc/{pid}/schedstat", encoding="ascii") as file:
+        return 1e-9 * int(file.read().split()[1])
+    return 0.0
 
 
 def _versions() -> dict[str, object]:
