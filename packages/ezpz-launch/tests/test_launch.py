@@ -167,6 +167,8 @@ def test_everything_is_as_before_and_what_was_ignored_stays_ignored():
 
 @pytest.mark.parametrize("number", ENDING)
 def test_a_pause_is_ended_by_a_signal_but_not_by_sigusr1(number):
+    if signal.getsignal(number) is signal.SIG_IGN:  # as of a job in a shell's background
+        signal.signal(number, signal.SIG_DFL)
     began = time.monotonic()
     with signals() as heard:
         os.kill(os.getpid(), signal.SIGUSR1)
