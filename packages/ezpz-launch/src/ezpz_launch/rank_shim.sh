@@ -250,7 +250,8 @@ fi
 # acts on it; we stay to see how it ends. A trap (unlike an ignored signal) is not inherited.
 ezpz_told=''
 trap 'ezpz_told=130' INT
-trap 'ezpz_told=143' TERM
+ezpz_release=''
+trap 'ezpz_told=143; eval "$ezpz_release"' TERM
 trap 'ezpz_told=129' HUP
 trap 'ezpz_told=131' QUIT
 trap : USR1 USR2
@@ -282,7 +283,9 @@ if [ "$ezpz_id" != - ] && [ "$ezpz_status" != 0 ]; then
   # that it promises, then releases us by SIGTERM.
   # A second at a time: whoever kills us may not find the sleep.
   exec 2>/dev/null
-  trap 'kill "$ezpz_sleep"; exit "$ezpz_status"' TERM
+  # Not by another trap: while zsh sets one, the signal kills it.
+  # shellcheck disable=SC2016 # the trap evaluates it
+  ezpz_release='kill "$ezpz_sleep"; exit "$ezpz_status"'
   while [ "$ezpz_hold" -gt 0 ]; do
     sleep 1 >/dev/null &
     ezpz_sleep=$!
