@@ -83,7 +83,7 @@ def test_named_sizes_have_the_published_numbers_of_parameters():
             model = Llama(LlamaConfig.named(name))
         assert sum(one.numel() for one in model.parameters()) == LLAMA_SIZES[name].parameters()
     assert LlamaConfig.named("8b", layers=2).layers == 2
-    with pytest.raises(ModelError, match="no Llama of size '9b'; expected one of debug, 7b"):
+    with pytest.raises(ModelError, match="no Llama of size '9b'; expected one of debug, 125m, 7b"):
         LlamaConfig.named("9b")
 
 
