@@ -208,6 +208,8 @@ def test_the_page_fits_the_screen():
     assert max(map(len, LINES)) <= 80
     assert all(line == line.rstrip() for line in LINES)
     assert LINES[0] == f"usage: {USAGE}"
+    rows = LINES[LINES.index("options:") + 1 :][: len(OPTIONS)]
+    assert len({row.index(option.help) for row, option in zip(rows, OPTIONS, strict=True)}) == 1
     rows = LINES[LINES.index("examples:") + 1 :][: len(EXAMPLES)]
     assert len({row.index(what, 56) for row, (_, what) in zip(rows, EXAMPLES, strict=True)}) == 1
 

@@ -50,7 +50,7 @@ def test_nodes_that_are_alike(look):
     assert [len(each["links"]) for each in reports.values()] == [10, 5, 5]
     # Or torch did not come to it, beside what else this machine does; then that is said.
     notes = unjudged(reports)
-    told = ["devices" in each or "devices not" in notes.get(n, "") for n, each in reports.items()]
+    told = ["devices" in each or "others use" in notes.get(n, "") for n, each in reports.items()]
     assert told == [find_spec("torch") is not None] * 3
 
 
@@ -68,7 +68,7 @@ def test_one_with_a_clock_a_version_a_full_disk_and_a_speed_of_its_own(look, tmp
     for why in ("its clock is +10.0 s off", "python 2.7.18, most have", "No space left on device"):
         assert why in "; ".join(bad["n1"])
     # Beside what else this machine does, too: then its speed is no fault, and each is named.
-    slow = "its siblings" in str(bad) or "not judged (" in str(notes)
+    slow = "its siblings" in str(bad) or "others use" in str(notes)
     assert slow is (find_spec("torch") is not None)
 
 

@@ -108,7 +108,7 @@ model = DistributedDataParallel(torch.nn.Linear(64, 64))
 optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2)]
 schedule = torch.optim.lr_scheduler.StepLR(optimizers[0], 2)
 for step in range(steps):
-    time.sleep(0.05 * rank)
+    time.sleep(0.3 * rank)  # rank 1 is the slow one, also on a busy machine
     model(torch.ones(8, 64)).sum().backward()
     if step == bad and rank == 1:
         raise ValueError("bad")
@@ -166,7 +166,7 @@ def test_each_rank_writes_a_trace_and_the_slowest_is_named(trained, tmp_path):
     assert said.startswith(f"ezpz-launch: profile of steps 3 to 4, 2 of 2 ranks: {where}\n")
     assert "https://ui.perfetto.dev" in said
     (each,) = re.findall(r"rank 0: a step took ([0-9.]+) ms", said)
-    assert float(each) >= 50
+    assert float(each) >= 300
     assert "slowest, outside of collectives: rank 1 on " in said
     assert " ms a step; fastest: rank 0, " in said
     assert re.search(r" 1\.0  aten::addmm$", said, re.MULTILINE)

@@ -161,7 +161,7 @@ class Request:
 
     command: tuple[str, ...]
     # fmt: off
-    nproc: int | None = _count("ranks in all; default: one a device or two cores",
+    nproc: int | None = _count("ranks in all; default: one a device, else one per 2 cores",
         expected="at least 1 rank", short="n", also="-np --np --nprocs --ntasks")
     ppn: int | None = _count("ranks on each host; default: one a device",
         expected="at least 1 rank",
@@ -207,12 +207,12 @@ class Request:
         says=("spare hosts", "{0}"))
     preflight: bool = _row("look at every host first, and leave the bad out", default=False,
         says=("looked at first", "every host"))
-    min_nodes: int | None = _count("after a fault go on with fewer hosts, at least N",
+    min_nodes: int | None = _count("go on with fewer hosts after a node's fault, at least N",
         expected="at least 1 host", says=("goes on with", "{0} hosts at least"))
     profile: str = _row("record steps by torch's profiler, such as 10:15",
         "FIRST:LAST", check=_are_steps, expected="FIRST:LAST, from step 2 on, such as 10:15",
         says=("profile", "steps {0}, in {request.profile_folder}/LAUNCH"))
-    stage: str = _row("from the nodes' own disks: python, all or copper",
+    stage: str = _row("start from the nodes' own disks: python, all or copper",
         "WHAT", default="", implied="python", check=_STAGES.__contains__,
         expected=f"one of {', '.join(_STAGES)}", says=("staged first", "{0}"))
     stage_data: tuple[str, ...] = _row("with --stage: this file or folder as well; repeatable",

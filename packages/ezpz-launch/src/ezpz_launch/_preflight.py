@@ -88,9 +88,8 @@ def _alone(reports: Reports) -> Iterator[tuple[str, str]]:
     """Return what is wrong with a node whatever the others are like."""
     unjudged = _late(reports)
     for host, each in reports.items():
-        errors = [each[key] for key in ("torch_error", "disk_error", "link_error") if key in each]
-        late = _LATE, _STARVED
-        yield from ((host, why) for why in errors if why not in late or host not in unjudged)
+        keys = () if host in unjudged else ("torch_error",)
+        yield from ((host, each[key]) for key in (*keys, "disk_error", "link_error") if key in each)
         yield from ((host, f"its kernel says: {line}") for line in each.get("kernel", ()))
         if each.get("disk", _DISK) < _DISK:
             yield host, f"{each['disk'] / 1e6:.0f} MB of disk are free"

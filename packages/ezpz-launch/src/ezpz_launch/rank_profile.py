@@ -147,8 +147,9 @@ class _Recording:
 
     def _check(self) -> None:
         """See that none but ours records: torch dies of profilers that end each other."""
-        autograd: Any = sys.modules["torch"].autograd
-        if vars(autograd.profiler)["_is_profiler_enabled"] != bool(self._ends):
+        # Where torch has it no longer, nothing is to be seen.
+        profiler: Any = sys.modules["torch"].autograd.profiler
+        if getattr(profiler, "_is_profiler_enabled", bool(self._ends)) != bool(self._ends):
             raise RuntimeError("the program uses torch's profiler itself at these steps")
 
     def _begin(self, optimizer: Any) -> None:
@@ -234,7 +235,7 @@ class _Recording:
         """Do it; a profile that cannot be made ends no training."""
         try:
             what()
-        except (OSError, RuntimeError) as error:
+        except Exception as error:  # noqa: BLE001  # whatever torch's profiler comes to raise
             self._profiler, self._is_over = None, True
             try:
                 self._tell({"error": str(error)}, [])

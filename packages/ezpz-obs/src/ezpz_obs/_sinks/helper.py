@@ -118,7 +118,7 @@ def _batches() -> Iterator[list[bytes]]:
 
 
 logger = logging.getLogger("ezpz_obs")
-_START_SECONDS = 600.0  # importing from a busy parallel file system; nobody waits for it
+_START_SECONDS = 600.0  # to import from a busy parallel file system; training goes on
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from ezpz_obs._sinks.helper import main; main(sys.argv[2])"
