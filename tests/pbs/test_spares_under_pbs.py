@@ -11,7 +11,7 @@ from tests.conftest import load
 
 chaos = load("faults.chaos")
 SERVER = "pbs-0001"
-OPTIONS = [*chaos.OPTIONS, "--idle-timeout", "15"]
+OPTIONS = [*chaos.OPTIONS]
 OPTIONS[OPTIONS.index("--spares") + 1] = "1"
 
 ALL = "$(pgrep -u alice)"
@@ -50,7 +50,7 @@ class Nodes(chaos.Place):
         program = pbs.write(f"{folder.name}/steps.py", chaos.PROGRAM.read_text())
         pbs.write(f"{folder.name}/plan.json", json.dumps(case.plan()))
         names = {"TMPDIR": f"{there}/tmp", "EZPZ_STATE_DIR": f"{there}/state"}
-        names["EZPZ_NODE_TIMEOUT"] = "3"
+        names["EZPZ_NODE_TIMEOUT"] = chaos.NODE_TIMEOUT
         words = ["env", *(f"{name}={value}" for name, value in names.items()), "ezpz-launch"]
         words += [*OPTIONS, "python", program, there, str(chaos.STEPS)]
         job = pbs.sub(
