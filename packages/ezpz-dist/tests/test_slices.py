@@ -52,6 +52,10 @@ def test_one_reader_and_the_others_have_it_from_there(ranks, n):
         one += 3
     barrier()
     assert one.tolist() == [3] * 4, "the same memory"
+    own = share_on_node(lambda: torch.zeros(4), private=True)
+    own += rank
+    barrier()
+    assert own.tolist() == [rank] * 4, "what a rank writes is its own"
     assert left() == [], "the name is gone while it is in use"
 
     refused(lambda: scatter_from_one_reader(lambda: [1] * (n + 1)),

@@ -178,14 +178,16 @@ Place = tuple[str | None, str, tuple[int, ...], int]
 _ALIGNED = 64  # bytes: a tensor begins at a multiple, as torch's own do
 
 
-def share_on_node(read: Callable[[], Tensors]) -> Tensors:
+def share_on_node(read: Callable[[], Tensors], *, private: bool = False) -> Tensors:
     """Let one rank of each node read; its ranks have the same memory, once a node.
 
-    Collective on each node: every rank of it calls this. What a rank writes into the tensors
-    the others see. The memory is freed when no rank holds a tensor any more.
+    Collective on each node: every rank of it calls this. The memory is freed when no rank holds
+    a tensor any more.
 
     Args:
         read: Called on the node's first rank only; returns a dense tensor, or a dict of them.
+        private: What a rank writes into the tensors: the others see it (False), or the rank has
+            its own copy of that page of memory from then on (True).
 
     Returns:
         The same on every rank, on the host.
@@ -204,7 +206,8 @@ def share_on_node(read: Callable[[], Tensors]) -> Tensors:
         return path, places
 
     try:
-        tensors = _map(*read_for_all(put, members, *_first("share_on_node()", members)))
+        found = read_for_all(put, members, *_first("share_on_node()", members))
+        tensors = _map(*found, shared=not private)
         exchange(Call("share_on_node()"), members)  # all have mapped it: its name can go
     finally:
         for path in made:
@@ -235,14 +238,15 @@ def _put(found: object) -> tuple[str, list[Place]]:
         raise
     finally:
         os.close(number)
-    for tensor, shared in zip(named.values(), _map(path, places).values(), strict=True):
-        shared.copy_(tensor.detach())
+    mapped = _map(path, places, shared=True)
+    for tensor, place in zip(named.values(), mapped.values(), strict=True):
+        place.copy_(tensor.detach())
     return path, places
 
 
-def _map(path: str, places: list[Place]) -> dict[str | None, torch.Tensor]:
+def _map(path: str, places: list[Place], *, shared: bool) -> dict[str | None, torch.Tensor]:
     size = os.path.getsize(path)
-    memory = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
+    memory = torch.from_file(path, shared=shared, size=size, dtype=torch.uint8)
     tensors: dict[str | None, torch.Tensor] = {}
     for name, kind, shape, start in places:
         dtype = getattr(torch, kind)

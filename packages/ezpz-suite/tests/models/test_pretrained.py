@@ -1,5 +1,7 @@
 """Published models train on every layout as transformers alone does, and are written for it."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -102,6 +104,36 @@ def test_losses_and_weights_are_those_of_transformers_alone(
         assert type(again) is type(model)
         for (name, one), other in zip(again.named_parameters(), model.parameters(), strict=True):
             torch.testing.assert_close(one, other, atol=1e-3, rtol=1e-3, msg=f"{kind}: {name}")
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="no /proc/self/smaps")
+def test_a_node_has_the_weights_once(ranks, tmp_path):
+    sizes = LLAMA | {"vocab_size": 8192, "hidden_size": 256}
+    config = transformers.AutoConfig.for_model("llama", **sizes, tie_word_embeddings=True)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    script = f"""
+    import re
+    from pathlib import Path
+    import ezpz
+    from ezpz.models import load_pretrained
+    rank = ezpz.setup_torch()
+    model = load_pretrained({str(tmp_path)!r})
+    total = sum(one.sum().item() for one in model.parameters())
+    assert model.lm_head.weight is model.model.embed_tokens.weight and model.lm_head.weight.is_leaf
+    ezpz_dist.barrier()
+    maps = re.split(r"(?m)^(?=[0-9a-f]+-)", Path("/proc/self/smaps").read_text())
+    held, = [re.findall(r"(?m)^(\\w+): +(\\d+) kB", one) for one in maps if "/ezpz-" in one.split("\\n")[0]]
+    held = {{name: int(size) for name, size in held}}
+    assert held["Rss"] >= 8192 and held["Private_Clean"] + held["Private_Dirty"] < 64, held
+    ezpz_dist.barrier()
+    with __import__("torch").no_grad():
+        model.lm_head.weight += rank  # a rank that trains on the CPU
+    ezpz_dist.barrier()
+    print(total, model.lm_head.weight.sum().item() - 8192 * 256 * rank)
+    ezpz.cleanup()
+    """
+    totals = [[float(word) for word in said.split()] for said in ranks(2, script)]
+    assert totals[0] == pytest.approx(totals[1], abs=1.0)
 
 
 def test_what_is_not_to_be_had_or_split_is_told(ranks, tmp_path):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import io
+import pickle
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from shutil import rmtree
@@ -91,10 +93,11 @@ def load_pretrained(folder: str | Path, dtype: torch.dtype = torch.float32) -> n
     """Return a causal language model of transformers with its weights, to be trained.
 
     Where tensor parallelism is initialized, its layers are put on ezpz_tp's: each rank keeps its
-    part of the weights. Each rank reads the whole model into host memory for that. Dropout is off,
-    so that every layout computes the same.
+    part of the weights. One rank of each node reads; until the model is wrapped the node's ranks
+    have the weights once in host memory, while they are read twice. Dropout is off, so that every
+    layout computes the same.
 
-    Collective where parallel: every rank of the model calls this, before DDP or FSDP2 wraps it.
+    Collective: every rank calls this, before DDP or FSDP2 wraps the model.
 
     Args:
         folder: As of transformers' ``save_pretrained``.
@@ -104,6 +107,13 @@ def load_pretrained(folder: str | Path, dtype: torch.dtype = torch.float32) -> n
         ModelError: The folder has no causal language model; or the model has no plan of tensor
             parallelism, or heads that the degree does not divide.
     """
+    model = _read_once(lambda: _load(folder, dtype))
+    if _degree() > 1:
+        _parallelize(model, model.config)
+    return model
+
+
+def _load(folder: str | Path, dtype: torch.dtype) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415  # an extra
 
     try:
@@ -121,9 +131,59 @@ def load_pretrained(folder: str | Path, dtype: torch.dtype = torch.float32) -> n
             f"{folder}: {why}; expected the folder of a causal language model, as transformers' "
             "save_pretrained writes it"
         ) from error
-    if _degree() > 1:
-        _parallelize(model, config)
     return model
+
+
+def _read_once(load: Callable[[], nn.Module]) -> nn.Module:
+    """Return a model that one rank of each node loads; the others have it from memory."""
+    if get_local_world_size() == 1:
+        return load()
+
+    def read() -> dict[str, Tensor]:
+        file = io.BytesIO()
+        packer = _Packer(file)
+        packer.dump(load())
+        without = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
+        return {"model": without} | {str(at): one for at, one in enumerate(packer.tensors)}
+
+    try:
+        # A rank that trains on the CPU writes into its weights.
+        found = ezpz_dist.share_on_node(read, private=True)
+    except ezpz_dist.DataError as error:
+        raise ModelError(str(error)) from error
+    model: nn.Module = _Unpacker(found).load()
+    return model
+
+
+class _Packer(pickle.Pickler):
+    """Writes a model, and keeps its tensors aside."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.tensors: list[Tensor] = []
+        self._places: dict[int, int] = {}
+
+    def persistent_id(self, one: object) -> tuple[int, bool, bool] | None:
+        if not isinstance(one, Tensor):
+            return None
+        if id(one) not in self._places:  # a tied one has one place
+            self._places[id(one)] = len(self.tensors)
+            self.tensors.append(one)
+        return self._places[id(one)], isinstance(one, nn.Parameter), one.requires_grad
+
+
+class _Unpacker(pickle.Unpickler):
+    """Reads what `_Packer` wrote: it comes from this node's reader, by memory."""
+
+    def __init__(self, found: dict[str, Tensor]) -> None:
+        super().__init__(io.BytesIO(found.pop("model").numpy().tobytes()))
+        self._found: dict[str, Tensor] = found
+
+    def persistent_load(self, said: tuple[int, bool, bool]) -> Tensor:
+        place, is_parameter, requires_grad = str(said[0]), *said[1:]
+        if is_parameter and not isinstance(self._found[place], nn.Parameter):
+            self._found[place] = nn.Parameter(self._found[place], requires_grad)
+        return self._found[place]
 
 
 def _degree() -> int:
