@@ -122,8 +122,8 @@ def test_a_node_has_the_weights_once(ranks, tmp_path):
     assert model.lm_head.weight is model.model.embed_tokens.weight and model.lm_head.weight.is_leaf
     ezpz_dist.barrier()
     maps = re.split(r"(?m)^(?=[0-9a-f]+-)", Path("/proc/self/smaps").read_text())
-    held, = [re.findall(r"(?m)^(\\w+): +(\\d+) kB", one) for one in maps if "/ezpz-" in one.split("\\n")[0]]
-    held = {{name: int(size) for name, size in held}}
+    shared, = [one for one in maps if "/ezpz-" in one.partition("\\n")[0]]
+    held = {{name: int(size) for name, size in re.findall(r"(\\w+): +(\\d+) kB", shared)}}
     assert held["Rss"] >= 8192 and held["Private_Clean"] + held["Private_Dirty"] < 64, held
     ezpz_dist.barrier()
     with __import__("torch").no_grad():
