@@ -31,7 +31,6 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import ezpz_tp as tp
 from ezpz_tp.testing import run_ranks
-from ezpz_tp.testing._lattice import part_of
 
 STEPS, BATCH = 4, 8
 SHARED = ("data", "context")
@@ -143,8 +142,8 @@ def differences(around, config, gradients):
         if hasattr(found, "full_tensor"):
             found = found.full_tensor()
         split = getattr(parameter, "tensor_model_parallel", False)
-        place = state.index("tensor"), state.size("tensor")
-        wanted, _ = part_of(gradients[name], parameter.partition_dim if split else None, 1, *place)
+        shard = tp.Shard(gradients[name].shape, parameter.partition_dim if split else None)
+        wanted = shard.cut(gradients[name], state.index("tensor"), state.size("tensor"))
         worst = max(worst, (found - wanted).abs().max().item())
     return worst, norm.item()
 

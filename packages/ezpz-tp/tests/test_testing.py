@@ -258,9 +258,8 @@ def test_a_mistake_is_found_and_told(mistake, told):
 
 
 def test_replicated_tensors_have_the_same_bits():
-    parts = [
-        Part(torch.tensor([1.0, zero]), None, 1, rank) for rank, zero in enumerate((0.0, -0.0))
-    ]
+    values = torch.tensor([1.0, 0.0]), torch.tensor([1.0, -0.0])
+    parts = [Part(value, tp.Shard((2,)), rank) for rank, value in enumerate(values)]
     same_on_all("x", parts[:1] * 2, 2)
     with pytest.raises(AssertionError, match=r"rank 1 has -0.0 where rank 0 has 0.0 \(value 1\)"):
         same_on_all("x", parts, 2)

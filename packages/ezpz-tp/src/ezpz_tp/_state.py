@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from ._errors import DegreeError, NotInitializedError, ParallelError
+from ._errors import NotInitializedError, ParallelError
 from ._groups import (
     EMBEDDING,
     Alone,
@@ -82,26 +82,12 @@ class MeshGroups:
             return None
         degrees = dict(zip(axes, ranks.shape, strict=True))
         several = [axis for axis in axes if degrees[axis] > 1]
-        first = ranks.reshape([degrees[axis] for axis in several])
-        strides = {axis: int(first.select(i, 1).min()) for i, axis in enumerate(several)}
-        words = [DIMS[axis] for axis in sorted(several, key=strides.__getitem__)]
-        # An axis of degree 1 may lie anywhere; the experts' data axis takes the context's place.
-        words = [word for word in ("tp", "cp") if word not in words] + words
-        if "dp" not in words:
-            words.insert(words.index("cp") + 1, "dp")
-        words.insert(words.index("dp"), "ep")
-        for order in (ORDER, "-".join(words)):
-            try:
-                layout = RankLayout(
-                    ranks.numel(),
-                    degrees.get("tensor", 1),
-                    degrees.get("context", 1),
-                    degrees.get("pipeline", 1),
-                    order=order,
-                )
-            except DegreeError:
-                continue
-            if torch.equal(_ranks(layout, several), first):
+        wanted = ranks.reshape([degrees[axis] for axis in several])
+        sizes = [degrees.get(axis, 1) for axis in ("tensor", "context", "pipeline")]
+        orders = map("-".join, itertools.permutations(ORDER.split("-")))  # Megatron's comes first
+        layouts = [RankLayout(ranks.numel(), *sizes, order=order) for order in orders]
+        for layout in sorted(layouts, key=lambda one: not one.experts_fit):
+            if torch.equal(_ranks(layout, several), wanted):
                 return layout
         return None
 

@@ -12,7 +12,6 @@ import warnings
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -25,30 +24,18 @@ from ezpz_tp._shard import Shard
 
 from ._ranks import counting, run_ranks
 
-# One rank's part of a tensor: cut it from the whole, and compare it with the whole.
+# One rank's part of a tensor, compared with the whole.
 
 
 class Part(NamedTuple):
-    """What one rank holds: the whole if ``dim`` is None."""
-
     value: Tensor
-    dim: int | None
-    stride: int | tuple[int, ...]
+    shard: Shard
     rank: int
 
 
-def part_of(
-    whole: Tensor, dim: int | None, stride: int | tuple[int, ...], index: int, degree: int
-) -> tuple[Tensor, int]:
-    """Cut one rank's part out, padded at its end with zeros where the dim is uneven."""
-    if dim is None:
-        return whole, 0
-    size = whole.shape[dim]
-    blocks = (size // stride,) * stride if isinstance(stride, int) else stride
-    one = len(blocks) == 1
-    shard = Shard(tuple(whole.shape), dim, () if one else blocks, padded=one)
-    real = sum(length for *_, length in shard.pieces(index, degree))
-    return shard.cut(whole, index, degree), real
+def _split(whole: Tensor, dim: int | None, blocks: tuple[int, ...] = ()) -> Shard:
+    """Return how a tensor is split; padded at its end with zeros where the dim is uneven."""
+    return Shard(tuple(whole.shape), dim, blocks, padded=dim is not None and not blocks)
 
 
 def compare(
@@ -59,15 +46,16 @@ def compare(
     where = f"tensor degree {degree}, rank {part.rank}: {name}"
     if whole is None:
         raise AssertionError(f"{where} is there, but the unsharded module has none")
-    expected, real = part_of(whole, part.dim, part.stride, part.rank, degree)
+    dim, expected = part.shard.dim, part.shard.cut(whole, part.rank, degree)
     found = part.value
     if found.shape != expected.shape or found.dtype != expected.dtype:
         raise AssertionError(
             f"{where} is {_form(found)}; expected {_form(expected)}"
-            + ("" if part.dim is None else f", a part of {_form(whole)} along dim {part.dim}")
+            + ("" if dim is None else f", a part of {_form(whole)} along dim {dim}")
         )
-    if part.dim is not None and name.startswith("output"):
-        found, expected = found.narrow(part.dim, 0, real), expected.narrow(part.dim, 0, real)
+    if dim is not None and name.startswith("output"):
+        real = sum(length for *_, length in part.shard.pieces(part.rank, degree))
+        found, expected = found.narrow(dim, 0, real), expected.narrow(dim, 0, real)
     if tolerance is None:
         wrong = (found != expected) & ~(found.isnan() & expected.isnan())
     else:
@@ -95,7 +83,7 @@ def _form(tensor: Tensor) -> str:
 
 def same_on_all(name: str, parts: Sequence[Part], degree: int) -> None:
     """Raise AssertionError if a replicated tensor has not the same bits on every rank."""
-    if parts[0].dim is not None:
+    if parts[0].shard.dim is not None:
         return
     first = parts[0].value.contiguous().view(-1).view(torch.uint8)
     for part in parts[1:]:
@@ -168,8 +156,8 @@ def assert_matches_unsharded(
     counts: Counter[str] = Counter()
     for degree in degrees:
         given = whole.parameters, whole.inputs, whole.incoming, dict(names or {})
-        task = _Task(build_parallel, *given, split_inputs, split_outputs)
-        ranks = run_ranks(_on_rank, degree, task, in_processes=in_processes, timeout=timeout)
+        task = build_parallel, *given, split_inputs, split_outputs
+        ranks = run_ranks(_on_rank, degree, *task, in_processes=in_processes, timeout=timeout)
         for rank, (parts, _) in enumerate(ranks):
             if missing := whole.values.keys() - parts.keys():
                 raise AssertionError(
@@ -189,17 +177,6 @@ def assert_matches_unsharded(
                     f"rank {rank} {dict(others)}; expected the same on every rank"
                 )
     return counts
-
-
-@dataclass(frozen=True)
-class _Task:
-    build: Callable[[], nn.Module]
-    parameters: dict[str, Tensor]
-    inputs: tuple[Any, ...]
-    incoming: list[Tensor]
-    names: dict[str, str]
-    split_inputs: int | None
-    split_outputs: int | None
 
 
 class _Whole:
@@ -227,7 +204,8 @@ class _Whole:
         self.incoming = [self._numbers(f"incoming {n}", o, 0.5) for n, o in enumerate(outputs)]
         _backward(outputs, self.incoming)
         self.values = {f"output {n}": output.detach() for n, output in enumerate(outputs)}
-        self.values |= _input_gradients(given)
+        grads = _input_gradients(given).items()
+        self.values |= {f"gradient of input {n}": grad for n, grad in grads}
         self.values |= {
             f"gradient of {name}": found
             for name, parameter in module.named_parameters()
@@ -274,49 +252,56 @@ def _is_nothing(value: Tensor) -> bool:
     return value.is_floating_point() and value.numel() > 0 and not value.nan_to_num(0, 0, 0).any()
 
 
-def _on_rank(task: _Task) -> tuple[dict[str, Part], Counter[str]]:
+def _on_rank(
+    build: Callable[[], nn.Module],
+    parameters: Mapping[str, Tensor],
+    whole_inputs: tuple[Any, ...],
+    whole_incoming: Sequence[Tensor],
+    names: Mapping[str, str],
+    split_inputs: int | None,
+    split_outputs: int | None,
+) -> tuple[dict[str, Part], Counter[str]]:
     state = get_state()
-    index, degree = state.index("tensor"), state.size("tensor")
-    module = task.build()
-    owners = {name: task.names.get(name, name) for name, _ in module.named_parameters()}
+    place = index, degree = state.index("tensor"), state.size("tensor")
+    module = build()
+    owners = {name: names.get(name, name) for name, _ in module.named_parameters()}
+    shards: dict[str, Shard] = {}
     with torch.no_grad():
         for name, parameter in module.named_parameters():
-            full = task.parameters.get(owners[name])
+            full = parameters.get(owners[name])
             if full is None:
                 raise AssertionError(
                     f"the parallel module has a parameter {name}, the unsharded one no "
-                    f"{owners[name]}, only {', '.join(task.parameters)}; map it by names="
+                    f"{owners[name]}, only {', '.join(parameters)}; map it by names="
                 )
-            dim, stride = _partition(parameter)
-            mine, _ = part_of(full, dim, stride, index, degree)
+            shards[name] = shard = _shard_of(parameter, full)
+            mine = shard.cut(full, *place)
             if mine.shape != parameter.shape:
                 raise AssertionError(
                     f"rank {index}: {name} has shape {tuple(parameter.shape)}, but the part of "
                     f"{owners[name]} {tuple(full.shape)} for one rank of {degree} is "
-                    f"{tuple(mine.shape)} (dim {dim}, stride {stride})"
+                    f"{tuple(mine.shape)} (dim {shard.dim}, stride {shard.blocks or 1})"
                 )
             parameter.copy_(mine)
     inputs = tuple(
-        part_of(value, task.split_inputs, 1, index, degree)[0]
+        _split(value, split_inputs).cut(value, *place)
         if isinstance(value, Tensor) and value.dim()
         else value
-        for value in task.inputs
+        for value in whole_inputs
     )
+    out = [_split(grad, split_outputs) for grad in whole_incoming]
     with counting() as counts:
         outputs, given = _forward(module, inputs)
-        incoming = [part_of(g, task.split_outputs, 1, index, degree)[0] for g in task.incoming]
+        incoming = [s.cut(grad, *place) for s, grad in zip(out, whole_incoming, strict=True)]
         _backward(outputs, incoming)
     finalize_grads(module)
 
-    parts = {
-        f"output {n}": Part(value.detach(), task.split_outputs, 1, index)
-        for n, value in enumerate(outputs)
-    }
-    for name, value in _input_gradients(given).items():
-        parts[name] = Part(value, task.split_inputs, 1, index)
+    parts = {f"output {n}": Part(value.detach(), out[n], index) for n, value in enumerate(outputs)}
+    for n, grad in _input_gradients(given).items():
+        parts[f"gradient of input {n}"] = Part(grad, _split(whole_inputs[n], split_inputs), index)
     for name, parameter in module.named_parameters():
         if (found := gradient(parameter)) is not None:
-            parts[f"gradient of {owners[name]}"] = Part(found, *_partition(parameter), index)
+            parts[f"gradient of {owners[name]}"] = Part(found, shards[name], index)
     return parts, counts
 
 
@@ -338,16 +323,16 @@ def _backward(outputs: list[Tensor], incoming: list[Tensor]) -> None:
         torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
 
 
-def _input_gradients(given: dict[int, Tensor]) -> dict[str, Tensor]:
-    return {f"gradient of input {n}": t.grad for n, t in given.items() if t.grad is not None}
+def _input_gradients(given: dict[int, Tensor]) -> dict[int, Tensor]:
+    return {n: t.grad for n, t in given.items() if t.grad is not None}
 
 
-def _partition(parameter: nn.Parameter) -> tuple[int | None, int | tuple[int, ...]]:
+def _shard_of(parameter: nn.Parameter, whole: Tensor) -> Shard:
     if not getattr(parameter, "tensor_model_parallel", False):
-        return None, 1
-    stride = getattr(parameter, "partition_stride", 1)
-    blocks: tuple[int, ...] = getattr(parameter, "partition_blocks", ())
-    return getattr(parameter, "partition_dim", 0), blocks or stride
+        return _split(whole, None)
+    dim, stride = getattr(parameter, "partition_dim", 0), getattr(parameter, "partition_stride", 1)
+    equal = (whole.shape[dim] // stride,) * stride if stride > 1 else ()
+    return _split(whole, dim, getattr(parameter, "partition_blocks", ()) or equal)
 
 
 def _is_float(value: object) -> bool:
