@@ -6,7 +6,7 @@ import math
 import os
 import textwrap
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,16 +22,6 @@ from ._state import ParallelState
 # What is said below a picture: degrees, groups, and the nodes that they cross.
 
 NAMED_NODES = 16
-
-
-def axes_of(grids: Sequence[Grid]) -> Iterator[tuple[Grid, Axis]]:
-    """Yield the axes that have several ranks, each once: model and experts share pipelines."""
-    seen = set()
-    for grid in grids:
-        for axis in grid.several:
-            if axis.name not in seen:
-                seen.add(axis.name)
-                yield grid, axis
 
 
 def shortened(ranks: Sequence[int]) -> str:
@@ -85,8 +75,7 @@ class Description:
         Raises:
             ValueError: There is no such axis.
         """
-        grid, found = self._find(axis)
-        return [tuple(group) for group in grid.groups(found)]
+        return [tuple(group) for group in self._axis(axis).groups(self.world_size)]
 
     def crossing(self, axis: str) -> list[tuple[int, ...]]:
         """Return the groups of an axis whose ranks are on several nodes.
@@ -95,15 +84,14 @@ class Description:
             ValueError: There is no such axis.
             ParallelError: It is not known which ranks share a node.
         """
-        grid, found = self._find(axis)
+        found = self._axis(axis)
         if self.nodes is None:
             raise ParallelError(
                 f"which {axis} groups cross nodes is not known: {self.unknown}; give "
                 "describe_mesh(..., ranks_per_node=)"
             )
-        spans = grid.nodes_spanned(found, self.nodes)
-        groups = zip(grid.groups(found), spans, strict=True)
-        return [tuple(group) for group, count in groups if count > 1]
+        groups = zip(self.groups(axis), found.nodes_spanned(self.nodes), strict=True)
+        return [group for group, count in groups if count > 1]
 
     def text(self, *, ascii_only: bool = False, width: int = 80) -> str:
         """Return the picture in characters; ``str`` of it is the same.
@@ -150,20 +138,25 @@ class Description:
     def __repr__(self) -> str:
         return self.text()
 
-    def _find(self, axis: str) -> tuple[Grid, Axis]:
-        for grid in self.grids:
-            for found in grid.axes:
-                if found.name == axis:
-                    return grid, found
-        known = dict.fromkeys(one.name for grid in self.grids for one in grid.axes)
-        raise ValueError(f"axis {axis!r}; expected one of {', '.join(known)}")
+    @cached_property
+    def _axes(self) -> dict[str, Axis]:
+        """The axes by name: model and experts share their pipelines."""
+        return {axis.name: axis for grid in self.grids for axis in grid.axes}
+
+    def _axis(self, name: str) -> Axis:
+        if name not in self._axes:
+            raise ValueError(f"axis {name!r}; expected one of {', '.join(self._axes)}")
+        return self._axes[name]
+
+    @property
+    def _several(self) -> list[Axis]:
+        return [axis for axis in self._axes.values() if axis.degree > 1]
 
     @cached_property
     def _spans(self) -> dict[str, list[int]]:
         if self.nodes is None:
             return {}
-        axes = axes_of(self.grids)
-        return {axis.name: grid.nodes_spanned(axis, self.nodes) for grid, axis in axes}
+        return {axis.name: axis.nodes_spanned(self.nodes) for axis in self._several}
 
     def _headline(self) -> str:
         ranks = f"{self.world_size:,} rank{'s' * (self.world_size > 1)}"
@@ -172,8 +165,8 @@ class Description:
 
     def _table(self) -> list[str]:
         rows: list[tuple[str, ...]] = []
-        for grid, axis in axes_of(self.grids):
-            number = grid.world_size // axis.degree
+        for axis in self._several:
+            number = self.world_size // axis.degree
             group = shortened(axis.group_of(self.rank))
             row: tuple[str, ...] = (axis.name, f"{axis.degree:,}", f"{number:,}", group)
             if self._spans:
@@ -209,14 +202,14 @@ class Description:
 
     def _warnings(self) -> list[str]:
         found = []
-        for grid, axis in axes_of(self.grids):
+        for axis in self._several:
             if self.nodes is None or axis.name not in pictures.CLOSE:
                 continue
             spans = self._spans[axis.name]
             crossing = sum(count > 1 for count in spans)
             if crossing:
                 found.append(
-                    f"{crossing:,} of {grid.world_size // axis.degree:,} {axis.name} groups cross "
+                    f"{crossing:,} of {len(spans):,} {axis.name} groups cross "
                     f"nodes, with ranks on up to {max(spans)}: the collectives of every layer "
                     f"leave the node; {_remedy(axis, self.nodes)}"
                 )

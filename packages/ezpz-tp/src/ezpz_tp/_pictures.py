@@ -152,16 +152,26 @@ class Axis:
     degree: int
     stride: int
 
-    def index(self, rank: int) -> int:
-        return rank // self.stride % self.degree
-
     def group_of(self, rank: int) -> range:
-        first = rank - self.index(rank) * self.stride
+        first = rank - rank // self.stride % self.degree * self.stride
         return range(first, first + self.degree * self.stride, self.stride)
 
     def number_of(self, rank: int) -> int:
         """Return the number of the group of a rank: groups are ordered by their first rank."""
         return rank // (self.stride * self.degree) * self.stride + rank % self.stride
+
+    def groups(self, world_size: int) -> list[range]:
+        """Return every group, ordered by its first rank."""
+        span = self.stride * self.degree
+        return [
+            range(first, first + span, self.stride)
+            for start in range(0, world_size, span)
+            for first in range(start, start + self.stride)
+        ]
+
+    def nodes_spanned(self, nodes: Nodes) -> list[int]:
+        groups = self.groups(len(nodes.of))
+        return [len(set(nodes.of[each.start : each.stop : each.step])) for each in groups]
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,26 +183,6 @@ class Grid:
     @property
     def several(self) -> tuple[Axis, ...]:
         return tuple(axis for axis in self.axes if axis.degree > 1)
-
-    def groups(self, axis: Axis, ranks: int | None = None) -> list[range]:
-        """Return every group of an axis, or those of the first ranks, ordered by its first rank."""
-        span = axis.stride * axis.degree
-        return [
-            range(first, first + span, axis.stride)
-            for start in range(0, ranks or self.world_size, span)
-            for first in range(start, start + axis.stride)
-        ]
-
-    def nodes_spanned(self, axis: Axis, nodes: Nodes) -> list[int]:
-        # Where all nodes are alike, groups lie on them in the same way again and again.
-        size = self.world_size
-        if nodes.per_node is not None:
-            size = math.lcm(axis.stride * axis.degree, nodes.per_node)
-        spans = [
-            len(set(nodes.of[group.start : group.stop : group.step]))
-            for group in self.groups(axis, size)
-        ]
-        return spans * (self.world_size // size)
 
     def __str__(self) -> str:
         return " x ".join(f"{axis.name} {axis.degree:,}" for axis in self.several)

@@ -14,9 +14,6 @@ from torch import Tensor
 from ._errors import DegreeError
 from ._mappings import vocabulary_range, vocabulary_rows
 
-Stretch = tuple[int, int, int]
-"""Where it begins in the local tensor, where in the full one, and its length, along the dim."""
-
 
 class Piece(NamedTuple):
     """A box of a tensor.
@@ -146,7 +143,7 @@ class Shard:
         held = vocabulary_rows(self.size, degree)
         return (*self.full_shape[: self.dim], held, *self.full_shape[self.dim + 1 :])
 
-    def pieces(self, index: int, degree: int) -> tuple[Stretch, ...]:
+    def pieces(self, index: int, degree: int) -> tuple[tuple[int, int, int], ...]:
         """Return what a rank holds of the full tensor, in the order of the local one.
 
         Returns:

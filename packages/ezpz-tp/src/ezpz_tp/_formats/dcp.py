@@ -91,7 +91,7 @@ def dtensor_state_dict(
     items: Items = {}
     for name, part in parts.tensors.items():
         parameter, key = parameter_of(name)
-        for piece, tensor in dtensors(parameter, part.tensor, part.shard, group):
+        for piece, tensor in _dtensors(parameter, part.tensor, part.shard, group):
             items[optimizer_name(piece, key)] = tensor
     model, states = nested({**items, **parts.values})
     if optimizer is None:
@@ -159,15 +159,15 @@ def load_dtensor_state_dict(
         _set_options(options, [names[one] for one in options["params"]], saved["param_groups"])
 
 
-def dtensors(
-    name: str, local: Tensor, shard: Shard, group: ProcessGroup | None
+def _dtensors(
+    name: str, local: Tensor, shard: Shard, group: ProcessGroup
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield name and DTensor of each matrix of a tensor, views of it without padding."""
     from torch.distributed import tensor as dtensor  # noqa: PLC0415 - heavy to import
     from torch.distributed.device_mesh import DeviceMesh  # noqa: PLC0415
 
     for piece, view, matrix in _views(name, local, shard, group):
-        if shard.dim is None or group is None or group.size() == 1:
+        if shard.dim is None or group.size() == 1:
             yield piece, view
             continue
         mesh, placed = DeviceMesh.from_group(group, view.device.type), [dtensor.Shard(shard.dim)]
@@ -177,14 +177,13 @@ def dtensors(
 
 
 def _views(
-    name: str, local: Tensor, shard: Shard, group: ProcessGroup | None
+    name: str, local: Tensor, shard: Shard, group: ProcessGroup
 ) -> Iterator[tuple[str, Tensor, Shard]]:
-    index, degree = (0, 1) if group is None else (group.rank(), group.size())
     start = 0
     for piece, matrix in _matrices(name, shard):
         view = local
         if shard.dim is not None:
-            length = sum(length for *_, length in matrix.pieces(index, degree))
+            length = sum(length for *_, length in matrix.pieces(group.rank(), group.size()))
             view = local.narrow(shard.dim, start, length)
             start += length
         yield piece, view, matrix
