@@ -375,7 +375,7 @@ def changed():
     pipeline.step(*batch(2 * BATCH))
 
 
-def other_precision():
+def other_precision(_):
     """The first chunk's weights change, and its inputs do not."""
     pipeline = pipeline_of(TWO, build=partial(odd, lambda hidden: hidden.to(wanted[0])))
     wanted = [torch.float64]
@@ -389,53 +389,57 @@ def with_ddp():
     stepped(build=lambda **of: DistributedDataParallel(Part(**of), process_group=group))
 
 
-TWO, TWICE = PLANS[2], PLANS[4]
-# What is done, and what it is told: on both ranks, or on one, for which the other waits.
-BAD_ON_BOTH = [
-    # Every chunk numbers its layers from 0.
-    (lambda: stepped(plan=TWICE, build=lambda layers, **_: nn.Sequential(*map(Layer, layers))),
-     r"chunk 1 of this rank has another 0\.weight"),
-    (lambda: pipeline_of(TWO).step(*batch(7)),
-     r"inputs of shape \(7, 5\) for 2 microbatches.*multiple"),
-    (lambda: stepped({"tokens": batch()[0]}),
-     r"inputs are a dict that holds a str; expected a tens"),
-    (lambda: stepped(targets=[1.0, 2.0]),
-     r"targets are a list that holds a float; expected a tensor"),
-    (with_ddp, r"returned DistributedDataParallel; .*average_over"),
-]  # fmt: skip
+def numbered_from_0(layers, **_):
+    return nn.Sequential(*map(Layer, layers))
+
+
+TWO, TWICE, FIRST, LAST, BOTH = PLANS[2], PLANS[4], (0,), (1,), (0, 1)
+# On which ranks, what is done, and what it is told: before the other rank waits for anything.
 BAD = [
-    (lambda: pipeline_of(TWO).step(None, batch()[1]),
+    (BOTH, lambda: stepped(plan=TWICE, build=numbered_from_0),
+     r"chunk 1 of this rank has another 0\.weight"),
+    (BOTH, lambda: pipeline_of(TWO).step(*batch(7)),
+     r"inputs of shape \(7, 5\) for 2 microbatches.*multiple"),
+    (BOTH, lambda: stepped({"tokens": batch()[0]}),
+     r"inputs are a dict that holds a str; expected a tens"),
+    (BOTH, lambda: stepped(targets=[1.0, 2.0]),
+     r"targets are a list that holds a float; expected a tensor"),
+    (BOTH, with_ddp, r"returned DistributedDataParallel; .*average_over"),
+    (BOTH, changed, r"inputs are \(12, 5\) of torch\.float64; expected .* \(6, 5\)"),
+    (FIRST, lambda: pipeline_of(TWO).step(None, batch()[1]),
      r"no inputs on a rank that has the first chunk"),
-    (lambda: pipeline_of(TWO).step(batch()[0], None),
+    (LAST, lambda: pipeline_of(TWO).step(batch()[0], None),
      r"no targets on a rank that has the last chunk"),
-    (changed, r"inputs are \(12, 5\) of torch\.float64; expected .* \(6, 5\)"),
-    (other_precision, r"chunk 0 of 2 returned .*float32 .*; expected.*float64"),
-    (lambda: stepped(loss=lambda one, other: (one - other).mean(-1)),
-     r"loss returned a tensor of shape \(6,\); expected a 0-dim"),
-    (lambda: stepped(loss=lambda one, other: 0.5), r"loss returned float; expected a 0-dim tensor"),
-    (lambda: answered(lambda hidden: {"hidden": hidden}),
+    (FIRST, lambda: answered(lambda hidden: {"hidden": hidden}),
      r"chunk 0 of 2 returned dict; expected a tensor"),
-    (lambda: answered(lambda hidden: hidden + 1j), r"a tensor of torch\.complex128; expected one"),
-    (lambda: answered(lambda hidden: [hidden] * 20),
+    (FIRST, lambda: answered(lambda hidden: hidden + 1j),
+     r"a tensor of torch\.complex128; expected one"),
+    (FIRST, lambda: answered(lambda hidden: [hidden] * 20),
      r"returned 20 tensors, whose shapes are 101 numbers"),
 ]  # fmt: skip
 
 
-def bad_use(_, number):
-    BAD[number][0]()
-
-
-@pytest.mark.parametrize("number", range(len(BAD)))
-def test_bad_use_is_one_clear_error(number):
-    with pytest.raises(tp.ParallelError, match=BAD[number][1]):
-        on(TWO, bad_use, number)
-
-
 @on_ranks(2, pipeline=2, in_processes=True)
-def test_bad_use_that_both_ranks_see():
-    for use, told in BAD_ON_BOTH:
-        with pytest.raises(tp.ParallelError, match=told):
-            use()
+def test_bad_use_is_one_clear_error():
+    for ranks, use, told in BAD:
+        if tp.get_state().rank in ranks:
+            with pytest.raises(tp.ParallelError, match=told):
+                use()
+
+
+def test_an_error_in_the_middle_of_a_schedule_is_raised_as_it_is():
+    told = r"chunk 0 of 2 returned .*float32 .*; expected.*float64"
+    with pytest.raises(tp.ParallelError, match=told):
+        on(TWO, other_precision)
+
+
+def test_a_loss_that_is_no_number():
+    for loss, told in (
+        (lambda one, other: (one - other).mean(-1), r"a tensor of shape \(6,\); expected a 0-dim"),
+        (lambda one, other: 0.5, "float; expected a 0-dim tensor"),
+    ):
+        with pytest.raises(tp.ParallelError, match=f"loss returned {told}"):
+            stepped(plan=(1, "gpipe", 1, 2), loss=loss)
 
 
 def test_layers_that_thawed_are_a_change():

@@ -65,6 +65,10 @@ def test_a_checkpoint_at_other_degrees_is_the_same_bit_for_bit(tmp_path, make, d
     """Gates above up projections, queries above fewer keys and values, an odd vocabulary."""
     full = save(tmp_path / "saved", make, **degrees)
     last = tmp_path / "saved"
+    assert_same(load_by_torch(last, alone), full)  # also as it is, by one rank and by a pipeline
+    if degrees:
+        for found in run_ranks(load_by_torch, 2, last, make, pipeline=2, in_processes=True):
+            assert_same(found, full)
     for tp in (2, 8, 1, 4):
         reshard(last, tmp_path / f"{tp}", tp=tp)  # the second one reads what the first wrote
         last = tmp_path / f"{tp}"
