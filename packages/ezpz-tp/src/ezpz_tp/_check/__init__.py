@@ -27,7 +27,7 @@ from ezpz_tp._pipeline import entering
 from ezpz_tp._state import ParallelState
 
 from . import regions, rules
-from .regions import Region, argument
+from .regions import Region
 from .rules import EQUAL, INVARIANT, PARTIAL, REPLICATED, VARYING, Operand, Record, Records
 
 # The function mode that watches every operation of a thread.
@@ -71,9 +71,8 @@ class Checker(TorchFunctionMode):
             return func(*args, **kwargs)
         if name in _ATTRIBUTES:
             return self._attribute(func, name, args, kwargs)
-        region = regions.region_of(func, args, kwargs)
-        if region is not None:
-            return self._region(func, region, args, kwargs)
+        if func in regions.REGIONS:
+            return self._region(func, args, kwargs)
         special = self._special.get(func if func in self._special else name)
         return (special or self._operation)(func, name, args, kwargs)
 
@@ -148,8 +147,9 @@ class Checker(TorchFunctionMode):
                     return [self.axes.index(axis) for axis in axes]
         return []
 
-    def _region(self, func: Function, region: Region, args: Args, kwargs: Any) -> Any:
-        places = self.places_of(argument(args, kwargs, *region.group), region.axis)
+    def _region(self, func: Function, args: Args, kwargs: Any) -> Any:
+        region, group = regions.region_of(func, regions.arguments(func, args, kwargs))
+        places = self.places_of(group, region.axis)
         tensors = [one if isinstance(one, Tensor) else None for one in args[:3]]
         operands = [None if one is None else self.records.operand(one) for one in tensors]
         self.operations += 1
@@ -245,27 +245,21 @@ _users = 0
 _restore: list[Callable[[], None]] = []
 
 _WRITES = {
-    # function: place and name of what it writes, of its group, and the type of the result
-    "all_reduce": ((0, "tensor"), (2, "group"), INVARIANT),
-    "broadcast": ((0, "tensor"), (2, "group"), INVARIANT),
-    "all_gather": ((0, "tensor_list"), (2, "group"), INVARIANT),
-    "all_gather_into_tensor": ((0, "output_tensor"), (2, "group"), INVARIANT),
-    "reduce_scatter": ((0, "output"), (3, "group"), VARYING),
-    "reduce_scatter_tensor": ((0, "output"), (3, "group"), VARYING),
-    "all_to_all_single": ((0, "output"), (4, "group"), VARYING),
+    **dict.fromkeys(("all_reduce", "broadcast", "all_gather", "all_gather_into_tensor"), INVARIANT),
+    **dict.fromkeys(("reduce_scatter", "reduce_scatter_tensor", "all_to_all_single"), VARYING),
 }
+"""What they make of their first argument, which they write to."""
 
 _SUMS, _OWN = frozenset({PARTIAL, VARYING}), frozenset({VARYING})
 _TWICE = dict.fromkeys(EQUAL, "it is the same on all ranks already: leave the collective out")
 # Autograd functions of torch.distributed.nn.functional, whose gradients are summed too.
 _TORCHS = {
-    "_AllReduce": Region(_SUMS, REPLICATED, (1, "group"), _TWICE),
-    "_Reduce_Scatter": Region(_SUMS, VARYING, (1, "group"), _TWICE),
-    "_AllGather": Region(_OWN, REPLICATED, (0, "group"), _TWICE),
-    "_AllGatherBase": Region(_OWN, REPLICATED, (2, "group"), _TWICE),
-    "_AlltoAllSingle": Region(_OWN, VARYING, (0, "group"), _TWICE),
+    "_AllReduce": Region(_SUMS, REPLICATED, _TWICE),
+    "_Reduce_Scatter": Region(_SUMS, VARYING, _TWICE),
+    "_AllGather": Region(_OWN, REPLICATED, _TWICE),
+    "_AllGatherBase": Region(_OWN, REPLICATED, _TWICE),
+    "_AlltoAllSingle": Region(_OWN, VARYING, _TWICE),
 }
-
 
 _HANDING = frozenset({"BackwardHookFunction", "_DDPSink", "RegisterPostBackwardFunction"})
 """torch's own autograd functions that return what they are given."""
@@ -347,7 +341,9 @@ def _result(checker: Checker, function: type, args: tuple[Any, ...], kwargs: Any
     region = _TORCHS.get(function.__name__) if torchs else None
     if region is None:
         return checker.result(function.__name__, operands, (), {})
-    places = checker.places_of(argument(args, kwargs, *region.group) or dist.group.WORLD)
+    forward: Function = function.forward  # type: ignore[attr-defined]
+    group = regions.arguments(forward, (None, *args), kwargs)["group"]
+    places = checker.places_of(group or dist.group.WORLD)
     return regions.through(checker.records, function.__name__, region, operands[-1:], places)
 
 
@@ -375,9 +371,9 @@ def _collective(name: str, original: Function, *args: Any, **kwargs: Any) -> Any
     checkers = active_checkers()
     if not checkers:
         return original(*args, **kwargs)
-    written, where, kind = _WRITES[name]
-    targets = tensors_of((argument(args, kwargs, *written),), {})
-    group = argument(args, kwargs, *where) or dist.group.WORLD
+    given = regions.arguments(original, args, kwargs)
+    targets = tensors_of((next(iter(given.values())),), {})
+    group = given.get("group") or dist.group.WORLD
     for checker in checkers:
         for target in targets:
             _refuse_unseen(checker, name, target, checker.places_of(group))
@@ -386,7 +382,7 @@ def _collective(name: str, original: Function, *args: Any, **kwargs: Any) -> Any
         for target in targets:
             types = list(checker.records.of(target).types)
             for place in checker.places_of(group):
-                types[place] = kind
+                types[place] = _WRITES[name]
             checker.records.set(target, Record(tuple(types)))
     return output
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from ezpz_tp import _mappings as mappings
 from ezpz_tp._cross_entropy import vocab_parallel_cross_entropy
@@ -28,7 +31,6 @@ Given: TypeAlias = Sequence[Operand | None]
 class Region:
     takes: frozenset[str]
     returns: str
-    group: tuple[int, str]
     mend: Mapping[str, str] = field(default_factory=dict)
     weight: str | None = None
     bias: str | None = None
@@ -36,13 +38,11 @@ class Region:
     inputs: int = 1
 
 
-def _region(
-    takes: tuple[str, ...], returns: str, place: int, name: str = "tp_group", **mend: str
-) -> Region:
+def _region(takes: tuple[str, ...], returns: str, **mend: str) -> Region:
     """Return a region; the mend ``equal`` is for both types that are equal on all ranks."""
     both = dict.fromkeys(EQUAL, mend.pop("equal")) if "equal" in mend else {}
     partial = "a reduction is missing: sum it first, by reduce_from_tensor_parallel_region"
-    return Region(frozenset(takes), returns, (place, name), {PARTIAL: partial, **both, **mend})
+    return Region(frozenset(takes), returns, {PARTIAL: partial, **both, **mend})
 
 
 _TWICE = (
@@ -63,64 +63,41 @@ _UNSAID = (
 )
 
 _OWN = "every rank has its own, whose gradient is its own too: leave the copy out"
-_copy = _region((INVARIANT,), REPLICATED, 1, replicated=_TWICE, varying=_OWN)
-_scatter = _region((INVARIANT,), VARYING, 1, replicated=_TWICE, varying=_PART)
-_gather = _region((VARYING,), INVARIANT, 1, equal=_WHOLE)
-_reduce = _region(_SUMS, INVARIANT, 1, equal=_SUMMED)
-_reduce_scatter = _region(_SUMS, VARYING, 1, equal="it is summed already: scatter it instead")
-_exchange = _region((VARYING,), VARYING, 3, "group", equal="scatter it instead")
-
-_REGIONS: dict[Callable[..., Any], Region] = {
-    mappings.copy_to_tensor_parallel_region: _copy,
-    mappings.reduce_from_tensor_parallel_region: _reduce,
-    mappings.scatter_to_tensor_parallel_region: _scatter,
-    mappings.gather_from_tensor_parallel_region: _gather,
-    mappings.all_gather_last_dim_from_tensor_parallel_region: replace(_gather, returns=REPLICATED),
-    mappings.reduce_scatter_last_dim_to_tensor_parallel_region: _reduce_scatter,
-    mappings.scatter_to_sequence_parallel_region: replace(_scatter, group=(2, "tp_group")),
-    mappings.reduce_scatter_to_sequence_parallel_region: replace(
-        _reduce_scatter, group=(2, "tp_group")
-    ),
-    mappings.all_to_all: _exchange,
-    vocab_parallel_cross_entropy: _region((VARYING,), INVARIANT, 3, equal=_LOGITS),
-}
-
+_copy = _region((INVARIANT,), REPLICATED, replicated=_TWICE, varying=_OWN)
+_scatter = _region((INVARIANT,), VARYING, replicated=_TWICE, varying=_PART)
+_gather = _region((VARYING,), INVARIANT, equal=_WHOLE)
+_gather_sums = replace(_gather, returns=REPLICATED)
+_reduce = _region(_SUMS, INVARIANT, equal=_SUMMED)
+_reduce_scatter = _region(_SUMS, VARYING, equal="it is summed already: scatter it instead")
+_exchange = _region((VARYING,), VARYING, equal="scatter it instead")
 _shard = _region(
-    (REPLICATED, VARYING), VARYING, 2, "group",
+    (REPLICATED, VARYING), VARYING,
     invariant="its gradient is partial: pass it through "
     "copy_to_tensor_parallel_region(x, context group) first",
     partial="sum it first, by reduce_from_tensor_parallel_region(x, context group)",
 )  # fmt: skip
 _attention = _region(
-    (VARYING,), VARYING, 3, "group",
+    (VARYING,), VARYING,
     equal="give this rank's part, by shard_sequence",
     partial="a reduction is missing: sum it first",
 )  # fmt: skip
 _attention = replace(_attention, axis="context", inputs=3)
-_REGIONS |= {
-    shard_sequence: replace(_shard, axis="context"),
-    ring_attention: _attention,
-    ulysses_attention: _attention,
-    unified_attention: replace(_attention, group=(3, "ring_group")),
-}
-
 _GATHERED = "build the layer with input_is_parallel=False, or leave out the gather before it"
-_row = _region((VARYING,), INVARIANT, 3, "group", equal=_GATHERED)
+_row = _region((VARYING,), INVARIANT, equal=_GATHERED)
 _row = replace(_row, weight=VARYING, bias=INVARIANT)
-_row_sequence = replace(_row, returns=VARYING, bias=REPLICATED)
-_lookup = _region((VARYING,), INVARIANT, 3, "group", equal=_UNSAID.format("weight"))
+_lookup = _region((VARYING,), INVARIANT, equal=_UNSAID.format("weight"))
 _column = _region(
-    (INVARIANT,), VARYING, 3, "group",
+    (INVARIANT,), VARYING,
     replicated=_TWICE + "; or clear the layer's reduce_input_gradient",
     varying="gather or reduce it first: the layer takes what is the same on all ranks",
 )  # fmt: skip
 _column_unsummed = _region(
-    (REPLICATED, VARYING), VARYING, 3, "group",
+    (REPLICATED, VARYING), VARYING,
     invariant="the layer's reduce_input_gradient is cleared, so nothing sums the gradient of "
     "its input: pass it through copy_to_tensor_parallel_region once",
 )  # fmt: skip
 _column_sequence = _region(
-    (VARYING,), VARYING, 3, "group",
+    (VARYING,), VARYING,
     invariant="the layer gathers the sequence: scatter_to_sequence_parallel_region first, or "
     "build it with sequence_parallel=False",
     replicated="the layer gathers the sequence: leave out the gather before it",
@@ -131,34 +108,55 @@ _column, _column_unsummed, _column_sequence = (
     for one in (_column, _column_unsummed, _column_sequence)
 )
 
-_SHARING = {
-    # layers, whether the sequence is shared outside of them or not
-    column_linear: (_column, _column_sequence),
-    row_linear: (_row, _row_sequence),
-    vocabulary_lookup: (_lookup, replace(_lookup, returns=VARYING)),
-}
-_GATHERING = {
-    # gathers, and the argument that says whether their gradients are summed
+REGIONS: dict[Callable[..., Any], Region | tuple[str, Region, Region]] = {
+    # A region; or the argument that chooses, and the ones without and with it.
+    mappings.copy_to_tensor_parallel_region: _copy,
+    mappings.reduce_from_tensor_parallel_region: _reduce,
+    mappings.scatter_to_tensor_parallel_region: _scatter,
+    mappings.gather_from_tensor_parallel_region: _gather,
+    mappings.all_gather_last_dim_from_tensor_parallel_region: _gather_sums,
+    mappings.reduce_scatter_last_dim_to_tensor_parallel_region: _reduce_scatter,
+    mappings.scatter_to_sequence_parallel_region: _scatter,
     mappings.gather_from_sequence_parallel_region: (
-        replace(_gather, group=(3, "tp_group")),
-        (1, "tensor_parallel_output_grad"),
+        "tensor_parallel_output_grad", _gather, _gather_sums
     ),
-    unshard_sequence: (replace(_gather, group=(2, "group"), axis="context"), (6, "sum_grads")),
-}
+    mappings.reduce_scatter_to_sequence_parallel_region: _reduce_scatter,
+    mappings.all_to_all: _exchange,
+    vocab_parallel_cross_entropy: _region((VARYING,), INVARIANT, equal=_LOGITS),
+    vocabulary_lookup: ("sequence_parallel", _lookup, replace(_lookup, returns=VARYING)),
+    column_linear: ("sequence_parallel", _column, _column_sequence),
+    row_linear: ("sequence_parallel", _row, replace(_row, returns=VARYING, bias=REPLICATED)),
+    shard_sequence: replace(_shard, axis="context"),
+    unshard_sequence: (
+        "sum_grads", replace(_gather, axis="context"), replace(_gather_sums, axis="context")
+    ),
+    **dict.fromkeys((ring_attention, ulysses_attention, unified_attention), _attention),
+}  # fmt: skip
+
+
+@functools.cache
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(function)
+
+
+def arguments(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return what a call gives, by the names of parameters, in their order."""
+    return _signature(function).bind(*args, **kwargs).arguments
 
 
 def region_of(
-    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Region | None:
-    if function in _GATHERING:
-        sums = argument(args, kwargs, *_GATHERING[function][1])
-        return replace(_GATHERING[function][0], returns=REPLICATED if sums else INVARIANT)
-    sequence = argument(args, kwargs, 4, "sequence_parallel")
-    if function is column_linear and not sequence:
-        return _column if argument(args, kwargs, 5, "reduce_input_gradient") else _column_unsummed
-    if function in _SHARING:
-        return _SHARING[function][bool(sequence)]
-    return _REGIONS.get(function)
+    function: Callable[..., Any], given: Mapping[str, Any]
+) -> tuple[Region, ProcessGroup | None]:
+    """Return what a call of one of `REGIONS` does to types, and the group that it is over."""
+    region = REGIONS[function]
+    if not isinstance(region, Region):
+        flag, without, with_ = region
+        region = with_ if given[flag] else without
+        if region is _column and not given["reduce_input_gradient"]:
+            region = _column_unsummed
+    return region, next(given[one] for one in ("tp_group", "ring_group", "group") if one in given)
 
 
 def argument(args: Sequence[Any], kwargs: Mapping[str, Any], place: int, name: str) -> Any:
