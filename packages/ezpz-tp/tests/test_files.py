@@ -239,21 +239,17 @@ def some_tensors():
     return {**named, 'a "quoted" name, ünïcode': torch.ones(2)}
 
 
-def test_every_dtype_comes_back_bit_for_bit(tmp_path):
-    path = write_tensors(tmp_path / "a", some_tensors(), {"one": "1"})
+def test_every_dtype_comes_back_bit_for_bit_also_from_the_library(tmp_path):
+    tensors = some_tensors()
+    path = write_tensors(tmp_path / "a", tensors, {"one": "1"})
     found, metadata = open_safetensors(path)
     assert metadata == {"one": "1"}
-    assert_same({name: read(stored) for name, stored in found.items()}, some_tensors())
+    assert_same({name: read(stored) for name, stored in found.items()}, tensors)
     assert all(stored.at % stored.dtype.itemsize == 0 for stored in found.values())
 
-
-def test_the_library_reads_what_is_written_and_the_other_way_round(tmp_path):
     library = pytest.importorskip("safetensors.torch")
-    from safetensors import safe_open
-
-    tensors = some_tensors()
-    assert_same(library.load_file(write_tensors(tmp_path / "a", tensors, {"one": "1"})), tensors)
-    with safe_open(tmp_path / "a", "pt") as file:
+    assert_same(library.load_file(path), tensors)
+    with library.safe_open(path, "pt") as file:
         assert file.metadata() == {"one": "1"}
     library.save_file(tensors, tmp_path / "b", {"two": "2"})
     ours, metadata = open_safetensors(tmp_path / "b")

@@ -523,17 +523,7 @@ def test_products_of_a_mesh_are_not_made():
         state.group("tensor", "context")
 
 
-def of_experts(kind):
-    if kind == "create":
-        state = tp.ParallelState.create(2, context=2)
-    elif kind == "groups":
-        own = tp.ParallelState.create(2, context=2)
-        state = tp.ParallelState.from_groups(
-            tensor=own.group("tensor"), context=own.group("context")
-        )
-    else:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
-        state = tp.ParallelState.from_mesh(mesh)
+def of_experts(state):
     with tp.use_state(state):
         parameter = torch.nn.Parameter(torch.zeros(4))
         parameter.grad = torch.full((4,), 3.0 + state.index("tensor"))
@@ -554,13 +544,16 @@ def of_experts(kind):
         )
 
 
+@on_ranks(4, in_processes=True, initialize=False)
 def test_experts_are_laid_out_as_the_model_however_the_state_was_made():
-    how = {"in_processes": True, "initialize": False}
-    made = [run_ranks(of_experts, 4, kind, **how) for kind in ("create", "groups", "mesh")]
-    assert made[0][0][:2] == ([2, 1, 2], [0, 0, 0])
-    assert made[0][3][:2] == ([2, 1, 2], [1, 0, 1])
-    assert made[0][0][3] == 10.0
-    assert made[0] == made[1] == made[2]
+    made = tp.ParallelState.create(2, context=2)
+    groups = {axis: made.group(axis) for axis in ("tensor", "context")}
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    states = made, tp.ParallelState.from_groups(**groups), tp.ParallelState.from_mesh(mesh)
+    first, *others = map(of_experts, states)
+    assert first[:2] == ([2, 1, 2], [made.rank % 2, 0, made.rank // 2])
+    assert first[3] == 10.0
+    assert others == [first] * 2
 
 
 @pytest.mark.parametrize("tensor", [2, 4])
