@@ -248,14 +248,6 @@ def values_of(source: Source, name: str, *boxes: Piece) -> Iterator[Tensor]:
             yield out
 
 
-def pieces_of(shard: Shard, parts: Sequence[Stored]) -> Pieces:
-    return [
-        (full, part.part(local))
-        for index, part in enumerate(parts[:1] if shard.dim is None else parts)
-        for local, full in shard.boxes(index, len(parts))
-    ]
-
-
 # How to recognize and open files.
 
 
@@ -400,8 +392,14 @@ def join(
         _check_like(name, part, first, stored.local_shape(index, degree))
     if stored.dim is None:
         check_equal(name, parts)
+        parts = parts[:1]
     full = options.shard(table, name, stored.full_shape)
-    source.add(name, first.dtype, full, pieces_of(stored, parts))
+    pieces = [
+        (box, part.part(own))
+        for index, part in enumerate(parts)
+        for own, box in stored.boxes(index, degree)
+    ]
+    source.add(name, first.dtype, full, pieces)
 
 
 def same_names(

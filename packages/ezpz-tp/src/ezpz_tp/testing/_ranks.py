@@ -429,14 +429,17 @@ _AFTERMATH = 2.0
 def run_in_processes(
     function: Callable[..., Result], layout: RankLayout, args: Any, also: Also, timeout: float
 ) -> list[Result]:
+    buffer = io.BytesIO()
+    pickler = _Pickler(buffer)
     try:
-        payload, modules = _pickled((function, args))
+        pickler.dump((function, args))
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         raise TypeError(
             f"{function!r} and its arguments go to other processes, but do not pickle: {error}; "
             "use a function at the top level of a module and arguments that pickle, "
             "or threads (in_processes=False)"
         ) from error
+    payload, modules = buffer.getvalue(), tuple(pickler.modules.items())
     # What is pickled by its name in the program is looked for there by the other processes.
     if b"__main__" in payload and not _is_importable(sys.modules["__main__"]):
         raise TypeError(
@@ -495,22 +498,16 @@ def _unpack(report: Report, world_size: int) -> BaseException:
     return with_rank(error, report.rank, world_size, report.text)
 
 
-def _pickled(value: object) -> tuple[bytes, tuple[tuple[str, str], ...]]:
-    """Pickle, and return name and file of the modules that its functions and classes come from."""
-    # A test's module has a name that only its test runner can import: ranks load it from its file.
-    buffer = io.BytesIO()
-    pickler = _Pickler(buffer)
-    pickler.dump(value)
-    return buffer.getvalue(), tuple(pickler.modules.items())
-
-
 class _Pickler(pickle.Pickler):
+    """Notes name and file of the modules that functions and classes come from."""
+
+    # A test's module has a name that only its test runner can import: ranks load it from its file.
+
     def __init__(self, buffer: io.BytesIO) -> None:
         super().__init__(buffer)
         self.modules: dict[str, str] = {}
 
     def reducer_override(self, value: Any) -> Any:
-        """Note where a value comes from; pickle it as usual."""
         owner = value if inspect.isroutine(value) or inspect.isclass(value) else type(value)
         name = getattr(owner, "__module__", None)
         file = getattr(sys.modules.get(name or ""), "__file__", None)
