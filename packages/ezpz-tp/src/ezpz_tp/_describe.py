@@ -178,15 +178,12 @@ class Description:
             return []
         heading = ("axis", "degree", "groups", f"of rank {self.rank}", "cross nodes", "most nodes")
         rows.insert(0, heading[: len(rows[0])])
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        to_left = ("axis", heading[3])
-        return [
-            "  ".join(
-                cell.ljust(width) if name in to_left else cell.rjust(width)
-                for name, cell, width in zip(heading[: len(row)], row, widths, strict=True)
-            ).rstrip()
-            for row in rows
-        ]
+        columns = []
+        for number, column in enumerate(zip(*rows, strict=True)):
+            justify = str.ljust if number in {0, 3} else str.rjust  # names, and ranks
+            width = max(map(len, column))
+            columns.append([justify(cell, width) for cell in column])
+        return ["  ".join(line).rstrip() for line in zip(*columns, strict=True)]
 
     def _notes(self) -> list[str]:
         """Return what is to be said besides: names of nodes, warnings, and what is not known."""

@@ -46,7 +46,7 @@ class Chunk(nn.Module):
         self._targets: Iterator[Tensors] = iter(())
         self.losses: list[Tensor] = []
         self.agreed: list[str] | None = None
-        """What the next chunk's rank waits for; None where every message tells its shape."""
+        """What the next chunk's rank waits for in a step; None before the trial."""
 
     def expect(self, targets: Iterable[Tensors]) -> None:
         self._targets, self.losses = iter(targets), []
@@ -58,10 +58,12 @@ class Chunk(nn.Module):
         output = self.module(*received)
         if not self.is_last:
             outputs = tuple(one.contiguous() for one in self._sendable(output))
-            if self.agreed is not None and facts(outputs) != self.agreed:
+            # Without gradients it is an evaluation, in which every message tells its shape.
+            agreed = self.agreed if torch.is_grad_enabled() else None
+            if agreed is not None and facts(outputs) != agreed:
                 raise ParallelError(
                     f"{self._name} returned {' and '.join(facts(outputs))}; expected, as in the "
-                    f"first step, {' and '.join(self.agreed)}, for which the next chunk's rank "
+                    f"first step, {' and '.join(agreed)}, for which the next chunk's rank "
                     "waits: call forget_shapes() on every rank before such a change"
                 )
             return outputs
@@ -186,6 +188,8 @@ class Trial:
         inputs, targets = batch
         self.shapes: dict[int, tuple[Tensors, Tensors]] = {}
         self._inputs = facts(inputs)
+        for chunk in chunks.values():
+            chunk.agreed = None
         if total - 1 in chunks:
             chunks[total - 1].expect([targets])
         # With gradients, as the steps will be: what is compiled is compiled for them, and which
@@ -193,6 +197,8 @@ class Trial:
         with _without_trace(chunks.values()), torch.enable_grad():
             for number, taken, given in run_chunks(chunks, total, [inputs], group):
                 self.shapes[number] = _metas(taken), _metas(given)
+        for number, chunk in chunks.items():
+            chunk.agreed = facts(self.shapes[number][1])
 
     def check(self, inputs: Tensors) -> None:
         found = facts(inputs)
@@ -202,17 +208,6 @@ class Trial:
                 f"first step, {' and '.join(self._inputs)}: pad them, or call forget_shapes() on "
                 "every rank before"
             )
-
-    @contextmanager
-    def agreed(self, chunks: Mapping[int, Chunk]) -> Iterator[None]:
-        """Hold chunks to what they gave in the trial for the time of a block."""
-        for number, chunk in chunks.items():
-            chunk.agreed = facts(self.shapes[number][1])
-        try:
-            yield
-        finally:
-            for chunk in chunks.values():
-                chunk.agreed = None
 
 
 def device_of(chunks: Mapping[int, Chunk]) -> torch.device:
@@ -536,8 +531,7 @@ class Pipeline:
         # What torch splits and gives to the loss: the last chunk has its targets already.
         numbers = torch.arange(self._microbatches) if self.is_last else None
         try:
-            with self._trial.agreed(self._chunks):
-                self._schedule.step(*given, target=numbers)
+            self._schedule.step(*given, target=numbers)
         except RuntimeError as error:
             # torch's stage raises one of its own about whatever a forward raises.
             if isinstance(error.__cause__, ParallelError):

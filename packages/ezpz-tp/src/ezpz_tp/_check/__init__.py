@@ -22,7 +22,6 @@ from torch.utils.checkpoint import CheckpointFunction
 from ezpz_tp._current import get_state
 from ezpz_tp._errors import ParallelError
 from ezpz_tp._grads import finalize_grads
-from ezpz_tp._groups import live_world
 from ezpz_tp._pipeline import entering
 from ezpz_tp._state import ParallelState
 
@@ -136,11 +135,10 @@ class Checker(TorchFunctionMode):
     def _find_places(self, group: ProcessGroup) -> list[int]:
         """By its ranks, for it may be one of the user's own; or else by the group itself."""
         try:
-            ranks = None if live_world() is None else set(dist.get_process_group_ranks(group))
-        except KeyError:  # of ranks that are threads
-            ranks = None
-        if ranks is not None:
+            ranks = set(dist.get_process_group_ranks(group))
             return [p for p, axis in enumerate(self.axes) if ranks >= set(self.state.ranks(axis))]
+        except KeyError:  # of ranks that are threads
+            pass
         for count in range(len(self.axes)):
             for axes in combinations(self.axes, count + 1):
                 if self.state.has_group(*axes) and self.state.group(*axes) is group:
@@ -242,7 +240,7 @@ def _transposed(operand: Operand) -> Record:
 
 _lock = threading.Lock()
 _users = 0
-_restore: list[Callable[[], None]] = []
+_restore = ExitStack()
 
 _WRITES = {
     **dict.fromkeys(("all_reduce", "broadcast", "all_gather", "all_gather_into_tensor"), INVARIANT),
@@ -274,37 +272,36 @@ def active_checkers() -> list[Checker]:
 @contextmanager
 def exchanged() -> Iterator[None]:
     """Exchange the functions as long as anybody checks, in any thread."""
-    global _users
+    global _users, _restore
     with _lock:
+        if not _users:
+            _restore = _exchange()
         _users += 1
     try:
-        with _lock:
-            if not _restore:
-                _exchange()
         yield
     finally:
         with _lock:
             _users -= 1
             if not _users:
-                while _restore:
-                    _restore.pop()()
+                _restore.close()
 
 
-def _exchange() -> None:
-    apply = torch.autograd.Function.__dict__["apply"]
-    torch.autograd.Function.apply = classmethod(  # type: ignore[assignment]
-        functools.partial(_apply, apply.__func__)
-    )
-    _restore.append(functools.partial(setattr, torch.autograd.Function, "apply", apply))
-    if "torch._dynamo" in sys.modules:  # what was compiled runs as it is written
-        stance = torch.compiler.set_stance("force_eager")
-        _restore.append(functools.partial(stance.__exit__, None, None, None))
-    for name in _WRITES:
-        original = getattr(distributed_c10d, name)
-        told = functools.wraps(original)(functools.partial(_collective, name, original))
-        for module in (dist, distributed_c10d):
-            setattr(module, name, told)
-            _restore.append(functools.partial(setattr, module, name, original))
+def _exchange() -> ExitStack:
+    with ExitStack() as stack:
+        apply = torch.autograd.Function.__dict__["apply"]
+        torch.autograd.Function.apply = classmethod(  # type: ignore[assignment]
+            functools.partial(_apply, apply.__func__)
+        )
+        stack.callback(setattr, torch.autograd.Function, "apply", apply)
+        if "torch._dynamo" in sys.modules:  # what was compiled runs as it is written
+            stack.push(torch.compiler.set_stance("force_eager"))
+        for name in _WRITES:
+            original = getattr(distributed_c10d, name)
+            told = functools.wraps(original)(functools.partial(_collective, name, original))
+            for module in (dist, distributed_c10d):
+                setattr(module, name, told)
+                stack.callback(setattr, module, name, original)
+        return stack.pop_all()
 
 
 def _apply(original: Function, function: type, *args: Any, **kwargs: Any) -> Any:
