@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ Given: TypeAlias = Sequence[Operand | None]
 class Region:
     takes: frozenset[str]
     returns: str
-    mend: Mapping[str, str] = field(default_factory=dict)
+    mend: Mapping[str, str]
     weight: str | None = None
     bias: str | None = None
     axis: str = "tensor"
