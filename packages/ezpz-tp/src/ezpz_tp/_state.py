@@ -83,9 +83,9 @@ class MeshGroups:
         degrees = dict(zip(axes, ranks.shape, strict=True))
         several = [axis for axis in axes if degrees[axis] > 1]
         wanted = ranks.reshape([degrees[axis] for axis in several])
-        sizes = [degrees.get(axis, 1) for axis in ("tensor", "context", "pipeline")]
+        t, c, p = (degrees.get(axis, 1) for axis in ("tensor", "context", "pipeline"))
         orders = map("-".join, itertools.permutations(ORDER.split("-")))  # Megatron's comes first
-        layouts = [RankLayout(ranks.numel(), *sizes, order=order) for order in orders]
+        layouts = [RankLayout(ranks.numel(), t, c, p, order=order) for order in orders]
         for layout in sorted(layouts, key=lambda one: not one.experts_fit):
             if torch.equal(_ranks(layout, several), wanted):
                 return layout
