@@ -176,38 +176,29 @@ def receive(group: ProcessGroup, peer: int, device: torch.device) -> Tensors:
 # One microbatch through the pipeline, to learn what every rank will receive and send.
 
 
-class Trial:
-    """What this rank's chunks took and gave: tensors without contents, on the meta device."""
+Shapes = dict[int, tuple[Tensors, Tensors]]
+"""What each of this rank's chunks takes and gives: tensors without contents, on the meta device."""
 
-    # Collective: every rank of the group makes one at the same time. The model is as it was after
-    # it: no gradients, the same buffers, the same random streams.
 
-    def __init__(
-        self, chunks: Mapping[int, Chunk], total: int, batch: Sequence[Tensors], group: ProcessGroup
-    ) -> None:
-        inputs, targets = batch
-        self.shapes: dict[int, tuple[Tensors, Tensors]] = {}
-        self._inputs = facts(inputs)
-        for chunk in chunks.values():
-            chunk.agreed = None
-        if total - 1 in chunks:
-            chunks[total - 1].expect([targets])
-        # With gradients, as the steps will be: what is compiled is compiled for them, and which
-        # activations need one is a part of what is asked.
-        with _without_trace(chunks.values()), torch.enable_grad():
-            for number, taken, given in run_chunks(chunks, total, [inputs], group):
-                self.shapes[number] = _metas(taken), _metas(given)
-        for number, chunk in chunks.items():
-            chunk.agreed = facts(self.shapes[number][1])
-
-    def check(self, inputs: Tensors) -> None:
-        found = facts(inputs)
-        if found and self._inputs and found != self._inputs:
-            raise DegreeError(
-                f"Pipeline: a microbatch's inputs are {' and '.join(found)}; expected those of the "
-                f"first step, {' and '.join(self._inputs)}: pad them, or call forget_shapes() on "
-                "every rank before"
-            )
+def try_out(
+    chunks: Mapping[int, Chunk], total: int, batch: Sequence[Tensors], group: ProcessGroup
+) -> Shapes:
+    """Run one microbatch forward. The model is as before: gradients, buffers, random streams."""
+    # Collective: every rank of the group calls this at the same time.
+    inputs, targets = batch
+    shapes: Shapes = {}
+    for chunk in chunks.values():
+        chunk.agreed = None
+    if total - 1 in chunks:
+        chunks[total - 1].expect([targets])
+    # With gradients, as the steps will be: what is compiled is compiled for them, and which
+    # activations need one is a part of what is asked.
+    with _without_trace(chunks.values()), torch.enable_grad():
+        for number, taken, given in run_chunks(chunks, total, [inputs], group):
+            shapes[number] = _metas(taken), _metas(given)
+    for number, chunk in chunks.items():
+        chunk.agreed = facts(shapes[number][1])
+    return shapes
 
 
 def device_of(chunks: Mapping[int, Chunk]) -> torch.device:
@@ -282,14 +273,14 @@ def check_schedule(schedule: str, virtual: int, microbatches: int, ranks: int) -
 
 
 def torch_schedule(
-    kind: str, trial: Trial, chunks: Mapping[int, Chunk], total: int, count: int, group: Any
+    kind: str, shapes: Shapes, chunks: Mapping[int, Chunk], total: int, count: int, group: Any
 ) -> Any:
-    """Return torch's schedule over this rank's chunks, which knows their shapes from a trial."""
+    """Return torch's schedule over this rank's chunks."""
     from torch.distributed import pipelining  # noqa: PLC0415 - it takes a second
 
     stages, device = [], device_of(chunks)
     for number, chunk in chunks.items():
-        taken, given = trial.shapes[number]
+        taken, given = shapes[number]
         stage = pipelining.PipelineStage(chunk, number, total, device, taken, given, group=group)
         stages.append(stage)
     made: Any = getattr(pipelining, SCHEDULES[kind])
@@ -483,7 +474,7 @@ class Pipeline:
         self.layers: tuple[range, ...] = tuple(ranges[number] for number in numbers)
         self.is_first: bool = 0 in numbers
         self.is_last: bool = self._total - 1 in numbers
-        self._trial: Trial | None = None
+        self._inputs: list[str] = []
         self._schedule: Any = None
 
     def step(self, inputs: Given | None = None, targets: Given | None = None) -> Tensor | None:
@@ -520,12 +511,18 @@ class Pipeline:
                 for part in self._chunks[0](*batch):
                     part.backward()
             return self._losses()
-        if self._trial is None:
-            share = self._chunks, self._total
-            self._trial = Trial(*share, (batches[0], expected[0]), self._group)
-            made = self._kind, self._trial, *share, self._microbatches, self._group
+        found = facts(batches[0])
+        if self._schedule is None:
+            share, self._inputs = (self._chunks, self._total), found
+            shapes = try_out(*share, (batches[0], expected[0]), self._group)
+            made = self._kind, shapes, *share, self._microbatches, self._group
             self._schedule = torch_schedule(*made)
-        self._trial.check(batches[0])
+        if found and self._inputs and found != self._inputs:
+            raise DegreeError(
+                f"Pipeline: a microbatch's inputs are {' and '.join(found)}; expected those of the "
+                f"first step, {' and '.join(self._inputs)}: pad them, or call forget_shapes() on "
+                "every rank before"
+            )
         self._expect(expected)
         given = _tuple(inputs) if self.is_first else ()
         # What torch splits and gives to the loss: the last chunk has its targets already.
@@ -544,7 +541,7 @@ class Pipeline:
 
         Collective: every rank of the pipeline calls this, or none.
         """
-        self._trial = self._schedule = None
+        self._schedule = None
 
     @torch.no_grad()
     def evaluate(self, inputs: Given | None = None, targets: Given | None = None) -> Tensor | None:
