@@ -70,10 +70,6 @@ class MeshGroups:
         self.mesh = mesh
         self._dims = dims
 
-    def by_axis(self) -> dict[tuple[str, ...], ProcessGroup | None]:
-        """Return the groups of the dims, by axis."""
-        return {(axis,): self.mesh.get_group(dim) for axis, dim in self._dims.items()}
-
     def layout(self) -> RankLayout | None:
         """Return the layout that numbers the ranks as the mesh does, or None if none can."""
         # None is also the answer for a part of a mesh: nothing says where the other ranks are.
@@ -97,23 +93,6 @@ class MeshGroups:
         dims = tuple(dim for axis, dim in self._dims.items() if axis in axes)
         spanned = self.mesh[dims].mesh.numel()
         return world if world is not None and spanned == world.size() else None
-
-
-def mesh_of_state(state: ParallelState, device_type: str | None) -> DeviceMesh:
-    layout = state.layout
-    if layout is None:
-        raise ParallelError(
-            "a ParallelState of foreign groups has no layout to make a mesh of; give "
-            "ParallelState.from_groups(layout=...)"
-        )
-    axes = [axis for axis in reversed(AXES) if layout.degree(axis) > 1] or ["data"]
-    groups = [state.group(axis) for axis in axes]
-    return DeviceMesh.from_group(
-        groups,
-        device_type or _device_type(),
-        _ranks(layout, axes),
-        mesh_dim_names=tuple(DIMS[axis] for axis in axes),
-    )
 
 
 def forget_meshes() -> None:
@@ -157,6 +136,9 @@ _AS_MODEL: dict[str, tuple[str, ...]] = {
     "expert_data": ("context", "data"),
 }
 
+Groups = dict[tuple[str, ...], ProcessGroup | None]
+"""By axes; None is a group of one rank."""
+
 _numbers = itertools.count(1)
 
 
@@ -175,7 +157,7 @@ class ParallelState:
 
     def __init__(
         self,
-        groups: Mapping[tuple[str, ...], ProcessGroup | None],
+        groups: Groups,
         *,
         rank: int,
         layout: RankLayout | None = None,
@@ -335,9 +317,7 @@ class ParallelState:
             "expert_tensor": expert_tensor,
             "expert_data": expert_data,
         }
-        groups: dict[tuple[str, ...], ProcessGroup | None] = {
-            (axis,): member(group, axis) for axis, group in ones.items()
-        }
+        groups: Groups = {(axis,): member(group, axis) for axis, group in ones.items()}
         groups |= {axes: member(group, " x ".join(axes)) for axes, group in (also or {}).items()}
         if rank is None:
             rank = dist.get_rank() if live_world() is not None else position(groups)
@@ -362,8 +342,10 @@ class ParallelState:
                 name other than the default is not a dim of the mesh.
         """
         names = {"tensor": tensor, "context": context, "data": data, "pipeline": pipeline}
-        taken = MeshGroups(mesh, dims_of_mesh(mesh, names))
-        return cls(taken.by_axis(), rank=dist.get_rank(), layout=taken.layout(), mesh=taken)
+        dims = dims_of_mesh(mesh, names)
+        groups: Groups = {(axis,): mesh.get_group(dim) for axis, dim in dims.items()}
+        taken = MeshGroups(mesh, dims)
+        return cls(groups, rank=dist.get_rank(), layout=taken.layout(), mesh=taken)
 
     def to_mesh(self, device_type: str | None = None) -> DeviceMesh:
         """Return a mesh over the same groups: dims pp, dp, cp, tp, those of degree > 1.
@@ -378,7 +360,19 @@ class ParallelState:
         """
         if self._mesh is not None and device_type in (None, self._mesh.mesh.device_type):
             return self._mesh.mesh
-        return mesh_of_state(self, device_type)
+        layout = self.layout
+        if layout is None:
+            raise ParallelError(
+                "a ParallelState of foreign groups has no layout to make a mesh of; give "
+                "ParallelState.from_groups(layout=...)"
+            )
+        axes = [axis for axis in reversed(AXES) if layout.degree(axis) > 1] or ["data"]
+        return DeviceMesh.from_group(
+            [self.group(axis) for axis in axes],
+            device_type or _device_type(),
+            _ranks(layout, axes),
+            mesh_dim_names=tuple(DIMS[axis] for axis in axes),
+        )
 
     def index(self, *axes: str) -> int:
         """Return this rank's position along an axis, or within several, from 0."""
