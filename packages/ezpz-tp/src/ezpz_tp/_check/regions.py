@@ -285,9 +285,6 @@ GENERATING = frozenset({"rand", "randn", "randint", "randperm", "normal"})
 _DROPPING = frozenset(name for name in DRAWING if "dropout" in name)
 """What draws only in training, with a probability above zero."""
 
-_TRAINING = {"alpha_dropout": False, "feature_alpha_dropout": False}
-"""Whether they do where nothing is said."""
-
 
 def draws(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     if name == "scaled_dot_product_attention":
@@ -297,7 +294,8 @@ def draws(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     if name not in _DROPPING:
         return kwargs.get("generator") is None  # with one of the user's own, he knows
     probability = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
-    training = kwargs.get("training", kwargs.get("train", _TRAINING.get(name, True)))
+    # Where nothing is said, those of alpha do not.
+    training = kwargs.get("training", kwargs.get("train", "alpha" not in name))
     return bool(probability and (args[2] if len(args) > 2 else training))
 
 
