@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -63,17 +64,17 @@ def dims_of_mesh(mesh: DeviceMesh, names: Mapping[str, str]) -> dict[str, str]:
     return {axes[dim]: dim for dim in dims}
 
 
+@dataclass(frozen=True)
 class MeshGroups:
-    """The mesh that a state was made from, and the groups that it has or may get later."""
+    """The mesh that a state was made from, and what its dims are called, by axis."""
 
-    def __init__(self, mesh: DeviceMesh, dims: Mapping[str, str]) -> None:
-        self.mesh = mesh
-        self._dims = dims
+    mesh: DeviceMesh
+    dims: Mapping[str, str]
 
     def layout(self) -> RankLayout | None:
         """Return the layout that numbers the ranks as the mesh does, or None if none can."""
         # None is also the answer for a part of a mesh: nothing says where the other ranks are.
-        ranks, axes = self.mesh.mesh, list(self._dims)
+        ranks, axes = self.mesh.mesh, list(self.dims)
         if ranks.numel() != dist.get_world_size():
             return None
         degrees = dict(zip(axes, ranks.shape, strict=True))
@@ -90,7 +91,7 @@ class MeshGroups:
     def known(self, axes: tuple[str, ...]) -> ProcessGroup | None:
         """Return the group that spans these axes, where it is the world's."""
         world = dist.group.WORLD
-        dims = tuple(dim for axis, dim in self._dims.items() if axis in axes)
+        dims = tuple(dim for axis, dim in self.dims.items() if axis in axes)
         spanned = self.mesh[dims].mesh.numel()
         return world if world is not None and spanned == world.size() else None
 

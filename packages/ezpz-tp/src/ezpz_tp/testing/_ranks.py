@@ -178,24 +178,22 @@ def run_in_threads(
         torch.set_num_threads(threads)
 
 
+@dataclass(eq=False)
 class _Run:
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        layout: RankLayout,
-        args: Any,
-        also: Also,
-        timeout: float,
-    ) -> None:
-        self.function, self.args = function, args
-        self.layout, self.also, self.timeout = layout, also, timeout
+    function: Callable[..., Any]
+    layout: RankLayout
+    args: Any
+    also: Also
+    timeout: float
+
+    def __post_init__(self) -> None:
         self.store = HashStore()
         # One event loop for all: eight of them on few cores take three times as long.
         self.device = dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
         # A rank that is done keeps its groups until all are: its peers may still be reading.
         self.groups: dict[int, dict[tuple[str, ...], dist.ProcessGroup]] = {}
         # A rank that fails closes its connections: not while its peers are still making theirs.
-        self.connected = threading.Barrier(layout.world_size)
+        self.connected = threading.Barrier(self.layout.world_size)
         self.alone = threading.Lock()
         self.reports: queue.SimpleQueue[tuple[int, Any, BaseException | None]] = queue.SimpleQueue()
 
