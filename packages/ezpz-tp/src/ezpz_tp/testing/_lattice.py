@@ -203,14 +203,7 @@ class _Whole:
         outputs, given = _forward(module, self.inputs)
         self.incoming = [self._numbers(f"incoming {n}", o, 0.5) for n, o in enumerate(outputs)]
         _backward(outputs, self.incoming)
-        self.values = {f"output {n}": output.detach() for n, output in enumerate(outputs)}
-        grads = _input_gradients(given).items()
-        self.values |= {f"gradient of input {n}": grad for n, grad in grads}
-        self.values |= {
-            f"gradient of {name}": found
-            for name, parameter in module.named_parameters()
-            if (found := gradient(parameter)) is not None
-        }
+        self.values = _results(module, outputs, given, {})
         if integers:
             self._assert_exact()
         self._assert_something()
@@ -264,45 +257,41 @@ def _on_rank(
     state = get_state()
     place = index, degree = state.index("tensor"), state.size("tensor")
     module = build()
-    owners = {name: names.get(name, name) for name, _ in module.named_parameters()}
-    shards: dict[str, Shard] = {}
+    shards = {f"output {n}": _split(grad, split_outputs) for n, grad in enumerate(whole_incoming)}
+    shards |= {
+        f"gradient of input {n}": _split(value, split_inputs if value.dim() else None)
+        for n, value in enumerate(whole_inputs)
+        if isinstance(value, Tensor)
+    }
     with torch.no_grad():
         for name, parameter in module.named_parameters():
-            full = parameters.get(owners[name])
+            owner = names.get(name, name)
+            full = parameters.get(owner)
             if full is None:
                 raise AssertionError(
                     f"the parallel module has a parameter {name}, the unsharded one no "
-                    f"{owners[name]}, only {', '.join(parameters)}; map it by names="
+                    f"{owner}, only {', '.join(parameters)}; map it by names="
                 )
-            shards[name] = shard = _shard_of(parameter, full)
+            shards[f"gradient of {owner}"] = shard = _shard_of(parameter, full)
             mine = shard.cut(full, *place)
             if mine.shape != parameter.shape:
                 raise AssertionError(
                     f"rank {index}: {name} has shape {tuple(parameter.shape)}, but the part of "
-                    f"{owners[name]} {tuple(full.shape)} for one rank of {degree} is "
+                    f"{owner} {tuple(full.shape)} for one rank of {degree} is "
                     f"{tuple(mine.shape)} (dim {shard.dim}, stride {shard.blocks or 1})"
                 )
             parameter.copy_(mine)
     inputs = tuple(
-        _split(value, split_inputs).cut(value, *place)
-        if isinstance(value, Tensor) and value.dim()
-        else value
-        for value in whole_inputs
+        shards[key].cut(value, *place) if (key := f"gradient of input {n}") in shards else value
+        for n, value in enumerate(whole_inputs)
     )
-    out = [_split(grad, split_outputs) for grad in whole_incoming]
     with counting() as counts:
         outputs, given = _forward(module, inputs)
-        incoming = [s.cut(grad, *place) for s, grad in zip(out, whole_incoming, strict=True)]
-        _backward(outputs, incoming)
+        pairs = enumerate(whole_incoming)
+        _backward(outputs, [shards[f"output {n}"].cut(grad, *place) for n, grad in pairs])
     finalize_grads(module)
-
-    parts = {f"output {n}": Part(value.detach(), out[n], index) for n, value in enumerate(outputs)}
-    for n, grad in _input_gradients(given).items():
-        parts[f"gradient of input {n}"] = Part(grad, _split(whole_inputs[n], split_inputs), index)
-    for name, parameter in module.named_parameters():
-        if (found := gradient(parameter)) is not None:
-            parts[f"gradient of {owners[name]}"] = Part(found, shards[name], index)
-    return parts, counts
+    found = _results(module, outputs, given, names)
+    return {name: Part(value, shards[name], index) for name, value in found.items()}, counts
 
 
 def _forward(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[list[Tensor], dict[int, Tensor]]:
@@ -323,8 +312,14 @@ def _backward(outputs: list[Tensor], incoming: list[Tensor]) -> None:
         torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
 
 
-def _input_gradients(given: dict[int, Tensor]) -> dict[int, Tensor]:
-    return {n: t.grad for n, t in given.items() if t.grad is not None}
+def _results(
+    module: nn.Module, outputs: list[Tensor], given: dict[int, Tensor], names: Mapping[str, str]
+) -> dict[str, Tensor]:
+    found = {f"output {n}": output.detach() for n, output in enumerate(outputs)}
+    leaves = {f"input {n}": value for n, value in given.items()}
+    leaves |= {names.get(name, name): each for name, each in module.named_parameters()}
+    grads = {f"gradient of {name}": gradient(leaf) for name, leaf in leaves.items()}
+    return found | {name: grad for name, grad in grads.items() if grad is not None}
 
 
 def _shard_of(parameter: nn.Parameter, whole: Tensor) -> Shard:
