@@ -223,20 +223,22 @@ def test_the_script_that_is_compared(monkeypatch):
     assert _members._script() != first
 
 
+def differences(facts):
+    texts = [json.dumps(each) for each in facts]
+    said = {rank: ((f"n{rank}", 1, 1), text) for rank, text in enumerate(texts)}
+    return _members._describe_differences("n0", texts[0], said)
+
+
 def test_what_only_some_ranks_have_imported_is_no_difference():
-    said = {
-        rank: [f"n{rank}", 1, 1, {"packages": packages}]
-        for rank, packages in enumerate([{"numpy": "2"}, {}, {"numpy": "2", "mpi4py": "4"}])
-    }
-    assert not _members._describe_differences(said[0], said)
-    said[2][3]["packages"]["numpy"] = "1"
-    assert "rank 2: numpy 1 on n2, rank 0 2 on n0" in _members._describe_differences(said[0], said)
+    first, other, last = {"numpy": "2"}, {}, {"numpy": "2", "mpi4py": "4"}
+    assert not differences([{"packages": packages} for packages in (first, other, last)])
+    told = differences([{"packages": packages} for packages in (first, other, {"numpy": "1"})])
+    assert "rank 2: numpy 1 on n2, rank 0 2 on n0" in told
 
 
 @pytest.mark.parametrize("size", [10, 5000])
 def test_only_a_few_differences_are_written_out(size):
-    said = {rank: [f"n{rank}", 1, 1, {"a": rank}] for rank in range(size)}
-    told = _members._describe_differences(said[0], said)
+    told = differences([{"a": rank} for rank in range(size)])
     assert len(told) < 4000
     assert ("differences more" in told) == (size > 16)
 

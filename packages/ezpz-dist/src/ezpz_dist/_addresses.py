@@ -538,17 +538,13 @@ class _Leader:
             # Rank 0 speaks for itself.
             most = (info.local_world_size or 0) - (host == get_hostname())
             try:
-                if self._listener is None:
-                    call.sendall(message(said))
-                    told, _ = read_message(call, time.monotonic() + patience)
-                else:
-                    told = self._converse(call, said, most, patience)
+                told = self._converse(call, said, most if self._listener else 1, patience)
             except (OSError, EOFError) as error:
                 call.close()
                 raise _unheard(info, "rank 0", error) from error
         except SetupError as error:
-            while self._listener is not None and select.select([self._listener], [], [], 0)[0]:
-                self._accept()
+            while self._listener and select.select([self._listener], [], [], 0)[0]:
+                self._accept(self._listener)
             self._pass_on(pack({"trouble": str(error)}), [])
             raise
         self._pass_on(told, [call.fileno()])
@@ -560,15 +556,14 @@ class _Leader:
         until = time.monotonic() + patience
         unsent, send_at = True, time.monotonic() + LOOK
         with selectors.DefaultSelector() as waiting:
-            waiting.register(call, selectors.EVENT_READ)
-            assert self._listener is not None
-            waiting.register(self._listener, selectors.EVENT_READ)
+            for each in filter(None, (call, self._listener)):
+                waiting.register(each, selectors.EVENT_READ)
             while (now := time.monotonic()) < until:
                 there = 1 + sum(map(bool, self._others.values()))
                 if unsent and (there >= most or now >= send_at):
                     every: dict[str, list[Any]] = {}
-                    for each in (said["said"], *self._others.values()):
-                        for facts, processes in each.items():
+                    for words in (said["said"], *self._others.values()):
+                        for facts, processes in words.items():
                             every.setdefault(facts, []).extend(processes)
                     call.sendall(message({**said, "said": every}))
                     unsent, send_at = False, now + LOOK
@@ -577,7 +572,7 @@ class _Leader:
                     if other is call:
                         return read_message(call, until)[0]
                     if other is self._listener:
-                        waiting.register(self._accept(), selectors.EVENT_READ)
+                        waiting.register(self._accept(other), selectors.EVENT_READ)
                         continue
                     unsent = True
                     try:
@@ -588,9 +583,8 @@ class _Leader:
                         del self._others[other]
         raise TimeoutError
 
-    def _accept(self) -> socket.socket:
-        assert self._listener is not None
-        other = self._ends.enter_context(self._listener.accept()[0])
+    def _accept(self, listener: socket.socket) -> socket.socket:
+        other = self._ends.enter_context(listener.accept()[0])
         self._others[other] = {}
         return other
 

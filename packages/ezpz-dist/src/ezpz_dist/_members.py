@@ -140,17 +140,15 @@ def judge(
     server, size = participant.server, info.world_size
     heard, said = server.rounds[participant.setup], dict[int, tuple[Process, str]]()
     start, next_word, trouble = time.monotonic(), FIRST_WORD, ""
-    mine, kinds = [*process, json.loads(facts)], dict[str, Any]()
     while not trouble and len(said) < size:
         left = max(start + timeout - time.monotonic(), 0.0)
         server.serve(lambda: heard.trouble != "" or len(heard.said) == size, min(LOOK, left))
         before, said, trouble = said, dict(heard.said), heard.trouble
-        fresh = sorted(rank for rank in said if said[rank][1] != facts and rank not in before)
         waited = time.monotonic() - start
-        if fresh and not trouble:
-            kinds |= {said[rank][1]: json.loads(said[rank][1]) for rank in fresh}
-            others = {rank: [*said[rank][0], kinds[said[rank][1]]] for rank in fresh}
-            trouble = _describe_differences(mine, others)
+        if not trouble:
+            fresh = (rank for rank in sorted(said) if rank not in before)
+            others = {rank: said[rank] for rank in fresh if said[rank][1] != facts}
+            trouble = _describe_differences(process[0], facts, others)
         if trouble or len(said) == size:
             break
         if waited >= timeout:
@@ -218,22 +216,21 @@ def _describe_absent(
     )
 
 
-def _describe_differences(mine: list[Any], others: Mapping[int, list[Any]]) -> str:
+def _describe_differences(host: str, mine: str, others: Mapping[int, tuple[Process, str]]) -> str:
     """Return in what ranks differ from rank 0, or nothing; log what may differ."""
     refused: dict[str, list[int]] = {}
     allowed: dict[str, list[int]] = {}
     soft = _SOFT if os.environ.get(AGREEMENT) == "warn" else ()
-    found: dict[int, list[tuple[bool, str, Any]]] = {}  # by facts, which many ranks have in common
-    for rank, (host, _, _, facts) in others.items():
-        if id(facts) not in found:
-            found[id(facts)] = list(_differences(mine[3], facts, soft))
-        for is_allowed, difference, here in found[id(facts)]:
-            text = f"{difference} on {host}, rank 0 {here}"
-            (allowed if is_allowed else refused).setdefault(text, []).append(rank)
+    alike = grouped((facts, (rank, where)) for rank, ((where, *_), facts) in others.items())
+    for facts, places in alike.items():
+        for is_allowed, difference, here in _differences(json.loads(mine), json.loads(facts), soft):
+            for rank, where in places:
+                text = f"{difference} on {where}, rank 0 {here}"
+                (allowed if is_allowed else refused).setdefault(text, []).append(rank)
 
     def told(texts: Mapping[str, list[int]]) -> str:
         said = [
-            f"rank{'s' if len(ranks) > 1 else ''} {fold(ranks)}: {text} on {mine[0]}"
+            f"rank{'s' if len(ranks) > 1 else ''} {fold(ranks)}: {text} on {host}"
             for text, ranks in list(texts.items())[:_SHOWN]
         ]
         more = [f"and {len(texts) - _SHOWN} differences more"] if len(texts) > _SHOWN else []

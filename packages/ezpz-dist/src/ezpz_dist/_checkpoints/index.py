@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.utils import _create_file_view
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from ezpz_dist._errors import grouped
-from ezpz_dist._objects import as_bytes, raw_of
+from ezpz_dist._objects import raw_of
 from ezpz_dist._version import __version__
 from ezpz_tp import Piece
 
@@ -197,7 +197,7 @@ class Files:
 
 _SMALL = 1 << 16
 """Bytes of archives that are made together; of longer ones torch's own time is nothing."""
-_BATCH = 1 << 20  # bytes of archives that are made at once, or of one long one that are read
+_BATCH = 1 << 20  # bytes of archives that are made at once
 _FEW = 3  # tensors alike that are not worth an archive to copy from
 
 
@@ -300,7 +300,7 @@ def _load(stream: Any, one: Wanted) -> Tensor:
 
 def _frame_in(stream: Any, extent: Extent, tensor: Tensor) -> _Frame | None:
     """Return the frame of a tensor's archive; None where its elements are not found in it."""
-    if not _is_plain(tensor) or not tensor.nbytes:
+    if not _is_plain(tensor) or not 0 < tensor.nbytes == tensor.untyped_storage().nbytes():
         return None
     at, length = extent
     archive: Any = _create_file_view(stream, *extent)
@@ -309,15 +309,10 @@ def _frame_in(stream: Any, extent: Extent, tensor: Tensor) -> _Frame | None:
         start = reader.get_record_offset("data/0")
     except RuntimeError:
         return None
-    stop, elements = start + tensor.nbytes, as_bytes(tensor)
-    if stop > length or not all(
-        torch.equal(elements[done : done + len(block)], block)
-        for done, block in _blocks(stream, at + start, tensor.nbytes)
-    ):
-        return None
+    stop = start + tensor.nbytes
     head, tail = (bytes(_read(stream, *part)) for part in ((at, start), (at + stop, length - stop)))
     if sys.byteorder.encode() not in head + tail:
-        return None  # torch has turned the bytes; zeros look the same
+        return None  # torch has turned the bytes
     return _Frame(head, tail)
 
 
@@ -327,15 +322,6 @@ def _read(stream: IO[bytes], at: int, count: int, into: Any = None) -> Any:
     if (found := stream.readinto(room)) != count:  # type: ignore[attr-defined]
         raise ValueError(f"a file ends {count - found} bytes early")
     return room
-
-
-def _blocks(stream: IO[bytes], at: int, count: int) -> Iterator[tuple[int, Tensor]]:
-    """Yield bytes of a file, and how many were before."""
-    room = memoryview(bytearray(min(count, _BATCH)))
-    for done in range(0, count, _BATCH):
-        length = min(_BATCH, count - done)
-        part = _read(stream, at + done, length, room[:length])
-        yield done, torch.frombuffer(part, dtype=torch.uint8)
 
 
 def _fill(stream: IO[bytes], frame: _Frame, one: Wanted) -> bool:
