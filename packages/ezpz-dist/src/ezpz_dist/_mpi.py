@@ -36,8 +36,6 @@ _GRACE = 1.0  # seconds beyond the time-out for our own error, which says more t
 _MESSAGE = 4096  # bytes of the broadcast: all ranks must know how many before they know what
 _LAST_WORDS = 0.5  # seconds for a traceback to reach the launcher: under load it was lost (MPICH)
 
-_ours: ModuleType | None = None  # mpi4py.MPI, when it was we who initialized MPI
-
 
 def speaks(info: RankInfo) -> bool:
     """Return whether it is this rank that says what its node waits for, which may be rank 0."""
@@ -97,16 +95,18 @@ def _broadcast(message: bytes, info: RankInfo, deadline: float, timeout: float) 
     return bytes(buffer)
 
 
+def find_running(world_size: int) -> Any:
+    """Return mpi4py.MPI, ours or the script's, where it runs so many ranks; else None."""
+    mpi: Any = sys.modules.get("mpi4py.MPI")
+    runs = mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized()
+    return mpi if runs and mpi.COMM_WORLD.size == world_size > 1 else None
+
+
 def abort_on_uncaught(world_size: int) -> None:
     """After an uncaught exception end the whole job: peers and MPI_Finalize would wait for ever."""
     # To be called after init_process_group, whose own hook captures stderr while it calls ours.
-    mpi = _ours
-    if mpi is None:  # the script's own may be of more ranks than ours
-        mpi = sys.modules.get("mpi4py.MPI")
-        if mpi is None or not mpi.Is_initialized() or mpi.Is_finalized():
-            return
-        if not mpi.COMM_WORLD.size == world_size > 1:
-            return
+    if (mpi := find_running(world_size)) is None:
+        return
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
@@ -121,8 +121,6 @@ def abort_on_uncaught(world_size: int) -> None:
 
 
 def _load() -> ModuleType:
-    global _ours
-    already = "mpi4py.MPI" in sys.modules
     try:
         mpi = importlib.import_module("mpi4py.MPI")
     except (ImportError, RuntimeError) as error:
@@ -135,14 +133,11 @@ def _load() -> ModuleType:
             "MPI was finalized before setup_torch, which needs it to tell the ranks where to meet; "
             "expected setup_torch before MPI.Finalize(); call it earlier, or start with ezpz-launch"
         )
-    if not already:
-        # mpi4py finalizes MPI after the interpreter has dropped its objects: by then a
-        # failed rank's connections are closed, and its peers fail instead of waiting.
-        _ours = mpi
+    # mpi4py finalizes MPI after the interpreter has dropped its objects: by then a failed rank's
+    # connections are closed, and its peers fail instead of waiting.
     if not mpi.Is_initialized():
         # The script told mpi4py to leave that to it (mpi4py.rc), and then has not done it.
         mpi.Init_thread()
-        _ours = mpi
         atexit.register(lambda: mpi.Is_finalized() or mpi.Finalize())
     return mpi
 

@@ -425,11 +425,7 @@ def seed_everything(seed: int, *, rank: int | None = None) -> int:
     if rank is None:
         rank = own if state is None else min(state.ranks("tensor"))
     value = seed_for_rank(seed, rank)
-    random.seed(value)
-    torch.manual_seed(value)
-    # A script that never imports numpy should not pay for it here.
-    if numpy := sys.modules.get("numpy"):
-        numpy.random.seed([value & 0xFFFFFFFF, value >> 32])
+    seed_generators(value)
     if rank != own or state is not None:
         import ezpz_tp  # noqa: PLC0415  # only where its streams are used
 
@@ -439,6 +435,14 @@ def seed_everything(seed: int, *, rank: int | None = None) -> int:
         tracker.add("model-parallel-rng", seed_for_rank(seed, own, "model-parallel"))
         tracker.add("expert-parallel-rng", seed_for_rank(seed, own, "expert-parallel"))
     return value
+
+
+def seed_generators(value: int) -> None:
+    random.seed(value)
+    torch.manual_seed(value)
+    # A script that never imports numpy should not pay for it here.
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed([value & 0xFFFFFFFF, value >> 32])
 
 
 # Clean up once, on whatever way a rank ends.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import importlib
 import os
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ from ._collectives import all_gather_object, broadcast
 from ._data import checked
 from ._errors import DataError, DistError
 from ._members import Call, Members, exchange, find_members
-from ._mpi import find_channel, finish_request
+from ._mpi import find_channel, find_running, finish_request
 from ._objects import is_plain, receive_object, send_object
 from ._watch import waiting
 from ._world import current_world
@@ -71,7 +70,8 @@ def read_share(
     if row < 1 or shape[0] < -1 or offset < 0:
         raise ValueError(f"shape {tuple(shape)}, offset {offset}; expected rows that hold bytes")
     members = find_members("read_share()", None)
-    by = implementation or ("mpi" if _mpi_is_running(members) else "posix")
+    running = None if members is None else find_running(members.size)
+    by = implementation or ("mpi" if running else "posix")
     if by not in ("mpi", "posix"):
         raise ValueError(f"implementation {by!r}; expected 'mpi', 'posix' or None")
     which, count = checked(share)
@@ -152,13 +152,6 @@ def _read_over_mpi(name: str, part: torch.Tensor, begin: int, members: Members) 
             file.Close()
     except mpi.Exception as error:
         raise DataError(str(error)) from error
-
-
-def _mpi_is_running(members: Members | None) -> bool:
-    mpi: Any = sys.modules.get("mpi4py.MPI")
-    if members is None or mpi is None or not mpi.Is_initialized() or mpi.Is_finalized():
-        return False
-    return int(mpi.COMM_WORLD.size) == members.world.info.world_size
 
 
 def open_file(name: str) -> IO[bytes]:

@@ -32,6 +32,7 @@ from torch.optim import Optimizer
 import ezpz_tp
 from ezpz_dist._errors import CheckpointError
 from ezpz_dist._objects import as_tensor
+from ezpz_dist._setup import seed_generators
 from ezpz_dist._world import World, parallel_state
 from ezpz_tp import Piece, Shard
 
@@ -372,10 +373,7 @@ def derive_rng_state(saved: bytes, stream: tuple[int, ...]) -> None:
     # Not seeds of `seed_for_rank`: those have been drawn from already.
     digest = hashlib.sha256(saved + repr(stream).encode()).digest()
     value = int.from_bytes(digest[:8], "little") >> 4
-    random.seed(value)
-    torch.manual_seed(value)
-    if numpy := sys.modules.get("numpy"):
-        numpy.random.seed([value & 0xFFFFFFFF, value >> 32])
+    seed_generators(value)
     if ezpz_tp.get_rng_tracker().is_initialized():
         ezpz_tp.seed_model_parallel(value)
 
