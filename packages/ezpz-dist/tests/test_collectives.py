@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from ezpz_dist import all_gather_object, all_reduce, barrier, broadcast, wrap_model
-from ezpz_dist._collectives import Flat, combine, combine_packed, pack
-from ezpz_dist._objects import raw_of
+from ezpz_dist._collectives import combine, combine_packed, pack
 
 pytest_n = pytest.mark.parametrize("n", [1, 3])
 
@@ -46,9 +45,15 @@ def test_numbers_tensors_and_dicts(ranks, n):
                 assert result.dtype == dtype and result.tolist() == [n] * width
         assert all_reduce(torch.tensor(-1, dtype=torch.int8), "product").item() == (-1) ** n
         assert all_reduce(torch.tensor(127, dtype=torch.int8)).item() == (127 * n + 128) % 256 - 128
-        signed = torch.tensor([-0.0, -1.5, 1.5, -math.inf, 5e-324], dtype=torch.float64)
-        for op in ("min", "max"):
-            assert torch.equal(all_reduce(signed, op), signed)
+        for dtype in (torch.float32, torch.float64):  # each number, a subnormal too, meets others
+            tiny = torch.finfo(dtype).smallest_normal / 4
+            signed = [-math.inf, -1.5, -tiny, 0.0, tiny, 1.5, math.inf]
+            for width in (1, 9000):  # together with the exchange, and after it
+                rows = [torch.tensor(signed, dtype=dtype).roll(r).repeat(width) for r in range(n)]
+                assert torch.equal(all_reduce(rows[rank], "min"), torch.stack(rows).amin(0))
+                assert torch.equal(all_reduce(rows[rank], "max"), torch.stack(rows).amax(0))
+                zeros = torch.full((width,), -0.0, dtype=dtype)
+                assert all_reduce(zeros, "min").signbit().all()
         assert torch.equal(all_reduce(torch.tensor([1 + 2j]).conj()), n * torch.tensor([1 - 2j]))
 
         mine = torch.arange(6, dtype=torch.float32).view(2, 3).t() + rank
@@ -310,31 +315,3 @@ def test_floats_of_a_dict_are_as_exact_as_one():
             found = combine_packed([pack(row[:count]) for row in rows], count, op)
             expected = [combine(column, op) for column in list(zip(*rows, strict=True))[:count]]
             assert repr(found) == repr(expected)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("op", ["min", "max"])
-def test_floats_travel_in_their_order(dtype, op):
-    tiny = torch.finfo(dtype).smallest_normal / 4  # subnormal
-    ascending = [-math.inf, -1.5, -tiny, -0.0, 0.0, tiny, 1.5, math.inf]
-    values = torch.tensor(ascending, dtype=dtype)
-    flat = Flat(dtype, [values], op)
-    flat.load(torch.device("cpu"))
-    assert not flat.data.is_floating_point()
-    assert (flat.data.diff() > 0).all()
-    (back,) = flat.results(1)
-    assert torch.equal(back, values)
-    assert torch.equal(back.signbit(), values.signbit())
-    lost = Flat(dtype, [torch.tensor([math.nan, -math.nan], dtype=dtype)], op)
-    lost.load(torch.device("cpu"))
-    wins = lost.data < flat.data.min() if op == "min" else lost.data > flat.data.max()
-    assert wins.all()
-    assert lost.results(1)[0].isnan().all()
-
-
-@pytest.mark.parametrize("ranks", [5, 8])
-def test_rows_of_more_ranks_are_combined(ranks):
-    rows = torch.rand(ranks, 7)
-    first, *others = (Flat(torch.float32, [row], "sum").load(torch.device("cpu")) for row in rows)
-    first.combine_rows([raw_of(flat.data) for flat in (first, *others)])
-    assert torch.allclose(first.results(ranks)[0], rows.sum(0))

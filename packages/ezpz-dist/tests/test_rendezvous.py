@@ -72,7 +72,7 @@ def opened():
             key.fileobj.close()
 
 
-TWO_NODES = info(local_world_size=1)
+ZERO, TWO_NODES = info(rank=0), info(local_world_size=1)
 
 
 # Under real launchers.
@@ -211,22 +211,16 @@ NO_MPI = "MASTER_ADDR and MASTER_PORT are not set and mpi4py cannot load an MPI 
         ("from mpi4py import MPI" + BY_US, SAID),
         ("from mpi4py import MPI; MPI.Finalize()" + FAILS, FINALIZED),
         ("sys.modules['mpi4py.MPI'] = None" + FAILS, NO_MPI),
+        (LEFT_TO_THE_SCRIPT + BY_US, SAID),
     ],
 )
-def test_mpi_is_initialized_by_us_or_by_the_script_or_cannot_be_had(ranks, text, said):
-    (told,) = ranks(1, MPI_ALONE + text)
+def test_mpi_is_initialized_by_us_or_by_the_script_or_cannot_be_had(programs, text, said):
+    ((status, told, errors),) = programs(1, MPI_ALONE + text)
+    assert (status, errors) == (0, "")
     assert told.startswith(said)
     assert "ezpz-launch" in told
-
-
-def test_mpi_that_the_script_was_to_initialize_is_finalized_by_us(clean_env):
-    done = subprocess.run(
-        [sys.executable, "-c", MPI_ALONE + LEFT_TO_THE_SCRIPT + BY_US], env=clean_env,
-        capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith(SAID)
-    assert done.stdout.endswith("finalized True\n")
+    # What the script was to initialize is finalized by us.
+    assert told.endswith("finalized True\n") == text.startswith(LEFT_TO_THE_SCRIPT)
 
 
 def test_rank_0s_trouble_is_everyones(monkeypatch):
@@ -277,25 +271,6 @@ def test_a_slurm_steps_ranks_derive_the_same_address():
     assert len(ports) == 5
 
 
-MEET = """
-    import logging, time
-    from datetime import timedelta
-    from ezpz_dist._members import agree
-    from ezpz_dist._rendezvous import rendezvous
-    from ezpz_topo import get_rank_info
-    logging.basicConfig(stream=sys.stdout, format="%(message)s")
-    info, sixty = get_rank_info(), timedelta(seconds=60)
-    def meet(env):
-        met = rendezvous(info, sixty, env)
-        agreed = agree(met.participant(info, "test", 60), info, 60, {}, ("h", os.getpid(), 1))
-        return met.join(agreed.store, info, sixty)
-    def leave(store):  # rank 0 last: the stores end with it
-        store.set(f"{info.rank} leaves", "")
-        if info.rank == 0:
-            store.get("1 leaves")
-"""
-
-
 @pytest.fixture
 def store():
     return TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
@@ -314,55 +289,40 @@ HOLDERS = {
 }
 
 
-def test_whoever_holds_the_port_the_ranks_meet_elsewhere(ranks, listener, store, opened):
+def test_whoever_holds_the_port_the_ranks_meet_elsewhere(listener, store, opened, caplog):
     # As the same user's, on a port that he gave to two jobs.
     with listen("127.0.0.1", 0) as free:
         port = free.getsockname()[1]
     job = Job.of(info(), port, {"SLURM_JOB_ID": "8"})
-    others = opened(place(port, 0, job=job))
     ports = {
         **{kind: listener(kind) for kind in ("resets", "closes", "http", "ssh", "silent")},
         "torch": store.port,
-        "another job": others.master_port,
+        "another job": opened(place(port, 0, job=job)).master_port,
     }
-    script = f"""
-    for kind, port in {ports}.items():
-        env = {{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "SLURM_JOB_ID": "7"}}
+    for kind, port in ports.items():
+        env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "SLURM_JOB_ID": "7"}
         start = time.monotonic()
-        port = rendezvous(info, sixty, env).master_port if info.rank == 0 else "?"
-        met = meet(env)
-        met.store.set(f"rank {{info.rank}}", kind)
-        assert met.store.get("rank 0") == met.store.get("rank 1") == kind.encode()
-        assert met.connect(sixty).get("rank 1") == kind.encode()
-        print("met", kind, port, time.monotonic() - start)
-    leave(met.store)
-    """
-    said = ranks(2, MEET + script)
-    met = [re.findall(r"met (.+) (\S+) (\S+)", one) for one in said]
-    for (kind, port, _), (same, _, took) in zip(*met, strict=True):
-        assert kind == same
-        assert int(port) == candidates(ports[kind])[1]
-        assert float(took) < 20  # torch's own client: 22 s, or for ever
-        logged = f"rank 0 listens on port {port}, for 127.0.0.1:{ports[kind]} (MASTER_ADDR and MAS"
-        (line,) = [line for line in said[0].splitlines() if logged in line]
+        found = rendezvous(ZERO, MINUTE, env).master_port
+        zero, one = meet([ZERO, info()], env)
+        assert time.monotonic() - start < 20  # torch's own client: 22 s, or for ever
+        zero.store.set("kind", kind)
+        assert one.store.get("kind") == one.connect(MINUTE).get("kind") == kind.encode()
+        assert found == candidates(port)[1]
+        logged = f"rank 0 listens on port {found}, for 127.0.0.1:{port} (MASTER_ADDR and MAS"
+        (line,) = [line for line in caplog.messages if logged in line]
         assert re.search(f"held by {HOLDERS[kind]}", line), line
-        assert logged not in said[1]
 
 
-def test_addresses_of_ipv6_and_names(ranks):
+def test_addresses_of_ipv6_and_names():
     if not socket.has_ipv6:
         pytest.skip("no IPv6 here")
-    script = """
-    for host, port in ("[::1]", 0), ("::1", 0), ("localhost", 1):
-        port += int(os.environ["MASTER_PORT"])
-        met = meet({"MASTER_ADDR": host, "MASTER_PORT": str(port)})
-        met.store.set(f"{host} {info.rank}", host)
-        assert met.store.get(f"{host} 0") == met.store.get(f"{host} 1") == host.encode()
-        print(met.master_addr)
-    leave(met.store)
-    """
-    said = ranks(2, MEET + script)
-    assert said == ["::1\n::1\nlocalhost\n"] * 2
+    for host, address in (("[::1]", "::1"), ("::1", "::1"), ("localhost", "localhost")):
+        with listen("", 0) as free:
+            port = free.getsockname()[1]
+        zero, one = meet([ZERO, info()], {"MASTER_ADDR": host, "MASTER_PORT": str(port)})
+        zero.store.set("host", host)
+        assert one.store.get("host") == host.encode()
+        assert zero.master_addr == one.master_addr == address
 
 
 def test_rank_0_never_comes(monkeypatch, caplog):
@@ -467,7 +427,6 @@ def test_another_job(launcher, here, there, differs):
 
 # Which port rank 0 takes, and what it says of who is in the way.
 
-ZERO = info(rank=0)
 OURS = Job({"user": "1", "port": "2"}, "h", 3)
 
 

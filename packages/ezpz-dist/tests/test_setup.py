@@ -197,7 +197,7 @@ def test_other_libraries_see_the_same_ranks(clean_env, tmp_path):
 
 
 @pytest.mark.parametrize("debug", ["", "1"])
-def test_a_hang_that_ends_a_script_says_its_sentence_first(user_env, debug):
+def test_a_hang_that_ends_a_script_says_its_sentence_first(programs, debug):
     code = """
 import contextlib, ezpz_dist
 ezpz_dist.setup_torch(backend="gloo")
@@ -213,16 +213,13 @@ error = ezpz_dist.HangError("who is missing")
 with of_ours():
     raise ValueError
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], env={**user_env, "EZPZ_DEBUG": debug}, text=True,
-        capture_output=True, check=False,
-    )  # fmt: skip
-    lines = done.stderr.replace("[rank0]: ", "").splitlines()
-    assert done.returncode == 1
+    ((status, _, errors),) = programs(1, code, env={"EZPZ_DEBUG": debug})
+    lines = errors.replace("[rank0]: ", "").splitlines()
+    assert status == 1
     first, last = ("Traceback", "ezpz_dist._errors.HangError: ") if debug else ("HangError: ", "  ")
     assert lines[0].startswith(first)
     assert lines[-1].startswith(last)
-    assert ("in of_ours" in done.stderr) == ("contextlib" in done.stderr) == bool(debug)
+    assert ("in of_ours" in errors) == ("contextlib" in errors) == bool(debug)
 
 
 # Seeds.
