@@ -260,11 +260,6 @@ class DataParallelSampler(Sampler[int]):
 
 T_co = TypeVar("T_co", covariant=True)
 
-_READERS_ALONE = frozenset(
-    ("num_workers", "pin_memory", "persistent_workers", "prefetch_factor",
-     "multiprocessing_context", "timeout")
-)  # fmt: skip
-
 # The position behind a batch, and the batch, or none at the end; or what the reader failed by.
 _Message = tuple[dict[str, int | bool], list[Any]] | DataError
 
@@ -331,8 +326,6 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self._at = self._next = self._order.start
         self._links = _find_links(self._order.count) if one_reader else []
         self._device = None if device is None else torch.device(device)
-        if not self.is_reader:
-            more = {name: value for name, value in more.items() if name not in _READERS_ALONE}
         # torch draws the workers' seed in each pass. From the default generator, a resumed run
         # would draw once more than the uninterrupted one, and have other random numbers.
         more.setdefault("generator", torch.Generator().manual_seed(seed))

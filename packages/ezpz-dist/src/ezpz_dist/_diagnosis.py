@@ -112,9 +112,9 @@ def pid_namespace() -> int:
         return 0
 
 
-def stat_of(pid: int, proc: str = "/proc") -> list[str]:
+def stat_of(pid: int) -> list[str]:
     """Return the fields of ``/proc/PID/stat`` from the third, the state, on: proc_pid_stat(5)."""
-    with open(f"{proc}/{pid}/stat", "rb") as file:
+    with open(f"/proc/{pid}/stat", "rb") as file:
         # The second, a name in parentheses, may hold anything.
         return file.read().rpartition(b")")[2].decode().split()
 

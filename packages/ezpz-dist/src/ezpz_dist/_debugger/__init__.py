@@ -52,12 +52,12 @@ class _Process(NamedTuple):
 # Our own, if this process is in its foreground (a background process would be stopped by SIGTTIN).
 # Else that of the launcher above us: ezpz-launch and torchrun give each rank a session of its own,
 # without a terminal, and do not read theirs; job control concerns a terminal's own session only.
-def find_terminal(launcher: str, *, proc: str = "/proc") -> tuple[str, str]:
+def find_terminal(launcher: str) -> tuple[str, str]:
     """Return a terminal that can be read here: `STDIN` or its path; else "", and the reason."""
     try:
         own = os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY)
     except OSError:
-        return _find_above(launcher, proc)
+        return _find_above(launcher)
     try:
         if os.tcgetpgrp(own) != os.getpgrp():
             return "", "this process runs in the background of its terminal"
@@ -68,10 +68,10 @@ def find_terminal(launcher: str, *, proc: str = "/proc") -> tuple[str, str]:
     return ("/dev/tty", "") if launcher in _QUIET else ("", _READ.format(launcher))
 
 
-def _find_above(launcher: str, proc: str) -> tuple[str, str]:
-    owner = _read(os.getppid(), proc)
+def _find_above(launcher: str) -> tuple[str, str]:
+    owner = _read(os.getppid())
     while owner is not None and not owner.terminal:
-        owner = _read(owner.parent, proc)
+        owner = _read(owner.parent)
     if owner is None:
         plain = os.isatty(0) and os.isatty(1)
         return (STDIN, "") if plain else ("", "no process above this one has a terminal")
@@ -79,7 +79,7 @@ def _find_above(launcher: str, proc: str) -> tuple[str, str]:
         return "", _READ.format(launcher)
     if owner.group != owner.foreground:
         return "", f"process {owner.pid} above it runs in the background of its terminal"
-    path = _path(owner, proc)
+    path = _path(owner)
     return path, "" if path else f"the terminal of process {owner.pid} cannot be opened here"
 
 
@@ -91,17 +91,17 @@ def has_input() -> bool:
         return False
 
 
-def _read(pid: int, proc: str) -> _Process | None:
+def _read(pid: int) -> _Process | None:
     try:
-        fields = stat_of(pid, proc)
+        fields = stat_of(pid)
         return _Process(pid, int(fields[1]), int(fields[2]), int(fields[4]), int(fields[5]))
     except (OSError, IndexError, ValueError):
         return None  # it ended meanwhile, or there is no /proc (macOS)
 
 
-def _path(owner: _Process, proc: str) -> str:
+def _path(owner: _Process) -> str:
     """Return a path by which the process's terminal can be opened; empty where there is none."""
-    paths = [f"{proc}/{owner.pid}/fd/{number}" for number in (0, 2, 1)]
+    paths = [f"/proc/{owner.pid}/fd/{number}" for number in (0, 2, 1)]
     major, minor = os.major(owner.terminal), os.minor(owner.terminal)
     if major in _PTS_MAJORS:
         # As devpts numbers them, 256 a major number.
