@@ -113,7 +113,7 @@ def test_what_cannot_be_read_is_every_ranks_error_and_not_run(ranks, tmp_path, m
         assert words in done[0], done[0]
 
 
-@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize("n", [1, 4])
 def test_a_model_is_filled_whatever_wraps_it(ranks, tmp_path, n):
     torch.manual_seed(3)
     layers = [torch.nn.Linear(5, 7), torch.nn.BatchNorm1d(7), torch.nn.Linear(7, 3)]
@@ -158,7 +158,6 @@ def test_a_model_is_filled_whatever_wraps_it(ranks, tmp_path, n):
             for layer in sharded:
                 fully_shard(layer, mesh=init_device_mesh("cpu", (n,)))
             loads(sharded, sharded)
-        if n == 4:
             mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
             both = build()
             parallelize_module(both, mesh["tp"], {"0": ColwiseParallel()})
