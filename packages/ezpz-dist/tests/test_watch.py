@@ -277,24 +277,8 @@ with watch(step_timeout=4, report=REPORT) as watching:
 """.lstrip()
 
 
-def test_past_its_time_a_step_ends_the_job_with_everybodys_stack(programs, tmp_path):
-    report = tmp_path / "report.txt"
-    ends = programs(3, LOOP.replace("REPORT", repr(str(report))))
-    assert [status for status, _, _ in ends] == [124, 124, 124]
-    errors = "".join(errors for _, _, errors in ends)
-    assert errors.count("no step for 4 s (steps done on this rank: 2); where every rank") == 1
-    told = report.read_text()
-    assert told in errors
-    assert f"rank 1 on {HOST}: train.py:5 in load_batch\n" in told
-    assert "train.py:11 in <module>: load_batch()\n" in told
-    assert "train.py:5 in load_batch: time.sleep(100)\n" in told
-    assert f"ranks 0, 2 on {HOST}: train.py:7 in train, in barrier()" in told
-    assert "last collectives of rank 0: all" in told
-
-
-def test_a_rank_that_comes_late_leaves_the_report_to_the_others(programs):
-    """The one that holds the store is gone by then: it was heard to end the job."""
-    late = """
+# The rank that holds the store is gone by then: it was heard to end the job.
+LATE = """
 import ezpz_dist._diagnosis as module
 if rank == 2:
     call_roll = module.call_roll
@@ -304,11 +288,22 @@ if rank == 2:
         return call
     module.call_roll = slow
 """
-    program = LOOP.replace("REPORT", "None").replace("def load_batch", f"{late}def load_batch")
-    ends = programs(3, program)
+
+
+def test_past_its_time_a_step_ends_the_job_with_everybodys_stack(programs, tmp_path):
+    """A rank that comes late leaves the report to the others."""
+    report = tmp_path / "report.txt"
+    ends = programs(3, LOOP.replace("with", f"{LATE}with").replace("REPORT", repr(str(report))))
     assert [status for status, _, _ in ends] == [124, 124, 124]
     errors = "".join(errors for _, _, errors in ends)
-    assert errors.count("where every rank stands") == 1, errors
+    assert errors.count("no step for 4 s (steps done on this rank: 2); where every rank") == 1
+    told = report.read_text()
+    assert told in errors
+    assert f"rank 1 on {HOST}: train.py:5 in load_batch\n" in told
+    assert re.search(r"train.py:\d+ in <module>: load_batch\(\)\n", told)
+    assert "train.py:5 in load_batch: time.sleep(100)\n" in told
+    assert f"ranks 0, 2 on {HOST}: train.py:7 in train, in barrier()" in told
+    assert "last collectives of rank 0: all" in told
 
 
 def test_on_one_rank(programs):
