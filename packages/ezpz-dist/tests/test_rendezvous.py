@@ -470,13 +470,13 @@ def test_a_second_rank_0_is_an_error_that_names_the_first(opened):
 
 def test_no_port_is_left(listener, monkeypatch):
     monkeypatch.setattr(_rendezvous, "_PATIENCE", 30.0)  # 0.5 s are of an idle machine
-    ports = listener("http"), listener("http")
+    ports = listener("ssh"), listener("ssh")
     with pytest.raises(SetupError) as caught:
         open_server(place(*ports), ZERO, SECOND)
     said = str(caught.value)
     who = f"rank 0 of 2 on {get_hostname()}"
     assert said.startswith(f"{who} finds no free port for there:{ports[0]}")
-    assert all(f"{port}: held by a listener that is no store" in said for port in ports)
+    assert all(f"{port}: held by a listener that is not rank 0" in said for port in ports)
     assert "export another MASTER_PORT on every rank" in said
 
     def no(address, port):
