@@ -204,6 +204,10 @@ setup_torch(framework="deepspeed", timeout=60)
 model = build()
 follow(wrap_model_for_deepspeed(model, adamw(model.parameters()), zero_stage=2)[0], losses)
 cleanup()
+# it was imported before, and chose another device
+from ezpz_dist._frameworks import check_framework
+raises(SetupError, "DeepSpeed chose cpu when it was imported, and this rank", check_framework,
+       "deepspeed", torch.device("xpu"))
 """
     ranks(n, PRELUDE + script)
 
@@ -359,13 +363,6 @@ def test_not_installed_or_broken(monkeypatch, tmp_path, capsys, case):
     assert all(word in str(caught.value) for word in words), caught.value
     assert "\n" not in str(caught.value)
     assert capsys.readouterr().out == ""
-
-
-@needs_deepspeed
-def test_it_was_imported_before_and_chose_another():
-    check_framework("deepspeed", CPU)
-    with pytest.raises(SetupError, match="DeepSpeed chose cpu when it was imported, and this rank"):
-        check_framework("deepspeed", torch.device("xpu"))
 
 
 # Horovod.
