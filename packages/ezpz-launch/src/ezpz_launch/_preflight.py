@@ -54,10 +54,7 @@ PACKAGES = ("torch", "ezpz-suite", "ezpz-topo", "ezpz-device", "ezpz-tp", "ezpz-
 
 
 def judge(reports: Reports, hosts: Sequence[str]) -> dict[str, list[str]]:
-    """Return what is wrong with which hosts, as phrases; those like the others are left out.
-
-    Two nodes have no median that would tell: the slower one is held against the faster.
-    """
+    """Return what is wrong with which hosts, as phrases; those like the others are left out."""
     bad: dict[str, list[str]] = {host: ["no answer"] for host in hosts if host not in reports}
     for host, why in [*_alone(reports), *_beside_others(reports), *_rates(reports)]:
         bad.setdefault(host, []).append(why)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from itertools import pairwise
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ezpz_topo import Allocation, TopoError, Topology, get_allocation, same_host
 
@@ -41,12 +41,13 @@ class Preparation(Protocol):
         """The launch, with what its ranks need then."""
 
     def bring(self, heard: Heard) -> int:
-        """Do it; return an exit status, 0 if there are to be attempts."""
+        """Do it; return 0, or the exit status of a launch that is not to be."""
 
     def end(self) -> None: ...
 
     def moved(self, path: str) -> str:
         """Return where the ranks find a program of ours."""
+        return path
 
 
 class Attempts:
@@ -246,19 +247,13 @@ class Attempts:
         return outcome
 
     def _run(self) -> Outcome:
-        with _hostfile(replace(self._planned, control=True), self._tmpdir) as ready:
-            argv = tuple(self._moved(word) if word == SHIM else word for word in argv_of(ready))
-            kept = {name: value for name, value in self._env.items() if name not in ready.removed}
-            placement, request = ready.placement, self._request
-            launch = Launch(
-                argv=argv, nproc=placement.nproc, hosts=placement.hosts, ppn=placement.ppn,
-                on_this_host=ready.on_this_host, environment={**kept, **ready.environment},
-                control=self._control(), grace=request.grace, idle_timeout=request.idle_timeout,
-                signal_at=self._signal_at,
-                scratch="" if ready.hostfile == self._planned.hostfile else ready.hostfile,
-                end_file=self._keeper.end_file,
-            )  # fmt: skip
-            return run(launch, self._heard, lambda: self._on_start(ready, argv))
+        request = self._request
+        with launch_of(
+            self._planned, self._env, self._tmpdir, shim=self._moved(SHIM),
+            control=self._control(), grace=request.grace, idle_timeout=request.idle_timeout,
+            signal_at=self._signal_at, end_file=self._keeper.end_file,
+        ) as (ready, launch):  # fmt: skip
+            return run(launch, self._heard, lambda: self._on_start(ready, launch.argv))
 
     def _on_start(self, ready: LaunchPlan, argv: tuple[str, ...]) -> None:
         self._keeper.start(ready, argv, self._topology.allocation)
@@ -384,6 +379,22 @@ def _look_up(planned: LaunchPlan) -> None:
             f"host: {error}; expected a name that every rank finds, or they will not meet; name "
             "another: --env MASTER_ADDR=HOST"
         )
+
+
+@contextmanager
+def launch_of(
+    planned: LaunchPlan, env: Mapping[str, str], directory: str, shim: str = SHIM, **more: Any
+) -> Iterator[tuple[LaunchPlan, Launch]]:
+    """Return a plan as it is run, and what runs it; ``more`` is what a plan does not say."""
+    with _hostfile(replace(planned, control=True), directory) as ready:
+        kept = {name: value for name, value in env.items() if name not in ready.removed}
+        placement = ready.placement
+        yield ready, Launch(
+            argv=tuple(shim if word == SHIM else word for word in argv_of(ready)),
+            nproc=placement.nproc, hosts=placement.hosts, ppn=placement.ppn,
+            on_this_host=ready.on_this_host, environment={**kept, **ready.environment},
+            scratch="" if ready.hostfile == planned.hostfile else ready.hostfile, **more,
+        )  # fmt: skip
 
 
 @contextmanager

@@ -20,12 +20,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ._archive import Source, What, ask, is_below, is_users, survey
 from ._errors import LaunchError, StageError, UsageError, say
-from ._launch import ENDING, Control, Heard, Launch, Outcome, signals
+from ._launch import ENDING, Control, Heard, Outcome, signals
 from ._launchers import LAUNCHERS, PROGRAMS
-from ._launchers import argv as argv_of
-from ._options import GRACE, PROFILE, PYTHON, Options, split
+from ._options import OPTIONS, PROFILE, PYTHON, Option, Options, Request, split
 from ._record import new_id
-from ._retry import _hostfile
+from ._retry import Preparation, launch_of
 from ._run import run
 from ._stage_node import VARIABLE
 from ._tree import Tree
@@ -33,27 +32,20 @@ from ._tree import Tree
 if TYPE_CHECKING:
     from ezpz_topo._machine import Copper
 
-    from ._options import Request
     from ._plan import LaunchPlan
 
 
 # What a launch does.
 
 
-class Staging:
-    """What a launch stages, and how its ranks find it.
-
-    Args:
-        planned: The launch.
-        env: The user's environment.
-        replan: Plans another launch on the same hosts.
-        to: A folder of each node; empty for the machine's local disk.
-        python: Whose environment; empty for the Python of the command.
-    """
+class Staging(Preparation):
+    """What a launch stages, and how its ranks find it."""
 
     def __init__(
         self, planned: LaunchPlan, env: Mapping[str, str],
-        replan: Callable[[Request], LaunchPlan], to: str = "", python: str = "",
+        replan: Callable[[Request], LaunchPlan],  # plans another launch on the same hosts
+        to: str = "",  # a folder of each node; empty for the machine's local disk
+        python: str = "",  # whose environment; empty for the Python of the command
     ) -> None:  # fmt: skip
         self._planned, self._env, self._replan = planned, env, replan
         request = planned.request
@@ -135,11 +127,7 @@ class Staging:
         return status
 
     def bring(self, heard: Heard) -> int:
-        """Stage; return 0, or the exit status of a launch that is not to be.
-
-        Raises:
-            StageError: Some hosts do not have it; the others do.
-        """
+        """Stage; StageError: some hosts do not have it, the others do."""
         nodes, wrong = len(self._planned.placement.hosts), list[Exception]()
 
         def order(tree: Tree) -> None:
@@ -184,10 +172,7 @@ class Staging:
         return "\n".join(lines or [f"nothing is staged in {self.folder} on {nodes} nodes"])
 
     def _on_nodes(self, order: Callable[[Tree], None], heard: Heard) -> tuple[Tree, Outcome]:
-        """Run `_stage_node.py` once a node, by the launch's own launcher.
-
-        ``order`` is called meanwhile: to look at an environment takes as long as to start them.
-        """
+        """Run `_stage_node.py` once a node, by the launch's own launcher."""
         planned, given = self._planned, self._env.get("EZPZ_STAGE_FANOUT", "0")
         if not given.isdecimal():
             raise UsageError(
@@ -196,25 +181,21 @@ class Staging:
         hosts, scratch = planned.placement.hosts, self._env.get("TMPDIR") or "/tmp"
         tree = Tree(hosts, here=planned.on_this_host, fan_out=int(given))
         words = (sys.executable, "-I", "-S", os.path.join(PROGRAMS, "_stage_node.py"), self.folder)
-        request = replace(
-            planned.request, command=words, nproc=None, ppn=1, nodes=len(hosts), cpu_bind="none",
-            env=(*planned.request.env, f"{VARIABLE}={tree.where} {tree.secret}"), log_dir="",
-            tee=False, only_ranks=None, prefix=False, one_device=False, idle_timeout=0.0,
-            signal_before=0.0, retries=0, profile="", stage="", stage_data=(), dry_run=False,
-            json=False,
+        its = planned.request
+        request = Request(
+            words, ppn=1, nodes=len(hosts), hostfile=its.hostfile, launcher=its.launcher,
+            machine=its.machine, options=its.options, cpu_bind="none",
+            env=(*its.env, f"{VARIABLE}={tree.where} {tree.secret}"),
+            launcher_args=its.launcher_args,
         )  # fmt: skip
         tree.start()
+        # Meanwhile: to look at an environment takes as long as to start them.
         threading.Thread(target=order, args=(tree,), daemon=True).start()
         try:
-            with _hostfile(replace(self._replan(request), control=True), scratch) as ready:
-                kept = {name: v for name, v in self._env.items() if name not in ready.removed}
-                control = Control(f"{new_id(time.time())}.stage", _HOLD)
-                launch = Launch(
-                    argv=tuple(argv_of(ready)), nproc=len(hosts), hosts=hosts, ppn=1,
-                    on_this_host=ready.on_this_host, environment={**kept, **ready.environment},
-                    control=control, grace=GRACE, goes_on=True,
-                    scratch="" if ready.hostfile == self._planned.hostfile else ready.hostfile,
-                )  # fmt: skip
+            control = Control(f"{new_id(time.time())}.stage", _HOLD)
+            with launch_of(
+                self._replan(request), self._env, scratch, control=control, goes_on=True
+            ) as (_, launch):
                 threading.Thread(target=_show, args=(tree, len(hosts)), daemon=True).start()
                 outcome = run(launch, heard)
         finally:
@@ -273,14 +254,12 @@ def _overwrite(line: str) -> None:
 
 
 # What a site has of its own: ALCF's Copper, a read-only view that the nodes share. Not run there.
+# Source: docs.alcf.anl.gov/aurora/data-management/copper: of a venv or conda environment only the
+# folders of packages go through it, by PYTHONPATH.
 
 
-class CopperView:
-    """The site's service, as the machine's file has it: started, used by the ranks, stopped.
-
-    Source: docs.alcf.anl.gov/aurora/data-management/copper: of a venv or conda environment only
-    the folders of packages go through it, by PYTHONPATH.
-    """
+class CopperView(Preparation):
+    """The site's service, as the machine's file has it: started, used by the ranks, stopped."""
 
     def __init__(self, planned: LaunchPlan, env: Mapping[str, str], copper: Copper) -> None:
         self._planned, self._env, self._copper = planned, env, copper
@@ -314,9 +293,6 @@ class CopperView:
         path = os.pathsep.join(dict.fromkeys([*there, *filter(None, own.split(os.pathsep))]))
         note = f"{self._start} before the ranks, {self._stop} after them"
         return _told(planned, self._env, {"PYTHONPATH": path}, "--stage=copper", [note])
-
-    def moved(self, path: str) -> str:
-        return path
 
     def _run(self, script: str) -> int:
         logs = os.path.join(self._env.get("HOME") or os.getcwd(), "copper-logs")
@@ -361,6 +337,9 @@ examples:
   ezpz stage --status"""
 
 
+_OPTIONS = (*OPTIONS, Option("to", "", "FOLDER"), Option("status", ""), Option("clean", ""))
+
+
 class Alone(NamedTuple):
     """What ``ezpz stage`` was told."""
 
@@ -372,25 +351,20 @@ class Alone(NamedTuple):
 
     @classmethod
     def of(cls, words: Sequence[str]) -> Alone:
-        rest, own, left = list[str](), {"to": "", "question": ""}, list(words)
-        while left:
-            word = left.pop(0)
-            name, attached, value = word.partition("=")
-            if word in ("--status", "--clean"):
-                own["question"] = word[2:]
-            elif name == "--to" and (attached or left):
-                own["to"] = value if attached else left.pop(0)
-            else:
-                rest.append(word)
-        options, found = split(rest)
+        _, rest = split(words, _OPTIONS)
+        if rest:  # options may stand behind the environment, too
+            words = [*words[: -len(rest)], *rest[1:], rest[0]]
+        options, found = split(words, _OPTIONS)
         if len(found) > 1:
             raise UsageError(
-                f"stage: {' '.join(found)}: expected one environment; other files: --stage-data"
+                f"stage: {' '.join(rest)}: expected one environment; other files: --stage-data"
             )
         if options.get("stage") == "copper":
             raise UsageError("stage --stage=copper: expected python or all; Copper keeps nothing")
-        page = PAGE if "help" in options else ""
-        return cls({"stage": "python", **options}, "".join(found), page=page, **own)
+        to, page = str(options.pop("to", "")), PAGE if "help" in options else ""
+        questions = [name for name in ("status", "clean") if options.pop(name, False)]
+        question = "".join(questions[-1:])
+        return cls({"stage": "python", **options}, "".join(found), to, question, page)
 
     @property
     def python(self) -> str:

@@ -253,11 +253,9 @@ def read_tree(tree: str) -> tuple[Manifest, list[bytes]] | None:
 
 
 def whole_tree(tree: str) -> tuple[Manifest, list[bytes]] | None:
-    """Return the same of a tree that has all its files: what cleans /tmp removes single ones.
-
-    A tree is renamed when it is whole, so only folders are looked at that have changed since then:
-    in one of them Python may have compiled something, or a file is gone.
-    """
+    """Return the same of a tree that has all its files: what cleans /tmp removes single ones."""
+    # A tree is renamed when it is whole, so only folders are looked at that have changed since
+    # then: in one of them Python may have compiled something, or a file is gone.
     if (found := read_tree(tree)) is None:
         return None
     try:

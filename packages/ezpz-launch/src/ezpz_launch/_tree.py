@@ -45,11 +45,7 @@ class _Peer(_Connection):
 class Tree:
     """The nodes of one staging, or of one question; it works in a thread until all have answered.
 
-    Args:
-        hosts: A name for each node.
-        here: Whether all nodes are on this host.
-        fan_out: Children of a node; 0 for a number that fits.
-        patience: As `_PATIENCE`.
+    ``here``: all nodes are on this host. ``fan_out``: children of a node; 0: a number that fits.
     """
 
     def __init__(
@@ -80,31 +76,24 @@ class Tree:
         self.arrived = 0.0  # when the first node had its order
         self.half = self.seconds = 0.0  # until half the nodes had it; until all
         self._poll = select.poll()
-        self._woken, self._wakes = socket.socketpair()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def order(self, *order: object, source: Source | None = None) -> None:
-        """Say once what each node is told, also one that comes later.
-
-        Args:
-            order: ``"stage"``, a name, seconds between reports; ``"status"``; ``"bye"``.
-            source: What is staged.
-        """
+        """Say once what each node is told, also one that comes later."""
+        # ``"stage"``, a name, seconds between reports; ``"status"``; ``"clean"``; ``"bye"``.
         if source:
             words = (self._data, self.secret, source.chunks)
             threading.Thread(target=serve, args=words, daemon=True).start()
         self.source, self._order = source, order
-        with contextlib.suppress(OSError):  # it was stopped
-            self._wakes.send(b"!")
 
     def stop(self) -> None:
         """Wait for no node any more."""
         self._is_stopped = True
         self._thread.join()
-        for each in (self._server, self._data, self._woken, self._wakes):
+        for each in (self._server, self._data):
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)  # wakes who accepts
             each.close()
@@ -124,10 +113,11 @@ class Tree:
 
     def _run(self) -> None:
         self._poll.register(self._server, select.POLLIN)
-        self._poll.register(self._woken, select.POLLIN)
         while not (self._is_stopped or self._is_over()):
-            for fd, _ in self._poll.poll(250):
+            for fd, _ in self._poll.poll(100):
                 self._handle(fd)
+            for peer in self._peers.values():
+                self._command(peer)
             self._look()
         self.seconds = time.monotonic() - self.began
         for peer in list(self._connections.values()):
@@ -139,11 +129,7 @@ class Tree:
         return len(self.answers) + len(self.whole) + len(self.bad) >= len(self._hosts)
 
     def _handle(self, fd: int) -> None:
-        if fd == self._woken.fileno():
-            self._woken.recv(1)
-            for each in self._peers.values():
-                self._command(each)
-        elif fd == self._server.fileno():
+        if fd == self._server.fileno():
             self._greet()
         elif peer := self._connections.get(fd):
             try:
@@ -181,7 +167,6 @@ class Tree:
             peer.node = node
             self._peers[node] = peer
             self._say(peer, "welcome", answer)
-            self._command(peer)
         elif peer.state != "failed":
             peer.since = time.monotonic()
             self._hear(peer, peer.node, words)
