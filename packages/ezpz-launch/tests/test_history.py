@@ -86,7 +86,7 @@ def test_the_last_column_is_broken_at_the_width_of_a_terminal(env, write, monkey
     assert {len(row) - len(row.lstrip()) for row in rows[1:]} == {title.index("command")}
 
 
-@pytest.mark.parametrize("words", [["-n", "2"], ["-n2"], ["-n=2"], ["--limit", "2"], ["--limit=2"]])
+@pytest.mark.parametrize("words", [["-n2"], ["--limit", "2"]])
 def test_the_newest_are_last_and_no_more_than_asked(env, write, words):
     write(*(record(number, nproc=number + 1) for number in range(25)))
     assert [one["nproc"] for one in told(env, *words)] == [24, 25]

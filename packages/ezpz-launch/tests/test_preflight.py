@@ -43,33 +43,26 @@ def look(tmp_path):
     return run
 
 
-def test_nodes_that_are_alike(look):
-    reports = look()
-    assert judge(reports, HOSTS) == {}
-    assert table({}, {}, HOSTS) == ["3 of 3 nodes are alike, and well"]
-    assert [len(each["links"]) for each in reports.values()] == [10, 5, 5]
-    # Or torch did not come to it, beside what else this machine does; then that is said.
-    notes = unjudged(reports)
-    told = ["devices" in each or "others use" in notes.get(n, "") for n, each in reports.items()]
-    assert told == [find_spec("torch") is not None] * 3
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="not root: no disk to fill")
-def test_one_with_a_clock_a_version_a_full_disk_and_a_speed_of_its_own(look, tmp_path):
+def test_one_of_three_has_a_clock_a_version_a_full_disk_and_a_speed_of_its_own(look, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(SKEWED + OTHER + SLOW)
     (full := tmp_path / "full").mkdir()
     words = f'mount -t tmpfs -o size=64k none {full} && exec "$@"'
     start = ["unshare", "--mount", "sh", "-c", words, "sh"]
+    whys = ["its clock is +10.0 s off", "python 2.7.18, most have", "No space left on device"]
     if subprocess.run([*start, "true"], check=False, capture_output=True).returncode:
-        pytest.skip("no mounts here")
+        start = []  # no mounts here, so no disk to fill
+        whys.pop()
     reports = look({"PYTHONPATH": str(tmp_path), "TMPDIR": str(full)}, start)
     bad, notes = judge(reports, HOSTS), unjudged(reports)
     assert list(bad) == ["n1"]
-    for why in ("its clock is +10.0 s off", "python 2.7.18, most have", "No space left on device"):
-        assert why in "; ".join(bad["n1"])
+    assert [why for why in whys if why not in "; ".join(bad["n1"])] == []
+    assert [len(each["links"]) for each in reports.values()] == [10, 5, 5]
     # Beside what else this machine does, too: then its speed is no fault, and each is named.
-    slow = "its siblings" in str(bad) or "others use" in str(notes)
-    assert slow is (find_spec("torch") is not None)
+    has_torch = find_spec("torch") is not None
+    assert ("its siblings" in str(bad) or "others use" in str(notes)) is has_torch
+    # Or torch did not come to it; then that is said.
+    told = ["devices" in each or "others use" in notes.get(n, "") for n, each in reports.items()]
+    assert told == [has_torch] * 3
 
 
 def test_processors_that_are_throttled(look):
@@ -118,6 +111,7 @@ def test_a_busy_processor_is_not_judged_and_that_is_said():
     busy = {"devices": [{"rates": [], "right": True, "share": 0.4}] * 2, "throttled": 0.0}
     reports = {"n0": GOOD, "n1": GOOD | busy | {"links": [90.0]}}
     assert judge(reports, ["n0", "n1"]) == {}
+    assert judge(reports, [*reports, "n2"]) == {"n2": ["no answer"]}
     assert table({}, unjudged(reports), ["n0", "n1"]) == [
         "n1  processor and links not judged (others used 60% of it)",
         "2 of 2 nodes are alike, and well",
@@ -139,10 +133,6 @@ def test_torch_that_is_late_on_most_nodes_is_no_fault_of_theirs():
     starved = {**late, "torch_error": f"{late['torch_error']}, others use the processor"}
     assert judge({"n0": starved, "n1": GOOD}, hosts[:2]) == {}
     assert unjudged({"n0": starved})["n0"].endswith("in 45 s, others use the processor)")
-
-
-def test_who_does_not_answer_is_bad():
-    assert judge({"n0": GOOD}, ["n0", "n1"]) == {"n1": ["no answer"]}
 
 
 def test_the_command_looks_at_the_hosts_of_a_launch(launch):

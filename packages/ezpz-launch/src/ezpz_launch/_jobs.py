@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shlex
@@ -79,23 +80,17 @@ def survey(env: Mapping[str, str], since: float) -> list[Entry]:
     launches: dict[str, list[Stored]] = {}
     for stored in records:
         launches.setdefault(_of_array(stored["job_id"] or ""), []).append(stored)
-    by_id: dict[str, list[Job]] = {}
+    arrays: dict[str, list[Job]] = {}
     for job in told.values():
-        for job_id in {job.id, _of_array(job.id)}:
-            by_id.setdefault(job_id, []).append(job)
+        arrays.setdefault(_of_array(job.id), []).append(job)
     entries = []
     for chain in read_chains(env, KEPT):
         ids = [job["id"] for job in chain.jobs]
-        jobs = [job for job_id in ids for job in by_id.get(job_id, ())]
-        for job in jobs:
-            del told[job.key]
+        jobs = [job for job_id in ids for job in arrays.pop(job_id, ())]
         if jobs or moment(chain.end or chain.start) >= since:
             keys = dict.fromkeys([*ids, *(job.key for job in jobs)])
             its = [each for key in keys for each in launches.pop(key, [])]
             entries.append(Entry(_current(chain, jobs), chain, tuple(its)))
-    arrays: dict[str, list[Job]] = {}
-    for job in told.values():
-        arrays.setdefault(_of_array(job.id), []).append(job)
     for jobs in arrays.values():
         its = [each for job in jobs for each in launches.pop(job.key, [])]
         entries.append(Entry(array_of(jobs), None, tuple(its)))
@@ -187,8 +182,6 @@ def jobs(argv: Sequence[str], env: Mapping[str, str]) -> str:
     if words:
         entries = [pick(entries, words[0], env)]
     if "--json" in options:
-        import json  # noqa: PLC0415 - only programs want it
-
         told = [_as_json(entry, env) for entry in entries]
         return json.dumps(told[0] if words else told, indent=1)
     if words:
@@ -336,8 +329,6 @@ def launches(argv: Sequence[str], env: Mapping[str, str]) -> str:
     if unknown := [stored for stored in found if stored["state"] == "unknown"]:
         _look_for_jobs(unknown, env)
     if "json" in options:
-        import json  # noqa: PLC0415 - as above
-
         return json.dumps(found, indent=1)
     titles = ("when", "took", "exit", "ranks", "hosts", "job", "command")
     none = f"no launches so far; they are recorded in {folder}"

@@ -21,6 +21,7 @@ from ezpz_topo import (
 )
 
 from ._errors import UsageError, say
+from ._record import moment
 
 # One job, as its scheduler tells of it.
 
@@ -327,11 +328,7 @@ def _slurm_status(text: str) -> int | None:
 
 
 def _slurm_moment(text: str) -> float | None:
-    from datetime import UTC, datetime  # noqa: PLC0415 - only jobs need it
-
-    if not text[:1].isdigit():
-        return None  # N/A, Unknown
-    return datetime.fromisoformat(text).replace(tzinfo=UTC).timestamp()
+    return moment(f"{text}+00:00") if text[:1].isdigit() else None  # N/A, Unknown
 
 
 def array_of(tasks: Sequence[Job]) -> Job:
