@@ -314,8 +314,8 @@ def _launch_words(request: Submission, options: Options) -> list[str]:
 
 
 def _quoted(word: str) -> str:
-    # sbatch refuses a script in which a line ends with a carriage return.
-    if "\r" not in word:
+    # sbatch refuses a line that ends with a carriage return, and obeys "#PBS" wherever one begins.
+    if not re.search(r"[\r\n]", word):
         return shlex.quote(word)
     for each, escaped in (("\\", r"\\"), ("'", r"\'"), ("\r", r"\r"), ("\n", r"\n")):
         word = word.replace(each, escaped)
