@@ -2,7 +2,9 @@
 
 import contextlib
 import os
+import shlex
 import signal
+import subprocess
 import tempfile
 import time
 from pathlib import Path
@@ -38,6 +40,35 @@ class Sandbox:
 
     def __exit__(self, kind, value, trace):
         self._stop()
+
+    def run(self, command, *, env=None, expect=0, timeout=60.0):
+        """Run words in the sandbox; any end but ``expect`` (None: any), or none, is an error."""
+        started = subprocess.Popen(
+            command, env={**self.environment, **(env or {})}, cwd=self.directory, text=True,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            # Ctrl-C is for the tests; what they have started is ended by us.
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            stdout, stderr = started.communicate(timeout=timeout)
+            how = f"ended with {started.returncode}, expected {expect}"
+            if expect in (None, started.returncode):
+                return subprocess.CompletedProcess(command, started.returncode, stdout, stderr)
+        except BaseException as error:
+            started.kill()  # it may not have entered yet
+            self._end_commands()
+            stdout, stderr = started.communicate(timeout=STOP_TIMEOUT)
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+            how = f"did not end within {timeout:g} s"
+        said = f"--- stdout\n{stdout}\n--- stderr\n{stderr}\n{self._logs()}"
+        raise SandboxError(f"{shlex.join(map(str, command))} {how}\n{said}")
+
+    def _end_commands(self):
+        """End what a command has started in the sandbox."""
+
+    def _logs(self):
+        return ""
 
 
 def end(find, whose):

@@ -64,34 +64,12 @@ class TwoHosts(Sandbox):
     kind = "hosts"
     names = ("nodeA", "nodeB")
 
-    def run(self, command, *, on="nodeA", env=None, expect=0, timeout=60.0):
-        """Run words on a host; an end other than ``expect`` (None: any), or none, is an error."""
-        started = subprocess.Popen(
-            [str(self.directory / "enter"), on, *command], cwd=self.directory, text=True,
-            env={**self.environment, **(env or {})}, stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            # Ctrl-C is for the tests; the hosts' processes are ended by us.
-            start_new_session=True,
-        )  # fmt: skip
-        try:
-            stdout, stderr = started.communicate(timeout=timeout)
-        except BaseException as error:
-            # It may not have entered its host yet.
-            started.kill()
-            _end_processes(self.directory.name)
-            stdout, stderr = started.communicate()
-            if not isinstance(error, subprocess.TimeoutExpired):
-                raise
-            raise SandboxError(
-                f"{shlex.join(command)} did not end within {timeout:g} s\n"
-                f"--- stdout\n{stdout}\n--- stderr\n{stderr}"
-            ) from error
-        if expect is not None and started.returncode != expect:
-            raise SandboxError(
-                f"{shlex.join(command)} ended with {started.returncode}, expected {expect}\n"
-                f"--- stdout\n{stdout}\n--- stderr\n{stderr}"
-            )
-        return subprocess.CompletedProcess(command, started.returncode, stdout, stderr)
+    def run(self, command, *, on="nodeA", **more):
+        """Run words on a host, as `Sandbox.run` does."""
+        return super().run([str(self.directory / "enter"), on, *command], **more)
+
+    def _end_commands(self):
+        _end_processes(self.directory.name)
 
     def reset(self):
         """Kill every process of both hosts, empty their disks, and bring their links up."""

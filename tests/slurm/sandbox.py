@@ -102,27 +102,6 @@ class SlurmSandbox(Sandbox):
         super().__init__()
         self._daemons = {}
 
-    def run(self, command, *, env=None, expect=0, timeout=60.0):
-        """Run words in the sandbox; any end but ``expect`` (None: any), or none, is an error."""
-        try:
-            done = subprocess.run(
-                command, env={**self.environment, **(env or {})}, cwd=self.directory,
-                stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout,
-                check=False,
-            )  # fmt: skip
-        except subprocess.TimeoutExpired as error:
-            output = f"{_text(error.stdout)}\n{_text(error.stderr)}"
-            self._cancel_jobs()
-            raise SandboxError(
-                f"{command} did not end within {timeout:g} s\n{output}\n{self._logs()}"
-            ) from error
-        if expect is not None and done.returncode != expect:
-            raise SandboxError(
-                f"{command} ended with {done.returncode}, expected {expect}\n"
-                f"--- stdout\n{done.stdout}\n--- stderr\n{done.stderr}\n{self._logs()}"
-            )
-        return done
-
     def batch(self, body, *options, env=None, timeout=60.0):
         """Run a batch script to its end, an array's last; a command that fails is an error."""
         descriptor, script = tempfile.mkstemp(suffix=".sh", dir=self.directory)
@@ -136,7 +115,7 @@ class SlurmSandbox(Sandbox):
         facts = ""
         while not _every_task(facts, *_ENDED):
             if time.monotonic() > deadline:
-                self._cancel_jobs()
+                self._end_commands()
                 break
             time.sleep(0.1)
             facts = self._ask("scontrol", "--oneliner", "show", "job", job)
@@ -250,7 +229,7 @@ class SlurmSandbox(Sandbox):
     def _written(self, suffix):
         return [file for file in self.directory.glob(f"*.{suffix}") if file.stat().st_size]
 
-    def _cancel_jobs(self):
+    def _end_commands(self):
         self._ask("scancel", "--quiet", "--user=root")
 
     def _stop(self):
@@ -258,7 +237,7 @@ class SlurmSandbox(Sandbox):
         controller = self._daemons.get("slurmctld")
         if controller is not None and controller.poll() is None:
             # Steps outlive their slurmd: end them while there is one to do it.
-            self._cancel_jobs()
+            self._end_commands()
             while self._ask("squeue", "--noheader") and time.monotonic() < deadline:
                 time.sleep(0.05)
         # The nodes first, munged last: an orderly end needs what was started before it.
@@ -330,7 +309,3 @@ def processes_with(variable):
             if os.fsencode(variable) in (entry / "environ").read_bytes().split(b"\0"):
                 found.append(int(entry.name))
     return found
-
-
-def _text(output):
-    return output.decode(errors="replace") if isinstance(output, bytes) else output or ""

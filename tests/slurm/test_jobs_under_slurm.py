@@ -50,6 +50,17 @@ class Jobs:
             time.sleep(0.3)
         return told
 
+    def all_until(self, wanted, timeout=240):
+        """Wait until each job has been in its state; return what is told of it then."""
+        until, found = time.monotonic() + timeout, {}
+        while len(found) < len(wanted):
+            for told in json.loads(self.ours("jobs", "--json").stdout):
+                if told["state"] == wanted.get(told["id"]):
+                    found.setdefault(told["id"], told)
+            assert time.monotonic() < until, (found, wanted)
+            time.sleep(0.3)
+        return found
+
     def end(self):
         for process in self._started:
             process.kill()
@@ -88,62 +99,56 @@ def cancel(jobs, job):
 # Limits are whole minutes, and looked at twice a minute.
 reach_the_limit = control("update", "JobId={}", "EndTime=now")
 
-ENDS = {
-    # script, options, what is done to it once it runs; state, exit status of follow
-    "completed": ("exit 0", [], None, "completed", 0),
-    "failed": ("exit 7", [], None, "failed", 7),
-    "killed by a signal": ("kill -9 $$", [], None, "failed", 137),
-    "scancel": (SLEEP, [], cancel, "cancelled", 143),
-    "time limit": (SLEEP, ["-t", "1"], reach_the_limit, "time limit", 143),
-    "preempted": (SLEEP, ["-p", "cancelled", *ALL], preempt, "preempted", 143),
-    "node failed": (SLEEP, ["-w", "nid003", "--no-requeue"], lose_the_node, "node failed", 137),
-}
+CASES = {
+    # script, options, what is done to it once it runs; state, exit status of follow or why it waits
+    "one beside the other": {
+        "completed": ("exit 0", [], None, "completed", 0),
+        "failed": ("exit 7", [], None, "failed", 7),
+        "killed": ("kill -9 $$", [], None, "failed", 137),
+        "cancelled": (SLEEP, [], cancel, "cancelled", 143),
+        "limited": (SLEEP, ["-t", "1"], reach_the_limit, "time limit", 143),
+        "held": (SLEEP, ["--hold"], None, "held", "JobHeldUser"),
+        "never": (SLEEP, ["-d", "afterok:{failed}"], None, "cannot start",
+                  "DependencyNeverSatisfied"),
+        "requeued": (SLEEP, [], control("requeue", "{}"), "requeued", ""),
+        "requeued-held": (SLEEP, [], control("requeuehold", "{}"), "held", ""),
+        "suspended": (SLEEP, [], control("suspend", "{}"), "suspended", ""),
+    },
+    "a lost node": {
+        "lost": (SLEEP, ["-w", "nid003", "--no-requeue"], None, "node failed", 137),
+        "lost-requeued": (SLEEP, ["-w", "nid003", "--requeue"], lose_the_node, "requeued", ""),
+    },
+    "preempted": {"gone": (SLEEP, ["-p", "cancelled", *ALL], preempt, "preempted", 143)},
+    "preempted and requeued": {"back": (SLEEP, ["-p", "requeued", *ALL], preempt, "requeued", "")},
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("end", ENDS)
-def test_how_a_job_ends(jobs, end):
-    text, options, act, state, status = ENDS[end]
-    job = jobs.submit(f"echo started; {text}", "-J", end, *options)
-    followed = jobs.start("follow", job)
-    if act:
-        jobs.until(job, "running")
-        assert followed.stdout.readline() == "started\n"
-        act(jobs, job)
-    told = jobs.until(job, state)
-    assert told["name"] == end
-    out, err = followed.communicate(timeout=120)
-    assert (followed.returncode, "started" in out or bool(act)) == (status, True), err
-    words = {"failed": f"failed with status {status}", "time limit": "ended by its time limit"}
-    assert f"job {job} ({end}): {words.get(state, state)}" in err
-    table = jobs.ours("jobs").stdout
-    assert words.get(state, state) in next(row for row in table.splitlines() if job in row)
-
-
-WAITS = {
-    "held": (["--hold"], None, "held", "JobHeldUser"),
-    "never starts": (["-d", "afterok:{ended}"], None, "cannot start", "DependencyNeverSatisfied"),
-    "preempted with requeue": (["-p", "requeued", *ALL], preempt, "requeued", ""),
-    "node failed with requeue": (["-w", "nid003", "--requeue"], lose_the_node, "requeued", ""),
-    "requeue": ([], control("requeue", "{}"), "requeued", ""),
-    "requeue and hold": ([], control("requeuehold", "{}"), "held", ""),
-    "suspended": ([], control("suspend", "{}"), "suspended", ""),
-}
-
-
-@pytest.mark.parametrize("wait", WAITS)
-def test_why_a_job_does_not_run(jobs, wait):
-    options, act, state, why = WAITS[wait]
-    ended = ""
-    if "-d" in options:
-        ended = jobs.submit("exit 1")
-        jobs.until(ended, "failed")
-    job = jobs.submit(SLEEP, *(word.format(ended=ended) for word in options))
-    if act:
-        jobs.until(job, "running")
-        act(jobs, job)
-    told = jobs.until(job, state)
-    assert why in told["why"]
-    assert told["exit_status"] is None
+@pytest.mark.parametrize("case", CASES)
+def test_how_jobs_end_and_why_they_do_not_run(jobs, case):
+    ids, followed, of_case = {}, {}, CASES[case]
+    for name, (text, options, *_) in of_case.items():
+        words = (word.format(**ids) for word in options)
+        ids[name] = jobs.submit(f"echo started; {text}", "-J", name, *words)
+        if name not in ("held", "never"):
+            followed[name] = jobs.start("follow", ids[name])
+    for process in followed.values():
+        assert process.stdout.readline() == "started\n"
+    for name, (_, _, act, _, _) in of_case.items():
+        if act:
+            act(jobs, ids[name])
+    told = jobs.all_until({ids[name]: state for name, (*_, state, _) in of_case.items()})
+    table = jobs.ours("jobs").stdout.splitlines()
+    for name, (*_, state, status) in of_case.items():
+        one = told[ids[name]]
+        assert one["name"] == name
+        if not isinstance(status, int):
+            assert (one["exit_status"], status in one["why"]) == (None, True), one
+            continue
+        _, err = followed[name].communicate(timeout=120)
+        assert followed[name].returncode == status, err
+        words = {"failed": f"failed with status {status}", "time limit": "ended by its time limit"}
+        assert f"job {ids[name]} ({name}): {words.get(state, state)}" in err
+        assert words.get(state, state) in next(row for row in table if row.startswith(ids[name]))
 
 
 def test_a_task_of_an_array_and_the_array(jobs):
