@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
+from chains import TWICE, Chain, goes_on, losses, words_arrive
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVER = "pbs-0001"
@@ -16,11 +17,14 @@ def submit(pbs, request):
     """Submit jobs of two nodes; what they leave is told by the record of their chain."""
     folder = f"{pbs.home}/{request.node.name.partition('[')[0]}-{time.monotonic_ns()}"
 
-    class Submitted:
+    def read(files):
+        return pbs.on(SERVER, f"cat {files} 2>/dev/null ||:")
+
+    class Submitted(Chain):
         def __init__(self, *words):
+            super().__init__(read, f"{folder}/state")
             self.folder = folder
             self.said = self.ours("submit", "-N", "2", "--ppn", "1", *words)
-            self.path = pbs.on(SERVER, f"echo {folder}/state/jobs/*.json").strip()
 
         def ours(self, *words, **more):
             """Run a command of ours on the login node; return what it says, its status last."""
@@ -31,37 +35,11 @@ def submit(pbs, request):
 
         @property
         def record(self):
-            told = json.loads(pbs.on(SERVER, f"cat {self.path}"))
+            told = super().record
             pbs.jobs = [job["id"] for job in told["jobs"]]
             return told
 
-        def until(self, condition, seconds=400):
-            """Wait until the record is as wanted; return it, and what its jobs wrote."""
-            end = time.monotonic() + seconds
-            while not condition(record := self.record):
-                assert time.monotonic() < end, (record, self.output(record))
-                time.sleep(0.5)
-            return record, self.output(record)
-
-        def output(self, record):
-            files = [
-                record["output"].replace("%j", job["id"].partition(".")[0])
-                for job in record["jobs"]
-            ]
-            return pbs.on(SERVER, f"cat {' '.join(files)} 2>/dev/null ||:")
-
-        def ended(self):
-            return self.until(lambda record: record["outcome"])
-
     return Submitted
-
-
-def losses(text):
-    """Return the loss of each step, and the attempts that they are of."""
-    lines = [line.split() for line in text.splitlines()]
-    told = {int(step): loss for step, loss, _ in lines}
-    assert sorted(told) == list(range(1, len(told) + 1))
-    return told, {attempt for *_, attempt in lines}
 
 
 def test_a_training_goes_on_from_job_to_job_bit_for_bit(pbs, submit, ours_there):
@@ -70,12 +48,7 @@ def test_a_training_goes_on_from_job_to_job_bit_for_bit(pbs, submit, ours_there)
     pbs.on(SERVER, f"mkdir {whole} {parts}")
     limits = ("--until-done", "--time", "0:01:30", "--signal-before", "40s")
     chain = submit(*limits, "python", program, parts)
-    record, said = chain.ended()
-    assert record["outcome"] == "done", f"{record}\n{said}"
-    assert 75 in [job["exit_status"] for job in record["jobs"]]
-    told, attempts = losses(pbs.on(SERVER, f"cat {parts}/losses"))
-    assert len(attempts) == 2
-    assert record["best"] > 5
+    told = goes_on(chain, lambda: pbs.on(SERVER, f"cat {parts}/losses"))
 
     train = f"ezpz-launch --ppn 1 python {program} {whole} {len(told)}"
     pbs.ended(pbs.sub(train, "-l", "select=2:ncpus=2"), timeout=400)
@@ -83,20 +56,17 @@ def test_a_training_goes_on_from_job_to_job_bit_for_bit(pbs, submit, ours_there)
 
 
 def test_a_time_limit_without_a_checkpoint_is_seen_through(submit):
-    body = '[ "$EZPZ_ATTEMPT" = 1 ] && exit 0; echo 1 >"$EZPZ_PROGRESS_FILE"; sleep 600'
-    record, said = submit("--until-done", "3", "--time", "0:00:10", "sh", "-c", body).ended()
-    assert (record["outcome"], record["attempts"]) == ("done", 2), said
+    body = f'echo "$EZPZ_ATTEMPT" >"$EZPZ_PROGRESS_FILE"; {TWICE}'
+    chain = submit("--until-done", "3", "--time", "0:00:10", "sh", "-c", body)
+    record, _ = chain.ends("done", 2)
     assert len(record["jobs"]) == 3, "the third was in the queue"
 
 
 @pytest.mark.parametrize("words", [["--until-done", "5"], ["--chain", "3"]])
 def test_a_deleted_job_ends_its_chain(pbs, submit, words):
     chain = submit(*words, "sh", "-c", 'echo "here $EZPZ_RANK"; sleep 600')
-    record, _ = chain.until(lambda record: "here 1" in chain.output(record))
-    pbs.on(SERVER, f"qdel {record['jobs'][0]['id']}")
-    record, said = chain.ended()
-    assert record["outcome"] == "killed", (record, said)
-    assert record["attempts"] == 1
+    pbs.on(SERVER, f"qdel {chain.writes('here 1')['jobs'][0]['id']}")
+    chain.ends("killed", 1)
 
 
 def test_a_chain_is_followed_to_its_end(submit):
@@ -117,7 +87,7 @@ def test_a_chain_is_followed_to_its_end(submit):
 
 def test_a_chain_is_killed_with_its_successor(pbs, submit):
     chain = submit("--until-done", "3", "--name", "long", "sh", "-c", "echo here; sleep 600")
-    record, _ = chain.until(lambda record: "here" in chain.output(record))
+    record = chain.writes("here")
     said = chain.ours("kill", "long", timeout=300)
     assert said.endswith("status 0\n"), said
     told = json.loads(chain.ours("jobs", "long", "--json").rpartition("}")[0] + "}")
@@ -127,27 +97,23 @@ def test_a_chain_is_killed_with_its_successor(pbs, submit):
 
 
 def test_a_requeued_job_is_another_attempt(pbs, submit):
-    body = 'echo "here $EZPZ_ATTEMPT"; [ "$EZPZ_ATTEMPT" = 1 ] || sleep 600'
-    chain = submit("--until-done", "3", "sh", "-c", body)
-    record, _ = chain.until(lambda record: "here 0" in chain.output(record))
-    pbs.run("on", SERVER, "sh", "-c", f". /etc/profile; qrerun {record['jobs'][0]['id']}")
-    record, said = chain.ended()
-    assert (record["outcome"], record["attempts"]) == ("done", 2), (record, said)
+    chain = submit("--until-done", "3", "sh", "-c", TWICE)
+    (first, *_) = chain.writes("here 0")["jobs"]
+    pbs.run("on", SERVER, "sh", "-c", f". /etc/profile; qrerun {first['id']}")
+    record, _ = chain.ends("done", 2)
     assert record["jobs"][0]["exit_status"] == 0
 
 
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_lost_node_is_seen_through(pbs, submit, which):
-    body = 'echo "here $EZPZ_ATTEMPT $(hostname)"; [ "$EZPZ_ATTEMPT" = 1 ] || sleep 600'
-    chain = submit("--until-done", "3", "sh", "-c", body)
+    chain = submit("--until-done", "3", "sh", "-c", TWICE)
     record, said = chain.until(lambda record: chain.output(record).count("here 0") == 2)
     (job, *_) = record["jobs"]
     told = json.loads(pbs.on(SERVER, f"qstat -f -F json {job['id']}"))["Jobs"][job["id"]]
     lost = [each.partition("/")[0] for each in told["exec_host"].split("+")][which]
     pbs.lose(lost)
-    record, said = chain.ended()
-    assert (record["outcome"], record["attempts"]) == ("done", 2), (record, said)
+    record, said = chain.ends("done", 2)
     assert lost not in [line.split()[2] for line in said.splitlines() if "here 1" in line]
 
 
@@ -190,10 +156,7 @@ def test_what_pbs_refuses_is_said_in_its_words(submit, words, message):
 
 
 def test_words_arrive_byte_for_byte(submit):
-    words = ["a b", "it's", "$(touch x)", "a\nb\n#PBS -h", "c\r\n", '"']
-    chain = submit("--chain", "2", "--only-ranks", "0", "printf", "<%s>", *words)
-    record, said = chain.ended()
-    assert "".join(f"<{word}>" for word in words) in said, record
+    words_arrive(submit)
 
 
 def test_an_array_is_one_job_of_many(pbs, submit):
