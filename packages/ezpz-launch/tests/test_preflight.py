@@ -20,21 +20,20 @@ OTHER = "import platform\nplatform.python_version = lambda: '2.7.18'\n"
 
 
 @pytest.fixture
-def look(tmp_path):
-    """Run a node's program for each host; variables and starting words are node 1's."""
+def look():
+    """Run a node's program for each host; of each its variables, and words that start it."""
 
-    def run(variables=None, start=()):
+    def run(own):
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = str(probe.getsockname()[1])
-        own = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "EZPZ_LAUNCH_ID": "x"}
-        base = {**os.environ, **own, "WORLD_SIZE": "3", "OMP_NUM_THREADS": "1"}
+        all_of = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "EZPZ_LAUNCH_ID": "x"}
+        base = {**os.environ, **all_of, "WORLD_SIZE": "3", "OMP_NUM_THREADS": "1"}
         nodes = [
             subprocess.Popen(
-                [*(start if n == 1 else ()), sys.executable, "-P", "-m", "ezpz_launch._preflight"],
-                env={**base, "RANK": str(n), **(variables or {} if n == 1 else {})},
-                stdout=subprocess.PIPE, text=True,
+                [*start, sys.executable, "-P", "-m", "ezpz_launch._preflight"],
+                env={**base, "RANK": str(n), **variables}, stdout=subprocess.PIPE, text=True,
             )
-            for n in range(3)
+            for n, (variables, start) in enumerate(own)
         ]  # fmt: skip
         lines = [node.communicate(timeout=300)[0].strip() for node in nodes]
         found = [json.loads(line.removeprefix("preflight ")) for line in lines]
@@ -43,42 +42,55 @@ def look(tmp_path):
     return run
 
 
-def test_one_of_three_has_a_clock_a_version_a_full_disk_and_a_speed_of_its_own(look, tmp_path):
-    (tmp_path / "sitecustomize.py").write_text(SKEWED + OTHER + SLOW)
-    (full := tmp_path / "full").mkdir()
-    words = f'mount -t tmpfs -o size=64k none {full} && exec "$@"'
+@pytest.fixture
+def full(tmp_path):
+    """A folder, and words after which it is a full disk; none where nothing can be mounted."""
+    (folder := tmp_path / "full").mkdir()
+    words = f'mount -t tmpfs -o size=64k none {folder} && exec "$@"'
     start = ["unshare", "--mount", "sh", "-c", words, "sh"]
-    whys = ["its clock is +10.0 s off", "python 2.7.18, most have", "No space left on device"]
-    if subprocess.run([*start, "true"], check=False, capture_output=True).returncode:
-        start = []  # no mounts here, so no disk to fill
-        whys.pop()
-    reports = look({"PYTHONPATH": str(tmp_path), "TMPDIR": str(full)}, start)
-    bad, notes = judge(reports, HOSTS), unjudged(reports)
-    assert list(bad) == ["n1"]
-    assert [why for why in whys if why not in "; ".join(bad["n1"])] == []
-    assert [len(each["links"]) for each in reports.values()] == [10, 5, 5]
-    # Beside what else this machine does, too: then its speed is no fault, and each is named.
-    has_torch = find_spec("torch") is not None
-    assert ("its siblings" in str(bad) or "others use" in str(notes)) is has_torch
-    # Or torch did not come to it; then that is said.
-    told = ["devices" in each or "others use" in notes.get(n, "") for n, each in reports.items()]
-    assert told == [has_torch] * 3
+    ended = subprocess.run([*start, "true"], check=False, capture_output=True)
+    return str(folder), [] if ended.returncode else start
 
 
-def test_processors_that_are_throttled(look):
+@pytest.fixture
+def throttled():
+    """Words after which half a processor is left; none where no cgroup can be made."""
     group = Path("/sys/fs/cgroup/cpu", f"ezpz-test-{os.getpid()}")
     try:
         group.mkdir()
-    except OSError as error:
-        pytest.skip(f"no cgroup of ours here ({error.strerror})")
+    except OSError:
+        yield []
+        return
     try:
-        (group / "cpu.cfs_quota_us").write_text("50000")  # half of one
+        (group / "cpu.cfs_quota_us").write_text("50000")
         (group / "cpu.shares").write_text("262144")  # and that much also beside others
-        words = f'echo $$ >{group}/cgroup.procs && exec "$@"'
-        reports = look(start=["sh", "-c", words, "sh"])
+        yield ["sh", "-c", f'echo $$ >{group}/cgroup.procs && exec "$@"', "sh"]
     finally:
         group.rmdir()
-    assert "throttled" in " ".join(judge(reports, HOSTS)["n1"]), reports["n1"]
+
+
+def test_of_three_nodes_one_is_good_one_is_throttled_and_one_has_its_own_clock_and_more(
+    *, look, full, throttled, tmp_path
+):
+    (tmp_path / "sitecustomize.py").write_text(SKEWED + OTHER + SLOW)
+    disk, filled = full
+    own = {"PYTHONPATH": str(tmp_path), "TMPDIR": disk}
+    reports = look([({}, []), (own, filled), ({}, throttled)])
+    bad, notes = judge(reports, HOSTS), unjudged(reports)
+    assert sorted(bad) == ["n1", "n2"][: 1 + bool(throttled)]
+    whys = ["its clock is +10.0 s off", "python 2.7.18, most have"]
+    whys += ["No space left on device"] * bool(filled)
+    assert [why for why in whys if why not in "; ".join(bad["n1"])] == []
+    assert ("throttled" in " ".join(bad.get("n2", ()))) is bool(throttled), reports["n2"]
+    assert [len(each["links"]) for each in reports.values()] == [10, 5, 5]
+    # Beside what else this machine does, too: then its speed is no fault, and each is named.
+    has_torch = find_spec("torch") is not None
+    assert ("its siblings" in str(bad["n1"]) or "others use" in str(notes)) is has_torch
+    # Or torch did not come to it; then that is said.
+    told = ["devices" in reports[n] or "others use" in notes.get(n, "") for n in HOSTS[:2]]
+    assert told == [has_torch] * 2
+    if not (filled and throttled):
+        pytest.skip("here no disk can be filled by a mount, or no cgroup be made; all else is well")
 
 
 GOOD = {"python": "3.11", "clock": 0.0, "memory": 8e9, "disk": 1e12, "links": [900.0],
