@@ -202,6 +202,11 @@ def of(process, history):
 
 def test_one_launch_is_ended_by_its_id_and_no_other(started, launch, history):
     first, second = started(SAVES, SAVES)
+    # Inside a job its only launch is meant, and neither is one of this job.
+    done = launch("kill", env={"SLURM_JOB_ID": "4242", "SLURM_JOB_NODELIST": HOST})
+    assert done.returncode == 2
+    assert "launches that run in job 4242: none; expected one" in done.stderr
+    assert first.poll() is None
     done = launch("kill", of(first, history)["id"])
     assert done.returncode == 0
     assert "has ended, exit status 75" in done.stderr
@@ -222,12 +227,3 @@ def test_without_grace(started, launch, history, clean_env, way):
     assert deaf.wait(60) == 143
     assert not os.path.exists(f"{clean_env['EZPZ_STATE_DIR']}/launches/{found}.end")
     assert of(deaf, history)["exit_status"] == 143
-
-
-def test_inside_a_job_its_only_launch_is_meant(started, launch, history):
-    (one,) = started(SAVES)
-    job = {"SLURM_JOB_ID": "4242", "SLURM_JOB_NODELIST": HOST}
-    done = launch("kill", env=job)
-    assert done.returncode == 2
-    assert "launches that run in job 4242: none; expected one" in done.stderr
-    assert one.poll() is None
