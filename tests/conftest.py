@@ -4,6 +4,7 @@ import importlib.util
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import sysconfig
 from pathlib import Path
@@ -53,6 +54,23 @@ def program(request):
     """Return the words that start a program of the folder ``programs`` beside the test."""
     folder = request.path.parent / "programs"
     return lambda name: [sys.executable, str(folder / f"{name}.py")]
+
+
+@pytest.fixture
+def venv(tmp_path):
+    """A venv over this Python's packages, by a path that no venv has of its own; its variables."""
+    import ezpz_launch
+    import ezpz_topo
+
+    prefix = tmp_path / "env"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", prefix], check=True)
+    own = [str(Path(package.__file__).parents[1]) for package in (ezpz_launch, ezpz_topo)]
+    return prefix, {
+        "PATH": f"{prefix}/bin:{os.environ['PATH']}",
+        "PYTHONPATH": os.pathsep.join([sysconfig.get_path("purelib"), *own]),
+        "HOME": str(tmp_path / "home"),
+        "EZPZ_STATE_DIR": str(tmp_path / "state"),
+    }
 
 
 @pytest.fixture(scope="session")

@@ -1,9 +1,6 @@
 """An environment comes to the disks of nodeA and nodeB; a host that cannot take it is named."""
 
 import os
-import subprocess
-import sys
-import sysconfig
 from pathlib import Path
 
 import pytest
@@ -12,37 +9,24 @@ CODE = "import os, sys; print(os.uname().nodename, sys.prefix, os.environ['EZPZ_
 
 
 @pytest.fixture
-def place(hosts, tool, tmp_path):
-    """A venv over this Python's packages, and how its ezpz-launch is started on nodeA."""
-    prefix = tmp_path / "env"
-    words = [sys.executable, "-m", "venv", "--without-pip", prefix]
-    subprocess.run(words, check=True)
-    packages = next(prefix.glob("lib/*/site-packages"))
-    # As a site's packages are: by a path that no venv has of its own.
+def place(hosts, tool, venv, tmp_path):
+    """A venv, and how its ezpz-launch is started on nodeA."""
+    prefix, variables = venv
     hostfile = tmp_path / "hostfile"
     hostfile.write_text("nodeA\nnodeB\n")
     environment = {
         **hosts.environment,
+        **variables,
         "PATH": f"{prefix}/bin:{Path(tool('mpiexec')).parent}:{hosts.environment['PATH']}",
-        "PYTHONPATH": os.pathsep.join([sysconfig.get_path("purelib"), *_editable()]),
-        "HOME": str(tmp_path / "home"),
         "TMPDIR": str(hosts.directory / "local"),
-        "EZPZ_STATE_DIR": str(tmp_path / "state"),
     }
-    (packages / "mine.py").touch()
+    (next(prefix.glob("lib/*/site-packages")) / "mine.py").touch()
 
     def run(*options, **more):
         words = [prefix / "bin" / "python", "-m", "ezpz_launch", "--hostfile", hostfile, *options]
         return hosts.run(list(map(str, words)), env=environment, timeout=300, **more)
 
     return run, prefix
-
-
-def _editable():
-    import ezpz_launch
-    import ezpz_topo
-
-    return [str(Path(package.__file__).parents[1]) for package in (ezpz_launch, ezpz_topo)]
 
 
 def test_each_host_has_it_on_its_own_disk_and_the_second_start_sends_nothing(*, hosts, place):
