@@ -282,6 +282,17 @@ def test_a_successor_that_is_refused_stops_the_chain(chain, pbs):
     assert said.count("would exceed queue generic's per-user limit") >= 2
 
 
+def test_of_two_jobs_of_one_number_the_newer_one_is_told(pbs, said, program, capsys):
+    for name in ("old", "new"):
+        said("--name", name, "true")
+        (pbs / "number").unlink()  # as where PBS was installed again
+    program("bin/qselect", "echo 12.srv")
+    program("bin/qstat", "printf 'Job Id: 12.srv\\n    Job_Name = new\\n    job_state = R\\n'")
+    assert main(["jobs"]) == 0
+    rows = [line.split()[:3] for line in capsys.readouterr().out.splitlines()[1:]]
+    assert sorted(rows) == [["12.srv", "new", "running"], ["12.srv", "old", "unknown"]]
+
+
 def test_a_state_folder_that_cannot_be_written(pbs, said, monkeypatch):
     monkeypatch.setenv("EZPZ_STATE_DIR", "/proc/self")
     told = said("true", status=2)

@@ -83,14 +83,15 @@ def survey(env: Mapping[str, str], since: float) -> list[Entry]:
     arrays: dict[str, list[Job]] = {}
     for job in told.values():
         arrays.setdefault(_of_array(job.id), []).append(job)
-    entries = []
-    for chain in read_chains(env, KEPT):
+    entries: list[Entry] = []
+    # A scheduler that was installed again has the numbers of old jobs for new ones.
+    for chain in reversed(read_chains(env, KEPT)):
         ids = [job["id"] for job in chain.jobs]
         jobs = [job for job_id in ids for job in arrays.pop(job_id, ())]
         if jobs or moment(chain.end or chain.start) >= since:
             keys = dict.fromkeys([*ids, *(job.key for job in jobs)])
             its = [each for key in keys for each in launches.pop(key, [])]
-            entries.append(Entry(_current(chain, jobs), chain, tuple(its)))
+            entries.insert(0, Entry(_current(chain, jobs), chain, tuple(its)))
     for jobs in arrays.values():
         its = [each for job in jobs for each in launches.pop(job.key, [])]
         entries.append(Entry(array_of(jobs), None, tuple(its)))
