@@ -76,6 +76,7 @@ class Tree:
         self.arrived = 0.0  # when the first node had its order
         self.half = self.seconds = 0.0  # until half the nodes had it; until all
         self._poll = select.poll()
+        self._woken, self._wakes = socket.socketpair()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def start(self) -> None:
@@ -88,12 +89,14 @@ class Tree:
             words = (self._data, self.secret, source.chunks)
             threading.Thread(target=serve, args=words, daemon=True).start()
         self.source, self._order = source, order
+        with contextlib.suppress(OSError):  # it was stopped
+            self._wakes.send(b"!")
 
     def stop(self) -> None:
         """Wait for no node any more."""
         self._is_stopped = True
         self._thread.join()
-        for each in (self._server, self._data):
+        for each in (self._server, self._data, self._woken, self._wakes):
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)  # wakes who accepts
             each.close()
@@ -113,11 +116,10 @@ class Tree:
 
     def _run(self) -> None:
         self._poll.register(self._server, select.POLLIN)
+        self._poll.register(self._woken, select.POLLIN)
         while not (self._is_stopped or self._is_over()):
-            for fd, _ in self._poll.poll(100):
+            for fd, _ in self._poll.poll(250):
                 self._handle(fd)
-            for peer in self._peers.values():
-                self._command(peer)
             self._look()
         self.seconds = time.monotonic() - self.began
         for peer in list(self._connections.values()):
@@ -129,7 +131,11 @@ class Tree:
         return len(self.answers) + len(self.whole) + len(self.bad) >= len(self._hosts)
 
     def _handle(self, fd: int) -> None:
-        if fd == self._server.fileno():
+        if fd == self._woken.fileno():
+            self._woken.recv(1)
+            for each in self._peers.values():
+                self._command(each)
+        elif fd == self._server.fileno():
             self._greet()
         elif peer := self._connections.get(fd):
             try:
@@ -167,6 +173,7 @@ class Tree:
             peer.node = node
             self._peers[node] = peer
             self._say(peer, "welcome", answer)
+            self._command(peer)
         elif peer.state != "failed":
             peer.since = time.monotonic()
             self._hear(peer, peer.node, words)
