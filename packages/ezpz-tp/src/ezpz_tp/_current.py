@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -259,45 +260,35 @@ def name_made(module: dict[str, Any]) -> None:
             made.__module__, made.__name__, made.__qualname__ = module["__name__"], name, name
 
 
-def _group(axis: str) -> Callable[[], ProcessGroup]:
-    def get() -> ProcessGroup:
-        return get_state().group(axis)
+def getter(ask: Callable[..., Any], doc: str, *axes: str) -> Callable[[], Any]:
+    """Return a function that asks about axes; their names stand in its docstring for ``{}``."""
 
-    get.__doc__ = f"Return this rank's {axis}-parallel group."
+    def get() -> Any:
+        return ask(*axes)
+
+    get.__doc__ = doc.format(" x ".join(axes))
     return get
 
 
-def _rank(axis: str) -> Number:
-    def get() -> int:
-        return index_or_alone(axis)
-
-    get.__doc__ = f"Return this rank's position in its {axis}-parallel group, from 0."
-    return get
-
-
-def _world_size(axis: str) -> Number:
-    def get() -> int:
-        return size_or_alone(axis)
-
-    get.__doc__ = f"Return the number of ranks in this rank's {axis}-parallel group."
-    return get
-
-
-def _ranks(axis: str) -> Callable[[], list[int]]:
-    def get() -> list[int]:
-        return list(ranks_or_alone(axis))
-
-    get.__doc__ = f"Return the global ranks of this rank's {axis}-parallel group, in order."
-    return get
-
-
-def _src_rank(axis: str) -> Number:
-    def get() -> int:
-        return ranks_or_alone(axis)[0]
-
-    get.__doc__ = f"Return the global rank of the first rank in this rank's {axis}-parallel group."
-    return get
-
+_group = partial(
+    getter, lambda axis: get_state().group(axis), "Return this rank's {}-parallel group."
+)
+_rank = partial(
+    getter, index_or_alone, "Return this rank's position in its {}-parallel group, from 0."
+)
+_world_size = partial(
+    getter, size_or_alone, "Return the number of ranks in this rank's {}-parallel group."
+)
+_ranks = partial(
+    getter,
+    lambda axis: list(ranks_or_alone(axis)),
+    "Return the global ranks of this rank's {}-parallel group, in order.",
+)
+_src_rank = partial(
+    getter,
+    lambda axis: ranks_or_alone(axis)[0],
+    "Return the global rank of the first rank in this rank's {}-parallel group.",
+)
 
 get_tensor_parallel_group: Callable[[], ProcessGroup] = _group("tensor")
 get_tensor_parallel_rank: Number = _rank("tensor")

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from functools import partial
 from math import prod
 from typing import Any, Protocol
 
@@ -21,6 +22,7 @@ from ._current import (
     get_context_parallel_rank,
     get_context_parallel_world_size,
     get_state,
+    getter,
     index_or_alone,
     name_made,
     notes,
@@ -143,20 +145,8 @@ def group_getter(*axes: str) -> GroupGetter:
     return get
 
 
-def size_getter(*axes: str) -> Number:
-    def get() -> int:
-        return size_of(*axes)
-
-    get.__doc__ = f"Return the number of ranks in this rank's {' x '.join(axes)} group."
-    return get
-
-
-def rank_getter(*axes: str) -> Number:
-    def get() -> int:
-        return rank_of(*axes)
-
-    get.__doc__ = f"Return this rank's position in its {' x '.join(axes)} group."
-    return get
+size_getter = partial(getter, size_of, "Return the number of ranks in this rank's {} group.")
+rank_getter = partial(getter, rank_of, "Return this rank's position in its {} group.")
 
 
 def size_setter(axis: str) -> SizeSetter:
