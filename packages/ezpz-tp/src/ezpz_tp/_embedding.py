@@ -16,12 +16,14 @@ from ._init import InitMethod, held_part
 from ._linear import ParallelModule
 from ._mappings import (
     SUM,
-    all_gather,
     all_reduce_,
+    applied,
     copy_gradient,
-    gather_from_sequence_parallel_region,
     gather_from_tensor_parallel_region,
+    gather_gradient,
     reduce_scatter,
+    vocabulary_range,
+    vocabulary_rows,
     watchable,
 )
 
@@ -46,8 +48,7 @@ def vocabulary_lookup(
 ) -> Tensor:
     """Return the embeddings of ids of which some are in each rank's stretch. Collective."""
     flags = (padding_row, scale_grad_by_freq, sparse, sequence_parallel)
-    output: Tensor = _Lookup.apply(weight, rows, foreign, group, flags)  # type: ignore[no-untyped-call]
-    return output
+    return applied(_Lookup, weight, rows, foreign, group, flags)
 
 
 class _Lookup(torch.autograd.Function):
@@ -76,12 +77,8 @@ class _Lookup(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         rows, foreign = ctx.saved_tensors
         padding_row, by_frequency, sparse, sequence_parallel = ctx.flags
-        if not sequence_parallel:
-            grad = copy_gradient(grad, ctx.group)
-        elif torch.is_grad_enabled():
-            grad = gather_from_sequence_parallel_region(grad, tp_group=ctx.group)
-        else:
-            grad = all_gather(grad, 0, ctx.group)
+        regained = gather_gradient if sequence_parallel else copy_gradient
+        grad = regained(grad, ctx.group)
         count, width = ctx.shape
         # An extra row collects, and as "padding" skips, what has no gradient here.
         rows = rows.masked_fill(foreign, count)
@@ -105,12 +102,7 @@ class _Lookup(torch.autograd.Function):
 
 
 class EmbeddingTable(ParallelModule):
-    """One table, split along ``partition_dim``, and what both embeddings do with it.
-
-    Attributes:
-        partition_dim: 0 where ranks hold rows, 1 where they hold columns.
-        weight: This rank's part.
-    """
+    """One table, split along ``partition_dim``, and what both embeddings do with it."""
 
     num_embeddings: int
     embedding_dim: int
@@ -259,10 +251,11 @@ class VocabParallelEmbedding(EmbeddingTable):
         super().__init__(num_embeddings, embedding_dim, padding_idx, *how)
         # With one rank there is no sequence to share.
         self.sequence_parallel: bool = sequence_parallel and self.tp_group is not None
-        self.num_embeddings_per_partition: int = -(-num_embeddings // self.tp_size)
-        rows = self.num_embeddings_per_partition
-        self.vocab_start_index: int = min(self.tp_rank * rows, num_embeddings)
-        self.vocab_end_index: int = min(self.vocab_start_index + rows, num_embeddings)
+        rows = vocabulary_rows(num_embeddings, self.tp_size)
+        self.num_embeddings_per_partition: int = rows
+        start, end = vocabulary_range(num_embeddings, self.tp_rank, self.tp_size)
+        self.vocab_start_index: int = start
+        self.vocab_end_index: int = end
         of = self.full_shape
         self.weight = self.part(rows, embedding_dim, of=of, padded=True, device=device, dtype=dtype)
         self.reset_parameters()

@@ -25,8 +25,10 @@ from torch.overrides import has_torch_function_unary
 from ._mappings import (
     all_gather,
     all_reduce_,
+    copy_gradient,
     copy_to_tensor_parallel_region,
     gather_from_sequence_parallel_region,
+    gather_gradient,
     reduce_from_tensor_parallel_region,
     reduce_scatter,
     reduce_scatter_to_sequence_parallel_region,
@@ -175,12 +177,12 @@ class _Row(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> _Gradients:
         input_, weight = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            return _row_gradients(ctx, grad, input_, weight)
         wants_input, wants_weight, wants_bias, _, _ = ctx.needs_input_grad
         grad_bias = _bias_gradient(grad) if wants_bias else None
-        if ctx.sequence_parallel and (wants_input or wants_weight):
-            grad = all_gather(grad, 0, ctx.group)
+        if not ctx.sequence_parallel:
+            grad = copy_gradient(grad, ctx.group)
+        elif wants_input or wants_weight:
+            grad = gather_gradient(grad, ctx.group)
         grad_input = grad.matmul(weight) if wants_input else None
         grad_weight = _weight_gradient(grad, input_) if wants_weight else None
         return grad_input, grad_weight, grad_bias, None, None
@@ -229,19 +231,6 @@ def _column_gradients(
             input_ = gather_from_sequence_parallel_region(input_, tp_group=group)
         grad_weight = _weight_gradient(grad, input_)
     grad_bias = _bias_gradient(grad) if ctx.needs_input_grad[2] else None
-    return grad_input, grad_weight, grad_bias, None, None
-
-
-def _row_gradients(
-    ctx: Any, grad: Tensor, input_: Tensor | None, weight: Tensor | None
-) -> _Gradients:
-    grad_bias = _bias_gradient(grad) if ctx.needs_input_grad[2] else None
-    if ctx.sequence_parallel:
-        grad = gather_from_sequence_parallel_region(grad, tp_group=ctx.group)
-    else:
-        grad = copy_to_tensor_parallel_region(grad, ctx.group)
-    grad_input = None if weight is None else grad.matmul(weight)
-    grad_weight = None if input_ is None else _weight_gradient(grad, input_)
     return grad_input, grad_weight, grad_bias, None, None
 
 

@@ -284,6 +284,12 @@ def copy_gradient(grad: Tensor, group: ProcessGroup) -> Tensor:
     return applied(_Copy, grad, group) if torch.is_grad_enabled() else grad
 
 
+def gather_gradient(grad: Tensor, group: ProcessGroup) -> Tensor:
+    if torch.is_grad_enabled():
+        return applied(_Gather, grad, 0, True, group)
+    return all_gather(grad, 0, group)
+
+
 def copy_to_tensor_parallel_region(input_: Tensor, tp_group: ProcessGroup | None = None) -> Tensor:
     """Hand a replicated tensor to sharded code: the ranks' gradients are summed."""
     if has_torch_function_unary(input_):
@@ -312,7 +318,7 @@ def scatter_to_tensor_parallel_region(
     """
     if has_torch_function_unary(input_):
         return watched(scatter_to_tensor_parallel_region, input_, tp_group)
-    return _cut(_Split, input_, -1, tp_group, "scatter_to_tensor_parallel_region")
+    return _exchanged(_Split, "scatter_to_tensor_parallel_region", tp_group, input_, -1)
 
 
 def gather_from_tensor_parallel_region(
@@ -324,7 +330,7 @@ def gather_from_tensor_parallel_region(
     """
     if has_torch_function_unary(input_):
         return watched(gather_from_tensor_parallel_region, input_, tp_group)
-    return _join(input_, -1, False, tp_group, "gather_from_tensor_parallel_region")
+    return _exchanged(_Gather, "gather_from_tensor_parallel_region", tp_group, input_, -1, False)
 
 
 def scatter_to_sequence_parallel_region(
@@ -337,7 +343,7 @@ def scatter_to_sequence_parallel_region(
     """
     if has_torch_function_unary(input_):
         return watched(scatter_to_sequence_parallel_region, input_, dim, tp_group)
-    return _cut(_Split, input_, dim, tp_group, "scatter_to_sequence_parallel_region")
+    return _exchanged(_Split, "scatter_to_sequence_parallel_region", tp_group, input_, dim)
 
 
 def gather_from_sequence_parallel_region(
@@ -360,9 +366,8 @@ def gather_from_sequence_parallel_region(
         return watched(
             gather_from_sequence_parallel_region, input_, tensor_parallel_output_grad, dim, tp_group
         )
-    return _join(
-        input_, dim, tensor_parallel_output_grad, tp_group, "gather_from_sequence_parallel_region"
-    )
+    name = "gather_from_sequence_parallel_region"
+    return _exchanged(_Gather, name, tp_group, input_, dim, tensor_parallel_output_grad)
 
 
 def reduce_scatter_to_sequence_parallel_region(
@@ -375,7 +380,8 @@ def reduce_scatter_to_sequence_parallel_region(
     """
     if has_torch_function_unary(input_):
         return watched(reduce_scatter_to_sequence_parallel_region, input_, dim, tp_group)
-    return _cut(_ReduceScatter, input_, dim, tp_group, "reduce_scatter_to_sequence_parallel_region")
+    name = "reduce_scatter_to_sequence_parallel_region"
+    return _exchanged(_ReduceScatter, name, tp_group, input_, dim)
 
 
 def all_gather_last_dim_from_tensor_parallel_region(
@@ -384,7 +390,8 @@ def all_gather_last_dim_from_tensor_parallel_region(
     """Join the ranks' parts ``[..., h/tp]`` where sharded code follows: gradients are summed."""
     if has_torch_function_unary(input_):
         return watched(all_gather_last_dim_from_tensor_parallel_region, input_, tp_group)
-    return _join(input_, -1, True, tp_group, "all_gather_last_dim_from_tensor_parallel_region")
+    name = "all_gather_last_dim_from_tensor_parallel_region"
+    return _exchanged(_Gather, name, tp_group, input_, -1, True)
 
 
 def reduce_scatter_last_dim_to_tensor_parallel_region(
@@ -397,43 +404,29 @@ def reduce_scatter_last_dim_to_tensor_parallel_region(
     """
     if has_torch_function_unary(input_):
         return watched(reduce_scatter_last_dim_to_tensor_parallel_region, input_, tp_group)
-    return _cut(
-        _ReduceScatter, input_, -1, tp_group, "reduce_scatter_last_dim_to_tensor_parallel_region"
-    )
+    name = "reduce_scatter_last_dim_to_tensor_parallel_region"
+    return _exchanged(_ReduceScatter, name, tp_group, input_, -1)
 
 
-def _cut(
+def _exchanged(
     function: type[torch.autograd.Function],
+    region: str,
+    tp_group: ProcessGroup | None,
     input_: Tensor,
     dim: int,
-    tp_group: ProcessGroup | None,
-    region: str,
+    *more: bool,
 ) -> Tensor:
     group = tensor_group(tp_group)
     if group is None:
         return input_
-    _check_has_dims(input_, region)
-    if input_.shape[dim] % group.size():
+    if not input_.dim():
+        raise DegreeError(f"{region}: the input is 0-dim; expected at least one dim to share")
+    if "scatter" in region and input_.shape[dim] % group.size():
         raise DegreeError(
             f"{region}: dim {dim} of {tuple(input_.shape)} is {input_.shape[dim]}, which "
             f"{group.size()} ranks do not divide; pad it to a multiple"
         )
-    return applied(function, input_, dim, group)
-
-
-def _join(
-    input_: Tensor, dim: int, partial: bool, tp_group: ProcessGroup | None, region: str
-) -> Tensor:
-    group = tensor_group(tp_group)
-    if group is None:
-        return input_
-    _check_has_dims(input_, region)
-    return applied(_Gather, input_, dim, partial, group)
-
-
-def _check_has_dims(input_: Tensor, region: str) -> None:
-    if not input_.dim():
-        raise DegreeError(f"{region}: the input is 0-dim; expected at least one dim to share")
+    return applied(function, input_, dim, *more, group)
 
 
 # All-to-all regions: a tensor that is sharded along one dim becomes sharded along another.
@@ -632,14 +625,8 @@ def vocabulary_rows(num_embeddings: int, degree: int) -> int:
 
 
 def vocabulary_range(num_embeddings: int, index: int, degree: int) -> tuple[int, int]:
-    """Return the first id of a rank's shard of a vocabulary, and the one after its last.
-
-    A vocabulary that does not divide is padded at its end: shards are equally long, and the
-    last ones hold fewer ids than rows, or none.
-
-    >>> [vocabulary_range(10, index, degree=4) for index in range(4)]
-    [(0, 3), (3, 6), (6, 9), (9, 10)]
-    """
+    """Return the first id of a rank's shard, and the one after its last."""
+    # A vocabulary that does not divide is padded at its end: the last shards hold fewer ids.
     rows = vocabulary_rows(num_embeddings, degree)
     return min(index * rows, num_embeddings), min((index + 1) * rows, num_embeddings)
 
