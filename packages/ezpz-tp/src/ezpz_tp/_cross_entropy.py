@@ -23,6 +23,7 @@ from ._current import tensor_group
 from ._errors import DegreeError, ParallelError
 from ._mappings import (
     all_gather,
+    applied,
     copy_to_tensor_parallel_region,
     gather_from_sequence_parallel_region,
     watchable,
@@ -89,7 +90,6 @@ def vocab_parallel_cross_entropy(
         IndexError: A target is outside the vocabulary (on a device: a device-side assertion).
     """
     what = "vocab_parallel_cross_entropy"
-    _check(what, vocab_parallel_logits, target)
     shard = vocab_parallel_logits.shape[-1]
     options = label_smoothing, ignore_index, z_loss, chunk_size
     terms = _terms(what, vocab_parallel_logits, shard, target, tp_group, vocab_size, *options)
@@ -103,10 +103,7 @@ def vocab_parallel_cross_entropy(
             label_smoothing=label_smoothing,
         )
         return loss.view(target.shape)
-    result: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
-        vocab_parallel_logits, target, *terms
-    )
-    return result
+    return applied(_CrossEntropy, vocab_parallel_logits, target, *terms)
 
 
 @watchable
@@ -164,16 +161,12 @@ def vocab_parallel_linear_cross_entropy(
         input_ = gather_from_sequence_parallel_region(input_, tp_group=tp_group)
     else:
         input_ = copy_to_tensor_parallel_region(input_, tp_group)
-    _check(what, input_, target)
     options = label_smoothing, ignore_index, z_loss, chunk_size
     terms = _terms(what, input_, len(weight), target, tp_group, vocab_size, *options)
     if chunk_size is None:
         # Each chunk goes through the whole weight and its gradient: a matrix product's worth.
         terms = terms._replace(rows=max(terms.rows, _LEAST_ROWS))
-    result: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        input_, weight, target, *terms
-    )
-    return result
+    return applied(_LinearCrossEntropy, input_, weight, target, *terms)
 
 
 def _terms(
@@ -181,6 +174,7 @@ def _terms(
     vocab_size: int | None, smoothing: float, ignore_index: int, z_loss: float,
     chunk_size: int | None,
 ) -> _Terms:  # fmt: skip
+    _check(what, of, target)
     if not 0 <= smoothing <= 1:
         raise ValueError(f"{what}: label_smoothing={smoothing}; expected 0 to 1")
     if chunk_size is not None and chunk_size < 1:
