@@ -8,7 +8,7 @@ Source: NVIDIA/Megatron-LM megatron/core/model_parallel_config.py, 2026-08-22.
 
 from __future__ import annotations
 
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -66,15 +66,6 @@ class ModelParallelConfig:
             self.expert_tensor_parallel_size = self.tensor_model_parallel_size
 
 
-_DEFAULTS = {
-    field.name: field.default
-    for field in fields(ModelParallelConfig)
-    if field.default is not MISSING
-}
-# Only an object of Megatron's own has these; other values than these are refused.
-_DEFAULTS |= {"gtp_weight_remat_size": 1, "expert_gtp_weight_remat_size": 1}
-
-
 def setting(config: object, name: str) -> Any:
     """Return an attribute of a configuration, or its default where the object lacks it."""
-    return getattr(config, name, _DEFAULTS[name])
+    return getattr(config, name, getattr(ModelParallelConfig, name))

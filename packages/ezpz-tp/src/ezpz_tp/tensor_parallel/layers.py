@@ -78,7 +78,8 @@ def read_settings(
     for name in _UNSUPPORTED:
         refuse(layer, f"config.{name}", bool(setting(config, name)), False)
     name = "expert_gtp_weight_remat_size" if is_expert else "gtp_weight_remat_size"
-    refuse(layer, f"config.{name}", setting(config, name), 1)
+    # Only a configuration of Megatron's own has it.
+    refuse(layer, f"config.{name}", getattr(config, name, 1), 1)
     # Looked up in the instance, as in Megatron-LM: its collections answer to every name.
     remat = getattr(pg_collection, "__dict__", {}).get(
         "expt_gtp_remat" if is_expert else "gtp_remat"
@@ -217,13 +218,11 @@ class ExtraState(ShardedStateDict):
         self.is_expert = is_expert
         for parameter in self.parameters():
             parameter.allreduce = settings.is_reduced_with_model  # type: ignore[attr-defined]
+
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *more: Any) -> None:
         # A checkpoint without it is loaded strictly, too: that of a plain layer.
-        self.register_load_state_dict_pre_hook(_add_extra_state)  # type: ignore[no-untyped-call]
-
-
-def _add_extra_state(module: object, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
-    del module
-    state_dict.setdefault(f"{prefix}_extra_state", None)
+        state.setdefault(f"{prefix}_extra_state", None)
+        super()._load_from_state_dict(state, prefix, *more)  # type: ignore[misc]
 
 
 # Megatron-LM's embedding over `ezpz_tp`'s.

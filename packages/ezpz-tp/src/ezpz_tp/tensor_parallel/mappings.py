@@ -17,6 +17,15 @@ from ezpz_tp import _mappings
 from ezpz_tp._current import name_made, tensor_group
 from ezpz_tp._errors import DegreeError, ParallelError
 
+__all__ = [
+    "all_gather_last_dim_from_tensor_parallel_region", "all_to_all", "all_to_all_hp2sp",
+    "all_to_all_sp2hp", "copy_to_tensor_model_parallel_region",
+    "gather_from_sequence_parallel_region", "gather_from_tensor_model_parallel_region",
+    "reduce_from_tensor_model_parallel_region", "reduce_scatter_last_dim_to_tensor_parallel_region",
+    "reduce_scatter_to_sequence_parallel_region", "scatter_to_sequence_parallel_region",
+    "scatter_to_tensor_model_parallel_region",
+]  # fmt: skip
+
 
 class Region(Protocol):
     """A region function whose group is called ``group``."""
