@@ -417,24 +417,22 @@ def sending_device(group: ProcessGroup, device: torch.device | str | None) -> to
 
 
 def held_part(shard: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    begins = [0] * shard.dim()
+    """Return what is here of a shard that may be a DTensor, and where in the shard it begins."""
     mesh = getattr(shard, "device_mesh", None)
     if mesh is None:
-        return shard.detach(), tuple(begins)
-    sizes = list(shard.shape)  # of what is left at each axis of the mesh
-    for axis, placement in enumerate(shard.placements):  # type: ignore[attr-defined]
-        if placement.is_shard():
-            dim, parts = placement.dim, mesh.size(axis)
-            each = -(-sizes[dim] // parts)
-            skipped = min(mesh.get_local_rank(axis) * each, sizes[dim])
-            begins[dim] += skipped
-            sizes[dim] = min(each, sizes[dim] - skipped)
+        return shard.detach(), (0,) * shard.dim()
+    from torch.distributed.tensor._utils import (  # noqa: PLC0415 - only where it is loaded
+        compute_local_shape_and_global_offset,
+    )
+
+    placements = shard.placements  # type: ignore[attr-defined]
+    sizes, begins = compute_local_shape_and_global_offset(shard.shape, mesh, placements)
     local: Tensor = shard.detach().to_local()  # type: ignore[attr-defined]
     if tuple(local.shape) != tuple(sizes):
         raise DegreeError(
-            f"a DTensor of shape {tuple(shard.shape)} with placements "
-            f"{shard.placements} holds {tuple(local.shape)} here; "  # type: ignore[attr-defined]
-            f"expected {tuple(sizes)}: initialize it before it is sharded"
+            f"a DTensor of shape {tuple(shard.shape)} with placements {placements} holds "
+            f"{tuple(local.shape)} here; expected {tuple(sizes)}: initialize it before it is "
+            "sharded"
         )
     return local, tuple(begins)
 
