@@ -371,16 +371,12 @@ class Maker:
         ranks = self._layout.group_of(axes, self._rank)
         return next((group for (_, r), group in self._known.items() if r == ranks), None)
 
-    def is_live(self) -> bool:
-        """Return whether the world that the groups were made in is still there."""
-        return has_world(self.world)
-
     def destroy(self, *, together: bool = True) -> None:
         """Free what was made, and nothing else."""
         self._known.clear()
         tables = c10d._world.pg_map  # noqa: SLF001 - a group not in it was freed by its user
         made, self.made = self.made, []
-        if not self.is_live():
+        if not has_world(self.world):
             return
         if together:
             self._leave([group for group in made if group in tables])

@@ -105,7 +105,6 @@ class RngTracker:
         self._streams: dict[str, States] = {}
         self._current: str | None = None
         self._restored_in: int | None = None
-        self._is_initialized = False
 
     @property
     def current(self) -> str | None:
@@ -113,14 +112,13 @@ class RngTracker:
         return self._current
 
     def is_initialized(self) -> bool:
-        """Return whether any stream was added or set since the last reset."""
-        return self._is_initialized
+        """Return whether there is any stream: added or set since the last reset."""
+        return bool(self._streams)
 
     def reset(self) -> None:
         """Forget every stream."""
         self._refuse_inside_fork("reset()")
         self._streams = {}
-        self._is_initialized = False
 
     def add(self, name: str, seed: int) -> None:
         """Add a stream, which starts as the default one does after ``torch.manual_seed(seed)``.
@@ -139,7 +137,6 @@ class RngTracker:
                     f"give {name!r} another one, or the two draw the same numbers"
                 )
         self._streams[name] = {"cpu": seeded_state("cpu", seed)}
-        self._is_initialized = True
 
     @contextlib.contextmanager
     def fork(self, name: str = MODEL_PARALLEL_RNG) -> Iterator[None]:
@@ -228,7 +225,6 @@ class RngTracker:
                 kind = device.type
             streams.setdefault(name, {})[kind] = state.detach().cpu().clone()
         self._streams = streams
-        self._is_initialized = True
         # A checkpointing function of the user's own restores the streams before it recomputes.
         self._restored_in = backward_id()
 

@@ -8,6 +8,7 @@ there: expert tensor, expert, expert data, pipeline, in the same order.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -102,10 +103,7 @@ class RankLayout:
 
     def degree(self, axis: str | Iterable[str]) -> int:
         """Return the degree of an axis, or the product of several."""
-        product = 1
-        for name in self._names(axis):
-            product *= self._degree(name)
-        return product
+        return math.prod(map(self._degree, self._names(axis)))
 
     def stride(self, axis: str) -> int:
         """Return the distance between neighbors along an axis, in ranks."""
@@ -200,9 +198,7 @@ class RankLayout:
 
 
 def _divides(degrees: Mapping[str, int], world_size: int) -> None:
-    product = 1
-    for value in degrees.values():
-        product *= value
+    product = math.prod(degrees.values())
     if world_size % product:
         words = " x ".join(f"{name} {value}" for name, value in degrees.items())
         raise DegreeError(f"{words} = {product} does not divide the world size {world_size}")
