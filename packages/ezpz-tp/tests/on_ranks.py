@@ -1,10 +1,11 @@
-"""Tests whose whole body runs on several ranks; and code for other packages, run on them."""
+"""Tests whose whole body runs on several ranks; numbers; and code for other packages."""
 
 from functools import partial, wraps
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 from ezpz_tp.testing import run_ranks
 
@@ -35,6 +36,10 @@ def all_raise(ranks, function, error, match, **how):
 def call_body(test, given):
     """Call what `on_ranks` wraps: a process finds the wrapper under the test's name."""
     return test.__wrapped__(**given)
+
+
+def numbers(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def load_code(name):

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from on_ranks import all_raise, on_ranks
+from on_ranks import all_raise, numbers, on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
@@ -331,10 +331,6 @@ def test_attributes_of_copied_modules():
 # The fused functions inside: what they promise about memory and modes.
 
 SEQUENCE, BATCH, IN, OUT = 4, 3, 8, 12
-
-
-def numbers(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def own(full, dim):

@@ -123,12 +123,9 @@ class Block(nn.Module):
         self.up = tp.ColumnParallelLinear(WIDTH, inner, **more, seed=2)
         for layer in (self.gate, self.up):
             layer.reduce_input_gradient = not shared
-        row = {"input_is_parallel": not gathers, "sequence_parallel": sequence, "stride": stride}
-        self.down = (nn.Linear if pads else tp.RowParallelLinear)(inner, WIDTH, **row_(row, pads))
-        self.plain = nn.Linear(WIDTH, WIDTH)  # of own tokens
-        fill(self.plain)
-        if pads:
-            fill(self.down)
+        more = {"input_is_parallel": not gathers, "sequence_parallel": sequence, "stride": stride}
+        self.down = tp.RowParallelLinear(inner, WIDTH, **more, seed=3) if not pads else whole(inner)
+        self.plain = whole(WIDTH)  # of own tokens
         if sequence:
             for parameter in self.plain.parameters():
                 tp.mark_sequence_parallel(parameter)
@@ -143,14 +140,12 @@ class Block(nn.Module):
         return hidden + self.plain(self.down(inner)).tanh()
 
 
-def row_(options, pads):
-    return {} if pads else {**options, "seed": 3}
-
-
-def fill(layer):
+def whole(inputs):
+    layer = nn.Linear(inputs, WIDTH)
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.copy_(some(*parameter.shape))
+    return layer
 
 
 KINDS = {

@@ -4,19 +4,13 @@ from functools import partial
 
 import pytest
 import torch
-from on_ranks import all_raise, on_ranks
+from on_ranks import all_raise, numbers, on_ranks
 
 import ezpz_tp as tp
 from ezpz_tp import _mappings as regions
 from ezpz_tp.testing import counting, run_ranks
 
 RANKS = 4
-
-
-def numbers(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
 here = tp.get_tensor_parallel_rank
 
 # Region, options; dim that is shared; input, output and incoming gradient: whole (the same on all

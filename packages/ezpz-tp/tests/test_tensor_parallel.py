@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from on_ranks import load_code, on_ranks
+from on_ranks import load_code, numbers, on_ranks
 from torch.nn import functional
 from torch.nn.init import normal_, ones_
 
@@ -34,10 +34,6 @@ def row(inputs=12, outputs=8, config=None, **more):
     return RowParallelLinear(
         inputs, outputs, config=config or settings(), init_method=normal_, **more
     )
-
-
-def numbers(*shape, seed=1):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 # Code written for Megatron-LM, with another import.
