@@ -15,7 +15,6 @@ from ._errors import DegreeError, ParallelError
 from ._init import InitMethod, held_part
 from ._linear import ParallelModule
 from ._mappings import (
-    SUM,
     all_reduce_,
     applied,
     copy_gradient,
@@ -392,8 +391,8 @@ class ParallelEmbedding(EmbeddingTable):
         if math.isinf(p):
             norm = all_reduce_(exact.abs().amax(1), group, ReduceOp.MAX)
         elif p == 2:
-            norm = all_reduce_(exact.square().sum(1), group, SUM).sqrt()
+            norm = all_reduce_(exact.square().sum(1), group).sqrt()
         else:
-            norm = all_reduce_(exact.abs().pow(p).sum(1), group, SUM).pow(1 / p)
+            norm = all_reduce_(exact.abs().pow(p).sum(1), group).pow(1 / p)
         scale = torch.where(norm > max_norm, max_norm / (norm + 1e-7), 1.0).unsqueeze(1)
         self.weight.detach().index_copy_(0, seen, (exact * scale).to(rows.dtype))

@@ -87,8 +87,8 @@ def all_reduce_(tensor: Tensor, group: ProcessGroup, op: dist.ReduceOp.RedOpType
     return tensor
 
 
-def all_reduce(tensor: Tensor, group: ProcessGroup, op: dist.ReduceOp.RedOpType = SUM) -> Tensor:
-    return all_reduce_(contiguous_copy(tensor), group, op)
+def all_reduce(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    return all_reduce_(contiguous_copy(tensor), group)
 
 
 # What starts a collective and does not wait is not for code under torch.compile.

@@ -478,27 +478,8 @@ def get_expert_tensor_model_pipeline_parallel_group(
 # Megatron's ways to make and change groups besides those of the axes.
 
 
-def create_group(
-    ranks: Sequence[int] | None = None,
-    timeout: timedelta | None = None,
-    backend: str | None = None,
-    pg_options: Any = None,
-    use_local_synchronization: bool = False,
-    group_desc: str | None = None,
-) -> ProcessGroup:
-    """Make a group: `torch.distributed.new_group`, which says who calls it.
-
-    It is the caller's: `destroy_model_parallel` leaves it.
-    """
-    group: ProcessGroup = dist.new_group(
-        None if ranks is None else list(ranks),
-        timeout=timeout,
-        backend=backend,
-        pg_options=pg_options,
-        use_local_synchronization=use_local_synchronization,
-        group_desc=group_desc,
-    )
-    return group
+# It is the caller's: `destroy_model_parallel` leaves it.
+create_group: Callable[..., ProcessGroup] = dist.new_group
 
 
 def create_all_gather_groups(
