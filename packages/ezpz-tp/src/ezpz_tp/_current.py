@@ -305,6 +305,7 @@ get_pipeline_parallel_rank: Number = _rank("pipeline")
 get_pipeline_parallel_world_size: Number = _world_size("pipeline")
 get_pipeline_parallel_ranks: Callable[[], list[int]] = _ranks("pipeline")
 get_pipeline_parallel_src_rank: Number = _src_rank("pipeline")
+get_pipeline_parallel_first_rank: Number = _src_rank("pipeline")
 get_context_parallel_group: Callable[[], ProcessGroup] = _group("context")
 get_context_parallel_rank: Number = _rank("context")
 get_context_parallel_world_size: Number = _world_size("context")
@@ -326,11 +327,6 @@ def is_pipeline_first_stage() -> bool:
 def is_pipeline_last_stage() -> bool:
     """Return whether this rank is on the last pipeline stage."""
     return index_or_alone("pipeline") == size_or_alone("pipeline") - 1
-
-
-def get_pipeline_parallel_first_rank() -> int:
-    """Return the global rank of the first stage of this rank's pipeline."""
-    return ranks_or_alone("pipeline")[0]
 
 
 def get_pipeline_parallel_last_rank() -> int:

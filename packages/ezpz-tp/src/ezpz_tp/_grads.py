@@ -92,13 +92,12 @@ def finalize_grads(
         handle_torch_function(finalize_grads, parameters, parameters, **axes, **more)
         return
     state = state or current_state()
-    check_state(state, parameters)
+    check_marks(state, parameters)
     average = (average_over,) if isinstance(average_over, str) else tuple(average_over)
     total = (sum_over,) if isinstance(sum_over, str) else tuple(sum_over)
     if average or total:
         _reduce(parameters, average, total, state)
     if state is not None and state.size("tensor") > 1:
-        check_attributes(parameters, state.size("tensor"))
         partial = [one for one in parameters if getattr(one, "sequence_parallel", False)]
         _sum(partial, [state.group("tensor")])
     tied = [one for one in parameters if is_shared(one) or is_tied(one)]
@@ -132,20 +131,17 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor if to_local is None else to_local()
 
 
-def check_state(state: ParallelState | None, parameters: list[Tensor]) -> None:
-    """Refuse to take layers that were given their group for layers of a rank alone."""
+def check_marks(state: ParallelState | None, parameters: list[Tensor]) -> None:
+    """Refuse layers that were given a group where nothing says it, and what FSDP2 has unmarked."""
     world = live_world() if state is None else None
+    degree = 1 if state is None else state.size("tensor")
     if world is not None and world.size() > 1 and any(map(_is_marked, parameters)):
         raise NotInitializedError(
             "parameters say tensor_model_parallel or sequence_parallel, but there are no parallel "
             "groups to sum over; give those of the layers, as in "
             "state=ParallelState.from_groups(tensor=group) or ParallelState.from_mesh(mesh)"
         )
-
-
-def check_attributes(parameters: list[Tensor], degree: int) -> None:
-    """Refuse a tensor-parallel model whose parameters FSDP2 has replaced by unmarked ones."""
-    sharded = sum(hasattr(one, "device_mesh") for one in parameters)
+    sharded = sum(hasattr(one, "device_mesh") for one in parameters) if degree > 1 else 0
     if sharded and not any(map(_is_marked, parameters)):
         raise ParallelError(
             f"the tensor-parallel degree is {degree}, but of {len(parameters)} parameters none "
@@ -352,9 +348,7 @@ def get_grad_norm(
         raise ValueError(f"norm_type {norm_type}; expected a number above 0, or inf")
     parameters = parameters_of(parameters)
     state = state or current_state()
-    check_state(state, parameters)
-    if state is not None and state.size("tensor") > 1:
-        check_attributes(parameters, state.size("tensor"))
+    check_marks(state, parameters)
     wide = any(one.dtype == torch.float64 for one in parameters)
     dtype = torch.float64 if wide else torch.float32
     device = parameters[0].device if parameters else torch.device("cpu")
