@@ -421,6 +421,7 @@ def _exchanged(
         return input_
     if not input_.dim():
         raise DegreeError(f"{region}: the input is 0-dim; expected at least one dim to share")
+    # A gather joins what there is. (Not by the function's class, which torch.compile cannot trace.)
     if "scatter" in region and input_.shape[dim] % group.size():
         raise DegreeError(
             f"{region}: dim {dim} of {tuple(input_.shape)} is {input_.shape[dim]}, which "
