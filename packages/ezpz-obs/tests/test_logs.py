@@ -8,6 +8,7 @@ import logging
 import logging.handlers
 import pickle
 import queue
+import re
 import sys
 import threading
 import warnings
@@ -355,10 +356,7 @@ def test_warnings(tmp_path, capsys):
     assert "UserWarning: careful" in line["event"]
     assert not line["event"].endswith("\n")
     assert capsys.readouterr().err.count("careful") == 2  # the text, and the line of code
-
-
-def test_warnings_that_somebody_captures_stay_captured():
-    logging.captureWarnings(capture=True)
+    logging.captureWarnings(capture=True)  # of somebody else's they stay captured
     try:
         captured = warnings.showwarning
         with configure_logs():
@@ -449,19 +447,6 @@ def test_another_call_takes_its_place(tmp_path):
     assert first.path.read_text() == ""
 
 
-def test_loggers_that_were_made_before(tmp_path, capsys):
-    logger = get_logger("early")
-    with configure_logs(directory=tmp_path, level="WARNING") as logs:
-        logger.info("to the file")
-        logger.warning("to both")
-    logger.info("to the terminal")
-    assert events(logs) == ["to the file", "to both"]
-    err = capsys.readouterr().err
-    assert "to the file" not in err
-    assert "to both" in err
-    assert "to the terminal" in err
-
-
 def test_files_of_rank_0_and_of_every_rank(tmp_path, capsys):
     with configure_logs(directory=tmp_path / "logs", env=RANK_1) as logs:
         assert logs.path is None
@@ -476,18 +461,24 @@ def test_files_of_rank_0_and_of_every_rank(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("given", "in_file"),
+    ("given", "in_file", "shown"),
     [
-        ({}, ["info", "error"]),
-        ({"level": "ERROR"}, ["info", "error"]),
-        ({"level": logging.DEBUG}, ["debug", "info", "error"]),
+        ({}, ["info", "error"], ["info", "error"]),
+        ({"level": "ERROR"}, ["info", "error"], ["error"]),
+        ({"level": logging.DEBUG}, ["debug", "info", "error"], ["debug", "info", "error"]),
     ],
 )
-def test_levels_of_the_file(tmp_path, given, in_file):
+def test_levels_of_file_and_terminal_of_a_logger_made_before(
+    tmp_path, capsys, given, in_file, shown
+):
+    logger = get_logger("early")
     with configure_logs(directory=tmp_path, **given) as logs:
         for level in ("debug", "info", "error"):
-            getattr(get_logger("x"), level)(level)
-    assert events(logs) == in_file
+            getattr(logger, level)(f"of {level}")
+    logger.info("of later")
+    assert events(logs) == [f"of {level}" for level in in_file]
+    said = re.findall(r"of (\w+)", capsys.readouterr().err)
+    assert said == [*shown, "later"]
 
 
 def test_json_on_the_terminal(capsys):
