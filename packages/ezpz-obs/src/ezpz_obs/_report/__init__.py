@@ -23,7 +23,7 @@ from ezpz_obs._file import SYSTEM_NAME
 from ezpz_obs._run import Run, read_run
 from ezpz_obs._version import __version__
 
-from .content import SECTIONS, SHOWN, Report, compose
+from .content import SECTIONS, Report, compose
 from .figures import LIGHT, style
 from .survey import survey
 from .words import clean, distinct, shorten
@@ -43,9 +43,6 @@ def _text_of(name: str) -> str:
     return files(__package__).joinpath(name).read_text("utf-8")
 
 
-_TITLES = {**SECTIONS, "shown": SHOWN}
-
-
 def _markdown(report: Report, folder: Path) -> str:
     """Return the report in short; its plots are expected as ``NAME.svg`` in this folder."""
     environment = _environment(autoescape=False)
@@ -54,7 +51,7 @@ def _markdown(report: Report, folder: Path) -> str:
     }  # fmt: skip
     template = environment.from_string(_text_of("report.md.j2"))
     # What its parts leave empty takes a line all the same; no text in it has two.
-    said = re.sub(r"\n{3,}", "\n\n", template.render(report=report, titles=_TITLES))
+    said = re.sub(r"\n{3,}", "\n\n", template.render(report=report, titles=SECTIONS))
     return said.strip() + "\n"
 
 
@@ -76,7 +73,7 @@ def _page(report: Report, *, live: bool = False) -> str:
     said: str = template.render(
         report=report,
         live=live,
-        titles=_TITLES,
+        titles=SECTIONS,
         version=__version__,
         style=f"{_text_of('page.css')}{style(':root')}",
         colours=len(LIGHT),

@@ -15,7 +15,7 @@ from ezpz_obs._run import Shown
 from ezpz_topo import redact
 
 from .figures import Drawn, curves, step_histogram
-from .survey import STATISTICS, Notices, Series, Survey, say_end
+from .survey import GRAVE, STATISTICS, Notices, Series, Survey, say_end
 from .words import NOTHING, TIMES, clean, moment, number, seconds, share
 
 MOST: Final = 48  # plots on a page, at most: a model's every layer is for a table
@@ -33,10 +33,12 @@ _KNOWN: Final = {
 """Section and unit, in the order in which they are drawn."""
 
 
-SECTIONS: Final = {"curves": "Curves", "speed": "Speed", "memory": "Memory", "system": "System"}
-"""Of plots, by their anchors, in the order of the page."""
+SECTIONS: Final = {
+    "curves": "Curves", "speed": "Speed", "memory": "Memory", "system": "System",
+    "shown": "Images, texts and tables",
+}  # fmt: skip
+"""Of plots and what is shown, by their anchors, in the order of the page."""
 
-SHOWN: Final = "Images, texts and tables"
 _MOST_NAMES, _LAST, _MOST_ROWS = 24, 6, 50  # on a page: names, of each the last, rows of a table
 _LARGEST: Final = 4_000_000  # bytes of a file that is shown
 _LONGEST: Final = 4000  # characters of a text
@@ -49,48 +51,59 @@ class Panel(NamedTuple):
     section: str  # of `SECTIONS`
     title: str  # usually the metric
     unit: str  # of the vertical axis; "" where it is not known
-    lines: list[tuple[int, str]]  # the run's index, and the metric
+    kind: str  # how the name of its file begins
+    lines: list[Drawn]
 
 
 def arrange(surveys: Sequence[Survey]) -> list[Panel]:
     names = list(dict.fromkeys(name for survey in surveys for name in survey.groups))
-    panels = []
+    panels, drawn, several = [], set[str](), len(surveys) > 1
     together = (
         ("speed", "parts of a step", "s", ("step_s", *STEP_PARTS)),
         ("memory", "memory", "GiB", ("memory_gib", "memory_peak_gib")),
     )
     # With several runs each metric has its own panel, for the colours are runs'.
-    for section, title, unit, parts in together if len(surveys) == 1 else ():
-        lines = [(0, name) for part in parts for name in names if last_part(name) == part]
-        if len(lines) > 1:
-            panels.append(Panel(section, title, unit, lines))
-    drawn = {name for panel in panels for _, name in panel.lines}
+    for section, title, unit, parts in () if several else together:
+        found = [name for part in parts for name in names if last_part(name) == part]
+        if len(found) > 1:
+            lines = [_line(surveys[0], name, name, place) for place, name in enumerate(found)]
+            panels.append(Panel(section, title, unit, "joint", lines))
+            drawn.update(found)
     for name in sorted((n for n in names if n not in drawn), key=_order):
         section, unit = _KNOWN.get(last_part(name), ("curves", ""))
-        lines = [(place, name) for place, of in enumerate(surveys) if name in of.groups]
-        panels.append(Panel(section, name, unit, lines))
+        lines = [
+            _line(survey, name, survey.label if several else name, place)
+            for place, survey in enumerate(surveys)
+            if name in survey.groups
+        ]
+        panels.append(Panel(section, name, unit, "curve", lines))
     panels.sort(key=lambda panel: list(SECTIONS).index(panel.section))
     return panels + _of_system(surveys)
 
 
+def _line(survey: Survey, name: str, label: str, place: int) -> Drawn:
+    known = survey.series
+    spread = {part: known[f"{name}/{part}"] for part in STATISTICS} if survey.groups[name] else None
+    return Drawn(label, known.get(name) or known[f"{name}/mean"], spread, place)
+
+
 def _of_system(surveys: Sequence[Survey]) -> list[Panel]:
     """Of one run a panel for each kind, of several one for each metric."""
-    panels: dict[str, Panel] = {}
-    for place, survey in enumerate(surveys):
-        for name in survey.system:
+    panels, several = dict[str, Panel](), len(surveys) > 1
+    for run, survey in enumerate(surveys):
+        for name, series in survey.system.items():
             whose, _, part = name.partition("/")
+            is_device = whose.startswith("device")
+            # What tells a line from the others of its panel: device0, or received.
+            label = whose if is_device else part.partition("_")[0]
             end, unit = next((item for item in _UNITS.items() if name.endswith(item[0])), ("", ""))
             part = part.removesuffix(end)
-            kind = f"devices {part}" if whose.startswith("device") else f"host {whose}"
-            title = kind if len(surveys) == 1 else f"{whose} {part}"
-            panels.setdefault(title, Panel("system", title, unit, [])).lines.append((place, name))
+            title = f"devices {part}" if is_device else f"host {whose}"
+            if several:
+                label, title = survey.label, f"{whose} {part}"
+            lines = panels.setdefault(title, Panel("system", title, unit, "system", [])).lines
+            lines.append(Drawn(label, series, None, run if several else len(lines)))
     return list(panels.values())
-
-
-def _system_label(name: str) -> str:
-    """Return what tells a line from the others of its panel: device0, or received."""
-    whose, _, part = name.partition("/")
-    return whose if whose.startswith("device") else part.partition("_")[0]
 
 
 def last_part(name: str) -> str:
@@ -122,13 +135,22 @@ class Tile(NamedTuple):
     note: str = ""
 
 
+Row = tuple[str, ...]
+
+
 class Table(NamedTuple):
     """Rows of texts; ``marked`` are the rows that a reader should see."""
 
-    columns: tuple[str, ...]
-    rows: list[tuple[str, ...]]
+    columns: Row
+    rows: list[Row]
     marked: frozenset[int] = frozenset()
     note: str = ""
+
+
+def _table(columns: Row, rows: Sequence[tuple[bool, Row]], note: str = "") -> Table:
+    """Return a table of rows, before each whether it is marked."""
+    marked = frozenset(place for place, (is_marked, _) in enumerate(rows) if is_marked)
+    return Table(columns, [row for _, row in rows], marked, note)
 
 
 def tiles(survey: Survey) -> list[Tile]:
@@ -190,46 +212,42 @@ def course(survey: Survey) -> list[str]:
 
 
 def attempts(survey: Survey) -> Table:
-    rows: list[tuple[str, ...]] = []
-    marked: set[int] = set()
+    rows = []
     for attempt in survey.attempts:
         last = attempt is survey.attempts[-1]
         kind, words = say_end(attempt.end, survey.age, last=last)
-        if kind == "bad":
-            marked.add(len(rows))
-            words += f"; {attempt.fault}" if attempt.fault else ""
+        if kind == "bad" and attempt.fault:
+            words += f"; {attempt.fault}"
         reached = attempt.reached
         steps = NOTHING
         if reached.first_step is not None:
             steps = f"{reached.first_step:,} {NOTHING} {reached.last_step:,}"
         replayed = f"{attempt.replayed:,}" if attempt.replayed else NOTHING
-        rows.append(
-            (str(attempt.number), moment(attempt.begun), seconds(attempt.span), steps, replayed,
-             clean(words))
+        row = (
+            str(attempt.number), moment(attempt.begun), seconds(attempt.span), steps, replayed,
+            clean(words),
         )  # fmt: skip
-    columns = ("attempt", "begun", "lasted", "steps that count", "replayed", "end")
-    return Table(columns, rows, frozenset(marked))
+        rows.append((kind == "bad", row))
+    return _table(("attempt", "begun", "lasted", "steps that count", "replayed", "end"), rows)
 
 
 def metrics(survey: Survey) -> Table:
-    rows: list[tuple[str, ...]] = []
-    marked: set[int] = set()
+    rows = []
     for name in survey.groups:
         of = _main(survey, name)
         odd = of.nan + of.infinite
-        if odd:
-            marked.add(len(rows))
-        rows.append(
-            (name, number(of.last and of.last[1]), number(of.mean), number(of.std),
-             _at(of.min), _at(of.max), f"{of.count:,}", f"{odd:,}" if odd else NOTHING)
+        row = (
+            name, number(of.last and of.last[1]), number(of.mean), number(of.std),
+            _at(of.min), _at(of.max), f"{of.count:,}", f"{odd:,}" if odd else NOTHING,
         )  # fmt: skip
+        rows.append((odd > 0, row))
     columns = ("metric", "last", "mean", "std", "least", "greatest", "values", "NaN, ∞")
-    return Table(columns, rows, frozenset(marked))
+    return _table(columns, rows)
 
 
 def comparison(surveys: Sequence[Survey]) -> Table:
     """Return the runs side by side: how they went, and the last value of each metric."""
-    rows: list[tuple[str, ...]] = [
+    rows: list[Row] = [
         ("end", *(survey.outcome[1] for survey in surveys)),
         ("last step", *(number(survey.last_step) for survey in surveys)),
         ("lasted", *(seconds(survey.span) for survey in surveys)),
@@ -248,12 +266,7 @@ def comparison(surveys: Sequence[Survey]) -> Table:
             for one in of
         ]
         rows.append((name, *cells))
-    marked = frozenset(range(len(differ)))
-    return Table(("", *(survey.label for survey in surveys)), rows, marked)
-
-
-def _is_timed(survey: Survey) -> bool:
-    return bool(survey.step_times.count) and _known(survey, "step_s") is None
+    return Table(("", *(survey.label for survey in surveys)), rows, frozenset(range(len(differ))))
 
 
 def _step_time(survey: Survey) -> str:
@@ -266,7 +279,7 @@ def _step_time(survey: Survey) -> str:
 
 def ranks(survey: Survey) -> Table | None:
     """Return which ranks are at the extremes; None where that is not known."""
-    rows: list[tuple[str, ...]] = []
+    rows: list[Row] = []
     for name, spread in survey.groups.items():
         if not spread or f"{name}/max_rank" not in survey.series:
             continue
@@ -287,21 +300,18 @@ def ranks(survey: Survey) -> Table | None:
 
 
 def notices(of: Notices) -> Table:
-    rows: list[tuple[str, ...]] = []
-    marked: set[int] = set()
+    rows = []
     for notice in of.shown:
-        if notice.kind in ("error", "critical", "alarm", "exception", "fatal"):
-            marked.add(len(rows))
-        whose = ", ".join(map(str, sorted(notice.ranks)[:8])) + (
-            ", …" if len(notice.ranks) > 8 else ""
-        )
-        rows.append(
-            (moment(notice.time).removesuffix(" UTC"), number(notice.step), whose or NOTHING,
-             clean(notice.kind), clean(notice.text),
-             f"{notice.times:,} {TIMES}" if notice.times > 1 else "")
+        whose = ", ".join(map(str, sorted(notice.ranks)[:8]))
+        whose += ", …" if len(notice.ranks) > 8 else ""
+        row = (
+            moment(notice.time).removesuffix(" UTC"), number(notice.step),
+            whose or NOTHING, clean(notice.kind), clean(notice.text),
+            f"{notice.times:,} {TIMES}" if notice.times > 1 else "",
         )  # fmt: skip
+        rows.append((notice.kind in GRAVE - {"warning"}, row))
     note = f"{of.left_out:,} others in between are left out." if of.left_out else ""
-    return Table(("UTC", "step", "rank", "kind", "message", ""), rows, frozenset(marked), note)
+    return _table(("UTC", "step", "rank", "kind", "message", ""), rows, note)
 
 
 def environment(surveys: Sequence[Survey]) -> list[tuple[str, Table]]:
@@ -313,14 +323,12 @@ def environment(surveys: Sequence[Survey]) -> list[tuple[str, Table]]:
         ("Versions", [_flat(survey.header.get("versions")) for survey in surveys]),
     ):
         names = list(dict.fromkeys(name for facts in of for name in facts))
-        rows = [(name, *(facts.get(name, NOTHING) for facts in of)) for name in names]
+        cells = [(name, *(facts.get(name, NOTHING) for facts in of)) for name in names]
         # What differs is what one looks for.
-        rows.sort(key=lambda row: len(set(row[1:])) == 1)
-        marked = {place for place, row in enumerate(rows) if len(set(row[1:])) > 1}
+        rows = sorted(((len(set(row[1:])) > 1, row) for row in cells), key=lambda row: not row[0])
         if rows:
             labels = [survey.label for survey in surveys] if len(surveys) > 1 else [""]
-            columns = ("", *labels)
-            found.append((title, Table(columns, rows, frozenset(marked))))
+            found.append((title, _table(("", *labels), rows)))
     return found
 
 
@@ -473,7 +481,7 @@ class Report(NamedTuple):
             for anchor, title, there in (
                 ("compared", "Side by side", not self.alone),
                 *((anchor, SECTIONS[anchor], plots) for anchor, plots in self.drawn.items()),
-                ("shown", SHOWN, any(run.shown for run in self.runs)),
+                ("shown", SECTIONS["shown"], any(run.shown for run in self.runs)),
                 ("ranks", "Ranks", self.any_ranks),
                 ("warnings", "Warnings", True),
                 ("attempts", "Attempts", True),
@@ -484,18 +492,19 @@ class Report(NamedTuple):
         ]
 
 
-def compose(surveys: Sequence[Survey], say: Callable[[str], None] | None = None) -> Report:
+def compose(surveys: Sequence[Survey], say: Callable[[str], None]) -> Report:
     panels = arrange(surveys)
     plots: dict[str, list[Plot]] = {section: [] for section in SECTIONS}
-    times = [(survey.label, survey.step_times) for survey in surveys if _is_timed(survey)]
+    timed = [one for one in surveys if one.step_times.count and _known(one, "step_s") is None]
+    times = [(survey.label, survey.step_times) for survey in timed]
     if times:
-        title = "step times"
-        histogram, notes = step_histogram(times, title=title)
-        plots["speed"].append(Plot(title, "", histogram, tuple(notes), "step-times"))
+        histogram, notes = step_histogram(times)
+        plots["speed"].append(Plot("step times", "", histogram, tuple(notes), "step-times"))
     for panel in panels[:MOST]:
-        plots[panel.section].append(_plot(surveys, panel))
-    if say is not None:
-        say(f"{min(len(panels), MOST) + bool(times)} plots drawn")
+        svg, said = curves(panel.lines, title=f"{panel.title} over steps")
+        file = file_name(panel.kind, panel.title)  # a metric may be called as several together are
+        plots[panel.section].append(Plot(panel.title, panel.unit, svg, tuple(said), file))
+    say(f"{min(len(panels), MOST) + bool(times)} plots drawn")
     runs = [
         RunPart(
             label=survey.label, state=survey.outcome[0], words=clean(survey.outcome[1]),
@@ -510,24 +519,3 @@ def compose(surveys: Sequence[Survey], say: Callable[[str], None] | None = None)
         runs=runs, left_out=max(0, len(panels) - MOST), comparison=comparison(surveys),
         environment=environment(surveys), made=moment(time.time()), drawn=plots,
     )  # fmt: skip
-
-
-def _plot(surveys: Sequence[Survey], panel: Panel) -> Plot:
-    drawn, several = [], len(surveys) > 1
-    for place, (run, name) in enumerate(panel.lines):
-        survey = surveys[run]
-        of_system = panel.section == "system"
-        known = survey.system if of_system else survey.series
-        series = known.get(name) or known[f"{name}/mean"]
-        spread = None
-        if not of_system and survey.groups[name]:
-            spread = {part: survey.series[f"{name}/{part}"] for part in STATISTICS}
-        label = survey.label if several else _system_label(name) if of_system else name
-        drawn.append(Drawn(label, series, spread, run if several else place))
-    title = f"{panel.title} over steps"
-    # A metric may be called as several together are.
-    kind = "joint" if len({name for _, name in panel.lines}) > 1 else "curve"
-    if panel.section == "system":
-        kind = "system"
-    svg, notes = curves(drawn, title=title)
-    return Plot(panel.title, panel.unit, svg, tuple(notes), file_name(kind, panel.title))

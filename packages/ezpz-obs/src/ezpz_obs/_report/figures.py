@@ -277,7 +277,7 @@ def _data(
     }  # fmt: skip
 
 
-def step_histogram(of: Sequence[tuple[str, StepTimes]], *, title: str) -> tuple[str, list[str]]:
+def step_histogram(of: Sequence[tuple[str, StepTimes]]) -> tuple[str, list[str]]:
     """Draw how long steps took, on a logarithmic axis of seconds; return what `curves` does."""
     with require("matplotlib", "a plot").rc_context(_STYLE):
         figure, axes = canvas()
@@ -314,7 +314,7 @@ def step_histogram(of: Sequence[tuple[str, StepTimes]], *, title: str) -> tuple[
         axes.xaxis.set_major_formatter(lambda value, _: seconds(value))
         if len(of) > 1:
             legend(figure, axes, drawn, [label for label, _ in of])
-        return svg(figure, title), notes
+        return svg(figure, "step times"), notes
 
 
 def _table(line: Drawn) -> Floats:

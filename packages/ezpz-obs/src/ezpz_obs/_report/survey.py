@@ -23,7 +23,7 @@ from ezpz_obs._run import Block, Run, Shown, is_shown, shown_of
 from .words import NOTHING, moment, seconds
 
 ROOM: Final = 200  # different messages that are kept, of the first and of the last each
-_GRAVE: Final = frozenset({"warning", "error", "critical", "exception", "fatal", "alarm"})
+GRAVE: Final = frozenset({"warning", "error", "critical", "exception", "fatal", "alarm"})
 _LIGHT: Final = (b'"level":"info"', b'"level":"debug"')
 _ENOUGH: Final = 300
 
@@ -94,7 +94,7 @@ def _lines(path: Path) -> Iterator[Notice]:
                 level = str(said.get("level", "")).lower()
             except (orjson.JSONDecodeError, AttributeError):
                 continue
-            if level in _GRAVE:
+            if level in GRAVE:
                 yield _of_line(level, said)
 
 
@@ -112,76 +112,74 @@ def _of_line(level: str, said: dict[str, Any]) -> Notice:
 
 
 def _whole(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+    return value if type(value) is int else None
 
 
 def _seconds(value: Any) -> float | None:
-    if isinstance(value, int | float):
-        return float(value)
+    """Return seconds since 1970, of such a number or of a date as logs write it."""
     try:
-        return datetime.fromisoformat(str(value)).timestamp()
+        is_number = isinstance(value, int | float)
+        found = float(value) if is_number else datetime.fromisoformat(str(value)).timestamp()
     except (ValueError, OverflowError):
         return None
+    return None if moment(found) == NOTHING else found
 
 
 Floats = NDArray[np.float64]
+Steps = NDArray[np.int64]
+
+_AT_ONCE: Final = 1 << 18  # numbers
 
 
-class Waiting:
-    """Arrays of a few records each, which are counted many at a time."""
+def _columns(blocks: Iterable[Block]) -> Iterator[tuple[str, Steps, Floats]]:
+    """Give steps and values of each metric and of "time", those of many short blocks together."""
+    waiting: dict[str, list[tuple[Steps, Floats]]] = {}
+    count = 0
 
-    def __init__(self) -> None:
-        self._waiting: list[tuple[NDArray[np.int64], Floats]] = []
-        self._waiting_count = 0
+    def together() -> Iterator[tuple[str, Steps, Floats]]:
+        for name, parts in waiting.items():
+            steps, values = zip(*parts, strict=True)
+            yield name, np.concatenate(steps), np.concatenate(values)
+        waiting.clear()
 
-    def add(self, steps: NDArray[np.int64], values: Floats) -> None:
-        if len(steps):
-            self._waiting.append((steps, values))
-            self._waiting_count += len(steps)
-        if self._waiting_count >= _WAIT:
-            self.settle()
-
-    def settle(self) -> None:
-        """Count what waits: call it before reading anything."""
-        if self._waiting:
-            steps, values = map(np.concatenate, zip(*self._waiting, strict=True))
-            self._waiting.clear()
-            self._waiting_count = 0
-            self._count(steps, values)
-
-    def _count(self, steps: NDArray[np.int64], values: Floats) -> None:
-        raise NotImplementedError
+    for block in blocks:
+        columns = {"time": block.times, **dict(zip(block.names, block.values.T, strict=True))}
+        for name, values in columns.items():
+            waiting.setdefault(name, []).append((block.steps, values))
+            count += len(values)
+        if count >= _AT_ONCE:
+            yield from together()
+            count = 0
+    yield from together()
 
 
 BUCKETS: Final = 2048  # at most so many are kept; when there are more, each two become one
-_WAIT: Final = 16_384
-COUNT, MEAN, LEAST, GREATEST, LAST, FROM, TO, SIZE = range(8)
-"""Rows of `Series.buckets`: how many finite values, their mean, min and max, the last value
-(finite or not), the first and last step, how many values of any kind."""
+COUNT, MEAN, LEAST, GREATEST, FROM, TO, SIZE = range(7)
+"""Rows of `Series.buckets`: how many finite values, their mean, min and max, the first and last
+step, how many values of any kind."""
 
 
-class Series(Waiting):
+class Series:
     """The values of a metric, met once and in order."""
 
-    # Exact are the counts, the first and last value, minimum, maximum, mean and standard deviation
-    # (of the population, of the finite values). The curve is kept as consecutive buckets.
+    # Exact are the counts, the last value, minimum, maximum, mean and standard deviation (of the
+    # population, of the finite values). The curve is kept as consecutive buckets.
 
     def __init__(self, name: str) -> None:
-        super().__init__()
         self.name = name
         self.count = 0  # values of any kind
         self.nan = self.infinite = 0
         self.first_odd: int | None = None  # the step of the first NaN or infinity
         # Step and value; the least and greatest of the finite ones.
-        self.first = self.last = self.min = self.max = cast("tuple[int, float] | None", None)
+        self.last = self.min = self.max = cast("tuple[int, float] | None", None)
         is_rank = name.endswith(("/min_rank", "/max_rank"))
         self.ranks: Counter[int] | None = Counter() if is_rank else None  # how often each
         # Wider than double where there is such a thing: squares of 1e200 are numbers too.
         self._mean = self._squares = np.longdouble(0)
         self._finite = 0
         self.width = 1  # how many values make a bucket
-        self.buckets: Floats = np.empty((8, 0))
-        """The curve, (8, at most `BUCKETS`): see `COUNT` and those after it."""
+        self.buckets: Floats = np.empty((7, 0))
+        """The curve, (7, at most `BUCKETS`): see `COUNT` and those after it."""
 
     @property
     def mean(self) -> float | None:
@@ -196,15 +194,13 @@ class Series(Waiting):
         each = -(-rows.shape[1] // points)
         return rows if each <= 1 else _join(rows, np.arange(0, rows.shape[1], each))
 
-    def _count(self, steps: NDArray[np.int64], values: Floats) -> None:
+    def add(self, steps: Steps, values: Floats) -> None:
         finite = np.isfinite(values)
         self._measure(steps, values, finite)
         self._keep(steps, values, finite)
         self.count += len(steps)
 
-    def _measure(self, steps: NDArray[np.int64], values: Floats, finite: NDArray[np.bool_]) -> None:
-        if self.first is None:
-            self.first = (int(steps[0]), float(values[0]))
+    def _measure(self, steps: Steps, values: Floats, finite: NDArray[np.bool_]) -> None:
         self.last = (int(steps[-1]), float(values[-1]))
         if not finite.all():
             nan = int(np.isnan(values).sum())
@@ -233,10 +229,10 @@ class Series(Waiting):
         self._mean += apart * count / total
         self._finite = total
 
-    def _keep(self, steps: NDArray[np.int64], values: Floats, finite: NDArray[np.bool_]) -> None:
+    def _keep(self, steps: Steps, values: Floats, finite: NDArray[np.bool_]) -> None:
         numbers = values if finite.all() else np.where(finite, values, np.nan)
         ones = np.ones(len(values))
-        rows = np.stack([finite, numbers, numbers, numbers, values, steps, steps, ones])
+        rows = np.stack([finite, numbers, numbers, numbers, steps, steps, ones])
         begun = self.count % self.width
         first = self.width - begun if begun else 0
         starts = np.arange(first, len(values), self.width)
@@ -262,7 +258,7 @@ def _join(rows: Floats, starts: NDArray[np.int64]) -> Floats:
     mean = np.add.reduceat(np.where(rows[COUNT] > 0, rows[MEAN] * part, 0.0), starts)
     return np.stack([
         count, np.where(count > 0, mean, np.nan), np.fmin.reduceat(rows[LEAST], starts),
-        np.fmax.reduceat(rows[GREATEST], starts), rows[LAST, ends - 1],
+        np.fmax.reduceat(rows[GREATEST], starts),
         np.minimum.reduceat(rows[FROM], starts), np.maximum.reduceat(rows[TO], starts),
         np.add.reduceat(rows[SIZE], starts),
     ])  # fmt: skip
@@ -277,47 +273,43 @@ EDGES: Final = np.logspace(*_DECADES, (_DECADES[1] - _DECADES[0]) * _PER_DECADE 
 
 @dataclass
 class Reached:
-    records: int = 0
     first_step: int | None = None
     last_step: int | None = None
     last_time: float | None = None
 
 
-class StepTimes(Waiting):
+class StepTimes:
     """Seconds a step, of all records of a run, met once and in order."""
 
     # Between the first records of two steps; where only one step in so many is recorded, their time
     # divided by the steps. What lies between two attempts is no step.
 
     def __init__(self, begins: list[float]) -> None:
-        super().__init__()
         self.histogram: NDArray[np.int64] = np.zeros(len(EDGES) - 1, np.int64)  # by `EDGES`
         self.attempts = [Reached() for _ in begins] or [Reached()]
         self._begins = np.maximum.accumulate(np.array(begins[1:], np.float64))
-        self._before: tuple[int, float] | None = None
+        self._before: tuple[Steps, Floats] = np.empty(0, np.int64), np.empty(0)
 
-    def _count(self, steps: NDArray[np.int64], times: Floats) -> None:
+    def add(self, steps: Steps, times: Floats) -> None:
         attempts = np.searchsorted(self._begins, times, side="right")
         self._reach(steps, times, attempts)
-        if self._before is not None:
-            steps = np.concatenate([[self._before[0]], steps])
-            times = np.concatenate([[self._before[1]], times])
+        steps = np.concatenate([self._before[0], steps])
+        times = np.concatenate([self._before[1], times])
         attempts = np.searchsorted(self._begins, times, side="right")
         other = (np.diff(steps) != 0) | (np.diff(attempts) != 0)
         new = np.flatnonzero(np.concatenate([[True], other]))
         steps, times, attempts = steps[new], times[new], attempts[new]
-        self._before = (int(steps[-1]), float(times[-1]))
+        self._before = steps[-1:], times[-1:]
         apart, took = np.diff(steps), np.diff(times)
         told = (apart > 0) & (took >= 0) & (np.diff(attempts) == 0)
         took, apart = took[told], apart[told]
         if len(took):
             self.histogram += np.histogram(np.clip(took / apart, EDGES[0], EDGES[-1]), EDGES)[0]
 
-    def _reach(self, steps: NDArray[np.int64], times: Floats, attempts: NDArray[np.intp]) -> None:
+    def _reach(self, steps: Steps, times: Floats, attempts: NDArray[np.intp]) -> None:
         for attempt in np.unique(attempts).tolist():
             of = attempts == attempt
             reached = self.attempts[attempt]
-            reached.records += int(of.sum())
             if reached.first_step is None:
                 reached.first_step = int(steps[of][0])
             reached.last_step = int(steps[of][-1])
@@ -411,25 +403,25 @@ def survey(run: Run, label: str | None = None, say: Callable[[str], None] | None
     """Read a run; ``say`` is told every 2 s how far the reading is."""
     label = run.name if label is None else label
     headers = run.headers
-    begins = [_time(header.get("time")) for header in headers]
+    begins = [_seconds(header.get("time")) for header in headers]
     times = StepTimes([0.0 if begin is None else begin for begin in begins])
     series: dict[str, Series] = {}
     records, next_word = 0, time.monotonic() + _SPEAK
-    for block in run.blocks():
-        records += len(block.steps)
-        times.add(block.steps, block.times)
-        _count(block, series)
+    for name, steps, values in _columns(run.blocks()):
+        if name != "time":
+            series.setdefault(name, Series(name)).add(steps, values)
+            continue
+        times.add(steps, values)
+        records += len(steps)
         if say is not None and time.monotonic() >= next_word:
             next_word = time.monotonic() + _SPEAK
             say(f"{label}: {records:,} records read")
     system: dict[str, Series] = {}
     beside = run.path.with_name(SYSTEM_NAME)
     if run.path.name == FILE_NAME and beside.is_file():
-        for block in Run(beside).blocks():
-            _count(block, system)
-    times.settle()
-    for known in (*series.values(), *system.values()):
-        known.settle()
+        for name, steps, values in _columns(Run(beside).blocks()):
+            if name != "time":
+                system.setdefault(name, Series(name)).add(steps, values)
     return Survey(
         run=run, label=label, header=headers[-1] if headers else {},
         attempts=_attempts(headers, begins, run.events, times), series=series, system=system,
@@ -437,12 +429,6 @@ def survey(run: Run, label: str | None = None, say: Callable[[str], None] | None
         notices=collect(run.events, run.path.parent), records=records,
         age=max(0.0, time.time() - run.path.stat().st_mtime),
     )  # fmt: skip
-
-
-def _count(block: Block, series: dict[str, Series]) -> None:
-    for column, name in enumerate(block.names):
-        known = series.get(name) or series.setdefault(name, Series(name))
-        known.add(block.steps, block.values[:, column])
 
 
 def say_end(end: str | None, age: float, *, last: bool) -> tuple[str, str]:
@@ -472,7 +458,7 @@ def _attempts(
         begun = begins[number] if begins else None
         until = next((t for t in begins[number + 1 :] if t is not None), float("inf"))
         end = None
-        while ends and (_time(ends[0].get("time")) or 0.0) < until:
+        while ends and (_seconds(ends[0].get("time")) or 0.0) < until:
             end = ends.pop(0)
         continues = headers[number].get("continues") if headers else None
         replayed = 0
@@ -482,7 +468,7 @@ def _attempts(
             Attempt(
                 number, begun, reached, replayed,
                 None if end is None else str(end.get("message", "")),
-                None if end is None else _time(end.get("time")),
+                None if end is None else _seconds(end.get("time")),
                 _fault(headers[number : number + 2]),
             )
         )  # fmt: skip
@@ -497,9 +483,3 @@ def _fault(headers: list[dict[str, Any]]) -> str:
     launch, _, number = own.rpartition(".")
     is_next = number.isdecimal() and other == f"{launch}.{int(number[:9]) + 1}"
     return str(headers[1].get("last_fault") or "") if is_next else ""
-
-
-def _time(value: Any) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or moment(value) == NOTHING:
-        return None
-    return float(value)
