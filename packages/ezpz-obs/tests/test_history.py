@@ -116,16 +116,6 @@ def test_what_json_has_no_numbers_for_comes_back_as_it_was(tmp_path):
     assert second["a"] == 1.0
 
 
-@pytest.mark.usefixtures("rank_1")
-def test_other_ranks_write_nothing(tmp_path):
-    history = History(tmp_path / "run")
-    assert history.update({"loss": 1.0}) == "step=0 loss=1"
-    assert history.path is None
-    history.close()
-    assert not (tmp_path / "run").exists()
-    assert history.finalize() is None
-
-
 @pytest.mark.parametrize("bad", ["0.5", None, [1.0], np.zeros(2), 1j, b"1", object()])
 def test_a_metric_that_is_no_number(bad, tmp_path):
     with History(tmp_path) as history:
@@ -136,12 +126,9 @@ def test_a_metric_that_is_no_number(bad, tmp_path):
         assert history.update({"loss": 1.0}) == "step=0 loss=1", "nothing of it was recorded"
 
 
-def test_a_masked_number_is_none():
+def test_a_masked_number_and_a_step_that_are_none():
     masked = {"a": np.ma.masked, "b": np.ma.array(1.0, mask=True), "c": np.ma.array(1.0)}
     assert History().update(masked) == "step=0 a=nan b=nan c=1"
-
-
-def test_a_step_that_is_none():
     for bad in ("x", 1.5):
         with pytest.raises(TypeError):
             History().update({"loss": 1.0}, step=bad)
@@ -186,18 +173,21 @@ def test_a_restarted_run_goes_on_and_marks_what_it_replays(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("end", "status", "second"),
+    ("end", "status", "cause", "second"),
     [
-        ("", 0, "run-2"), ("h.close()", 0, "run-2"), ("sys.exit()", 0, "run-2"),
-        ("raise KeyError", 1, "run"), ("os.kill(os.getpid(), 9)", -9, "run"),
-        ("try: sys.exit(75)\nfinally: h.close()", 75, "run"),
+        ("", 0, "exit", "run-2"), ("h.close()", 0, "closed", "run-2"),
+        ("sys.exit()", 0, "exit", "run-2"), ("raise KeyError('boo')", 1, "KeyError: 'boo'", "run"),
+        ("os.kill(os.getpid(), 9)", -9, None, "run"),
+        ("try: sys.exit(75)\nfinally: h.close()", 75, "SystemExit: 75", "run"),
     ],
 )  # fmt: skip
 def test_a_second_run_is_not_the_continuation_of_one_that_has_finished(
-    tmp_path, python, end, status, second
+    *, tmp_path, python, end, status, cause, second
 ):
     program = "import os, sys, ezpz_obs; h = ezpz_obs.History('run', **{}); h.record({{'x': 1}})\n"
     python(program.format({}) + end, status=status)
+    ends = [event["message"] for event in ezpz_obs.read_run(tmp_path / "run").events]
+    assert ends == [cause] * (cause is not None)
     done = python(program.format({}) + "h.close(); ezpz_obs.History('run').record({'x': 1})")
     said = [f"{tmp_path}/run has a finished run; this one is in {second}"] * (second != "run")
     assert [line.partition(" (")[0] for line in done.stderr.splitlines()] == said * 2
@@ -251,23 +241,14 @@ def test_events_and_alarms(tmp_path, caplog):
     assert end["message"] == "closed"
 
 
-def test_the_end_says_what_ended_it(tmp_path, python):
-    with pytest.raises(ZeroDivisionError), History(tmp_path / "a"):
-        raise ZeroDivisionError("of what")
-    program = "import sys, ezpz_obs; h = ezpz_obs.History(sys.argv[1]); h.update({'x': 1}); "
-    python(program, "b")
-    python(program + "raise KeyError('boo')", "c", status=1)
-    said = [ezpz_obs.read_run(tmp_path / name).events[-1]["message"] for name in "abc"]
-    assert said == ["ZeroDivisionError: of what", "exit", "KeyError: 'boo'"]
-
-
 @pytest.mark.parametrize(
-    ("status", "said"),
-    [(0, "exit"), (None, "exit"), (3, "SystemExit: 3"), ("no", "SystemExit: no")],
-)
-def test_a_script_may_end_by_sys_exit(tmp_path, status, said):
-    with pytest.raises(SystemExit), History(tmp_path):
-        sys.exit(status)
+    ("error", "said"),
+    [(SystemExit(0), "exit"), (SystemExit(), "exit"), (SystemExit("no"), "SystemExit: no"),
+     (ZeroDivisionError("of what"), "ZeroDivisionError: of what")],
+)  # fmt: skip
+def test_the_end_says_what_ended_it(tmp_path, error, said):
+    with pytest.raises(type(error)), History(tmp_path):
+        raise error
     assert ezpz_obs.read_run(tmp_path).events[-1]["message"] == said
 
 
@@ -394,13 +375,16 @@ def test_a_metric_that_is_called_like_a_statistic_of_another(tmp_path):
 
 @pytest.mark.parametrize("per_rank", [False, True])
 @pytest.mark.usefixtures("rank_1")
-def test_git_is_asked_by_rank_0_alone(tmp_path, monkeypatch, per_rank):
+def test_other_ranks_write_a_file_at_most_and_ask_no_git(tmp_path, monkeypatch, per_rank):
     """It looks at every file of the script's folder, which thousands of ranks share."""
     asked = []
     monkeypatch.setattr(_file, "_git", lambda *words: asked.append(words))
-    with History(tmp_path, per_rank=per_rank) as history:
-        history.update({"loss": 1.0})
-    assert (list(tmp_path.iterdir()) != []) == per_rank
+    history = History(tmp_path / "run", per_rank=per_rank, system=0.01)
+    assert history.update({"loss": 1.0}) == "step=0 loss=1"
+    history.image("a", None)
+    assert (history.finalize() is not None) == per_rank
+    written = [path.name for path in tmp_path.glob("run/*")]
+    assert written == ["metrics-rank00001.jsonl"] * per_rank
     assert asked == []
     monkeypatch.setenv("RANK", "0")
     History(tmp_path).close()
@@ -477,14 +461,6 @@ def test_the_host_is_sampled_beside_the_training(tmp_path):
     with History(tmp_path, system=0.05, resume=True) as history:
         assert samples(tmp_path, before + 1)[-1]["step"] == 10
     assert len(ezpz_obs.read_run(tmp_path / "system.jsonl").headers) == 2
-
-
-@pytest.mark.usefixtures("rank_1")
-def test_other_ranks_sample_nothing_and_keep_no_images(tmp_path):
-    with History(tmp_path, per_rank=True, system=0.01) as history:
-        history.update({"loss": 1.0})
-        history.image("a", None)
-    assert [path.name for path in tmp_path.iterdir()] == ["metrics-rank00001.jsonl"]
 
 
 def test_training_goes_on_without_system_metrics(tmp_path, caplog):

@@ -20,6 +20,7 @@ import struct
 import subprocess
 import sys
 import time
+import weakref
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -88,12 +89,9 @@ def to_number(name: str, value: Any) -> float | int:
             value = item() if callable(item) else value
         except (ValueError, RuntimeError) as error:  # numpy's and torch's, of several elements
             raise TypeError(f"metric {name!r} is not one number: {error}") from error
-    if isinstance(value, bool):
-        return value
-    if isinstance(value, int):
-        return int(value)
-    if isinstance(value, float):
-        return float(value)
+    for kind in (bool, int, float):  # a boolean is an integer, too
+        if isinstance(value, kind):
+            return kind(value)
     raise TypeError(f"metric {name!r} is a {type(value).__name__}; expected a number")
 
 
@@ -296,6 +294,8 @@ class Writer:
         except BaseException:  # also Ctrl-C; raised again
             os.close(self._fd)
             raise
+        of_parent = weakref.WeakMethod(self._disown)
+        os.register_at_fork(after_in_child=lambda: (disown := of_parent()) and disown())
 
     def put(self, line: Mapping[str, Any], now: float, *, look: bool = True) -> None:
         """Write a header, event or record; with ``look``, make a folder again that is gone."""
@@ -326,6 +326,11 @@ class Writer:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+    def _disown(self) -> None:
+        """Leave the file to the parent: its lock is the copy's, which may outlive a training."""
+        self.lost = 0  # for the parent to say
+        self.close()
 
     def _write(self, line: bytes) -> None:
         if self._torn:
@@ -512,16 +517,16 @@ def find_launch() -> str | None:
     return os.environ.get("EZPZ_LAUNCH_ID", "").rpartition(".")[0] or None
 
 
-def find_folder(outdir: Path, of_rank_0: str, own: str, *, finished: bool) -> Path:
+def find_folder(outdir: Path, own: str, *, finished: bool) -> Path:
     """Return the folder, or the first one beside it without a run that another launch finished."""
     # Every rank of a launch finds the same one, however late it is: rank 0's file decides.
     folder = outdir
     for number in () if finished else count(2):
-        path = folder / of_rank_0
+        path = folder / FILE_NAME
         if not _is_of_another(_end_of(path if path.exists() else folder / own)):
             break
         folder = outdir.with_name(f"{outdir.name}-{number}")
-    if folder != outdir and own == of_rank_0:
+    if folder != outdir and own == FILE_NAME:
         logger.warning(
             "%s has a finished run; this one is in %s (resume=True continues the former)",
             outdir, folder.name,

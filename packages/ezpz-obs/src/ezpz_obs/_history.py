@@ -264,7 +264,7 @@ class History:
             self._kept = Kept()
         elif first or per_rank:
             file_name = FILE_NAME if first else f"metrics-rank{place.rank:05d}.jsonl"
-            folder = find_folder(Path(outdir).absolute(), FILE_NAME, file_name, finished=resume)
+            folder = find_folder(Path(outdir).absolute(), file_name, finished=resume)
             self.path = folder / file_name
             self._writer = Writer(self.path, checksum=checksum, sync=sync)
             before = self._writer.before
@@ -289,7 +289,10 @@ class History:
             # Quick: nothing to wait for, nothing to add.
             self._quick = not (deferred or self._alone or self._across is not None)
             beside = None if self.path is None else self.path.parent
-            self._feeders = [_fed(sink, header, beside) for sink in chosen]
+            if chosen:
+                from ._sinks import Feeder
+
+                self._feeders = [Feeder(sink, header, beside) for sink in chosen]
         except BaseException:  # also Ctrl-C: the file is to be free for the next attempt
             if self._writer is not None:
                 self._writer.close()
@@ -454,14 +457,13 @@ class History:
 
         Statistics that are deferred are waited for 3 s; `flush` waits as `update` does.
         """
-        value = sys.exc_info()[1]  # in a `finally`, what is on its way
-        self._close("closed" if value is None else _say(value))
+        self._close("closed", sys.exc_info()[1])  # in a `finally`, what is on its way
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, value: BaseException | None, trace: object) -> None:
-        self._close("closed" if value is None else _say(value))
+        self._close("closed", value)
 
     def _repr_html_(self) -> str:
         return html_table([("file", self.path or "in memory"), ("last", summarize(self._last))])
@@ -610,7 +612,7 @@ class History:
                 logger.warning("%s", message)
                 self.event("alarm", message)
 
-    def _close(self, cause: str) -> None:
+    def _close(self, cause: str, failure: BaseException | None) -> None:
         if self._is_over or self._closed:  # a forked child's are its parent's
             return
         self._is_over = True
@@ -622,6 +624,7 @@ class History:
             # What failed is over; that the other ranks are gone is no reason to fail at the end.
             logger.warning("%s", error)
         launch = find_launch()
+        cause = cause if failure is None else _say(failure)
         self.event("end", cause, **({"launch": launch} if launch else {}))
         if self._progress is not None:
             self._progress.write()
@@ -639,20 +642,15 @@ class History:
         NOW.step = None  # what is logged now is of no step
 
     def _disown(self) -> None:
-        """Leave the file to the parent: its lock is the copy's, which may outlive a training."""
+        """Record nothing in a process that was forked: the file is the parent's."""
         if not self._closed:
-            if self._writer is not None:
-                self._writer.lost = 0  # for the parent to say
-                self._writer.close()
-            if self._system is not None:
-                self._system.disown()
             self._closed = "in a process forked from its own"
             self._lock = RLock()  # another thread of the parent's may hold the old one for ever
 
     def _at_exit(self) -> None:
         # Of a script Python keeps the cause; of a function of multiprocessing it is on its way.
         value = getattr(sys, "last_value", None) or sys.exc_info()[1]
-        self._close("exit" if value is None else _say(value))
+        self._close("exit", value)
 
 
 def _seconds_of(system: bool | float) -> float:
@@ -669,12 +667,6 @@ def _chosen(sinks: Iterable[str | Sink]) -> list[Sink]:
     from ._sinks import make_sinks
 
     return make_sinks(sinks)
-
-
-def _fed(sink: Sink, header: Mapping[str, Any], folder: Path | None) -> Feeder:
-    from ._sinks import Feeder
-
-    return Feeder(sink, header, folder)
 
 
 def _say(value: BaseException) -> str:

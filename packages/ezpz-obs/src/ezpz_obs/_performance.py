@@ -10,6 +10,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
@@ -44,13 +46,7 @@ def memory_metrics(device: Any = None) -> dict[str, float]:
     """
     if "torch" not in sys.modules:
         raise ObsError("memory_metrics() asks torch, which is not imported; import it first")
-    try:
-        from ezpz_device import get_memory  # an extra, and imports torch
-    except ModuleNotFoundError as error:
-        raise ObsError(
-            f"memory_metrics() needs ezpz_device, which is not installed; {_INSTALL}"
-        ) from error
-    memory = get_memory(device)
+    memory = _device_package("memory_metrics()").get_memory(device)
     found = {}
     if memory.allocated is not None:
         found["memory_gib"] = memory.allocated / _GIB
@@ -60,9 +56,20 @@ def memory_metrics(device: Any = None) -> dict[str, float]:
     return found
 
 
+def _device_package(purpose: str) -> Any:
+    try:
+        import ezpz_device  # an extra, and imports torch
+    except ModuleNotFoundError as error:
+        raise ObsError(
+            f"{purpose} needs ezpz_device, which is not installed; {_INSTALL}"
+        ) from error
+    return ezpz_device
+
+
 logger = logging.getLogger("ezpz_obs")
 
 
+@dataclass(kw_only=True, eq=False)
 class Throughput:
     """Rates of a training run, from the seconds of its steps.
 
@@ -89,33 +96,20 @@ class Throughput:
         ValueError: A count is no number above 0, or ``flops_per_token`` has no tokens.
     """
 
-    def __init__(
-        self,
-        *,
-        tokens_per_step: float | None = None,
-        samples_per_step: float | None = None,
-        flops_per_token: float | None = None,
-        flops_per_step: float | None = None,
-        peak_flops: float | None = None,
-        dtype: str = "bf16",
-        world_size: int | None = None,
-    ) -> None:
-        given = {
-            "tokens_per_step": tokens_per_step, "samples_per_step": samples_per_step,
-            "flops_per_token": flops_per_token, "flops_per_step": flops_per_step,
-            "peak_flops": peak_flops, "world_size": world_size,
-        }  # fmt: skip
-        for name, value in given.items():
-            if value is not None and not 0 < value < float("inf"):
+    tokens_per_step: float | None = None
+    samples_per_step: float | None = None
+    flops_per_token: float | None = None
+    flops_per_step: float | None = None
+    peak_flops: float | None = None
+    dtype: str = "bf16"
+    world_size: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if name != "dtype" and value is not None and not 0 < value < float("inf"):
                 raise ValueError(f"{name}={value}; expected a number above 0")
-        if flops_per_token is not None and flops_per_step is not None:
+        if self.flops_per_token is not None and self.flops_per_step is not None:
             raise ValueError("flops_per_token and flops_per_step; expected one of them")
-        self._tokens, self._samples = tokens_per_step, samples_per_step
-        self._flops_per_token, self._flops = flops_per_token, flops_per_step
-        self._dtype = dtype
-        self._peak = peak_flops
-        self._is_peak_known = peak_flops is not None
-        self._world_size = world_size
 
     def metrics(
         self, seconds: float | None, *, tokens: float | None = None, samples: float | None = None
@@ -140,31 +134,31 @@ class Throughput:
             return {}
         if not 0 < seconds < float("inf"):
             raise ValueError(f"seconds={seconds}; expected the time of a step, above 0")
-        tokens = self._tokens if tokens is None else tokens
-        samples = self._samples if samples is None else samples
+        tokens = self.tokens_per_step if tokens is None else tokens
+        samples = self.samples_per_step if samples is None else samples
         found: dict[str, float] = {}
         if tokens is not None:
             found["tokens_per_s"] = tokens / seconds
         if samples is not None:
             found["samples_per_s"] = samples / seconds
-        flops = self._flops
-        if self._flops_per_token is not None:
+        flops = self.flops_per_step
+        if self.flops_per_token is not None:
             if tokens is None:
                 raise ValueError("flops_per_token without tokens; give tokens_per_step or tokens")
-            flops = self._flops_per_token * tokens
+            flops = self.flops_per_token * tokens
         if flops is not None:
-            self._world_size = self._world_size or find_place().world_size
-            rate = flops / seconds / self._world_size
+            self.world_size = self.world_size or find_place().world_size
+            rate = flops / seconds / self.world_size
             found["tflops"] = rate / 1e12
-            if not self._is_peak_known:
-                self._peak = self._find_peak()
             if self._peak is not None:
                 found["mfu"] = rate / self._peak
         return found
 
-    def _find_peak(self) -> float | None:
-        """Look the device's peak up, once; say what is missing where there is none."""
-        self._is_peak_known = True
+    @cached_property
+    def _peak(self) -> float | None:
+        """The device's peak, looked up once; what is missing where there is none is said."""
+        if self.peak_flops is not None:
+            return self.peak_flops
         remedy = "give peak_flops"
         if "torch" not in sys.modules:
             missing = "torch is not imported, so there is no device"
@@ -176,10 +170,10 @@ class Throughput:
                 missing = "ezpz_device is not installed"
                 remedy = f"{_INSTALL}, or give peak_flops"
             else:
-                if (peak := get_peak_flops(self._dtype)) is not None:
+                if (peak := get_peak_flops(self.dtype)) is not None:
                     return peak
                 name = get_device_properties()["name"]
-                missing = f"no peak of {self._dtype} is known for {name!r}"
+                missing = f"no peak of {self.dtype} is known for {name!r}"
                 remedy = "set EZPZ_PEAK_FLOPS, or give peak_flops (FLOP/s of one device)"
         logger.warning("no mfu: %s; %s", missing, remedy)
         return None
@@ -351,14 +345,9 @@ def _device_clock(device: Any, synchronize: bool) -> Clock | None:
             return None
     elif torch.device(device).type == "cpu":
         return HostClock()
-    try:
-        from ezpz_device import find_clock  # an extra, and imports torch
-    except ModuleNotFoundError as error:
-        raise ObsError(
-            f"StepTimer on {device or 'an accelerator'} needs ezpz_device, which is not "
-            f"installed; {_INSTALL}"
-        ) from error
-    return find_clock(device, synchronize=synchronize)
+    package = _device_package(f"StepTimer on {device or 'an accelerator'}")
+    found: Clock = package.find_clock(device, synchronize=synchronize)
+    return found
 
 
 class Phase:
@@ -518,12 +507,6 @@ class SystemSampler:
         self._over.set()
         if self._thread is not None:
             self._thread.join(2.0)
-
-    def disown(self) -> None:
-        """Leave the file to the parent, in a process that was forked."""
-        if self._thread is not None:
-            self._writer.lost = 0
-            self._writer.close()
 
     def _run(self) -> None:
         wait, is_over = min(_FIRST_SECONDS, self._every), False
