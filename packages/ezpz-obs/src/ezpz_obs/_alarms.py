@@ -6,6 +6,7 @@ import math
 import sys
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 _NO_LIMIT = sys.float_info.max
@@ -13,6 +14,7 @@ _REFRESH = 16  # records between two looks at the window: 6 us shared by so many
 _IQR_OF_NORMAL = 1.349  # interquartile range of a normal distribution, in standard deviations
 
 
+@dataclass(eq=False, repr=False)
 class Alarms:
     """Watch one metric: say so when it is NaN or infinite, or jumps above what it was.
 
@@ -45,31 +47,29 @@ class Alarms:
         ValueError: An argument is out of its range.
     """
 
-    def __init__(
-        self,
-        metric: str = "loss",
-        *,
-        deviations: float = 10.0,
-        rise: float = 0.1,
-        window: int = 128,
-        warmup: int = 64,
-        cooldown: int = 100,
-    ) -> None:
-        if not deviations > 0:
-            raise ValueError(f"deviations={deviations}; expected a number above 0")
-        if not rise >= 0:
-            raise ValueError(f"rise={rise}; expected 0 or more, such as 0.1 for 10 %")
-        if not 8 <= warmup <= window:
-            raise ValueError(f"warmup={warmup}, window={window}; expected 8 <= warmup <= window")
-        if cooldown < 1:
-            raise ValueError(f"cooldown={cooldown}; expected 1 or more records")
-        self._metric = metric
-        self._deviations, self._rise = deviations, rise
-        self._warmup, self._cooldown = warmup, cooldown
-        self._window: deque[float] = deque(maxlen=window)
+    metric: str = "loss"
+    _: KW_ONLY
+    deviations: float = 10.0
+    rise: float = 0.1
+    window: int = 128
+    warmup: int = 64
+    cooldown: int = 100
+
+    def __post_init__(self) -> None:
+        if not self.deviations > 0:
+            raise ValueError(f"deviations={self.deviations}; expected a number above 0")
+        if not self.rise >= 0:
+            raise ValueError(f"rise={self.rise}; expected 0 or more, such as 0.1 for 10 %")
+        if not 8 <= self.warmup <= self.window:
+            raise ValueError(
+                f"warmup={self.warmup}, window={self.window}; expected 8 <= warmup <= window"
+            )
+        if self.cooldown < 1:
+            raise ValueError(f"cooldown={self.cooldown}; expected 1 or more records")
+        self._values: deque[float] = deque(maxlen=self.window)
         self._limit = _NO_LIMIT
         self._median = math.nan
-        self._until_refresh = warmup
+        self._until_refresh = self.warmup
         # The alarm that goes on: records since its last reason, its values above the limit.
         self._calm = 0
         self._high = 0
@@ -82,10 +82,10 @@ class Alarms:
         Args:
             record: Metrics by name; ``step`` is named in the message.
         """
-        value = record.get(self._metric)
+        value = record.get(self.metric)
         # False for NaN and both infinities too.
         if type(value) is float and -_NO_LIMIT <= value <= self._limit and not self._is_on:
-            self._window.append(value)
+            self._values.append(value)
             self._until_refresh -= 1
             if not self._until_refresh:
                 self._refresh()
@@ -97,27 +97,27 @@ class Alarms:
             return self._count_absent(record)
         self._absent = None
         value = float(value)
-        before = self._window[-1] if self._window else None
+        before = self._values[-1] if self._values else None
         if not math.isfinite(value):
             return self._alarm(
-                f"{self._metric} is {value} at {_place(record)}"
+                f"{self.metric} is {value} at {_place(record)}"
                 + ("" if before is None else f"; before that {before:.6g}")
             )
         if value > self._limit:
             limit, median = self._limit, self._median
             self._high += 1
-            if self._high > (self._window.maxlen or 0):
+            if self._high > self.window:
                 # This is no jump any more: begin again.
-                self._window.clear()
-                self._limit, self._high, self._until_refresh = _NO_LIMIT, 0, self._warmup
+                self._values.clear()
+                self._limit, self._high, self._until_refresh = _NO_LIMIT, 0, self.warmup
             return self._alarm(
-                f"{self._metric} jumped to {value:.6g} at {_place(record)}; the median of the last "
-                f"{len(self._window)} records is {median:.6g}, and {limit:.6g} the most expected"
+                f"{self.metric} jumped to {value:.6g} at {_place(record)}; the median of the last "
+                f"{len(self._values)} records is {median:.6g}, and {limit:.6g} the most expected"
             )
         self._calm += 1
-        if self._calm >= self._cooldown:
+        if self._calm >= self.cooldown:
             self._is_on, self._high = False, 0
-        self._window.append(value)
+        self._values.append(value)
         self._until_refresh -= 1
         if self._until_refresh <= 0:
             self._refresh()
@@ -130,25 +130,25 @@ class Alarms:
     def _refresh(self) -> None:
         self._absent = None
         self._until_refresh = _REFRESH
-        values = sorted(self._window)
+        values = sorted(self._values)
         count = len(values)
         self._median = median = values[count // 2]
         spread = (values[count * 3 // 4] - values[count // 4]) / _IQR_OF_NORMAL
-        margin = max(self._deviations * spread, self._rise * abs(median))
+        margin = max(self.deviations * spread, self.rise * abs(median))
         # Without spread and around zero there is no scale to measure a jump by.
         self._limit = min(median + margin, _NO_LIMIT) if margin > 0 else _NO_LIMIT
 
     def _count_absent(self, record: Mapping[str, Any]) -> str | None:
         """Say once that nothing is watched, where no record has had the metric."""
-        if self._absent is None or self._window:
+        if self._absent is None or self._values:
             return None
         self._absent += 1
-        if self._absent < self._warmup:
+        if self._absent < self.warmup:
             return None
         self._absent = None
         names = ", ".join(name for name in record if name not in {"step", "time", "replay"})
         return (
-            f"no record of {self._warmup} has {self._metric!r}, so nothing is watched; the last "
+            f"no record of {self.warmup} has {self.metric!r}, so nothing is watched; the last "
             f"has {names or 'no metrics'}"
         )
 

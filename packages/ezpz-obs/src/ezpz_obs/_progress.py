@@ -8,7 +8,9 @@ import shutil
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 from ._context import find_place
@@ -49,26 +51,24 @@ def progress(
     return Progress(iterable, total, desc, unit, every)
 
 
+@dataclass(eq=False, repr=False)
 class Progress(Generic[T]):
     """An iterable that shows how far it has got; see `progress`."""
 
-    def __init__(
-        self, iterable: Iterable[T], total: int | None, desc: str | None, unit: str, every: float
-    ) -> None:
-        self._iterable = iterable
-        self._total = total
-        self._desc = desc
-        self._unit = unit
-        self._every = every
+    _iterable: Iterable[T]
+    _total: int | None
+    _desc: str | None
+    _unit: str
+    _every: float
+
+    def __post_init__(self) -> None:
         self._speaks = find_place().rank == 0
         self._logger = get_logger("progress")
-        self._is_total_known = total is not None
 
     def __len__(self) -> int:
-        total = self._find_total()
-        if total is None:
+        if self._length is None:
             raise TypeError(f"a {type(self._iterable).__name__} without a length; give total=")
-        return total
+        return self._length
 
     def __iter__(self) -> Iterator[T]:
         if not self._speaks:
@@ -78,15 +78,15 @@ class Progress(Generic[T]):
             return self._with_bar()
         return self._with_lines()
 
-    def _find_total(self) -> int | None:
-        if not self._is_total_known:
-            self._is_total_known = True
-            # A loader's length may be costly, or an error where it has none: asked for once.
-            try:
-                self._total = len(self._iterable)  # type: ignore[arg-type]
-            except (TypeError, NotImplementedError, AttributeError):
-                self._total = None
-        return self._total
+    @cached_property
+    def _length(self) -> int | None:
+        if self._total is not None:
+            return self._total
+        # A loader's length may be costly, or an error where it has none: asked for once.
+        try:
+            return len(self._iterable)  # type: ignore[arg-type]
+        except (TypeError, NotImplementedError, AttributeError):
+            return None
 
     def _with_bar(self) -> Iterator[T]:
         from tqdm import tqdm  # type: ignore[import-untyped]  # 20 ms
@@ -98,7 +98,7 @@ class Progress(Generic[T]):
         # Some pseudo-terminals are 0 columns wide, where tqdm shows nothing.
         # An iterator, since tqdm would ask for the length itself.
         bar: Any = tqdm(
-            iter(self._iterable), total=self._find_total(), desc=self._desc, unit=self._unit,
+            iter(self._iterable), total=self._length, desc=self._desc, unit=self._unit,
             dynamic_ncols=width > 0, ncols=None if width else 80, file=sys.stderr,
         )  # fmt: skip
         try:
@@ -107,7 +107,7 @@ class Progress(Generic[T]):
             bar.close()
 
     def _with_lines(self) -> Iterator[T]:
-        total = self._find_total()
+        total = self._length
         start = last = time.monotonic()
         count, is_whole = 0, False
         try:
