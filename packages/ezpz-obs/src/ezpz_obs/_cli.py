@@ -47,12 +47,6 @@ examples:
 
 exit status: 0; 1 it could not be done, and one line says why; 2 wrong usage"""
 
-_OPTIONS: Final = {
-    "report": ("out", "serve", "port"), "plot": (), "tail": ("lines", "no-follow"),
-    "export": ("csv", "parquet"), "replay": ("to",),
-}  # fmt: skip
-_FLAGS: Final = ("no-follow", "serve")
-
 
 class UsageError(ObsError):
     """The words of the command line make no sense."""
@@ -96,43 +90,46 @@ def _answer(words: list[str]) -> None:
     if words == ["--version"]:
         print(__version__)
         return
-    if not words or words[0] not in _OPTIONS:
+    if not words or words[0] not in _COMMANDS:
         said = repr(words[0]) if words else "nothing"
-        raise UsageError(f"{said}; expected one of {', '.join(_OPTIONS)}; see ezpz-obs --help")
+        raise UsageError(f"{said}; expected one of {', '.join(_COMMANDS)}; see ezpz-obs --help")
     _meant(words)()
 
 
 def _meant(words: Sequence[str]) -> Callable[[], None]:
-    command, plain, options = words[0], list[str](), dict[str, str]()
+    command, plain, options = words[0], list[str](), dict[str, str | bool]()
+    signature = inspect.signature(_COMMANDS[command])
+    defaults = {
+        name.replace("_", "-"): one.default
+        for name, one in signature.parameters.items()
+        if one.kind is one.KEYWORD_ONLY
+    }
     for word in words[1:]:
         name, equals, value = word[2:].partition("=")
         if not word.startswith("-"):
             plain.append(word)
-        elif not word.startswith("--") or name not in _OPTIONS[command]:
-            known = ", ".join(f"--{option}" for option in _OPTIONS[command]) or "none"
+        elif not word.startswith("--") or name not in defaults:
+            known = ", ".join(f"--{option}" for option in defaults) or "none"
             raise UsageError(
                 f"{command}: unknown option {word!r}; expected {known}; see ezpz-obs --help"
             )
-        elif (name in _FLAGS) == bool(equals):
-            form = f"--{name}" if name in _FLAGS else f"--{name}=VALUE"
+        elif (is_flag := defaults[name] is False) == bool(equals):
+            form = f"--{name}" if is_flag else f"--{name}=VALUE"
             raise UsageError(f"{command}: {word!r}; expected {form}")
         elif equals and not value:
             raise UsageError(f"{command}: {word!r} is empty; expected a value")
         else:
-            options[name.replace("-", "_")] = value or "yes"
-    commands: dict[str, Callable[..., None]] = {
-        "report": _report, "plot": _plot, "tail": _tail, "export": _export, "replay": _replay,
-    }  # fmt: skip
+            options[name.replace("-", "_")] = value or True
     try:
-        inspect.signature(commands[command]).bind(*plain, **options)
+        signature.bind(*plain, **options)
     except TypeError as error:
         raise UsageError(
             f"{' '.join(words)!r}: {error}; expected one of the forms of ezpz-obs --help"
         ) from None
-    return partial(commands[command], *plain, **options)
+    return partial(_COMMANDS[command], *plain, **options)
 
 
-def _report(*runs: str, out: str = "", serve: str = "", port: str = "") -> None:
+def _report(*runs: str, out: str = "", serve: bool = False, port: str = "") -> None:
     if not runs:
         raise UsageError("report: no RUN; expected one at least: ezpz-obs report outputs/run")
     if (out and serve) or (port and not serve):
@@ -156,7 +153,7 @@ def _plot(run: str, *metrics: str) -> None:
     plot(run, *metrics)
 
 
-def _tail(run: str, *, lines: str = "10", no_follow: str = "") -> None:
+def _tail(run: str, *, lines: str = "10", no_follow: bool = False) -> None:
     if not lines.isdecimal():
         raise UsageError(f"tail: --lines={lines}; expected how many: --lines=10")
     from ._report.terminal import tail
@@ -177,3 +174,8 @@ def _replay(run: str, *, to: str) -> None:
     from ._sinks import replay
 
     print(f"{replay(run, to):,} records sent to {to}")
+
+
+_COMMANDS: Final[dict[str, Callable[..., None]]] = {
+    "report": _report, "plot": _plot, "tail": _tail, "export": _export, "replay": _replay,
+}  # fmt: skip

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 
 import pytest
 
@@ -53,16 +52,13 @@ def records():
 
 
 @pytest.fixture
-def command(tmp_path):
-    """Run ezpz-obs as a process."""
+def command(python):
+    """Run ezpz-obs as a process, which may do something before."""
 
-    def run(*words, **environment):
-        code = "import sys; from ezpz_obs._cli import main; sys.exit(main())"
-        return subprocess.run(
-            [sys.executable, "-c", code, *map(str, words)], cwd=tmp_path, timeout=120, text=True,
-            capture_output=True, check=False, encoding="utf-8",
-            env={**os.environ, "COLUMNS": "80", "PYTHONIOENCODING": "utf-8", **environment},
-        )  # fmt: skip
+    def run(*words, before="pass", env=(), **given):
+        code = f"import sys; {before}; from ezpz_obs._cli import main; sys.exit(main())"
+        env = {"COLUMNS": "80", "PYTHONIOENCODING": "utf-8", **dict(env)}
+        return python(code, *words, env=env, **given)
 
     return run
 
