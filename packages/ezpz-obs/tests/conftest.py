@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from forked_ranks import clean_env, fork_server, prelude, user_env
@@ -32,10 +34,14 @@ dist.init_process_group("gloo", timeout=timedelta(seconds=30))
 """
 
 
+LIBRARIES = ("WANDB_", "NETRC", "MLFLOW_", "TRACKIO_", "HF_")
+
+
 @pytest.fixture(autouse=True)
 def one_process(monkeypatch):
     """Whoever starts the tests from a job: they are one process, and say what they always say."""
-    for name in os.environ.keys() - clean(os.environ).keys() - {"OMP_NUM_THREADS"}:
+    own = {n for n in clean(os.environ) if not n.startswith(LIBRARIES)} | {"OMP_NUM_THREADS"}
+    for name in os.environ.keys() - own:
         monkeypatch.delenv(name)
     monkeypatch.setattr(NOW, "step", None)
 
@@ -84,11 +90,75 @@ def ranks(forked, tmp_path):
     """Start ranks of a program, and return what became of each."""
     program = tmp_path / "program.py"
 
-    def start(code, size, *, set_up=True, wait=None):
+    def start(code, size, *, set_up=True, **given):
         program.write_text(BEGIN + (SET_UP if set_up else "") + textwrap.dedent(code))
-        return [Rank(*one) for one in forked(size, "", check=False, program=program, wait=wait)]
+        return [Rank(*one) for one in forked(size, "", check=False, program=program, **given)]
 
     return start
+
+
+class Server:
+    """As much of a W&B server as a run needs to start; hangs at what it is told."""
+
+    BUCKET = {  # noqa: RUF012
+        "id": "b", "name": "n", "displayName": "d", "description": "", "config": "{}",
+        "sweepName": None, "historyLineCount": 0,
+        "project": {"id": "p", "name": "p", "entity": {"id": "e", "name": "u"}},
+    }  # fmt: skip
+    ANSWERS = {  # noqa: RUF012
+        "UpsertBucket": {"upsertBucket": {"bucket": BUCKET, "inserted": True}}
+    }
+    VIEWER = {  # noqa: RUF012
+        "viewer": {"id": "x", "username": "u", "entity": "u", "flags": "{}", "email": "",
+                   "teams": {"edges": []}}
+    }  # fmt: skip
+
+    def __init__(self):
+        self.hangs_at = lambda path, name: True
+        self.status = 200
+        self.over = threading.Event()
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_POST(self):
+                outer.answer(self)
+
+            do_GET = do_PUT = do_POST  # noqa: N815
+
+            def log_message(self, *_): ...
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.http.daemon_threads = True
+        self.http.block_on_close = False
+        self.url = f"http://127.0.0.1:{self.http.server_port}"
+        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+
+    def answer(self, request):
+        body = request.rfile.read(int(request.headers.get("content-length", 0)))
+        try:
+            name = json.loads(body).get("operationName", "")
+        except ValueError:
+            name = ""
+        if self.hangs_at(request.path, name):
+            self.over.wait(120)
+            return
+        text = json.dumps({"data": self.ANSWERS.get(name, self.VIEWER)}).encode()
+        request.send_response(self.status)
+        request.send_header("content-type", "application/json")
+        request.send_header("content-length", str(len(text)))
+        request.end_headers()
+        request.wfile.write(text)
+
+
+@pytest.fixture
+def server():
+    server = Server()
+    yield server
+    server.over.set()
+    server.http.shutdown()
+    server.http.server_close()
 
 
 class Rank:

@@ -95,25 +95,26 @@ def test_what_two_ranks_record(ranks):
 
 
 def test_the_collectives_of_an_update_and_of_one_in_every_n(ranks):
-    (one, _) = ranks(
-        """
+    code = """
         from torch.profiler import profile
-        names = {f"m{i}": 1.0 for i in range(10)}
-        for every in (1, 3):
-            history = History(cross_rank=True, every=every)
-            with profile() as trace:
+        for options in ({}, {"every": 3}, {"deferred": True}):
+            history = History(cross_rank=True, **options)
+            with profile(record_shapes=True) as trace:
                 have = []
                 for step in range(6):
-                    history.update(names)
+                    history.update({f"m{i}": 1e5 + step + RANK for i in range(10)})
                     have.append("m9/mean" in history.last)
+                history.flush()
             events = [event for event in trace.events() if event.name.startswith("gloo:")]
-            say([len(events), sorted({event.name for event in events}), have])
-        """,
-        2,
-    )
+            say([have, sorted([event.name, event.input_shapes] for event in events)])
+        """
+    (one, _) = ranks(code, 2)
     each, name = {"gathered": (1, "gloo:all_gather"), "reduced": (3, "gloo:all_reduce")}[ranks.how]
-    assert one.said[0] == [6 * each, [name], [True] * 6]
-    assert one.said[1] == [2 * each, [name], [True, False, False] * 2]
+    names = [[event for event, _ in events] for _, events in one.said]
+    assert names == [[name] * each * count for count in (6, 2, 6)]
+    assert [have for have, _ in one.said[:2]] == [[True] * 6, [True, False, False] * 2]
+    if ranks.how == "reduced":
+        assert ranks(code, 3)[0].said == one.said, "more ranks send no more"
 
 
 def test_names_and_steps_that_differ_are_said_once(ranks, tmp_path):

@@ -3,7 +3,6 @@
 BOTH = """
 import math, random, ezpz_obs
 from ezpz_obs import _across as across
-across.is_ring = lambda *_: False  # as of NCCL, in place of gloo
 
 def histories():
     found = []
@@ -29,6 +28,9 @@ def differences(*both):
 
 def test_they_are_what_a_gather_finds(ranks):
     done = ranks(BOTH + """
+across.GATHERED = 1
+say(ezpz_obs.History(cross_rank=True)._across.reduction)
+across.is_ring = lambda *_: False  # as of NCCL, in place of gloo
 chance = random.Random(RANK)
 both = histories()
 for step in range(60):
@@ -51,44 +53,7 @@ for value in (1.0, [1.0, math.nan, 2.0][RANK], 2.0 + RANK, [-math.inf, 1.0, 10 *
     say([both[1].last["a/max_rank"], repr(differences(*both))])
 """, 3)  # fmt: skip
     assert [one.status for one in done] == [0] * 3, done[0].err + done[2].err
-    for room, *named in (one.said for one in done):
+    for by_gloo, room, *named in (one.said for one in done):
+        assert by_gloo is None, "which gathers: its all-reduce goes around all ranks twice"
         assert room == [], "no room is made for what others have, until one is not finite"
         assert named == [[rank, "{}"] for rank in (0, 1, 2, 2, 0)], "who has it is named"
-
-
-def test_more_ranks_send_no_more(ranks):
-    code = """
-import ezpz_obs
-from ezpz_obs import _across as across
-from torch.profiler import profile
-across.GATHERED, across.is_ring = 1, lambda *_: False
-for deferred in (False, True):
-    history = ezpz_obs.History(cross_rank=True, deferred=deferred)
-    with profile(record_shapes=True) as trace:
-        for step in range(4):
-            history.update({f"m{i}": 1e5 + step + RANK for i in range(10)})
-        history.flush()
-    events = [event for event in trace.events() if event.name.startswith("gloo:")]
-    say(sorted([event.name, event.input_shapes] for event in events))
-"""
-    (two, _), (three, *_) = ranks(code, 2), ranks(code, 3)
-    assert two.said == three.said
-    for events in two.said:
-        assert len(events) == 12, events
-        assert {name for name, _ in events} == {"gloo:all_reduce"}
-
-
-def test_gloo_gathers_on_any_number_of_ranks(ranks):
-    """Its all-reduce goes around all of them twice."""
-    (one, _) = ranks(
-        """
-import ezpz_obs
-from ezpz_obs import _across as across
-across.GATHERED = 1
-history = ezpz_obs.History(cross_rank=True)
-history.update({"a": RANK})
-say([history._across.reduction, history.last["a/mean"]])
-""",
-        2,
-    )
-    assert one.said == [[None, 0.5]]

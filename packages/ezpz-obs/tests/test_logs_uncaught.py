@@ -135,13 +135,12 @@ def test_an_exception_that_cannot_say_what_it_is(run):
 
 
 @pytest.fixture
-def run_ranks(forked, tmp_path):
+def run_ranks(ranks, tmp_path):
     """Run a program on so many ranks; return their exit statuses, errors and logs."""
-    program = tmp_path / "program.py"
 
     def run(size, code, **env):
-        program.write_text(IMPORTS + textwrap.dedent(code))
-        ended = forked(size, "", check=False, program=program, cwd=tmp_path, env=env)
+        code = IMPORTS + textwrap.dedent(code)
+        ended = ranks(code, size, set_up=False, cwd=tmp_path, env=env)
         logs = []
         for rank in range(size):
             lines = (tmp_path / "logs" / f"rank-{rank:05}.jsonl").read_bytes()
@@ -162,12 +161,12 @@ def test_one_of_four_is_killed(run_ranks):
         4,
         """
         configure_logs(directory="logs", per_rank=True)
-        rank, logger = int(os.environ["RANK"]), get_logger("train")
+        logger = get_logger("train")
         for step in range(200):
             logger.info("step", number=step)
-            if rank == 2 and step == 100:
+            if RANK == 2 and step == 100:
                 os.kill(os.getpid(), signal.SIGKILL)
-        if rank == 3:
+        if RANK == 3:
             raise ValueError("no rank 2")
         """,
     )

@@ -78,22 +78,20 @@ def test_a_loop_that_fails_has_what_there_is(tmp_path):
 
 
 def test_each_rank_that_is_chosen(ranks, tmp_path):
-    traces = tmp_path / "traces"
     code = f"""
     from ezpz_obs import profile
-    with profile({str(traces)!r}, steps=(1, 2), ranks=RANKS) as profiler:
-        for _ in range(3):
-            torch.ones(4) + RANK
-            profiler.step()
-    say(profiler.trace and profiler.trace.name)
+    for folder, chosen in ("one", (1,)), ("all", None):
+        with profile({str(tmp_path)!r} + "/" + folder, steps=(1, 2), ranks=chosen) as profiler:
+            for _ in range(3):
+                torch.ones(4) + RANK
+                profiler.step()
+        say(profiler.trace and profiler.trace.name)
     """
-    found = ranks(code.replace("RANKS", "(1,)"), 3)
+    found = ranks(code, 3)
     assert [rank.status for rank in found] == [0, 0, 0], [rank.err for rank in found]
-    assert [rank.said[0] for rank in found] == [None, "trace-rank00001-steps1-1.json", None]
-    assert sorted(path.suffix for path in traces.iterdir()) == [".json", ".txt"]
-    found = ranks(code.replace("RANKS", "None"), 2)
-    names = [f"trace-rank0000{rank}-steps1-1.json" for rank in (0, 1)]
-    assert [rank.said[0] for rank in found] == names
+    names = [f"trace-rank0000{rank}-steps1-1.json" for rank in range(3)]
+    assert [rank.said for rank in found] == [[None, names[0]], [names[1]] * 2, [None, names[2]]]
+    assert sorted(path.suffix for path in (tmp_path / "one").iterdir()) == [".json", ".txt"]
 
 
 def test_what_cannot_be_written_ends_no_training(tmp_path, caplog):

@@ -259,7 +259,7 @@ class Across:
         self.reduction: Reduction | None = None
         if self._ranks > GATHERED and not is_ring(dist, self._group, self._device):
             self.reduction = Reduction(self._torch, dist, self._group, self._device)
-        self._slots: list[Any] = []
+        self._slots: list[Any]
         self._all: NDArray[np.float64]  # what was gathered: a row a rank
         self._make_room(ROOM)
         with _Explained(None):
@@ -346,14 +346,12 @@ class Across:
             work.wait()
 
     def _make_room(self, values: int) -> None:
-        self._fits = values
-        self._slots = []
-        if self.reduction is None:
-            self._make_slots()
-        else:  # which may do without what all ranks have: 31 MB for 120,960 of them
+        self._fits, self._slots = values, []
+        if self.reduction is not None:
             self.reduction.room = values
 
     def _make_slots(self) -> None:
+        """Make room for what all ranks have: 31 MB of 120,960 of them, whom a reduction spares."""
         torch, size = self._torch, HEAD + self._fits
         self._inward = torch.zeros(size, dtype=torch.float64)
         self._mine: NDArray[np.float64] = self._inward.numpy()
