@@ -184,17 +184,18 @@ def test_a_restarted_run_goes_on_and_marks_what_it_replays(tmp_path, monkeypatch
 def test_a_second_run_is_not_the_continuation_of_one_that_has_finished(
     *, tmp_path, python, end, status, cause, second
 ):
-    program = "import os, sys, ezpz_obs; h = ezpz_obs.History('run', **{}); h.record({{'x': 1}})\n"
-    python(program.format({}) + end, status=status)
+    program = "import os, sys, ezpz_obs; h = ezpz_obs.History('run'); h.record({'x': 1})\n"
+    python(program + end, status=status)
     ends = [event["message"] for event in ezpz_obs.read_run(tmp_path / "run").events]
     assert ends == [cause] * (cause is not None)
-    done = python(program.format({}) + "h.close(); ezpz_obs.History('run').record({'x': 1})")
+    done = python(program + "h.close(); ezpz_obs.History('run').record({'x': 1})")
     said = [f"{tmp_path}/run has a finished run; this one is in {second}"] * (second != "run")
     assert [line.partition(" (")[0] for line in done.stderr.splitlines()] == said * 2
     assert sorted(os.listdir(tmp_path)) == sorted({"run", second})
     steps = [0, 1] if second != "run" else [0, 1, 2]
     assert [one["step"] for one in History.read(tmp_path / second)] == steps
-    python(program.format({"resume": True}))
+    with History(tmp_path / "run", resume=True) as history:
+        history.record({"x": 1})
     assert len(History.read(tmp_path / "run")) == (2 if second != "run" else 4)
 
 
