@@ -3,10 +3,8 @@
 import importlib.util
 import os
 import signal
-import socket
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -42,42 +40,15 @@ def needs(*modules):
 
 
 @pytest.fixture
-def hanging_server():
-    """The address of a server that accepts and never answers."""
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        server.listen(100)
-        kept = []
-
-        def accept():
-            while True:
-                try:
-                    kept.append(server.accept())
-                except OSError:
-                    return
-
-        threading.Thread(target=accept, daemon=True).start()
-        yield f"http://127.0.0.1:{server.getsockname()[1]}"
-        for connection, _ in kept:
-            connection.close()
-        server.shutdown(socket.SHUT_RDWR)
-
-
-@pytest.fixture
 def train(tmp_path):
     home = tmp_path / "home"
     home.mkdir()
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("WANDB_", "MLFLOW_", "TRACKIO_", "HF_", "NETRC"))
-    }
     started = []
 
     def start(sinks, *, steps=200, then=CLOSE, **env):
         process = subprocess.Popen(
             [sys.executable, "-c", TRAIN, sinks, str(steps), then],
-            cwd=tmp_path, env={**kept, "HOME": str(home), "EZPZ_SINK_SECONDS": "500", **env},
+            cwd=tmp_path, env={**os.environ, "HOME": str(home), "EZPZ_SINK_SECONDS": "500", **env},
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
         started.append(process)
@@ -106,11 +77,11 @@ def helper_of(pid):
 
 @needs("wandb", "mlflow", "trackio")
 @pytest.mark.parametrize("then", [CLOSE, "raise SystemExit(3)"], ids=["close", "exit"])
-def test_servers_that_never_answer(train, hanging_server, tmp_path, then):
+def test_servers_that_never_answer(train, server, tmp_path, then):
     process = train(
-        "wandb,mlflow,trackio,csv", then=then, WANDB_BASE_URL=hanging_server,
-        WANDB_API_KEY="a" * 40, MLFLOW_TRACKING_URI=hanging_server,
-        TRACKIO_SERVER_URL=f"{hanging_server}?write_token=t", EZPZ_SINK_SECONDS="10",
+        "wandb,mlflow,trackio,csv", then=then, WANDB_BASE_URL=server.url,
+        WANDB_API_KEY="a" * 40, MLFLOW_TRACKING_URI=server.url,
+        TRACKIO_SERVER_URL=f"{server.url}?write_token=t", EZPZ_SINK_SECONDS="10",
     )  # fmt: skip
     assert process.stdout.readline() == "trained\n"
     trained = time.monotonic()

@@ -13,7 +13,6 @@ import contextlib
 import json
 import logging
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -22,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from itertools import chain
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +37,18 @@ _BLOCK = 1 << 16
 _AFTERLIFE = 10.0  # seconds to finish in where training was killed
 
 
-def main(name: str) -> None:
+def main(name: str, descriptor: str) -> None:
     # What ends training (ctrl-C, a scheduler's warning) ends it through its pipe, with all records.
-    for which in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):
-        if hasattr(signal, which):
-            signal.signal(getattr(signal, which), signal.SIG_IGN)
-    say = _speaker()
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(each, signal.SIG_IGN)
+    os.set_inheritable(int(descriptor), False)  # by what libraries start
+    replies = Connection(int(descriptor), readable=False)
+
+    def say(what: str, text: str = "") -> None:
+        # Where no one listens any more, the records are sent all the same.
+        with contextlib.suppress(BrokenPipeError):
+            replies.send((what, text))
+
     try:
         _run(name, say)
     # Whatever a library raises: the parent is to read it.
@@ -51,21 +57,6 @@ def main(name: str) -> None:
         os._exit(1)
     # Not by sys.exit: hooks of libraries would wait once more for what was closed already.
     os._exit(0)
-
-
-def _speaker() -> Callable[..., None]:
-    """Return what writes replies; what libraries print goes nowhere."""
-    replies = os.dup(1)
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    os.close(nowhere)
-
-    def say(what: str, text: str = "") -> None:
-        # Where no one listens any more, the records are sent all the same.
-        with contextlib.suppress(BrokenPipeError):
-            os.write(replies, json.dumps({"said": what, "text": text}).encode() + b"\n")
-
-    return say
 
 
 def _run(name: str, say: Callable[..., None]) -> None:
@@ -79,10 +70,9 @@ def _run(name: str, say: Callable[..., None]) -> None:
     say("started")
     sink.open(first["open"], folder)
     say("opened", getattr(sink, "place", ""))
-    if hasattr(os, "nice"):
-        # It has the cores of rank 0, whose training comes first; but not before it has begun: where
-        # these cores are busy, to import a library would take minutes.
-        os.nice(10)
+    # It has the cores of rank 0, whose training comes first; but not before it has begun: where
+    # these cores are busy, to import a library would take minutes.
+    os.nice(10)
     for batch in chain([waiting], batches):
         if records := [decode(each) for each in batch if each.startswith(RECORD)]:
             sink.write(records)
@@ -121,7 +111,7 @@ logger = logging.getLogger("ezpz_obs")
 _START_SECONDS = 600.0  # to import from a busy parallel file system; training goes on
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from ezpz_obs._sinks.helper import main; main(sys.argv[2])"
+    "from ezpz_obs._sinks.helper import main; main(*sys.argv[2:])"
 )
 
 
@@ -134,8 +124,8 @@ class Helper:
         self._close_seconds = close_seconds or self._reply_seconds
         self.open_seconds = _START_SECONDS + self._reply_seconds + 1.0
         self._process: Any = None
+        self._replies: Any = None
         self._abandoned = False
-        self._unread = b""
 
     def open(self, header: Mapping[str, Any], folder: Path | None) -> None:
         if not sys.executable:
@@ -144,11 +134,14 @@ class Helper:
                 "can be started: set sys.executable"
             )
         path = json.dumps([str(entry) for entry in sys.path])
+        self._replies, theirs = Pipe(duplex=False)
         # Not fork: MPI and CUDA do not survive it. stderr is not ours to keep open after the end.
-        self._process = process = subprocess.Popen(
-            [sys.executable, "-P", "-c", _PROGRAM, path, self.name],
-            bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
+        with theirs:
+            self._process = process = subprocess.Popen(
+                [sys.executable, "-P", "-c", _PROGRAM, path, self.name, str(theirs.fileno())],
+                bufsize=0, pass_fds=[theirs.fileno()],
+                stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            )  # fmt: skip
         if self._abandoned:  # meanwhile, from another thread
             process.kill()
         where = None if folder is None else str(folder)
@@ -188,8 +181,8 @@ class Helper:
             process.wait(2.0)
         except subprocess.TimeoutExpired:
             return  # in the kernel, waiting for a file system
-        for pipe in (process.stdin, process.stdout):
-            pipe.close()
+        process.stdin.close()
+        self._replies.close()
 
     def _send(self, text: bytes) -> None:
         rest = memoryview(text)
@@ -203,35 +196,21 @@ class Helper:
         """Read replies until this one, or for None those that are there."""
         until = time.monotonic() + seconds
         while True:
-            line = self._read(max(0.0, until - time.monotonic()))
-            if line is None:
-                if what is None:
-                    return
-                raise SinkError(f"its process has not {what} within {seconds:.3g} s")
-            reply = json.loads(line)
-            if reply["said"] == "error":
-                raise SinkError(reply["text"])
-            if reply["text"]:
-                level = logging.WARNING if reply["said"] == "warning" else logging.INFO
-                logger.log(level, "sink %s: %s", self.name, reply["text"])
-            if reply["said"] == what:
-                return
-
-    def _read(self, seconds: float) -> bytes | None:
-        until = time.monotonic() + seconds
-        while b"\n" not in self._unread:
             try:
-                wait = max(0.0, until - time.monotonic())
-                if not select.select([self._process.stdout], [], [], wait)[0]:
-                    return None
-                block = os.read(self._process.stdout.fileno(), 65536)
-            except (OSError, ValueError):  # closed by `abandon`
-                block = b""
-            if not block:
+                if not self._replies.poll(max(0.0, until - time.monotonic())):
+                    if what is None:
+                        return
+                    raise SinkError(f"its process has not {what} within {seconds:.3g} s")
+                said, text = self._replies.recv()
+            except (EOFError, OSError):  # OSError: closed by `abandon`
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._process.wait(1.0)
                 status = self._process.returncode
-                raise SinkError(f"its process ended with status {status}")
-            self._unread += block
-        line, _, self._unread = self._unread.partition(b"\n")
-        return line
+                raise SinkError(f"its process ended with status {status}") from None
+            if said == "error":
+                raise SinkError(text)
+            if text:
+                level = logging.WARNING if said == "warning" else logging.INFO
+                logger.log(level, "sink %s: %s", self.name, text)
+            if said == what:
+                return

@@ -47,22 +47,14 @@ class TensorboardSink:
             log = self._events.SessionLog(status=self._events.SessionLog.START)
             first = records[0]
             self._writer.add_event(
-                self._events.Event(session_log=log, step=_step(first), wall_time=first["time"])
+                self._events.Event(session_log=log, step=first["step"], wall_time=first["time"])
             )
             self._begins = False
         value = self._summaries.Summary.Value
         for record in records:
-            values = [
-                value(tag=name, simple_value=as_float(number))
-                for name, number in metrics_of(record)
-            ]
-            self._writer.add_event(
-                self._events.Event(
-                    summary=self._summaries.Summary(value=values),
-                    step=_step(record),
-                    wall_time=record["time"],
-                )
-            )
+            numbers = metrics_of(record)
+            values = [value(tag=name, simple_value=as_float(number)) for name, number in numbers]
+            self._add(values, record["step"], record["time"])
 
     def show(self, shown: Sequence[Shown]) -> None:
         value = self._summaries.Summary.Value
@@ -82,9 +74,11 @@ class TensorboardSink:
                     metadata=self._summaries.SummaryMetadata(plugin_data=kind),
                     tensor=self._tensor(dtype="DT_STRING", string_val=[text]),
                 )
-            summary = self._summaries.Summary(value=[made])
-            event = self._events.Event(summary=summary, step=one.step, wall_time=one.time)
-            self._writer.add_event(event)
+            self._add([made], one.step, one.time)
+
+    def _add(self, values: list[Any], step: int, seconds: float) -> None:
+        summary = self._summaries.Summary(value=values)
+        self._writer.add_event(self._events.Event(summary=summary, step=step, wall_time=seconds))
 
     def close(self) -> None:
         if self._writer is not None:
@@ -92,7 +86,3 @@ class TensorboardSink:
             folder = Path(self._writer.get_logdir())
             if not any(folder.glob("events.*")):
                 raise SinkError(f"the events in {folder} were removed while they were written")
-
-
-def _step(record: Mapping[str, Any]) -> int:
-    return int(max(-(1 << 63), min(record["step"], (1 << 63) - 1)))
