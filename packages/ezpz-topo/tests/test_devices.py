@@ -5,7 +5,12 @@ import os
 import pytest
 
 from ezpz_topo import InvalidVariableError, get_accelerators, get_cpu_count, get_cpus_per_node
-from ezpz_topo._devices import ask_vendor_tool, cpu_count_with_source, cpus_per_node_with_source
+from ezpz_topo._devices import (
+    Shown,
+    ask_vendor_tool,
+    cpu_count_with_source,
+    cpus_per_node_with_source,
+)
 
 # CPUs of this process and of this node, under every kind of cgroup.
 
@@ -455,10 +460,15 @@ GPU[1]\t\t: Device ID: \t\tN/A
 """
 
 
+def ask_of(vendor, env):
+    """Ask of devices that the kernel shows without telling how many."""
+    return ask_vendor_tool(Shown(vendor, "", None, ""), env)
+
+
 @pytest.mark.parametrize(("vendor", "tool", "text", "count", "source", "note"), [
     ("nvidia", "nvidia-smi", NVIDIA, 2, "nvidia-smi -L", ""),
     ("nvidia", "nvidia-smi", NVIDIA_MIG, 1, "nvidia-smi -L", "2 MIG devices on 1 GPUs"),
-    ("nvidia", "nvidia-smi", "No devices found.\n", 0, "nvidia-smi -L", ""),
+    ("nvidia", "nvidia-smi", "No devices found.\n", 0, "nvidia-smi -L lists no device", ""),
     ("amd", "amd-smi", AMD, 2, "amd-smi list", ""),
     ("amd", "rocm-smi", ROCM, 2, "rocm-smi --showid", ""),  # several lines a GPU
     # not installed
@@ -471,7 +481,7 @@ GPU[1]\t\t: Device ID: \t\tN/A
 def test_what_tools_print(fake, *, vendor, tool, text, count, source, note):
     env = fake(tool, text)
     before = dict(env)
-    told = ask_vendor_tool(vendor, env)
+    told = ask_of(vendor, env)
     assert (told.count, told.source) == (count, source)
     assert note in "".join(told.notes) if note else told.notes == ()
     assert env == before
@@ -481,21 +491,23 @@ def test_what_tools_print(fake, *, vendor, tool, text, count, source, note):
     ("vendor", "tool"),
     [("nvidia", "nvidia-smi"), ("amd", "amd-smi"), ("amd", "rocm-smi")],
 )
-def test_a_failure_is_told_with_its_status_and_words(vendor, tool, fake, bare):
-    told = ask_vendor_tool(vendor, fake(tool, "\n  no driver\nsecond line\n", status=9))
+def test_a_failure_is_told_with_its_status_and_words(*, vendor, tool, fake, bare, monkeypatch):
+    told = ask_of(vendor, fake(tool, "\n  no driver\nsecond line\n", status=9))
     assert told.count is None
     assert "failed with exit status 9: no driver" in told.notes[0]
     assert "second" not in told.notes[0]
-    hanging = ask_vendor_tool(vendor, fake(tool, "", then="/bin/sleep 60"), time_limit=0.3)
+    with monkeypatch.context() as patch:
+        patch.setattr("ezpz_topo._devices._TIME_LIMIT", 0.3)
+        hanging = ask_of(vendor, fake(tool, "", then="/bin/sleep 60"))
     assert hanging.count is None
     assert hanging.notes[0].endswith(" failed: no answer in 0.3 s")
     (bare / tool).write_text("#!/nonexistent/sh\n")
-    told = ask_vendor_tool(vendor, {"PATH": str(bare)})
+    told = ask_of(vendor, {"PATH": str(bare)})
     assert (told.count, " failed: No such file" in told.notes[0]) == (None, True)
 
 
 def test_rocm_smi_where_amd_smi_fails(fake):
     fake("amd-smi", "AMDSMI_STATUS_INIT_ERROR\n", status=1)
-    told = ask_vendor_tool("amd", fake("rocm-smi", ROCM))
+    told = ask_of("amd", fake("rocm-smi", ROCM))
     assert told.count == 2
     assert "AMDSMI_STATUS_INIT_ERROR" in told.notes[0]

@@ -194,7 +194,8 @@ def get_accelerators(
     for host in shown_devices(root, flat=flat):
         if wanted not in ("", host.device_type):
             continue
-        counted = _counted(host, env, tools)
+        is_told = bool(host.count) and bool(_names_in_force(host.vendor, env))
+        counted = ask_vendor_tool(host, env) if tools and not is_told else host
         if counted.count != 0:
             usable.add(host.vendor)
         found = _visible(counted, env, flat, denied=bool(host.count) and counted.count == 0)
@@ -211,21 +212,6 @@ def get_accelerators(
     if wanted:
         why = f"TORCH_DEVICE={wanted}, and none can be counted here"
     return Accelerators(wanted or "cpu", 0, why, notes)
-
-
-def _counted(host: Shown, env: Mapping[str, str], tools: bool) -> Shown:
-    """Return what the host has of one vendor, by its tool where no variable will tell."""
-    if not tools or (host.count and _names_in_force(host.vendor, env)):
-        return host
-    told = ask_vendor_tool(host.vendor, env)
-    notes = host.notes + told.notes
-    if told.count is None:
-        seen = (f"counted instead: {host.source}",) if told.notes and host.count else ()
-        return replace(host, notes=notes + seen)
-    if host.count is not None and told.count != host.count:
-        notes += (f"set aside: {host.source}, because {told.source} lists {told.count}",)
-    source = told.source if told.count else f"{told.source} lists no device"
-    return replace(host, count=told.count, source=source, notes=notes)
 
 
 def _visible(host: Shown, env: Mapping[str, str], flat: bool, *, denied: bool) -> Accelerators:
@@ -345,33 +331,29 @@ _TIME_LIMIT = 10.0
 """Seconds; a driver without persistence mode takes some to wake its devices."""
 
 
-@dataclass(frozen=True, slots=True)
-class Told:
-    count: int | None
-    source: str = ""
-    notes: tuple[str, ...] = ()
-
-
-def ask_vendor_tool(
-    vendor: str, env: Mapping[str, str], *, time_limit: float = _TIME_LIMIT
-) -> Told:
-    """Ask the vendor's tool on the ``PATH`` of ``env`` how many devices there are."""
-    notes: tuple[str, ...] = ()
-    for argv, pattern, expected in _TOOLS.get(vendor, ()):
-        text, failed = _output(argv, env, time_limit)
+def ask_vendor_tool(host: Shown, env: Mapping[str, str]) -> Shown:
+    """Return what the host has of one vendor, as its tool on the ``PATH`` of ``env`` counts it."""
+    notes = host.notes
+    for argv, pattern, expected in _TOOLS.get(host.vendor, ()):
+        text, failed = _output(argv, env)
         notes += failed
         if text is None:
             continue
         called, gpus = " ".join(argv), set(re.findall(pattern, text, re.MULTILINE))
-        if not gpus and not (vendor == "nvidia" and "no devices" in text.lower()):
+        if not gpus and not (host.vendor == "nvidia" and "no devices" in text.lower()):
             notes += (f"{called} said {_first_line(text)!r}, not {expected!r}",)
             continue
         instances = re.findall(r"^\s*MIG \S+\s+Device\s+[0-9]+:", text, re.MULTILINE)
         if instances:
             mig = f"nvidia-smi lists {len(instances)} MIG devices on {len(gpus)} GPUs, of which one"
             notes += (f"{mig} process sees some: give each rank its own in CUDA_VISIBLE_DEVICES",)
-        return Told(len(gpus), called, notes)
-    return Told(None, notes=notes)
+        if host.count not in (None, len(gpus)):
+            notes += (f"set aside: {host.source}, because {called} lists {len(gpus)}",)
+        source = called if gpus else f"{called} lists no device"
+        return replace(host, count=len(gpus), source=source, notes=notes)
+    if notes != host.notes and host.count:
+        notes += (f"counted instead: {host.source}",)
+    return replace(host, notes=notes)
 
 
 _TOOLS: dict[str, list[tuple[tuple[str, ...], str, str]]] = {
@@ -387,9 +369,7 @@ _TOOLS: dict[str, list[tuple[tuple[str, ...], str, str]]] = {
 """Vendor to command, what counts a GPU in its answer, and what is expected there."""
 
 
-def _output(
-    argv: tuple[str, ...], env: Mapping[str, str], time_limit: float
-) -> tuple[str | None, tuple[str, ...]]:
+def _output(argv: tuple[str, ...], env: Mapping[str, str]) -> tuple[str | None, tuple[str, ...]]:
     """Return what the tool printed, or None and a note; no note where it is not installed."""
     from ._commands import ask, ended_with, find  # noqa: PLC0415 - 5 ms, for where a driver is
 
@@ -400,11 +380,11 @@ def _output(
         # Once: this stands in the way of a launch, and there is another source. Each signal and
         # exit status is an answer, to be told in our words.
         plain, good = {**env, "LC_ALL": "C"}, range(-64, 256)
-        answer = ask(argv, env=plain, time_limit=time_limit, attempts=1, good=good)
+        answer = ask(argv, env=plain, time_limit=_TIME_LIMIT, attempts=1, good=good)
     except SchedulerError as error:
         # Its words are about schedulers; the cause is an OSError where it did not start.
         cause = error.__cause__
-        why = cause.strerror if isinstance(cause, OSError) else f"no answer in {time_limit:g} s"
+        why = cause.strerror if isinstance(cause, OSError) else f"no answer in {_TIME_LIMIT:g} s"
         return None, (f"{called} failed: {why}",)
     if answer.status:
         said = _first_line(f"{answer.stdout}\n{answer.stderr}") or "nothing said"
@@ -431,10 +411,6 @@ class Shown:
     notes: tuple[str, ...] = ()
 
 
-Card = tuple[str, int]
-"""One Intel card: its PCI address, and its tiles, 0 where sysfs does not show them."""
-
-
 def shown_devices(root: str = "/", *, flat: bool = True) -> list[Shown]:
     """Return one entry for each vendor whose driver this host shows, in order of preference."""
     shown = []
@@ -454,25 +430,20 @@ def shown_devices(root: str = "/", *, flat: bool = True) -> list[Shown]:
         count = sum(each.get("simd_count", "0").strip() not in ("", "0") for each in facts)
         shown.append(Shown("amd", "cuda", count, f"{count} GPUs in /sys/class/kfd (ROCm)"))
     if cards := intel_cards(root):
-        count, unit, notes = _devices_of(cards, flat)
-        source = f"{count} {unit} of {len(cards)} Intel cards in /sys/class/drm"
-        shown.append(Shown("intel", "xpu", count, source, notes))
+        count = sum(tiles or 1 for _, tiles in cards) if flat else len(cards)
+        source = (
+            f"{count} {'tiles' if flat else 'cards'} of {len(cards)} Intel cards in /sys/class/drm"
+        )
+        unknown = ", ".join(address for address, tiles in cards if flat and not tiles)
+        note = f"sysfs shows no tiles of {unknown}: counted as one device each"
+        shown.append(Shown("intel", "xpu", count, source, (note,) if unknown else ()))
     if sys.platform == "darwin" and os.uname().machine == "arm64":
         shown.append(Shown("apple", "mps", 1, "an Apple silicon Mac"))
     return shown
 
 
-def _devices_of(cards: list[Card], flat: bool) -> tuple[int, str, tuple[str, ...]]:
-    """Return the number of Level Zero devices that these cards are, their unit, and notes."""
-    if not flat:
-        return len(cards), "cards", ()
-    unknown = [address for address, tiles in cards if not tiles]
-    note = f"sysfs shows no tiles of {', '.join(unknown)}: counted as one device each"
-    return sum(tiles or 1 for _, tiles in cards), "tiles", (note,) if unknown else ()
-
-
-def intel_cards(root: str = "/") -> list[Card]:
-    """Return the discrete Intel GPUs that this host lets us open a render node of."""
+def intel_cards(root: str = "/") -> list[tuple[str, int]]:
+    """Return PCI address and tiles (0: not shown) of each discrete Intel GPU that we may open."""
     cards = []
     for name in sorted(_listdir(f"{root}/sys/class/drm")):
         # sysfs shows a container every card of the host; /dev only those it was given.
