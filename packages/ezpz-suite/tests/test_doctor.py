@@ -12,8 +12,9 @@ import time
 import pytest
 from waiting import all_of, is_left, until
 
-from ezpz import _doctor as checks
-from ezpz.doctor import DoctorError, find_checks, main, run_checks
+from ezpz import doctor as checks
+from ezpz.doctor import DoctorError, find_checks, main, run_checks, table
+from ezpz_topo import CheckResult
 
 OURS = {
     "accelerator", "all-reduce", "disk", "environment", "hostfile", "mpi", "network", "scheduler",
@@ -242,7 +243,7 @@ def test_however_it_ends_it_leaves_nothing(probes, tmp_path, number, status):
 
 
 def test_without_any_check_it_is_an_error(monkeypatch):
-    monkeypatch.setattr("ezpz._doctor.entry_points", lambda group: [])
+    monkeypatch.setattr("ezpz.doctor.entry_points", lambda group: [])
     with pytest.raises(DoctorError, match="no installed package has an entry point of the group"):
         find_checks()
 
@@ -315,9 +316,6 @@ def test_on_a_terminal_it_is_a_table_of_80_columns(probes):
 
 
 def test_beside_long_names_nothing_is_lost(monkeypatch):
-    from ezpz._doctor import table
-    from ezpz_topo import CheckResult
-
     monkeypatch.setenv("COLUMNS", "40")
     full = CheckResult("warning", "it is full", "remove what is old", name=40 * "n")
     said = " ".join(table([full, CheckResult("ok", "it is well", name="short")], 1.0).split())
