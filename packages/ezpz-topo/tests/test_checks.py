@@ -189,14 +189,14 @@ LOOPBACK = next(name for _, name in socket.if_nameindex() if name in ("lo", "lo0
 
 
 @pytest.mark.parametrize(("form", "text", "names", "missing"), [
-    ("names", "eth0,lo", ("eth0", "lo"), ()),
-    ("names", "eth0,ib9", ("eth0",), ("ib9",)),
-    ("prefixes", "eth", ("eth0", "eth1"), ()),
-    ("prefixes", "ib,eth1", ("eth1",), ()),
-    ("prefixes", "=eth", (), ("eth",)),
-    ("prefixes", "=eth1", ("eth1",), ()),
-    ("prefixes", "^lo", ("eth0", "eth1"), ()),
-    ("prefixes", "^=eth0,lo", ("eth1",), ()),
+    ("names", "eth0,lo", ["eth0", "lo"], []),
+    ("names", "eth0,ib9", ["eth0"], ["ib9"]),
+    ("prefixes", "eth", ["eth0", "eth1"], []),
+    ("prefixes", "ib,eth1", ["eth1"], []),
+    ("prefixes", "=eth", [], ["eth"]),
+    ("prefixes", "=eth1", ["eth1"], []),
+    ("prefixes", "^lo", ["eth0", "eth1"], []),
+    ("prefixes", "^=eth0,lo", ["eth1"], []),
 ])  # fmt: skip
 def test_interfaces_are_chosen_as_each_library_does(form, text, names, missing):
     assert chosen(form, text, ["lo", "eth0", "eth1"]) == (names, missing)

@@ -7,7 +7,6 @@ import os
 import socket
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from . import _commands
 from ._allocation import Allocation, scheduler_of
@@ -164,18 +163,12 @@ VARIABLES = {
 "Common environment variables"; oneCCL's; libfabric's fi_tcp(7)."""
 
 
-class Choice(NamedTuple):
-    """The interfaces of this host that a variable chooses, and those it names that are missing."""
-
-    names: tuple[str, ...]
-    missing: tuple[str, ...] = ()
-
-
-def chosen(form: str, text: str, interfaces: Sequence[str]) -> Choice:
+def chosen(form: str, text: str, interfaces: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the interfaces here that a variable chooses, and those it names that are missing."""
     if form == "names":
         words = [word.strip() for word in text.split(",") if word.strip()]
-        missing = tuple(word for word in words if word not in interfaces)
-        return Choice(tuple(word for word in words if word in interfaces), missing)
+        missing = [word for word in words if word not in interfaces]
+        return [word for word in words if word in interfaces], missing
     # NCCL: a list of prefixes, "=" before it for whole names, "^" for all but these. The first that
     # are here do; so only where none is here, all are missing.
     excluded, exact = text.startswith("^"), text.lstrip("^").startswith("=")
@@ -183,8 +176,8 @@ def chosen(form: str, text: str, interfaces: Sequence[str]) -> Choice:
     fits = str.__eq__ if exact else str.startswith
     hit = [name for name in interfaces if any(fits(name, word) for word in words)]
     if excluded:
-        return Choice(tuple(name for name in interfaces if name not in hit))
-    return Choice(tuple(hit), () if hit else tuple(words))
+        return [name for name in interfaces if name not in hit], []
+    return hit, [] if hit else words
 
 
 # The check ``network``: variables of NCCL, libfabric, oneCCL and gloo, against this host.
@@ -208,7 +201,7 @@ def check_network(_seconds: float, env: Mapping[str, str] | None = None) -> Chec
     names = [name for _, name in socket.if_nameindex()]
     several = job is not None and job.num_nodes > 1
     for variable, form in VARIABLES.items():
-        if env.get(variable) and (wrong := _wrong(chosen(form, env[variable], names), several)):
+        if env.get(variable) and (wrong := _wrong(*chosen(form, env[variable], names), several)):
             return CheckResult.error(
                 f"{variable}={env[variable]}: {wrong}; this host has {', '.join(names)}",
                 f"unset {variable}, or name an interface that every host has",
@@ -230,12 +223,12 @@ def check_network(_seconds: float, env: Mapping[str, str] | None = None) -> Chec
     return CheckResult.ok(said, **facts)
 
 
-def _wrong(choice: Choice, several: bool) -> str:
-    if choice.missing:
-        return f"no interface {', '.join(choice.missing)}"
-    if not choice.names:
+def _wrong(names: Sequence[str], missing: Sequence[str], several: bool) -> str:
+    if missing:
+        return f"no interface {', '.join(missing)}"
+    if not names:
         return "no interface is left"
-    if several and all(name in ("lo", "lo0") for name in choice.names):
+    if several and all(name in ("lo", "lo0") for name in names):
         return "loopback alone does not reach the other hosts of the job"
     return ""
 

@@ -115,7 +115,10 @@ def _hosts_of_stdin() -> list[str]:
 
 
 def _table(topology: Topology) -> str:
-    rows = [(name, _text(value), source) for name, value, source in topology.explain()]
+    rows = [
+        (name, "unknown" if value is None else str(value), source)
+        for name, value, source in topology.explain()
+    ]
     names = max(len(name) for name, _, _ in rows)
     # One long value (the hosts) must not push every source off the screen.
     values = max((len(value) for _, value, _ in rows if len(value) <= 40), default=0)
@@ -181,12 +184,6 @@ def _machines() -> str:
         for row in rows
     ]
     return "\n".join([*lines, "", f"files without a folder: {PACKAGED}"])
-
-
-def _text(value: object) -> str:
-    if value is None:
-        return "unknown"
-    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
 
 
 class UsageError(TopoError):
