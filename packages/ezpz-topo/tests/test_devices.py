@@ -4,7 +4,13 @@ import os
 
 import pytest
 
-from ezpz_topo import InvalidVariableError, get_accelerators, get_cpu_count, get_cpus_per_node
+from ezpz_topo import (
+    InvalidVariableError,
+    get_accelerators,
+    get_cpu_count,
+    get_cpus_per_node,
+    get_memory_limit,
+)
 from ezpz_topo._devices import (
     Shown,
     ask_vendor_tool,
@@ -121,6 +127,24 @@ def test_a_jobs_cpuset_is_what_it_may_use(cgroup, files, tmp_path):
 def test_a_cpuset_that_says_nothing(text, tmp_path):
     root = tree(tmp_path, "0::/\n", {"cpuset.cpus.effective": text})
     assert get_cpus_per_node({}, root=root) == ALL
+
+
+@pytest.mark.parametrize(("cgroup", "files", "limit"), [
+    # version 2: the job's limit binds the step's group, the smallest of several wins
+    (V2, {"system.slice/job_7/step_0/memory.max": "max\n", "system.slice/job_7/memory.max": "64\n"},
+     64),
+    (V2, {"system.slice/job_7/memory.max": "64\n", "system.slice/memory.max": "128\n"}, 64),
+    # version 1 beside an empty version 2
+    ("9:name=systemd:/\n4:cpu,memory:/job/7\n0::/\n",
+     {"memory/job/7/memory.limit_in_bytes": "64\n",
+      "memory/memory.limit_in_bytes": "9223372036854771712\n"}, 64),
+    # a container that sees its own group as the root, under the host's path
+    ("0::/kubepods/pod1/c2\n", {"memory.max": "64\n"}, 64),
+    ("", {}, None),
+    ("0::/\n", {"memory.max": "max\n"}, None),
+])  # fmt: skip
+def test_limits_of_memory(cgroup, files, limit, tmp_path):
+    assert get_memory_limit(tree(tmp_path, cgroup, files)) == limit
 
 
 # What the kernel shows, as trees of /dev and /sys; AMD's and Intel's are from documentation.

@@ -7,7 +7,6 @@ import platform
 import resource
 import sys
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -15,13 +14,14 @@ from typing import Any
 
 import torch
 
+from ezpz_topo import get_memory_limit
+
 from ._peaks import compute_units
 from ._select import device_in_use
 
 # How much memory a device has, how much of it is taken, and how much was at most.
 
 _PROC = Path("/proc")
-_CGROUPS = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,29 +131,10 @@ def reset_host_peak(proc: Path = _PROC) -> bool:
 
 
 @cache
-def host_total(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int:
+def host_total() -> int:
     """Return the bytes this process may use: the host's, or less by a control group's limit."""
-    found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    try:
-        lines = (proc / "self" / "cgroup").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []  # no control groups here
-    for line in lines:
-        _, controllers, group = line.split(":", 2)
-        if not controllers:
-            root, name = cgroups, "memory.max"
-        elif "memory" in controllers.split(","):
-            root, name = cgroups / "memory", "memory.limit_in_bytes"
-        else:
-            continue
-        # Each group is bound by those above it. In a container the path may be the host's,
-        # of which the container sees the root only.
-        folder = root / group.lstrip("/")
-        for each in (folder, *folder.parents):
-            if each.is_relative_to(root):
-                with suppress(OSError, ValueError):  # no such group, or "max"
-                    found.append(int((each / name).read_text(encoding="ascii")))
-    return min(found)
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(physical, get_memory_limit() or physical)
 
 
 # What a device is: its name, memory and compute units.

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ._devices import get_accelerators as get_accelerators
     from ._devices import get_cpu_count as get_cpu_count
     from ._devices import get_cpus_per_node as get_cpus_per_node
+    from ._devices import get_memory_limit as get_memory_limit
     from ._env import FAMILIES as FAMILIES
     from ._env import Family as Family
     from ._env import family as family

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from ._errors import InvalidVariableError, SchedulerError
 
-# CPUs: those this process may use, and those of this node that the job may use.
+# CPUs and memory: what this process may use, and what of this node the job may use.
 
 
 def get_cpu_count(root: str = "/") -> int:
@@ -85,6 +85,17 @@ def _within_quota(count: int, source: str, root: str) -> tuple[int, str]:
                 shown = path.removeprefix(root.rstrip("/"))
                 least, source = quota, f"cgroup quota {quota:.4g} CPUs of {shown}"
     return max(1, int(least)), source
+
+
+def get_memory_limit(root: str = "/") -> int | None:
+    """Return the bytes that this process's cgroup, or one around it, allows; None for no limit.
+
+    Args:
+        root: Where ``proc`` and ``sys`` are found; for tests.
+    """
+    files = _cgroup_files(root, "memory", ("memory.max", "memory.limit_in_bytes"))
+    limits = (_read(path).strip() for path in files)
+    return min((int(limit) for limit in limits if limit.isdecimal()), default=None)
 
 
 def _cgroup_files(root: str, controller: str, names: tuple[str, ...]) -> Iterator[str]:
