@@ -514,15 +514,15 @@ class Llama(nn.Module):
             )
         self.config: LlamaConfig = config
         self.checkpoint: bool = checkpoint
-        several = parallel and _degree("tensor") > 1
-        if parallel and context_parallel is None and _degree("context") > 1:
+        degree = degree_of("tensor") if parallel else 1
+        if parallel and context_parallel is None and degree_of("context") > 1:
             context_parallel = "ring"
         self._share = SequenceShare(context_parallel, ulysses)
         # With one tensor-parallel rank there is no sequence to share.
         self._build = build = Build(
-            config, parallel, sequence_parallel and several, seed, device, dtype
+            config, parallel, sequence_parallel and degree > 1, seed, device, dtype
         )
-        if parallel and config.kv_heads % (degree := _degree("tensor")):
+        if config.kv_heads % degree:
             raise ezpz_tp.DegreeError(
                 f"Llama: kv_heads={config.kv_heads} is not divisible by the tensor-parallel degree "
                 f"{degree}; expected a degree that divides it"
@@ -587,7 +587,9 @@ class Llama(nn.Module):
         if self._build.sequence_parallel:
             hidden = hidden.transpose(0, 1)
         logits: Tensor = self.lm_head(hidden)
-        return logits if targets is None else self.loss_of(logits, targets)
+        if targets is None:
+            return logits
+        return mean_loss(logits, targets, self.config.vocab_size, parallel=self.is_parallel)
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Return the mean cross entropy of the next token, a scalar of fp32.
@@ -601,10 +603,6 @@ class Llama(nn.Module):
             targets: ``[batch, s]``, int64; -100 is left out.
         """
         return self(tokens, targets)  # type: ignore[no-any-return]  # nn.Module's __call__
-
-    def loss_of(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return the loss of what `forward` returned; see `loss`."""
-        return mean_loss(logits, targets, self.config.vocab_size, parallel=self.is_parallel)
 
     def shard_sequence(self, tensor: Tensor, dim: int = 1) -> Tensor:
         """Return this rank's part of tokens or targets whose dim ``dim`` is the whole sequence.
@@ -643,7 +641,7 @@ class Llama(nn.Module):
     def _rotation(self, hidden: Tensor) -> Rotation:
         dim, times = 1, self._share.degree
         if self._build.sequence_parallel:
-            dim, times = 0, times * _degree("tensor")
+            dim, times = 0, times * degree_of("tensor")
         length = hidden.shape[dim] * times
         if length > self.config.max_seq_len:
             raise ModelError(
@@ -681,7 +679,7 @@ def mean_loss(logits: Tensor, targets: Tensor, vocab_size: int, *, parallel: boo
     if not parallel:
         return cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
     losses = ezpz_tp.vocab_parallel_cross_entropy(logits, targets, vocab_size=vocab_size)
-    count, ranks = (targets != -100).sum().float(), _degree("context")
+    count, ranks = (targets != -100).sum().float(), degree_of("context")
     if ranks > 1:
         # A sum over the ranks of any group, which other ranks' gradients do not come through.
         group = ezpz_tp.get_context_parallel_group()
@@ -689,6 +687,6 @@ def mean_loss(logits: Tensor, targets: Tensor, vocab_size: int, *, parallel: boo
     return losses.sum() * ranks / count
 
 
-def _degree(axis: str) -> int:
+def degree_of(axis: str) -> int:
     state = ezpz_tp.current_state()
     return 1 if state is None else state.size(axis)

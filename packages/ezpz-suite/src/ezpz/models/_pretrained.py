@@ -21,6 +21,7 @@ import ezpz_tp
 from ezpz_topo import get_local_world_size, get_rank
 
 from ._errors import ModelError
+from ._llama import degree_of
 
 # How the layers of each family are split over tensor-parallel ranks, by the ends of their names
 # (transformers 5.23, models/*/modeling_*.py). The embedding and the output layer, which the model
@@ -108,7 +109,7 @@ def load_pretrained(folder: str | Path, dtype: torch.dtype = torch.float32) -> n
             parallelism, or heads that the degree does not divide.
     """
     model = _read_once(lambda: _load(folder, dtype))
-    if _degree() > 1:
+    if degree_of("tensor") > 1:
         _parallelize(model, model.config)
     return model
 
@@ -186,14 +187,9 @@ class _Unpacker(pickle.Unpickler):
         return self._found[place]
 
 
-def _degree() -> int:
-    state = ezpz_tp.current_state()
-    return 1 if state is None else state.size("tensor")
-
-
 def _parallelize(model: nn.Module, config: Any) -> None:
     """Put a model's layers on those of ezpz_tp, in place, with this rank's part of the weights."""
-    kind, degree = config.model_type, _degree()
+    kind, degree = config.model_type, degree_of("tensor")
     if (plan := PLANS.get(kind)) is None:
         raise ModelError(
             f"{kind} has no plan of tensor parallelism; expected one of {', '.join(PLANS)}, or "
@@ -274,7 +270,7 @@ def causal_losses(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
         targets: ``[batch, s]``, int64: the token that follows each; -100 has loss 0.
     """
     logits: Tensor = model(input_ids=tokens).logits
-    if _degree() > 1:
+    if degree_of("tensor") > 1:
         size = _bare(model).config.vocab_size
         return ezpz_tp.vocab_parallel_cross_entropy(logits, targets, vocab_size=size)
     flat = cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none")
@@ -346,7 +342,7 @@ def _whole(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 full = full.full_tensor()
             if split is not None and split.shards[name].dim is not None:
                 group = ezpz_tp.get_tensor_parallel_group()
-                parts = [torch.empty_like(full) for _ in range(_degree())]
+                parts = [torch.empty_like(full) for _ in range(degree_of("tensor"))]
                 dist.all_gather(parts, full.contiguous(), group)
                 full = split.shards[name].join(parts)
             full = full.t() if split is not None and split.transposed and full.dim() > 1 else full
