@@ -70,5 +70,3 @@ PY
 }
 @test "bash: the machine's name is that of ezpz_topo" { same_names; }
 @test "zsh: the machine's name is that of ezpz_topo" { in_zsh same_names; }
-
-@test "utils.sh has the machines of machines/*.toml" { python3 "$REPO/scripts/lib/machines.py" --check; }

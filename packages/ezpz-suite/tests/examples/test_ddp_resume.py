@@ -13,8 +13,6 @@ from .conftest import PATIENCE, curve, records
 
 pytest.importorskip("sklearn", reason="the digits come with scikit-learn: ezpz-suite[examples]")
 
-WORDS = ["--epochs=24", "--save_every=15"]
-
 # The example, which waits at two steps: at one to be killed, at the other for its signal.
 WAITING = """
 import os, signal, threading
@@ -84,16 +82,8 @@ def test_killed_and_preempted_it_ends_with_the_same_curve(start, ranks, tmp_path
     # Rank 1 is killed without a word: ezpz-launch starts all again, from the last checkpoint.
     script = tmp_path / "waiting.py"
     script.write_text(WAITING)
-    job = (
-        "-n",
-        "2",
-        "--retries",
-        "1",
-        sys.executable,
-        str(script),
-        *WORDS,
-        f"--outdir={disturbed}",
-    )
+    words = ["--epochs=24", "--save_every=15", f"--outdir={disturbed}"]
+    job = ["-n", "2", "--retries", "1", sys.executable, str(script), *words]
     second = start(*job)
     wait_for(disturbed, second, lambda lines: lines[-1]["step"] >= 35)
     os.kill(rank_1(disturbed), signal.SIGKILL)
