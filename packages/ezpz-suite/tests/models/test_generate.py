@@ -9,30 +9,8 @@ from ezpz_tp.testing import run_ranks
 
 transformers = pytest.importorskip("transformers", reason="the extra huggingface")
 
-LONG = {
-    "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
-}  # fmt: skip  # short enough that every frequency is kept, blended or divided within 100 tokens
 PROMPTS = [list(range(3, 43)), [7, 9, 11], [130], list(range(100, 120))]
-EVEN = [row[:3] * 4 for row in (PROMPTS[0], PROMPTS[1])]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A model's folder in the hub's layout, with 131 tokens and grouped queries."""
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=131, hidden_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, intermediate_size=96, max_position_embeddings=128,
-        rope_parameters=LONG, bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config)
-    with torch.no_grad():
-        for one in model.parameters():
-            one.mul_(3)  # so that the likeliest token is that by far more than rounding
-    place = tmp_path_factory.mktemp("huggingface")
-    model.save_pretrained(place)
-    return place
+EVEN = [row[:3] * 4 for row in (PROMPTS[0], PROMPTS[3])]
 
 
 def ours(folder, **options):

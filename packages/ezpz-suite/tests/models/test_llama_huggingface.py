@@ -8,36 +8,9 @@ import torch
 from ezpz.models import Llama, LlamaConfig, ModelError, huggingface_state_dict, load_huggingface
 from ezpz_tp.testing import run_ranks
 
-transformers = pytest.importorskip("transformers", reason="the extra huggingface")
+from .conftest import LONG, theirs
 
-LONG = {
-    "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
-}  # fmt: skip  # short enough that every frequency is kept, blended or divided within 100 tokens
-
-
-def theirs(tied=False, rope=None):
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=131, hidden_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, intermediate_size=96, max_position_embeddings=128,
-        tie_word_embeddings=tied, **({"rope_parameters": rope} if rope else {}),
-    )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config).eval()
-    with torch.no_grad():
-        for name, one in model.named_parameters():
-            # Larger than transformers draws them, so that nothing is nearly nothing; norms unlike.
-            one.mul_(3) if "norm" not in name else one.uniform_(0.5, 1.5)
-    return model
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A model's folder, of several files."""
-    place = tmp_path_factory.mktemp("huggingface")
-    theirs().save_pretrained(place, max_shard_size="60KB")
-    assert len(list(place.glob("*.safetensors"))) > 2
-    return place
+pytest.importorskip("transformers", reason="the extra huggingface")
 
 
 def tokens():
@@ -54,7 +27,7 @@ def test_the_logits_are_theirs(tied, rope):
     assert wanted.std() > 0.1
     torch.testing.assert_close(ours(tokens()), wanted, atol=1e-5, rtol=1e-5)
     if rope:
-        unscaled = Llama(LlamaConfig.from_huggingface(theirs(tied).config))
+        unscaled = Llama(LlamaConfig.from_huggingface(theirs(tied, None).config))
         load_huggingface(unscaled, model.state_dict())
         assert not torch.allclose(unscaled(tokens()), wanted, atol=1e-3)
 
