@@ -77,20 +77,18 @@ class Settings:
 
     def __post_init__(self) -> None:
         wrap, pp = self.wrap, self.pp
-        for is_wrong, said in (
-            (wrap not in WRAPS, f"--wrap={wrap}; expected one of {', '.join(WRAPS)}"),
-            (pp > 1 and wrap not in _AROUND_PIPELINE,
-             (f"--wrap={wrap} with --pp={pp}; expected none or fsdp2: around a pipeline's part, "
-             "which runs several times a step, no other goes")),
-            (pp > 1 and self.batch % pp,
-             (f"--batch={self.batch} with --pp={pp}; expected a multiple of {pp}: the pipeline "
-             "runs so many parts of a batch at once")),
-        ):  # fmt: skip
-            if is_wrong:
-                raise UsageError(said)
-
-
-OPTIONS: Final = fields(Settings)
+        if wrap not in WRAPS:
+            raise UsageError(f"--wrap={wrap}; expected one of {', '.join(WRAPS)}")
+        if pp > 1 and wrap not in _AROUND_PIPELINE:
+            raise UsageError(
+                f"--wrap={wrap} with --pp={pp}; expected none or fsdp2: around a pipeline's part, "
+                "which runs several times a step, no other goes"
+            )
+        if pp > 1 and self.batch % pp:
+            raise UsageError(
+                f"--batch={self.batch} with --pp={pp}; expected a multiple of {pp}: the pipeline "
+                "runs so many parts of a batch at once"
+            )
 
 
 # What the commands share that start ranks of their own: `ezpz test` and `ezpz bench`.
@@ -245,11 +243,7 @@ ezpz-launch."""
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``ezpz test`` with these words (default: the process's) and return its exit status."""
-    return run_command(argv, _NAME, help_page(), _launch)
-
-
-def help_page() -> str:
-    return page_of(_HEAD, Settings, _TAIL)
+    return run_command(argv, _NAME, page_of(_HEAD, Settings, _TAIL), _launch)
 
 
 def complain(text: str) -> None:
