@@ -7,7 +7,6 @@ import os
 import tomllib
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -28,18 +27,6 @@ _KIND_OF = {
     torch.float8_e4m3fn: "fp8", torch.float8_e4m3fnuz: "fp8",
     torch.float8_e5m2: "fp8", torch.float8_e5m2fnuz: "fp8", torch.int8: "int8",
 }  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Peaks:
-    name: str
-    match: list[str]  # names as torch reports them
-    units: int  # multiprocessors, compute units or vector engines that the rates are of
-    memory_gb: list[float]  # the sizes it is sold with
-    flops: Mapping[str, float]  # operations a second, dense, by kind
-    source: str
-    date: str  # year and month in which the rates were last compared
-    unverified: bool = False  # whether there was nothing to compare them with
 
 
 def get_peak_flops(
@@ -104,10 +91,10 @@ def peak_of(name: str, units: int, kind: str) -> float | None:
     # "NVIDIA A100-SXM4-40GB MIG 1g.5gb": a slice, which shows its own multiprocessors only.
     whole = name.partition(" MIG ")[0].strip()
     for row in read_peaks():
-        if whole in row.match:
+        if whole in row["match"]:
             # More than the datasheet's is another product under the same name.
-            rate = row.flops.get(kind) if 0 < units <= row.units else None
-            return None if rate is None else rate * units / row.units
+            rate = row["tflops"].get(kind) if 0 < units <= row["units"] else None
+            return None if rate is None else float(rate) * 1e12 * units / row["units"]
     return None
 
 
@@ -118,13 +105,11 @@ def compute_units(properties: Any) -> int:
 
 
 @cache
-def read_peaks() -> tuple[Peaks, ...]:
+def read_peaks() -> list[dict[str, Any]]:
+    """Return the rows of ``peaks.toml``, which says what their keys are."""
     text = files(__package__).joinpath("peaks.toml").read_text(encoding="utf-8")
-    rows = []
-    for row in tomllib.loads(text)["device"]:
-        flops = {kind: rate * 1e12 for kind, rate in row.pop("tflops").items()}
-        rows.append(Peaks(flops=flops, **row))
-    return tuple(rows)
+    rows: list[dict[str, Any]] = tomllib.loads(text)["device"]
+    return rows
 
 
 def _override(text: str) -> float:
