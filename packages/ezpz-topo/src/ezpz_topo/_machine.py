@@ -29,7 +29,7 @@ _CHOICES = {
     "scheduler": SCHEDULERS, "launcher": LAUNCHERS, "device_type": DEVICE_TYPES,
     "backends": BACKENDS, "backend": BACKENDS, "submit_required": ("account", "queue", "time"),
 }  # fmt: skip
-_REQUIRED = ("site", "source", "scheduler", "launcher", "why")
+_REQUIRED = ("site", "source", "scheduler", "launcher", "why", "start", "stop", "mount")
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,9 +291,6 @@ def _read_machine(path: str) -> Machine:
         table = reader.table("copper")
         table.only(Copper.__slots__)
         facts["copper"] = Copper(**table.facts(Copper))
-        for key in ("start", "stop", "mount"):
-            if not table.document.get(key):
-                table.fail(key, table.document.get(key), "a value")
     facts["options"] = {}
     for key in reader.table("options").document:
         table = reader.table("options").table(key)
