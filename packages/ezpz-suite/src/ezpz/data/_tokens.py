@@ -38,7 +38,6 @@ Encode = Callable[[str], Sequence[int]]
 """Text to tokens: a tokenizer's ``encode``."""
 
 _START = 128  # bytes of NumPy's header, which it pads so that any number of tokens fits in
-_PIECE = 1 << 24  # tokens whose checksum is computed at once
 _ONE = (str, bytes, Path)  # what is given instead of a list of it, by mistake
 
 
@@ -210,8 +209,6 @@ def write_tokens(
     if encode is None and separator is None:
         separator = 0
     size = 256 if vocab_size is None else vocab_size  # without a tokenizer: bytes, in UTF-8
-    if not 1 <= size <= 1 << 32:
-        raise DataError(f"vocab_size={size}; expected 1 to 2**32")
     if separator is not None and not 0 <= separator < size:
         raise DataError(f"separator={separator}; expected a token, 0 to {size - 1}")
     documents: Iterable[bytes] = _documents(files, texts, encode, size)
@@ -401,10 +398,7 @@ def _open(path: Path) -> tuple[TokenHeader, Any]:
 
 
 def _verify(path: str | Path, header: TokenHeader, tokens: Any) -> None:
-    found = 0
-    for start in range(0, len(tokens), _PIECE):
-        found = zlib.crc32(tokens[start : start + _PIECE].data, found)
-    if found != header.checksum:
+    if (found := zlib.crc32(tokens)) != header.checksum:
         raise DataError(
             f"{path}: checksum {found:08x}; expected {header.checksum:08x}: it is damaged, or "
             f"mixed from two files; {_AGAIN}"
