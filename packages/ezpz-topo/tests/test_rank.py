@@ -18,8 +18,8 @@ from ezpz_topo import (
     get_local_device,
     get_local_world_size,
     get_rank_info,
-    launching_ancestors,
 )
+from ezpz_topo._rank import launching_ancestors
 
 TORCHRUN = {
     "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1",
@@ -369,7 +369,7 @@ def test_local_rank_is_the_index_of_a_device_where_ezpz_launch_says_so():
 # Real processes with the names that launchers have.
 
 LINUX = pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="the kernel shows no /proc")
-SAY = "from ezpz_topo import launching_ancestors as a; print(*[x.family for x in a()])"
+SAY = "from ezpz_topo._rank import launching_ancestors as a; print(*[x.family for x in a()])"
 
 
 def below(words, *inner):

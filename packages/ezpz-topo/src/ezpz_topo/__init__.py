@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from ._errors import TopoError as TopoError
     from ._hostfile import HostSlots as HostSlots
     from ._hostfile import get_nodes_from_hostfile as get_nodes_from_hostfile
-    from ._hostfile import parse_hostfile as parse_hostfile
     from ._hostfile import read_hostfile as read_hostfile
     from ._hosts import Hosts as Hosts
     from ._hosts import find_schedulers as find_schedulers
@@ -68,7 +67,6 @@ if TYPE_CHECKING:
     from ._rank import get_local_world_size as get_local_world_size
     from ._rank import get_rank as get_rank
     from ._rank import get_rank_info as get_rank_info
-    from ._rank import launching_ancestors as launching_ancestors
     from ._secrets import redact as redact
     from ._topology import Topology as Topology
     from ._topology import detect as detect

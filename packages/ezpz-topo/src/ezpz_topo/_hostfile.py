@@ -31,27 +31,11 @@ class HostSlots:
     slots: int | None = None
 
 
-def parse_hostfile(text: str, *, path: str = "<text>") -> tuple[HostSlots, ...]:
-    r"""Return the hosts of a hostfile, each once, in order, by short name, with their slots.
+def read_hostfile(path: str | os.PathLike[str]) -> tuple[HostSlots, ...]:
+    """Return the hosts of a hostfile, each once, in order, by short name, with their slots.
 
     The first spelling of a host stays. Repeats add up, and a line without a number then counts
     one; a host named once and without a number has None.
-
-    Args:
-        text: What the file says.
-        path: The file's name, for errors.
-
-    Raises:
-        HostfileError: A line does not parse, or there is no host, or too many; with the line.
-
-    >>> parse_hostfile("x1n0:2  # login\nx1n1 slots=4\nX1N0.hsn.example\n")
-    (HostSlots(host='x1n0', slots=3), HostSlots(host='x1n1', slots=4))
-    """
-    return tuple(HostSlots(host, slots) for host, slots in _parse(text, path).items())
-
-
-def read_hostfile(path: str | os.PathLike[str]) -> tuple[HostSlots, ...]:
-    """Return the hosts of a hostfile (see `parse_hostfile`).
 
     Raises:
         HostfileError: The file cannot be read, is not a regular one, is too large, is not
@@ -78,7 +62,7 @@ def read_slots(path: str | os.PathLike[str]) -> dict[str, int | None]:
             f"hostfile {name!r} cannot be read ({error}); expected a text file with one host a "
             "line; name another, or unset the variable that names it"
         ) from error
-    return _parse(text, name)
+    return parse_slots(text, name)
 
 
 def read_regular(path: str, limit: int) -> bytes:
@@ -93,7 +77,7 @@ def read_regular(path: str, limit: int) -> bytes:
     return data
 
 
-def _parse(text: str, path: str) -> dict[str, int | None]:
+def parse_slots(text: str, path: str) -> dict[str, int | None]:
     found: dict[str, tuple[str, int, bool]] = {}  # first spelling, slots, whether they are told
     # Some editors begin a file with a mark of its encoding.
     lines = text.removeprefix("\ufeff").split("\n")

@@ -506,12 +506,8 @@ class Ancestor:
 
 
 def launching_ancestors(pid: int | None = None, *, proc: str = "/proc") -> Iterator[Ancestor]:
-    """Yield the launching processes above ``pid`` (default: this process), nearest first.
-
-    Yields nothing where the kernel does not tell (macOS, a PID namespace of its own).
-
-    Source: ``proc_pid_stat(5)``.
-    """
+    """Yield the launching processes above ``pid`` (default: this process), nearest first."""
+    # None where the kernel does not tell (macOS, a PID namespace of its own): proc_pid_stat(5).
     pid = os.getpid() if pid is None else pid
     for _ in range(_DEEPEST):
         # pid (name) state ppid ...: a name may hold spaces and brackets.
