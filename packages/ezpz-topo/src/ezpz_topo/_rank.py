@@ -353,7 +353,7 @@ def is_step(env: Mapping[str, str]) -> bool:
 def why_another_step(env: Mapping[str, str], above: Iterable[Ancestor]) -> str:
     """Return why this process is not in the step that its variables name; empty if it may be."""
     started_by = next((each for each in above if each.family == "slurm"), None)
-    if started_by is not None and started_by.runs_a_shell:
+    if started_by is not None and _SHELL_STEP.search(started_by.process):
         return f"{started_by.process} started this"
     step, job = env.get("SLURM_STEP_NODELIST", ""), env.get("SLURM_JOB_NODELIST", "")
     # Most steps are as wide as their job, and ten thousand names need not be made for that.
@@ -483,7 +483,7 @@ _FAMILY_OF = {
     for name in each.processes
     for known in (name, name[:15])
 }
-_SHELL_STEP = re.compile(r"\[[0-9+]+\.(batch|extern|interactive)\]")
+_SHELL_STEP = re.compile(r"\[[0-9+]+\.(batch|extern|interactive)\]")  # of a slurmstepd of no ranks
 _DEEPEST = 256
 
 
@@ -498,11 +498,6 @@ class Ancestor:
 
     family: str
     process: str
-
-    @property
-    def runs_a_shell(self) -> bool:
-        """Whether it is a slurmstepd of no ranks: of a batch script, or an interactive shell."""
-        return _SHELL_STEP.search(self.process) is not None
 
 
 def launching_ancestors(pid: int | None = None, *, proc: str = "/proc") -> Iterator[Ancestor]:
