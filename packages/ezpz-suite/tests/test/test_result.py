@@ -2,25 +2,23 @@
 
 import io
 import math
-from dataclasses import replace
 
 import pytest
 
 import ezpz_obs
 from ezpz._test.measure import Bandwidth, Pairs
-from ezpz._test.result import Place, Result, ends, has_fallen, write_page
+from ezpz._test.result import Result, ends, has_fallen, write_page
 
-PLACE = Place(
-    ranks=8, nodes=4, device="cpu", backend="gloo", wrap="ddp", parameters=1_050_000,
-    degrees={"tensor": 2, "pipeline": 1, "context": 1, "data": 4},
-)  # fmt: skip
+PLACE = {
+    "ranks": 8, "nodes": 4, "device": "cpu", "backend": "gloo", "wrap": "ddp",
+    "parameters": 1_050_000, "degrees": {"tensor": 2, "pipeline": 1, "context": 1, "data": 4},
+}  # fmt: skip
 
 
 def result(losses=(5.0, 4.0, 3.0, 2.0), **changes):
-    made = Result(PLACE, 8192, list(losses), [1.0, *[0.1] * (len(losses) - 1)])
-    for name, value in changes.items():
-        setattr(made, name, value)
-    return made
+    seconds = [1.0, *[0.1] * (len(losses) - 1)]
+    told = {"tokens_per_step": 8192, "losses": list(losses), "seconds": seconds}
+    return Result(**{**PLACE, **told, **changes})
 
 
 def bandwidth(rate=1e9, size=1 << 20, is_right=True):
@@ -80,7 +78,7 @@ def test_the_pairs_are_listed_slowest_first(tmp_path):
 
 
 def test_one_rank_and_one_node_are_no_failure(tmp_path):
-    of = result(place=replace(PLACE, ranks=1, nodes=1))
+    of = result(ranks=1, nodes=1)
     text = page(of, tmp_path, pairs_asked=True)
     assert "one rank: there is no peer to send to" in text
     assert "one node: there is no pair" in text

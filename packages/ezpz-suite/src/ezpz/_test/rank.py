@@ -30,7 +30,7 @@ from ezpz_topo import TopoError, get_rank, get_world_size
 
 from .command import Settings, UsageError, complain, parse, take
 from .measure import default_sizes, find_nodes, measure, measure_pairs
-from .result import Place, Result, write_page
+from .result import Result, write_page
 
 
 def load_text() -> Tensor:
@@ -276,17 +276,17 @@ def _test(settings: Settings, device: torch.device, folder: Path | None) -> Resu
     state = ezpz_tp.get_state()
     degrees = {axis: state.size(axis) for axis in ("tensor", "pipeline", "context", "data")}
     name = f"{get_device_properties()['name']} ({device.type})" if device.type != "cpu" else "cpu"
-    place = Place(
+    result = Result(
         ranks=get_world_size(), nodes=len(nodes), device=name,
         backend=get_torch_backend(), degrees=degrees, wrap=trainer.wrap,
         parameters=config.parameters(),
+        tokens_per_step=settings.batch * settings.seq * degrees["data"],
     )  # fmt: skip
-    result = Result(place, tokens_per_step=settings.batch * settings.seq * degrees["data"])
     log = ezpz_obs.get_logger("test")
-    _say(log, "training", ranks=place.ranks, wrap=place.wrap, **degrees)
+    _say(log, "training", ranks=result.ranks, wrap=result.wrap, **degrees)
     train(trainer, config, result, folder)
     result.disagreement = find_disagreement(trainer)
-    if place.ranks > 1:
+    if result.ranks > 1:
         sizes = default_sizes(device.type) if settings.sizes is None else settings.sizes
         for size in sizes:
             result.bandwidths.append(one := measure(size, device))

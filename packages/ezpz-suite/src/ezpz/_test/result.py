@@ -14,8 +14,8 @@ import ezpz_obs
 from .measure import Bandwidth, Pairs
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+@dataclass
+class Result:
     ranks: int
     nodes: int
     device: str
@@ -23,11 +23,6 @@ class Place:
     degrees: dict[str, int]
     wrap: str
     parameters: int
-
-
-@dataclass
-class Result:
-    place: Place
     tokens_per_step: int
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
@@ -61,12 +56,12 @@ class Result:
 
     def facts(self) -> dict[str, Any]:
         """Return what is written for programs; the keys are those of docs/command.md."""
-        place, failures = self.place, self.failures()
+        failures = self.failures()
         return {
             "ok": not failures, "failures": failures,
-            "ranks": place.ranks, "nodes": place.nodes, "device": place.device,
-            "backend": place.backend, "degrees": place.degrees, "wrap": place.wrap,
-            "parameters": place.parameters,
+            "ranks": self.ranks, "nodes": self.nodes, "device": self.device,
+            "backend": self.backend, "degrees": self.degrees, "wrap": self.wrap,
+            "parameters": self.parameters,
             "steps": len(self.losses), "tokens_per_step": self.tokens_per_step,
             "losses": self.losses, "step_s": self.median_seconds(), **self.rates,
             "all_reduce": [one.facts() for one in self.bandwidths],
@@ -90,20 +85,19 @@ _MOST_PAIRS = 10  # of more, only the slowest are listed
 
 
 def write_page(result: Result, run: Path, out: TextIO, *, pairs_asked: bool) -> None:
-    place = result.place
-    degrees = ", ".join(f"{axis} {degree}" for axis, degree in place.degrees.items() if degree > 1)
+    degrees = ", ".join(f"{axis} {degree}" for axis, degree in result.degrees.items() if degree > 1)
     out.write("\n")
     try:
         ezpz_obs.plot(run, "loss", file=out, height=16)
     except ezpz_obs.ReportError as error:
         # Without a curve the numbers still count.
         out.write(f"no loss curve: {error}\n")
-    how = f"{place.wrap}, {degrees}" if degrees else place.wrap
-    where = f"{_count(place.nodes, 'node')}: {place.device}, {place.backend}"
+    how = f"{result.wrap}, {degrees}" if degrees else result.wrap
+    where = f"{_count(result.nodes, 'node')}: {result.device}, {result.backend}"
     lines = [
         "",
-        f"model       Llama of {place.parameters / 1e6:.2f} M parameters; {how}",
-        f"ranks       {place.ranks} on {where}",
+        f"model       Llama of {result.parameters / 1e6:.2f} M parameters; {how}",
+        f"ranks       {result.ranks} on {where}",
     ]
     if result.losses:
         first, last = result.losses[0], result.losses[-1]
@@ -112,10 +106,10 @@ def write_page(result: Result, run: Path, out: TextIO, *, pairs_asked: bool) -> 
             f"step        {_time(result.median_seconds())}, the median",
             f"throughput  {_throughput(result)}",
         ]
-    if place.ranks == 1:
+    if result.ranks == 1:
         lines.append("all-reduce  one rank: there is no peer to send to")
     elif result.bandwidths:
-        lines += ["", *_bandwidth_lines(result.bandwidths, place.ranks)]
+        lines += ["", *_bandwidth_lines(result.bandwidths, result.ranks)]
     if result.pairs is not None:
         lines += ["", *_pair_lines(result.pairs)]
     elif pairs_asked:
