@@ -75,24 +75,15 @@ def test_the_tightest_cgroup_around_us_binds(where, tmp_path):
     ("2:cpu,cpuacct:/docker/0123abcd\n",
      {"cpu/cpu.cfs_quota_us": "200000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 2),
     (V1, {"cpu/cpu.cfs_quota_us": "200000\n"}, 6),  # without its period
+    *((V1, {f"{mount}/slurm/job_7/cpu.cfs_quota_us": "400000\n",
+            f"{mount}/slurm/job_7/cpu.cfs_period_us": "100000\n",
+            f"{mount}/cpu.cfs_quota_us": "-1\n", f"{mount}/cpu.cfs_period_us": "100000\n"}, 4)
+      for mount in ("cpu,cpuacct", "cpu")),
 ])  # fmt: skip
 def test_files_of_cgroups(cgroup, files, cpus, tmp_path):
     root = tree(tmp_path, cgroup, files)
     assert get_cpus_per_node(SLURM, root=root) == cpus
     assert cpus > 1 or get_cpu_count(root) == 1
-
-
-@pytest.mark.parametrize("mount", ["cpu,cpuacct", "cpu"])
-def test_version_1(mount, tmp_path):
-    root = tree(tmp_path, V1, {
-        f"{mount}/slurm/job_7/cpu.cfs_quota_us": "400000\n",
-        f"{mount}/slurm/job_7/cpu.cfs_period_us": "100000\n",
-        f"{mount}/cpu.cfs_quota_us": "-1\n", f"{mount}/cpu.cfs_period_us": "100000\n",
-    })  # fmt: skip
-    assert cpus_per_node_with_source(SLURM, root=root) == (
-        4,
-        f"cgroup quota 4 CPUs of /sys/fs/cgroup/{mount}/slurm/job_7/cpu.cfs_quota_us",
-    )
 
 
 @pytest.mark.parametrize(("env", "expected"), [
