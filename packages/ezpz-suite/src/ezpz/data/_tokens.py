@@ -209,6 +209,8 @@ def write_tokens(
     if encode is None and separator is None:
         separator = 0
     size = 256 if vocab_size is None else vocab_size  # without a tokenizer: bytes, in UTF-8
+    if not 1 <= size <= 1 << 32:
+        raise DataError(f"vocab_size={size}; expected 1 to 2**32")
     if separator is not None and not 0 <= separator < size:
         raise DataError(f"separator={separator}; expected a token, 0 to {size - 1}")
     documents: Iterable[bytes] = _documents(files, texts, encode, size)
