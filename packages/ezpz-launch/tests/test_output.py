@@ -1,11 +1,9 @@
 """What ranks write reaches us as it is, reports apart; what becomes of it stops no training."""
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
-import sys
 import tty
 
 import pytest
@@ -117,77 +115,64 @@ def test_little_is_held_back():
 
 # copying
 
-# Copies fds 3 and 4 to 1 and 2, until their end, then tells on 5 what it saw.
-COPIER = """
-import json, os, sys, time
-from ezpz_launch._output import Output
-woken = []
-output = Output("ID", lambda: woken.append(1))
-output.copy(os.fdopen(3, "rb", 0), os.fdopen(4, "rb", 0))
-output.drain(float(sys.argv[1]), lambda: False)
-seen = [output.take_reports(), output.nobody_reads, len(output.tail), bool(woken)]
-os.write(5, json.dumps(seen).encode())
-"""
+
+@pytest.fixture
+def copied(capfdbinary):
+    """Copy what two commands write to our streams or these; return what came, and the Output."""
+
+    def copy(first, second, patience=60, **streams):
+        feeders = [
+            subprocess.Popen(["bash", "-c", words], stdin=subprocess.DEVNULL, stdout=-1)
+            for words in (first, second)
+        ]
+        ours = {number: os.dup(number) for number in (1, 2)}
+        for number, name in ((1, "stdout"), (2, "stderr")):
+            os.dup2(streams.get(name, number), number)
+        output = Output("ID", lambda: None)
+        output.copy(*(feeder.stdout for feeder in feeders))
+        output.drain(patience, lambda: False)
+        output.close(lambda: False)
+        for number, own in ours.items():
+            os.dup2(own, number)
+            os.close(own)
+        for feeder in feeders:
+            feeder.kill()
+            feeder.wait()
+        return *capfdbinary.readouterr(), output
+
+    return copy
 
 
-def copied(first, second, patience=60, **streams):
-    """Feed two commands' output through an Output; return what it wrote, and what it saw."""
-    pipes = [os.pipe() for _ in range(3)]
-    script = f"{{ {first}; }} >&{pipes[0][1]} & {{ {second}; }} >&{pipes[1][1]}; wait $!"
-    feeder = subprocess.Popen(
-        ["bash", "-c", script], pass_fds=[pipes[0][1], pipes[1][1]], stdin=subprocess.DEVNULL
-    )
-    order = f"exec 3<&{pipes[0][0]} 4<&{pipes[1][0]} 5>&{pipes[2][1]}"
-    inherited = [pipes[0][0], pipes[1][0], pipes[2][1]]
-    copier = subprocess.Popen(
-        ["bash", "-c", f'{order}; exec "$@"', "_", sys.executable, "-c", COPIER, str(patience)],
-        pass_fds=inherited,
-        **{"stdout": -1, "stderr": -1, **streams},
-    )
-    for fd in (pipes[0][1], pipes[1][1], *inherited):
-        os.close(fd)
-    try:
-        out, err = copier.communicate(timeout=60)
-        assert copier.returncode == 0, err
-        with os.fdopen(pipes[2][0]) as told:
-            seen = json.loads(told.read())
-    finally:
-        copier.kill()
-        feeder.kill()
-        feeder.wait()
-    return out, err, seen
-
-
-def test_reports_are_taken_out_of_both_streams_and_what_looks_like_one_is_not():
+def test_reports_are_taken_out_of_both_streams_and_what_looks_like_one_is_not(copied):
     # some launchers can be told to merge them
     text = r"printf 'a\036ID e 3 7|e 3 7\037\nb\036I'"
-    out, err, (reports, *_) = copied(text, text)
+    out, err, output = copied(text, text)
     assert (out, err) == (b"ab\x1eI", b"ab\x1eI")
-    assert reports == [["end", 3, 7]] * 2
+    assert output.take_reports() == [("end", 3, 7)] * 2
 
 
 @pytest.mark.parametrize(("stream", "ends"), [("stdout", True), ("stderr", False)])
-def test_no_one_reads(stream, ends):
+def test_no_one_reads(copied, stream, ends):
     read, write = os.pipe()
     os.close(read)
     words = ["seq 300000", "echo still here"]
-    out, err, seen = copied(*(words if ends else words[::-1]), **{stream: write})
+    out, err, output = copied(*(words if ends else words[::-1]), **{stream: write})
     os.close(write)
     # only `| head` ends a program
-    assert (err if ends else out, seen[1]) == (b"still here\n", ends)
+    assert (err if ends else out, output.nobody_reads) == (b"still here\n", ends)
 
 
-def test_a_full_disk_is_said_once_and_ends_nothing(background):
+def test_a_full_disk_is_said_once_and_ends_nothing(copied, background):
     with open("/dev/full", "wb") as full:
-        _, err, seen = copied("seq 300000", "true", stdout=full)
+        _, err, output = copied("seq 300000", "true", stdout=full.fileno())
         assert err == b"ezpz-launch: cannot write the output: No space left on device\n"
-        assert seen[1] is False
+        assert output.nobody_reads is False
         script = "seq 300000; seq 300000 >&2; exit 3"
         launch = background("-n", "2", "sh", "-c", script, stdout=full, stderr=full)
         assert launch.wait(120) == 3
 
 
-def test_standard_output_that_somebody_made_nonblocking(tmp_path):
+def test_standard_output_that_somebody_made_nonblocking(copied, tmp_path):
     read, write = os.pipe()
     os.set_blocking(write, False)
     path = tmp_path / "read"
@@ -200,7 +185,7 @@ def test_standard_output_that_somebody_made_nonblocking(tmp_path):
     assert path.read_bytes() == b"".join(b"%d\n" % number for number in range(1, 300001))
 
 
-def test_no_longer_than_its_patience_for_what_holds_the_pipes(tmp_path):
+def test_no_longer_than_its_patience_for_what_holds_the_pipes(copied, tmp_path):
     out, _, _ = copied(f"echo a; sleep 600 & echo $! >{tmp_path}/pid; true", "echo b", patience=0.2)
     os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
     assert out == b"a\n"

@@ -30,6 +30,13 @@ class Reports:
     def __init__(self, launch_id: str) -> None:
         # The chance at its end, and the attempt: as much as tells one launch in another.
         self._start = b"\x1e" + launch_id.rpartition("-")[2].encode() + b" "
+        # A damaged one has a piece of another rank within, whose bytes are not ours to drop; where
+        # it was cut, no end is in sight. Its second copy is whole.
+        words, others = rb"([sect]) (\d{1,12}) (\d{1,12})", rb"([^\x1e\x1f]{0,%d})" % _LONGEST
+        whole = words + rb"\|\1 \2 \3"
+        self._report = re.compile(
+            re.escape(self._start) + rb"(?:(?:%s|%s)\x1f\n?)?" % (whole, others)
+        )
         self._held = b""
         self._newline_follows = False
 
@@ -38,59 +45,34 @@ class Reports:
         if self._newline_follows and chunk:
             self._newline_follows = False
             chunk = chunk.removeprefix(b"\n")
-        data, self._held = self._held + chunk, b""
-        kept: list[bytes] = []
-        found: list[Report] = []
-        while data:
-            before, separator, rest = data.partition(b"\x1e")
-            kept.append(before)
-            if not separator:
-                break
-            data = separator + rest
-            if not data.startswith(self._start[: len(data)]):
-                kept.append(separator)
-                data = rest
-                continue
-            end = data.find(b"\x1f", 0, _LONGEST)
-            if end < 0 and len(data) < _LONGEST:
-                self._held = data
-                break
-            data = self._take(data, end, kept, found)
-        return b"".join(kept), found
+        data, found = self._held + chunk, list[Report]()
+        before, separator, last = data.rpartition(b"\x1e")
+        self._held = separator + last
+        if self._may_go_on(self._held):
+            data = before
+        else:
+            self._held = b""
+
+        def take(match: re.Match[bytes]) -> bytes:
+            what, rank, value, others = match.groups()
+            if what:
+                found.append((_WORDS[what], int(rank), int(value)))
+            is_last = match.end() == len(data) and not self._held
+            self._newline_follows = is_last and match[0].endswith(b"\x1f")
+            return others or b""
+
+        return self._report.sub(take, data), found
 
     def rest(self) -> bytes:
         """Return what was held back and, at the end of the stream, is no report."""
         held, self._held = self._held, b""
         return b"" if held.startswith(self._start) else held
 
-    def _take(self, data: bytes, end: int, kept: list[bytes], found: list[Report]) -> bytes:
-        """Take one report from the beginning of the data; return what follows it."""
-        begin = len(self._start)
-        if end < 0:
-            # Cut, and no end in sight: its second copy is whole.
-            return data[begin:]
-        inner = data.rfind(b"\x1e", begin, end)
-        if inner > 0:
-            # Another rank's report came between, or what one wrote itself.
-            kept.append(data[begin:inner])
-            return data[inner:]
-        report = _parse(data[begin:end])
-        if report is None:
-            # Another rank's piece came between; its bytes are not ours to drop.
-            kept.append(data[begin:end])
-        else:
-            found.append(report)
-        if len(data) == end + 1:
-            self._newline_follows = True
-        return data[end + 1 :].removeprefix(b"\n")
-
-
-def _parse(text: bytes) -> Report | None:
-    half, _, again = text.partition(b"|")
-    words = half.split(b" ")
-    if half != again or len(words) != 3 or not all(word.isdigit() for word in words[1:]):
-        return None
-    return (_WORDS[words[0]], int(words[1]), int(words[2])) if words[0] in _WORDS else None
+    def _may_go_on(self, data: bytes) -> bool:
+        """Return whether it may be the beginning of a report."""
+        if not data.startswith(self._start):
+            return self._start.startswith(data)
+        return b"\x1f" not in data and len(data) < _LONGEST
 
 
 # The launcher's output, on its way to ours: every byte, as it comes.
