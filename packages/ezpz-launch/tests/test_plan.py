@@ -1,32 +1,37 @@
-"""A plan as a whole, and golden command lines, which EZPZ_UPDATE_GOLDEN=1 writes again."""
+"""A plan: options, cores, variables, a port; golden lines, which EZPZ_UPDATE_GOLDEN=1 writes."""
 
 import os
+import socket
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from ezpz_launch import Request, main, plan
+from ezpz_launch import LaunchError, Request, UsageError, _plan, main, plan
 from ezpz_launch._launchers import Launcher
-from ezpz_launch._plan import SHIM
+from ezpz_launch._plan import SHIM, choose_options, free_port, users_own
 from ezpz_topo import imagine, known_machines
 
-LAPTOP = replace(imagine("workstation", 1, {}), cpu_count=8, cpus_per_node=8)
-HYDRA = Launcher("/venv/bin/mpiexec", "hydra", "--version says HYDRA")
-PALS = Launcher("mpiexec", "pals", "")
 
-
-def planned(topology, nproc=None, *, env=None, launcher=HYDRA, added=(), **options):
+def planned(at, launcher="", /, *, nodes=2, env=None, added=(), **options):
+    topology = imagine(at, nodes, {}) if isinstance(at, str) else at
+    if isinstance(launcher, str):
+        launcher = Launcher("x", launcher or topology.machine.launcher, "")
     return plan(
-        topology, Request(("python", "train.py"), nproc, env=added, **options), launcher,
-        hosts=topology.allocation.hosts, hosts_source="no job is running", hostfile="/tmp/hosts",
-        port=29500, user_env=env or {},
+        topology, Request(("true",), env=added, **options), launcher,
+        hosts=topology.allocation.hosts, hosts_source="the job", hostfile="f", port=29500,
+        user_env=env or {},
     )  # fmt: skip
 
 
+LAPTOP = replace(imagine("workstation", 1, {}), cpu_count=8, cpus_per_node=8)
+HYDRA, PALS = (Launcher("mpiexec", kind, "") for kind in ("hydra", "pals"))
+
+
 def test_a_plan_for_this_host():
-    told = planned(LAPTOP)
+    told = planned(LAPTOP, HYDRA)
     assert (told.nproc, told.on_this_host) == (4, True)
     assert told.environment == {
         "MASTER_ADDR": "127.0.0.1",
@@ -36,16 +41,200 @@ def test_a_plan_for_this_host():
     # every decision has a source
     own = {"nproc", "ppn", "hosts", "launcher", "cpu_bind"}
     assert {*own, *told.environment} == set(told.sources)
-    assert "OMP_NUM_THREADS" not in planned(LAPTOP, env={"OMP_NUM_THREADS": "7"}).environment
+    assert "OMP_NUM_THREADS" not in planned(LAPTOP, HYDRA, env={"OMP_NUM_THREADS": "7"}).environment
     # a launcher may depend on where ranks run
-    assert planned(LAPTOP, launcher=lambda at: PALS if at.on_this_host else HYDRA).launcher == PALS
+    assert planned(LAPTOP, lambda at: PALS if at.on_this_host else HYDRA).launcher == PALS
 
 
 def test_env_of_the_request_comes_last_and_a_machine_that_is_named_is_told():
     added = ("CCL_KVS_MODE=pmi", "X=a=b")
-    told = planned(imagine("polaris", 1, {}), added=added, machine="polaris")
+    told = planned("polaris", HYDRA, added=added, machine="polaris")
     assert (told.environment["CCL_KVS_MODE"], told.environment["X"]) == ("pmi", "a=b")
     assert (told.sources["X"], told.environment["EZPZ_MACHINE"]) == ("--env", "polaris")
+
+
+# The options of the real machines' files.
+
+
+def chosen(machine, *names, kind=""):
+    known = imagine(machine, 1, {}).machine if isinstance(machine, str) else machine
+    return choose_options(known, names, Launcher("x", kind or known.launcher, ""))
+
+
+def test_flags_variables_and_binding_come_together_each_option_once():
+    told = chosen("polaris", "depth", "nccl-ofi", "depth")
+    assert told.names == ("depth", "nccl-ofi")
+    assert told.flags == ("--cpu-bind=depth", "--depth=8")
+    assert (told.cpu_bind, told.cpu_bind_option) == ("none", "depth")
+    assert told.environment["NCCL_NET"] == ("AWS Libfabric", "--option nccl-ofi")
+    # a backend is told to the ranks, modules to the user's shell
+    assert chosen("frontier", "gloo").environment == {"TORCH_BACKEND": ("gloo", "--option gloo")}
+    (note,) = chosen("perlmutter", "system-nccl").notes
+    assert note.endswith("module load cudatoolkit nccl cray-mpich")
+    assert chosen("aurora", "scale", kind="hydra").flags == ()
+
+
+POLARIS = imagine("polaris", 1, {}).machine
+CONTRADICTING = replace(
+    POLARIS,
+    options={
+        **POLARIS.options,
+        "by-numa": replace(POLARIS.options["depth"], cpu_bind="numa"),
+        "no-net": replace(POLARIS.options["nccl-ofi"], environment={"NCCL_NET": "Socket"}),
+    },
+)
+
+
+@pytest.mark.parametrize(("machine", "names", "kind", "message"), [
+    ("aurora", ["scal"], "", r"--option scal: aurora has no .*: no-vni, scale$"),
+    ("workstation", ["scale"], "", r"workstation has no such option; .* own: none$"),
+    ("aurora", ["no-vni"], "hydra", r"\(--no-vni\) are for pals, and the launcher is hydra"),
+    (CONTRADICTING, ["depth", "by-numa"], "",
+     "--option by-numa binds by numa, --option depth by none"),
+    (CONTRADICTING, ["nccl-ofi", "no-net"], "",
+     "--option no-net sets NCCL_NET=Socket, --option nccl-ofi AWS Libfabric"),
+])  # fmt: skip
+def test_options_that_cannot_be(machine, names, kind, message):
+    with pytest.raises(UsageError, match=message):
+        chosen(machine, *names, kind=kind)
+
+
+# Cores.
+
+
+@pytest.mark.parametrize(("options", "bound", "why"), [
+    ({"cpu_bind": "running-jobs"}, 12, "running-jobs: --cpu-bind"),
+    ({"cpu_bind": "none"}, 0, "--cpu-bind"),
+    ({"cpu_bind": "0-7:8-15", "ppn": 2}, 2, "0-7:8-15: --cpu-bind"),
+    ({"ppn": 13}, 0, "13 ranks a host are more than the 12 ranges"),
+])  # fmt: skip
+def test_cpu_binding(options, bound, why):
+    told = planned("aurora", **options)
+    assert len(told.cpu_bind) == bound
+    assert why in told.sources["cpu_bind"]
+
+
+@pytest.mark.parametrize(("kind", "wrong", "message"), [
+    *(("pals", wrong, "expected") for wrong in ("pytorhc", "depth", "7-0", "0-7")),
+    ("hydra", "pytorch", "hydra takes no list of cores"),
+])  # fmt: skip
+def test_a_binding_that_cannot_be(kind, wrong, message):
+    with pytest.raises(UsageError, match=message):
+        planned("aurora", kind, cpu_bind=wrong)
+
+
+@pytest.mark.parametrize(("machine", "kind", "options", "threads"), [
+    ("aurora", "pals", {"cpu_bind": "running-jobs"}, "8"),  # the fewest of its list
+    ("frontier", "srun", {"cpu_bind": "none"}, "64 cores / 8 ranks"),
+    ("perlmutter", "srun", {"ppn": 2}, "64"),  # -c
+    ("crux", "pals", {"ppn": 4}, "32"),  # --depth
+    ("polaris", "pals", {"options": ("depth",)}, "8"),
+])  # fmt: skip
+def test_threads_are_the_cores_that_a_rank_is_bound_to(machine, kind, options, threads):
+    told = planned(machine, kind, **options)
+    if "cores" in threads:
+        assert told.sources["OMP_NUM_THREADS"].startswith(threads)
+    else:
+        assert told.environment["OMP_NUM_THREADS"] == threads
+
+
+# Variables.
+
+PBS = {
+    "PBS_ENVIRONMENT": "PBS_BATCH", "PBS_JOBID": "1.pbs-0001", "NCPUS": "64",
+    "OMP_NUM_THREADS": "64", "TMPDIR": "/var/tmp/pbs.1.pbs-0001",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("changed", "own"), [
+    ({}, set()),
+    ({"OMP_NUM_THREADS": "4"}, {"OMP_NUM_THREADS"}),
+    ({"TMPDIR": "/scratch/me"}, {"TMPDIR"}),
+    ({"PBS_ENVIRONMENT": ""}, {"OMP_NUM_THREADS", "TMPDIR"}),
+    ({"NCPUS": ""}, {"OMP_NUM_THREADS"}),
+])  # fmt: skip
+def test_what_pbs_sets_for_every_job_is_no_choice(changed, own):
+    assert users_own({**PBS, **changed}) & {"OMP_NUM_THREADS", "TMPDIR"} == own
+
+
+def test_pbs_does_not_decide_threads_and_temporary_folder_the_user_does():
+    told = planned("aurora", env=PBS)
+    assert told.environment["OMP_NUM_THREADS"] == "4"
+    assert "64 is PBS's, not the user's" in told.sources["OMP_NUM_THREADS"]
+    assert told.environment["TMPDIR"] == "/tmp"
+    kept = planned("aurora", env={**PBS, "OMP_NUM_THREADS": "2", "TMPDIR": "/scratch"})
+    assert not {"OMP_NUM_THREADS", "TMPDIR"} & kept.environment.keys()
+    assert kept.environment["CCL_KVS_MODE"] == "mpi"
+
+
+@pytest.mark.parametrize(("kind", "kept"), [("pals", True), ("hydra", False), ("spawn", False)])
+def test_variables_of_a_launcher_are_for_that_launcher(kind, kept):
+    told = planned("aurora", kind)
+    assert ("CCL_PROCESS_LAUNCHER" in told.environment) is kept
+    assert ("CCL_KVS_MODE" in told.environment) is kept
+    assert told.environment["FI_MR_CACHE_MONITOR"] == "userfaultfd"
+    assert any("CCL_PROCESS_LAUNCHER" in note for note in told.notes) is not kept
+
+
+def test_variables_of_an_option_outrank_the_machines_and_not_the_users():
+    told = planned("aurora", options=("scale",), env={"CCL_OP_SYNC": "0"})
+    assert told.environment["FI_CXI_CQ_FILL_PERCENT"] == "30"
+    assert told.sources["FI_CXI_CQ_FILL_PERCENT"] == "--option scale"
+    assert "CCL_OP_SYNC" not in told.environment
+    assert told.sources["--option scale"] == "at scale"
+
+
+# The port.
+
+
+@pytest.mark.parametrize(
+    ("family", "address"),
+    [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET, ""), (socket.AF_INET6, "")],
+)
+def test_a_port_that_is_taken_is_passed_over(monkeypatch, family, address):
+    with socket.socket(family) as holder:
+        holder.bind((address, 0))
+        holder.listen()
+        monkeypatch.setattr(_plan, "_FIRST", holder.getsockname()[1])
+        monkeypatch.setattr(_plan, "_COUNT", 1)
+        with pytest.raises(LaunchError, match="is taken"):
+            free_port()
+
+
+CHOOSE = """
+import os
+from ezpz_launch._plan import free_port
+os.urandom = bytes
+print(free_port(), flush=True)
+input()
+"""
+
+
+def test_launches_at_once_have_a_port_each_and_the_next_one_what_they_leave(process):
+    def choose():
+        pipe = subprocess.PIPE
+        child = process(sys.executable, "-c", CHOOSE, stdin=pipe, stdout=pipe, text=True)
+        return child, child.stdout.readline()
+
+    # Each would choose the same, and none of their ranks listens yet.
+    (first, one), (_, two), (_, three) = choose(), choose(), choose()
+    assert len({one, two, three}) == 3
+    assert 20000 <= int(one) < 30000, "no ephemeral one"
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", int(one)))
+    first.communicate("\n", timeout=60)
+    assert choose()[1] == one
+
+
+@pytest.mark.parametrize(("machine", "kind", "nodes", "env", "each"), [
+    ("frontier", "srun", 9408, {}, "1176"),
+    ("frontier", "srun", 1024, {}, None),
+    ("frontier", "srun", 9408, {"TORCH_NCCL_RANKS_PER_ROOT": "512"}, None),
+    ("aurora", "pals", 10080, {}, None),
+])  # fmt: skip
+def test_many_ranks_of_nccl_read_few_numbers(machine, kind, nodes, env, each):
+    told = planned(machine, kind, nodes=nodes, env=env)
+    assert told.environment.get("TORCH_NCCL_RANKS_PER_ROOT") == each
 
 
 # The golden files.
