@@ -11,8 +11,9 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import NamedTuple
 
@@ -60,7 +61,6 @@ class Control(NamedTuple):
     programs: str = _HERE  # the folder of these
 
     def value(self) -> str:
-        """Return the variable's value; UsageError: a path holds a line break."""
         # Into files alone, sh's own redirection is enough.
         pumped = self.tee or (
             (self.prefix or self.only_ranks is not None or self.whole_lines) and not self.files
@@ -75,11 +75,11 @@ class Control(NamedTuple):
             self.device_type, str(self.devices), str(int(self.one_device)), str(self.attempt),
             self.progress_file, self.job_id, self.kept, self.run_file, self.fault,
         ]  # fmt: skip
-        for field in fields:
-            if "\n" in field:
-                raise UsageError(f"{field!r} holds a line break; expected a path without one")
+        for each in fields:
+            if "\n" in each:
+                raise UsageError(f"{each!r} holds a line break; expected a path without one")
         # sh would drop an empty line.
-        return "\n".join(field or "-" for field in fields)
+        return "\n".join(each or "-" for each in fields)
 
 
 class Launch(NamedTuple):
@@ -102,18 +102,19 @@ class Launch(NamedTuple):
         return os.uname().nodename if host in ("localhost", "127.0.0.1") else host
 
 
-class Facts(NamedTuple):
+@dataclass
+class Facts:
     """What is known of how a launch ended; nodes are indices of its hosts."""
 
     hosts: tuple[str, ...]
     ppn: int
-    own: Mapping[int, int] = {}  # ranks that had ended when we told the others to, by status
-    silent: frozenset[int] = frozenset()  # nodes that answer no more
-    gone: frozenset[int] = frozenset()  # nodes whose agent ended without a farewell
-    orphans: frozenset[int] = frozenset()  # ranks that go on though what started them is gone
-    unstarted: tuple[int, ...] = ()  # ranks
+    own: Mapping[int, int]  # ranks that had ended when we told the others to, by status
+    silent: set[int] = field(default_factory=set)  # nodes that answer no more
+    gone: set[int] = field(default_factory=set)  # nodes whose agent ended without a farewell
+    orphans: set[int] = field(default_factory=set)  # ranks that go on without what started them
+    unstarted: Sequence[int] = ()  # ranks
     hangs: bool = False  # whether it was silent for too long
-    deaf: frozenset[int] = frozenset()  # nodes that do not say where their ranks hang
+    deaf: Collection[int] = ()  # nodes that do not say where their ranks hang
     seen: float = 0.0  # when it was known that it fails, in seconds since the epoch
 
 

@@ -40,17 +40,9 @@ Failure = tuple[int, str, int]
 
 
 class Verdict(NamedTuple):
-    """Whose fault it was.
-
-    Attributes:
-        whose: ``"node"``, ``"program"`` or ``"unknown"``.
-        hosts: The nodes whose fault it was; of an unknown one those that are suspected, or none.
-        why: The reason, as one phrase.
-    """
-
-    whose: str
-    hosts: tuple[str, ...]
-    why: str
+    whose: str  # fault it was: NODE, PROGRAM or UNKNOWN
+    hosts: tuple[str, ...]  # the nodes whose it was, or that are suspected
+    why: str  # as one phrase
 
 
 class Pattern(NamedTuple):
@@ -79,14 +71,9 @@ _NOT_THERE = (126, 127)  # the program cannot be executed, or was not found
 
 
 def verdict(outcome: Outcome, words: bytes = b"", host_at: Callable[[str], str] = str) -> Verdict:
-    """Return whose fault it was that an attempt failed.
-
-    Args:
-        outcome: Its end, with its facts.
-        words: The last words of the rank that failed first, or of all.
-        host_at: What names the host at an address, as gloo and NCCL have them; else the address.
-    """
-    facts = outcome.facts or Facts((), 1)
+    """Return whose fault an end was, by its facts and the last words of who failed, or of all."""
+    # host_at names the host at an address, as gloo and NCCL have them.
+    facts = outcome.facts or Facts((), 1, {})
     if lost := _lost(facts, outcome):
         return lost
     if outcome.failure is None:
@@ -212,10 +199,7 @@ def tracebacks(words: bytes) -> Iterator[tuple[int, str, bytes]]:
 
 
 def exceptions(words: bytes) -> dict[str, list[int]]:
-    """Return which exceptions ended tracebacks there, and of which ranks.
-
-    Those are left out that only followed, because another rank had gone.
-    """
+    """Return which exceptions ended tracebacks there, of which ranks; not those of a cascade."""
     found: dict[str, list[int]] = {}
     following = [row.match for row in patterns() if row.whose == _CASCADE]
     for rank, raised, line in tracebacks(words):
@@ -229,10 +213,9 @@ def exceptions(words: bytes) -> dict[str, list[int]]:
 
 
 class Suspects:
-    """What attempts have shown so far: where both may be, who fails again elsewhere is the program.
+    """What attempts have shown so far: who fails again elsewhere is the program."""
 
-    A first failure that may be either's is tried once more there, then on another node.
-    """
+    # A first failure that may be either's is tried once more there, then on another node.
 
     def __init__(self) -> None:
         self._failed: dict[int, list[str]] = {}  # of each rank, where it failed first
@@ -259,14 +242,10 @@ class Suspects:
 
 
 def describe(found: Verdict) -> str:
-    """Return it as the line that people read."""
-    match found:
-        case (whose, hosts, why) if whose == NODE:
-            return f"the fault of {', '.join(hosts)}: {why}"
-        case (whose, _, why) if whose == PROGRAM:
-            return f"the program's fault: {why}"
-    suspects = f"; {', '.join(found.hosts)} perhaps" if found.hosts else ""
-    return f"whose fault is unknown{suspects}: {found.why}"
+    hosts = ", ".join(found.hosts)
+    suspects = f"; {hosts} perhaps" if hosts else ""
+    fault = {NODE: f"the fault of {hosts}", PROGRAM: "the program's fault"}
+    return f"{fault.get(found.whose, f'whose fault is unknown{suspects}')}: {found.why}"
 
 
 # The hosts of one launch, from attempt to attempt.
@@ -326,10 +305,7 @@ def one_a_node(
 def sweep(
     hosts: Sequence[str], launch_id: str, planned: LaunchPlan, env: Mapping[str, str]
 ) -> Callable[[], object]:
-    """End what a launch left on hosts where its agent is gone: by a small launch, in background.
-
-    Return what waits for its end.
-    """
+    """End what a launch left on hosts without its agent: start a small one; return its wait."""
     words, own = one_a_node(hosts, planned, env)
     agent = os.path.join(os.path.dirname(os.path.abspath(__file__)), "_agent.py")
     words += ["--idle-timeout", str(_SWEPT)]

@@ -6,6 +6,7 @@ import contextlib
 import os
 import select
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -40,12 +41,9 @@ def run(
 ) -> Outcome:
     with ExitStack() as stack:
         heard = heard or stack.enter_context(signals())
-        wake = os.pipe()
-        for end in wake:
-            os.set_blocking(end, False)
-            stack.callback(os.close, end)
-        one = _Run(launch, heard, wake)
-        stack.callback(setattr, one, "wake_write", -1)
+        woken, waker = map(stack.enter_context, socket.socketpair())
+        waker.setblocking(False)
+        one = _Run(launch, heard, woken, waker)
         one.start()
         if on_start:
             on_start()
@@ -66,25 +64,26 @@ def run(
 class _Run:
     """One run: what has been seen, and what is to be done when."""
 
-    def __init__(self, launch: Launch, heard: Heard, wake: tuple[int, int]) -> None:
+    def __init__(
+        self, launch: Launch, heard: Heard, woken: socket.socket, waker: socket.socket
+    ) -> None:
         self.launch = launch
-        self.arrived, self.wakes = heard[0], {heard[1], wake[0]}
-        self.wake_write = wake[1]
+        self.arrived, self.wakes = heard[0], {heard[1], woken.fileno()}
+        self.waker = waker
         self.poll = select.poll()
         for end in self.wakes:
             self.poll.register(end, select.POLLIN)
         self.status = Status(launch.nproc)
         self.told: signal.Signals | None = None  # the signal that ended it
         # Whether the ranks are to end: told by someone, failed or, as no one writes, hanging.
-        self.ending = self.hangs = self.port_taken = False
+        self.ending = self.port_taken = False
         self.goes_with_job = self.killed = False
         self.unanswered = 0
         self.forwarded = signal.SIGTERM
         self.signal_at = launch.signal_at
         self.said = self.announced = self.by_hand = False
         self.on_lost_nodes: set[int] = set()
-        self.facts = Facts(launch.hosts, launch.ppn)
-        self.own: dict[int, int] | None = None  # ranks that ended before they were told to
+        self.facts = Facts(launch.hosts, launch.ppn, self.status.ended)
         self.launcher_signal = signal.SIGTERM
         self.now = time.monotonic()
         # When what is due.
@@ -141,9 +140,8 @@ class _Run:
 
     def wake(self) -> None:
         """Let the loop look around; called from other threads."""
-        if self.wake_write >= 0:
-            with contextlib.suppress(OSError):  # it is awake already, or has ended
-                os.write(self.wake_write, b"!")
+        with contextlib.suppress(OSError):  # it is awake already, or has ended
+            self.waker.send(b"!")
 
     def take_reports(self) -> None:
         for report in self.output.take_reports():
@@ -164,15 +162,15 @@ class _Run:
             if self.status.take(("end", rank, 128 + signal.SIGKILL)) and not self.killed:
                 where = self.launch.host_of(rank)
                 say(f"rank {rank} on {where} is lost: what started it is gone")
-                self.facts = self.facts._replace(orphans=self.facts.orphans | {rank})
+                self.facts.orphans.add(rank)
         silent, nodes.silent = nodes.silent, []
         if silent:
-            self.facts = self.facts._replace(silent=self.facts.silent.union(silent))
+            self.facts.silent.update(silent)
             timeout = self.launch.control.node_timeout
             self.lose(silent, f"no answer within {timeout} s (EZPZ_NODE_TIMEOUT)")
         gone, nodes.gone = nodes.gone, []
         if gone and not (self.launch.on_this_host or self.announced or self.is_told()):
-            self.facts = self.facts._replace(gone=self.facts.gone.union(gone))
+            self.facts.gone.update(gone)
             self.at.setdefault("lose the gone", self.now + _GONE)
         if self.is_due("lose the gone"):
             # What it left running there no one would end, and no one would report.
@@ -251,13 +249,13 @@ class _Run:
             elif self.status.first_failure and (self.status.all_ended or not self.launch.goes_on):
                 self.settle()
             elif self.launch.idle_timeout and self.is_silent():
-                self.ending = self.hangs = True
+                self.ending = self.facts.hangs = True
                 self.ask_where_they_hang()
         if "stacks" in self.at and (self.unanswered <= 0 or self.is_due("stacks")):
             # Those that could not be read print their stacks themselves now.
             self.at.pop("stacks", None)
             asked = {rank // self.launch.ppn for rank in self.status.running}
-            self.facts = self.facts._replace(deaf=frozenset(asked - self.nodes.answered))
+            self.facts.deaf = asked - self.nodes.answered
             self.settle()
 
     def let_the_launcher_end(self) -> None:
@@ -287,7 +285,7 @@ class _Run:
     def settle(self) -> None:
         """Let the ranks end by themselves for a moment; then SIGTERM, then after the grace more."""
         self.ending = True
-        self.facts = self.facts._replace(seen=self.facts.seen or time.time())
+        self.facts.seen = self.facts.seen or time.time()
         self.at["terminate"] = self.now + SETTLE
         self.at["kill"] = self.now + SETTLE + self.launch.grace
 
@@ -312,18 +310,17 @@ class _Run:
             named = self.name(running)
             self.output.say(f"{silence}; ranks that had not ended: {named}; where they are:")
             self.nodes.ask_stacks(running)
-            self.facts = self.facts._replace(seen=time.time())
+            self.facts.seen = time.time()
         self.unanswered = len({rank // self.launch.ppn for rank in running})
         self.at["stacks"] = self.now + _STACKS
 
     def act(self) -> None:
-        terminates = self.is_due("terminate")
-        if terminates:
-            self.own = dict(self.status.ended)
-        if terminates and self.status.has_running:
-            self.announced = True
-            self.say_who_failed("; ending the other ranks")
-            self.signal(signal.SIGTERM)
+        if self.is_due("terminate"):
+            self.facts.own = dict(self.status.ended)
+            if self.status.has_running:
+                self.announced = True
+                self.say_who_failed("; ending the other ranks")
+                self.signal(signal.SIGTERM)
         if self.is_due("forward"):
             self.forward()
         if self.is_due("kill", again=SETTLE):  # for those that come late
@@ -398,13 +395,11 @@ class _Run:
             rank = f"rank {failure[0]} on {self.launch.host_of(failure[0])}"
             self.output.say(f"exit status {exit_status}, that of {rank}")
         where = (failure[0], self.launch.host_of(failure[0]), failure[1]) if failure else None
-        own = self.status.ended if self.own is None else self.own
-        absent = tuple(self.status.unstarted)
-        facts = self.facts._replace(own=own, unstarted=absent, hangs=self.hangs)
+        self.facts.unstarted = self.status.unstarted
         failed = exit_status and self.told is None
         return Outcome(
             exit_status, where, self.told, tail=self.output.tail,
-            goes_with_job=self.goes_with_job, facts=facts if failed else None,
+            goes_with_job=self.goes_with_job, facts=self.facts if failed else None,
         )  # fmt: skip
 
     def exit_status(self) -> int:
@@ -418,7 +413,7 @@ class _Run:
             statuses = set(status.ended.values())
             requeues = REQUEUE in statuses and statuses <= meant
             return REQUEUE if requeues else 128 + self.told
-        if self.hangs:
+        if self.facts.hangs:
             return HANG
         if status.first_failure is not None:
             return status.first_failure[1]
@@ -437,7 +432,7 @@ class _Run:
 
     def say_who_failed(self, more: str = "") -> None:
         failure = self.status.first_failure
-        if failure and not self.hangs and self.told is None and not self.said:
+        if failure and not self.facts.hangs and self.told is None and not self.said:
             self.said = True
             where = f"rank {failure[0]} on {self.launch.host_of(failure[0])}"
             if failure[0] in self.on_lost_nodes:
