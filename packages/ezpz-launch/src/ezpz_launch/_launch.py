@@ -70,7 +70,7 @@ class Control(NamedTuple):
             self.launch_id, f"{self.hold:.0f}", self.python,
             os.path.join(self.programs, "_agent.py") if self.where else "", " ".join(self.where),
             self.secret, str(self.node_timeout), self.files,
-            "all" if self.only_ranks is None else fold_ranks(self.only_ranks),
+            "" if self.only_ranks is None else fold_ranks(self.only_ranks),
             program if pumped else "", "--prefix" if self.prefix else "", str(self.port or ""),
             self.device_type, str(self.devices), str(int(self.one_device)), str(self.attempt),
             self.progress_file, self.job_id, self.kept, self.run_file, self.fault,

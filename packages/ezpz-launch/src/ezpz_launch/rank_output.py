@@ -1,10 +1,11 @@
 """Run one rank's command, or several ranks of this host, and pass their output on by lines.
 
-usage: python -I -S rank_output.py RANK HOST [--prefix] [--files DIR] [--hide] -- COMMAND [ARG...]
+usage: python -I -S rank_output.py RANK HOST [OPTION...] -- COMMAND [ARG...]
        python -I -S rank_output.py -n RANKS COMMAND [ARG...]
   --prefix     begin each line on the terminal with [RANK@HOST]
   --files DIR  write the exact bytes to DIR/rank-RANK.out and DIR/rank-RANK.err as well
-  --hide       show nothing on the terminal, but the end of stderr if the command fails
+  --only LIST  of ranks, such as 0,4-7, to which RANK has to belong, or nothing is shown on the
+               terminal but the end of stderr if the command fails
   -n RANKS     the smallest launcher, without any MPI: each rank has a process group of its own, to
                which signals are passed on, and finds EZPZ_SPAWN_RANK and EZPZ_SPAWN_SIZE
 exit status: the command's own, 128 + signal; 127 or 126 when it is not there or cannot be executed;
@@ -65,8 +66,9 @@ def _run_rank(words: list[str]) -> int:
         rank, host, *options = words[: words.index("--")]
         command = words[words.index("--") + 1 :]
         folder = options.pop(options.index("--files") + 1) if "--files" in options else ""
-        prefix, hidden = "--prefix" in options, "--hide" in options
-        if not command or not {"--files", "--prefix", "--hide"}.issuperset(options):
+        shown = options.pop(options.index("--only") + 1) if "--only" in options else rank
+        prefix, hidden = "--prefix" in options, not _has(shown, int(rank))
+        if not command or not {"--files", "--prefix", "--only"}.issuperset(options):
             raise ValueError(words)
     except (ValueError, IndexError):
         _say(f"rank_output.py: got {words}; expected RANK HOST OPTIONS -- COMMAND; see its head")
@@ -97,6 +99,11 @@ def _run_rank(words: list[str]) -> int:
         tail = streams[1].tail
         _Sink(2, "the terminal's stderr").write(tail if tail.endswith(b"\n") else tail + b"\n")
     return status
+
+
+def _has(ranges: str, rank: int) -> bool:
+    pairs = (each.partition("-") for each in ranges.split(","))
+    return any(int(low) <= rank <= int(high or low) for low, _, high in pairs)
 
 
 def _open(folder: str, name: str) -> _Sink:
@@ -310,7 +317,6 @@ class _Stream:
         return self._since + (_HELD_FROM_A_TERMINAL if self._on_terminal else _HELD)
 
     def take(self, data: bytes, now: float) -> None:
-        """Pass on what the command has written."""
         if self._file:
             self._file.write(data)
         if self._terminal is None:

@@ -16,7 +16,7 @@
 #                      WHERE host:port ... of ezpz-launch, a secret, and the seconds after which one
 #                            of both is lost to the other, for the agent (three lines)
 #                      FILES a folder for the output of each rank (see KEPT)
-#                      SHOWN ranks whose output is shown: 0,4-7; "all"
+#                      SHOWN ranks whose output is shown: 0,4-7; "-" for all
 #                      PUMP  program that labels, doubles or hides the output, and keeps lines whole
 #                      PREFIX --prefix, for it
 #                      PORT  a port that must be free on rank 0's host
@@ -97,7 +97,7 @@ ezpz_read() {
   [ "$5" = - ] || export EZPZ_RUN_FILE="$5"
   [ "$6" = - ] || export EZPZ_LAST_FAULT="$6"
 }
-ezpz_id=- ezpz_files=- ezpz_kept=- ezpz_shown=all ezpz_pump=- ezpz_type=-
+ezpz_id=- ezpz_files=- ezpz_kept=- ezpz_pump=- ezpz_type=-
 unset EZPZ_JOB_ID EZPZ_PROGRESS_FILE EZPZ_CAUSE_FILE EZPZ_RUN_FILE EZPZ_LAST_FAULT
 if [ -n "${EZPZ_CONTROL-}" ]; then
   set -f
@@ -173,18 +173,6 @@ export EZPZ_NODE_RANK EZPZ_NUM_NODES EZPZ_LOCAL_DEVICE
 # A rank that dies of SIGSEGV, or is asked by SIGABRT where it hangs, says so.
 export PYTHONFAULTHANDLER="${PYTHONFAULTHANDLER-1}"
 
-ezpz_is_shown() {
-  [ "$ezpz_shown" != all ] || return 0
-  ezpz_ifs=$IFS IFS=,
-  # shellcheck disable=SC2086 # the list's entries
-  set -- $ezpz_shown
-  IFS=$ezpz_ifs
-  for ezpz_range; do
-    [ "$RANK" -lt "${ezpz_range%-*}" ] || [ "$RANK" -gt "${ezpz_range#*-}" ] || return 0
-  done
-  return 1
-}
-
 # The shell says "Killed" or "Terminated" of what it ran; ezpz-launch says it better. So for that time
 # our standard error lies on a free file descriptor (Hydra's socket may be any), if there is one.
 for ezpz_fd in 3 4 5 6 7 8 9 0; do
@@ -224,7 +212,7 @@ ezpz_run() {
     set -- -- "$@"
     [ "$ezpz_files" = - ] || set -- --files "$ezpz_kept" "$@"
     [ "$ezpz_prefix" = - ] || set -- --prefix "$@"
-    ezpz_is_shown || set -- --hide "$@"
+    [ "$ezpz_shown" = - ] || set -- --only "$ezpz_shown" "$@"
     set -- "$ezpz_pump" "$RANK" "${SLURMD_NODENAME:-$(uname -n)}" "$@"
     (ezpz_back && exec "$ezpz_python" -I -S "$@")
   fi
