@@ -171,20 +171,15 @@ def _catchers(shim: int, number: int) -> list[int]:
     found, looked_at = [], _children_of(shim)
     for pid in looked_at:
         pumps = _is_pump(pid)
-        if not pumps and _catches(pid, number):
+        if not pumps and _has(pid, b"SigCgt:", number):
             found.append(pid)
         elif pumps or os.path.basename(_program(pid)) in _WAITING:
             looked_at += _children_of(pid)
     return found
 
 
-def _catches(pid: int, number: int) -> bool:
-    """Return whether a process has a handler for a signal; False where /proc does not tell."""
-    return _has(pid, b"SigCgt:", number)
-
-
 def _has(pid: int, mask: bytes, number: int) -> bool:
-    """Return whether a signal is in this mask of proc(5)'s status."""
+    """Return whether a signal is in this mask of proc(5)'s status; False where that is absent."""
     _, found, rest = _read(pid, "status").partition(mask)
     return bool(found) and bool(int(rest.split()[0], 16) >> (number - 1) & 1)
 

@@ -281,7 +281,6 @@ class Request:
 
 
 def rows_of(kind: type[Request]) -> tuple[Option, ...]:
-    """Return the rows that the fields of a class are."""
     return tuple(
         each._replace(name=each.name or f.name.replace("_", "-"), field=f.name, default=f.default)
         for f in fields(kind)
@@ -299,7 +298,6 @@ OPTIONS: tuple[Option, ...] = (
 
 
 def flags_of(table: Sequence[Option]) -> dict[str, Option]:
-    """Return the options of a table by each of their flags."""
     also = {word: each for each in table for word in each.also.split()}
     by_name = {f"--{each.name}": each for each in table}
     return also | by_name | {f"-{each.short}": each for each in table if each.short}

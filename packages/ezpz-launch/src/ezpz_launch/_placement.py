@@ -17,10 +17,7 @@ def select_hosts(
     hosts: Sequence[str], source: str, *, include: str = "", exclude: str = "", nodes: int = 0,
     spares: int = 0,
 ) -> tuple[tuple[str, ...], str]:  # fmt: skip
-    """Return the hosts to use, in order, and why; ``nodes`` counts from the first, 0 for all.
-
-    So many spares are the last of them.
-    """
+    """Return the first so many hosts, 0 for all, then the spares among them, and why."""
     kept, why = list(hosts), source
     for flag, nodelist in (("--include", include), ("--exclude", exclude)):
         if nodelist:

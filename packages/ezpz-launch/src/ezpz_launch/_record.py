@@ -242,13 +242,12 @@ class Keeper:
             make_folder(self._folder)
         except (LaunchError, OSError) as error:
             self._give_up(error)
-        beside = os.path.join(self._folder, self.launch_id) if self._folder else ""
-        self.progress_file = f"{beside}.progress" if beside else ""
-        """Where scripts report their progress; empty where nothing can be written."""
-        self.run_file = f"{beside}.run" if beside else ""
-        """Where a History says where its own file is."""
-        self.end_file = f"{beside}.end" if beside else ""
-        """Where other hosts ask for the end."""
+        # Where scripts report their progress, a History says where its own file is, and other
+        # hosts ask for the end; empty where nothing can be written.
+        beside = os.path.join(self._folder, self.launch_id)
+        self.progress_file, self.run_file, self.end_file = (
+            f"{beside}.{name}" if self._folder else "" for name in ("progress", "run", "end")
+        )
 
     def start(self, planned: LaunchPlan, argv: Sequence[str], job: Allocation) -> None:
         """Write that an attempt runs; the ranks do not wait for it."""
@@ -296,9 +295,7 @@ class Keeper:
             self._give_up(error)
 
     def _give_up(self, error: LaunchError | OSError) -> None:
-        why = error
-        if isinstance(error, OSError):
-            why = LaunchError(unwritable(self._folder, error))
+        why = unwritable(self._folder, error) if isinstance(error, OSError) else error
         self._folder = ""
         say(f"no job record: {why}")
 
@@ -383,10 +380,7 @@ def read_record(path: str, kind: Any = Record) -> Stored | None:
 def read_records(
     folder: str, limit: int, since: str = "", kind: Any = Record
 ) -> tuple[list[Stored], int]:
-    """Return the newest records, newest last, and how many files among them are none.
-
-    ``since`` is the beginning of an id: none that is older is read.
-    """
+    """Return the newest records since an id, newest last, and how many files of these are none."""
     try:
         names = os.listdir(folder)
     except FileNotFoundError:

@@ -125,10 +125,8 @@ class Srun(Kind):
         return Flags((*flags, f"--cpus-per-task={cpus}"), why, cpus)
 
     def removed(self, user_env: Env) -> Words:
-        """Return the variables from which srun takes output, hosts or binding, whatever the plan.
-
-        Ranks would write into files of its own, or lie on other hosts than MASTER_ADDR says.
-        """
+        """Return the variables by which srun moves output, hosts or binding, whatever the plan."""
+        # Ranks would write into files of its own, or lie on other hosts than MASTER_ADDR says.
         names = [name for name in _MISLEADING if name in user_env]
         if "SLURM_STEP_ID" in user_env:
             # Of the step that we are in: its ranks' cores are not ours.
