@@ -193,12 +193,14 @@ def kill_and_reap(child):
 
 
 def test_a_rank_whose_shim_was_killed_is_lost_once(shim, ranks, until):
-    assert ranks.lost() == []
+    assert (ranks.lost(), ranks.next_look()) == ([], None)
     first, second = shim(), shim(number=1)
     ranks.start(0, first.pid)
     ranks.start(1, second.pid)
+    soon = ranks.next_look()
     for _ in range(3):
         assert ranks.lost() == []  # it sees the commands
+    assert soon < ranks.next_look()
     kill_and_reap(second)
     assert [ranks.lost(), ranks.lost()] == [[1], []]
     first.kill()
@@ -280,19 +282,6 @@ def test_a_rank_that_is_reported_when_its_launcher_is_gone_is_lost(process):
     ranks.start(3, shim)
     assert is_running(shim)
     assert [ranks.lost(), ranks.lost()] == [[3], []]
-
-
-def test_it_looks_often_until_it_has_seen_the_command(shim, ranks):
-    assert ranks.next_look() is None
-    ranks.start(0, shim().pid)
-    soon = ranks.next_look()
-    ranks.lost()
-    usual = ranks.next_look()
-    assert soon < usual
-    ranks.start(1, shim(number=1).pid)
-    assert ranks.next_look() == soon
-    ranks.end(1)
-    assert ranks.next_look() == usual
 
 
 # where ranks hang

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from ezpz_launch import UsageError
-from ezpz_launch._launch import ENDING, Control, fold_ranks, pause, signals
+from ezpz_launch._launch import ENDING, Control, pause, signals
 from ezpz_topo import get_hostname
 
 SHOW = "import os, sys, json; print(json.dumps([sys.argv[1:], dict(os.environ)]) + '\\n', end='')"
@@ -118,16 +118,10 @@ def test_a_program_pumps_only_where_sh_cannot(fields, is_pumped):
     told = Control("ID.0", 21.4, **fields).value().split("\n")
     assert (told[9] != "-") is is_pumped
     assert (told[1], told[6]) == ("21", "15"), "whole seconds, for any sleep"
+    for ranks, text in (((5, 1, 3, 2, 5), "1-3,5"), (range(120_960), "0-120959")):
+        assert text in Control("ID.0", 5, only_ranks=ranks).value().split("\n")
     with pytest.raises(UsageError, match="holds a line break; expected a path without one"):
         Control("ID.0", 5, files="/a\nb").value()
-
-
-@pytest.mark.parametrize(
-    ("ranks", "text"),
-    [((0,), "0"), ((0, 1), "0-1"), ((5, 1, 3, 2, 5), "1-3,5"), (range(120_960), "0-120959")],
-)
-def test_ranks_as_ranges(ranks, text):
-    assert fold_ranks(ranks) == text
 
 
 # signals

@@ -132,10 +132,14 @@ def reached(request, until):
 # orders
 
 
-def test_ranks_are_signalled_and_who_has_ended_is_not(reached, rank):
+def test_ranks_are_signalled_released_and_killed_and_who_has_ended_is_not(reached, rank):
     nodes, first, second, ended = reached.nodes, rank(), rank(), rank()
-    for number, child in enumerate((first, second)):
-        nodes.start(number, child.pid)
+    shell = rank("sh", "-c", "trap 'exit 7' TERM; echo ready; while :; do sleep 0.05; done")
+    nodes.start(0, first.pid)
+    nodes.start(1, shell.pid)
+    nodes.end(1)
+    nodes.release(1, shell.pid)
+    assert shell.wait(120) == 7
     nodes.start(1, ended.pid)
     nodes.end(1)
     nodes.start(1, second.pid)
@@ -144,18 +148,10 @@ def test_ranks_are_signalled_and_who_has_ended_is_not(reached, rank):
     nodes.signal(signal.SIGTERM)
     assert [first.wait(120), second.wait(120)] == [-signal.SIGTERM] * 2
     assert ended.poll() is None
-
-
-def test_ranks_are_released_and_killed(reached, rank):
-    nodes, child = reached.nodes, rank()
-    shell = rank("sh", "-c", "trap 'exit 7' TERM; echo ready; while :; do sleep 0.05; done")
-    nodes.start(0, child.pid)
-    nodes.start(1, shell.pid)
-    nodes.end(1)
-    nodes.release(1, shell.pid)
-    assert shell.wait(120) == 7
+    deaf = rank("sh", "-c", "trap '' TERM; echo ready; while :; do sleep 0.05; done")
+    nodes.start(0, deaf.pid)
     nodes.kill()
-    assert child.wait(120) == -signal.SIGKILL
+    assert deaf.wait(120) == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("farewell", [True, False])
