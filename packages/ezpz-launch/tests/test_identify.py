@@ -9,6 +9,7 @@ import pytest
 
 from ezpz_launch import CommandNotExecutableError, CommandNotFoundError, LaunchError, Request
 from ezpz_launch._launchers import (
+    beside_python,
     choose_launcher,
     find_mpiexec,
     identify,
@@ -45,7 +46,7 @@ def test_pbss_own_mpiexec_is_passed_over_where_an_mpis_follows(tmp_path):
     # captured from OpenPBS 23.06, whose profile puts it on PATH
     pbs = program(tmp_path / "pbs" / "mpiexec", "pbs_version = 23.06.06")
     mpich = program(tmp_path / "mpich" / "mpiexec", "HYDRA build details:")
-    found = find_mpiexec({"PATH": f"{tmp_path}/pbs"}, beside=f"{tmp_path}/mpich")
+    found = find_mpiexec({"PATH": f"{tmp_path}/pbs:{tmp_path}/mpich"})
     assert (found.path, found.kind) == (mpich, "hydra")
     assert found.source.endswith(f"; passed over {pbs}: no MPI's")
     with pytest.raises(LaunchError, match=r"'pbs_version = 23\.06\.06'; expected MPICH's Hydra"):
@@ -63,12 +64,12 @@ def test_pals_is_known_by_where_it_lies_and_what_shadows_it_is_warned_about(tmp_
     assert find_mpiexec({"PATH": f"{tmp_path}/pals:{tmp_path}/conda"}).notes == ()
 
 
-def test_the_real_mpiexec_is_known_and_path_comes_before_this_environments_own(tmp_path, mpiexec):
+def test_path_comes_before_this_environments_own(tmp_path, mpiexec, monkeypatch):
     assert identify(mpiexec).kind in ("hydra", "openmpi")
     site, own = (program(tmp_path / name / "mpiexec", "HYDRA") for name in ("site", "venv"))
-    beside = os.path.dirname(own)
-    assert find_mpiexec({"PATH": os.path.dirname(site)}, beside=beside).path == site
-    assert find_mpiexec({}, beside=beside).path == own
+    monkeypatch.setattr(sys, "executable", f"{tmp_path}/venv/python")
+    assert find_mpiexec(beside_python({"PATH": f"{tmp_path}/site"})).path == site
+    assert find_mpiexec(beside_python({})).path == own
 
 
 # Which is taken.
@@ -86,7 +87,7 @@ def chosen(tmp_path, topology, programs, *, launcher="auto", more=(), **options)
     job = topology.allocation
     arrangement = arrange(topology, request, hosts=job.hosts, hosts_source="the job")
     env = {"PATH": str(tmp_path), **dict(more)}
-    return choose_launcher(arrangement, topology=topology, request=request, env=env, beside="")
+    return choose_launcher(arrangement, topology=topology, request=request, env=env)
 
 
 @pytest.mark.parametrize(("machine", "programs", "options", "kind"), [

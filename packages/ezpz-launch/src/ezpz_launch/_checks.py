@@ -19,7 +19,14 @@ from typing import NamedTuple
 from ezpz_topo import CheckResult, TopoError, detect, get_allocation, get_rank_info
 
 from ._errors import CommandNotFoundError, LaunchError
-from ._launchers import LAUNCHERS, Launcher, find_command, find_mpiexec, outside_of_launch
+from ._launchers import (
+    LAUNCHERS,
+    Launcher,
+    beside_python,
+    find_command,
+    find_mpiexec,
+    outside_of_launch,
+)
 from ._preflight import Ended, differing, reports_in, run
 from ._record import records_folder, type_of, why_not_written
 
@@ -70,19 +77,18 @@ _NO_OUTPUT = 141
 def check_mpi(seconds: float, env: Mapping[str, str] | None = None) -> CheckResult:
     """Start two ranks of mpi4py by the mpiexec that ezpz-launch would use."""
     env = outside_of_launch(os.environ if env is None else env)
-    beside = os.path.dirname(sys.executable)
     try:
         job = get_allocation(env, ask=False)
         nodes = len(job.hosts) if job.scheduler != "none" and job.on_node else 0
     except TopoError:
         nodes = 0  # the check "scheduler" says so
     try:
-        launcher = find_mpiexec(env, beside=beside)
+        launcher = find_mpiexec(beside_python(env))
         kind = LAUNCHERS[launcher.kind]
         # What a launch on all nodes of the job would do.
         reached = kind.reach(launcher, env, ()) if nodes > 1 else launcher
     except CommandNotFoundError as error:
-        return _without_mpiexec(error, env, beside, seconds, in_job=nodes > 0)
+        return _without_mpiexec(error, env, seconds, in_job=nodes > 0)
     except LaunchError as error:
         return CheckResult.of(error)
     is_alone = kind.needs_job and not nodes
@@ -168,7 +174,7 @@ def _judged(
 
 
 def _without_mpiexec(
-    error: Exception, env: Mapping[str, str], beside: str, seconds: float, *, in_job: bool
+    error: Exception, env: Mapping[str, str], seconds: float, *, in_job: bool
 ) -> CheckResult:
     alone = _try([], env, seconds)
     if alone.status == _NO_LIBRARY:
@@ -181,7 +187,7 @@ def _without_mpiexec(
     if failed := _without_mpi4py(alone, seconds):
         return failed
     try:
-        srun = find_command("srun", "srun", env, beside=beside)
+        srun = find_command("srun", "srun", beside_python(env))
     except CommandNotFoundError:
         return CheckResult.of(error, "warning")
     return CheckResult.ok(f"no mpiexec; {srun.path} starts the ranks", srun=srun.path)
@@ -292,8 +298,6 @@ _SHORT = 1.0  # seconds of compiling that are not worth a word
 
 
 class Environment(NamedTuple):
-    """What was seen of the environment's files."""
-
     folder: str
     type: str  # of its file system; empty where /proc does not tell
     opens: float  # a second, by one process

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -15,6 +15,7 @@ from ezpz_topo import TopoError, Topology, detect, fold_nodelist, get_allocation
 from ._errors import LaunchError, UsageError, discard, say
 from ._launchers import argv as argv_of
 from ._launchers import (
+    beside_python,
     choose_launcher,
     hostfile_of,
     imagine_launcher,
@@ -50,10 +51,10 @@ HOSTFILE = "HOSTFILE"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``ezpz-launch`` with these words (default: the process's) and return its exit status."""
+    words = sys.argv[1:] if argv is None else argv
     try:
-        return _main(sys.argv[1:] if argv is None else argv, os.environ)
+        return _main(words, os.environ)
     except (LaunchError, TopoError) as error:
-        words = sys.argv[1:] if argv is None else argv
         own = any(word.partition("=")[0] == "--machine" for word in words)
         # The option that was given, not the variable behind it.
         say(str(error).replace("EZPZ_MACHINE=", "--machine ") if own else str(error))
@@ -172,7 +173,7 @@ def stage(argv: Sequence[str], env: Mapping[str, str]) -> int:
         return _print(alone.page)
     request: Request = request_of(alone.options, (sys.executable,))
     planned, topology, own = _looked_at(request, env)
-    replan = _on_the_same_hosts(planned, topology, own)
+    replan = partial(_planned_on, planned.placement.hosts, topology, own)
     staging = Staging(planned, own, replan, alone.to, alone.python)
     if request.dry_run:
         return _print(_explained(staging.planned))
@@ -184,17 +185,7 @@ def _staging(
 ) -> Staging | CopperView:
     from ._stage import prepare  # noqa: PLC0415  # few launches need it
 
-    return prepare(planned, env, _on_the_same_hosts(planned, topology, env))
-
-
-def _on_the_same_hosts(
-    planned: LaunchPlan, topology: Topology, env: Mapping[str, str]
-) -> Callable[[Request], LaunchPlan]:
-    def replan(request: Request) -> LaunchPlan:
-        every = replace(request, include="", exclude="", nodes=None, spares=0, min_nodes=None)
-        return _planned(topology, every, env, only=planned.placement.hosts)
-
-    return replan
+    return prepare(planned, env, partial(_planned_on, planned.placement.hosts, topology, env))
 
 
 def _planned(
@@ -202,7 +193,7 @@ def _planned(
     only: Sequence[str] = (),
 ) -> LaunchPlan:  # fmt: skip
     """Plan a launch from here, on these hosts only if there are any, or on an absent machine."""
-    job, beside = topology.allocation, os.path.dirname(sys.executable)
+    job = topology.allocation
     hosts: Sequence[str] = job.hosts
     source, slots = job.sources["hosts"], job.slots or [0] * len(hosts)
     if request.hostfile or env.get("HOSTFILE"):
@@ -229,7 +220,8 @@ def _planned(
             source += f", less {len(bad)} found bad"
             spares = max(0, request.spares - len(bad))
 
-    chosen = partial(choose_launcher, topology=topology, request=request, env=env, beside=beside)
+    found_in = beside_python(env)
+    chosen = partial(choose_launcher, topology=topology, request=request, env=found_in)
     asked = replace(request, spares=spares)
     planned = plan(
         topology, asked, chosen if is_here else imagine_launcher(topology, request),
@@ -240,14 +232,21 @@ def _planned(
     return replace(planned, request=request, warnings=(*planned.warnings, *notes))
 
 
+def _planned_on(
+    hosts: Sequence[str], topology: Topology, env: Mapping[str, str], request: Request
+) -> LaunchPlan:
+    """Plan a launch on these hosts, which are all to be used."""
+    every = replace(request, include="", exclude="", nodes=None, spares=0, min_nodes=None)
+    return _planned(topology, every, env, only=hosts)
+
+
 def _replanned(
     topology: Topology, request: Request, env: Mapping[str, str],
     hosts: Sequence[str], size: tuple[int, int],
 ) -> LaunchPlan:  # fmt: skip
-    """Plan the same launch on these hosts, which are all to be used."""
-    nproc, ppn = size
-    all_of = replace(request, include="", exclude="", nodes=None, spares=0, nproc=nproc, ppn=ppn)
-    return replace(_planned(topology, all_of, env, only=hosts), request=request)
+    """Plan the same launch on these hosts, with so many ranks, so many on a host."""
+    sized = replace(request, nproc=size[0], ppn=size[1])
+    return replace(_planned_on(hosts, topology, env, sized), request=request)
 
 
 def _explained(planned: LaunchPlan) -> str:

@@ -136,19 +136,24 @@ class Kind:
         return [*words, "--", *plan.command]
 
 
-def find_command(name: str, kind: str, env: Env, *, beside: str = "") -> Launcher:
-    """Find a program that goes by one name only, on PATH or ``beside`` this Python."""
-    for directory in (*env.get("PATH", "").split(os.pathsep), beside):
-        path = os.path.join(directory, name)
-        if directory and is_executable(path):
-            return Launcher(path, kind, f"{name} on PATH")
+def beside_python(env: Env) -> dict[str, str]:
+    """Return the environment with this Python's folder at the end of PATH: it may not be active."""
+    return {**env, "PATH": os.pathsep.join([env.get("PATH", ""), os.path.dirname(sys.executable)])}
+
+
+def find_command(name: str, kind: str, env: Env) -> Launcher:
+    """Find a program that goes by one name only."""
+    if found := _on_path(name, env):
+        return Launcher(found[0], kind, f"{name} on PATH")
     raise CommandNotFoundError(
         f"no {name} on PATH; expected it here; load the site's module, or choose another --launcher"
     )
 
 
-def is_executable(path: str) -> bool:
-    return os.access(path, os.X_OK) and not os.path.isdir(path)
+def _on_path(name: str, env: Env) -> list[str]:
+    folders = filter(None, env.get("PATH", "").split(os.pathsep))
+    paths = dict.fromkeys(os.path.join(folder, name) for folder in folders)
+    return [path for path in paths if os.access(path, os.X_OK) and not os.path.isdir(path)]
 
 
 def argv(plan: LaunchPlan) -> list[str]:
@@ -178,57 +183,56 @@ _NO_MPI = (
 
 
 def choose_launcher(
-    arrangement: Arrangement, *, topology: Topology, request: Request, env: Env,
-    beside: str,
-) -> Launcher:  # fmt: skip
+    arrangement: Arrangement, *, topology: Topology, request: Request, env: Env
+) -> Launcher:
     here, asked = arrangement.on_this_host, request.launcher
     if asked == "auto":
-        found = _auto(topology, env, beside, here=here)
+        found = _auto(topology, env, here=here)
     elif asked == "mpiexec" or LAUNCHERS[asked].is_mpiexec:
-        found = find_mpiexec(env, beside=beside)
+        found = find_mpiexec(env)
         if asked not in ("mpiexec", found.kind):
             raise LaunchError(
                 f"--launcher {asked}: {found.path} is {found.kind} ({found.source}); expected "
                 f"{asked} first on PATH; load its module"
             )
     else:
-        found = _by_name(asked, f"--launcher {asked}", env, beside)
+        found = _by_name(asked, f"--launcher {asked}", env)
     if here or match_hosts(arrangement.placement.hosts, topology.allocation.hosts)[1]:
         return found
     return LAUNCHERS[found.kind].reach(found, env, request.launcher_args)
 
 
-def _auto(topology: Topology, env: Env, beside: str, *, here: bool) -> Launcher:
+def _auto(topology: Topology, env: Env, *, here: bool) -> Launcher:
     machine, in_slurm = topology.machine, topology.allocation.scheduler == "slurm"
     # A named machine's flags and bind lists are srun's.
     is_named = machine.launcher == "srun" and machine.devices_per_node
     if in_slurm and (is_named or not here):
         try:
-            return find_command("srun", "srun", env, beside=beside)
+            return find_command("srun", "srun", env)
         except CommandNotFoundError:
             if not here:
                 raise
     kind = LAUNCHERS.get(machine.launcher)
     if kind and not kind.is_mpiexec and kind.name != "srun":
-        return _by_name(kind.name, f"{machine.name}.toml", env, beside)
+        return _by_name(kind.name, f"{machine.name}.toml", env)
     name = kind.program if kind and kind.is_mpiexec else "mpiexec"
     try:
-        return find_mpiexec(env, beside=beside, name=name)
+        return find_mpiexec(env, name)
     except CommandNotFoundError:
         if not here:
             raise
     if in_slurm:
         # srun gives programs that use MPI their world; plain processes cannot.
         with suppress(CommandNotFoundError):
-            return find_command("srun", "srun", env, beside=beside)
+            return find_command("srun", "srun", env)
     why = f"no {name} on PATH or in this environment"
     return Launcher(sys.executable, "spawn", why, (_NO_MPI,))
 
 
-def _by_name(kind: str, source: str, env: Env, beside: str) -> Launcher:
+def _by_name(kind: str, source: str, env: Env) -> Launcher:
     if kind == "spawn":
         return Launcher(sys.executable, kind, source)
-    return find_command(LAUNCHERS[kind].program, kind, env, beside=beside)
+    return find_command(LAUNCHERS[kind].program, kind, env)
 
 
 def imagine_launcher(topology: Topology, request: Request) -> Launcher:
@@ -247,11 +251,8 @@ def imagine_launcher(topology: Topology, request: Request) -> Launcher:
 # Whose an mpiexec is: told by asking it, never by its name.
 
 
-def find_mpiexec(env: Env, *, beside: str = "", name: str = "mpiexec") -> Launcher:
-    """Find an MPI's launcher on PATH, else ``beside`` this Python, and identify it."""
-    directories = [d for d in (*env.get("PATH", "").split(os.pathsep), beside) if d]
-    here = dict.fromkeys(os.path.join(directory, name) for directory in directories)
-    found = [path for path in here if is_executable(path)]
+def find_mpiexec(env: Env, name: str = "mpiexec") -> Launcher:
+    found = _on_path(name, env)
     if not found:
         raise CommandNotFoundError(
             f"no {name} on PATH or in this environment; expected an MPI; "
