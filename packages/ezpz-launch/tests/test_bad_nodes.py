@@ -52,19 +52,6 @@ def test_fewer_hosts_where_that_is_allowed():
     assert not pool()[0].replaces
 
 
-@pytest.mark.parametrize(("options", "why"), [
-    (["--spares", "4"], "expected fewer spares than hosts"),
-    (["-N", "3", "--spares", "2"], "-N 3 --spares 2: there are 4 hosts"),
-    (["--min-nodes", "5"], "--min-nodes 5: 4 hosts are used"),
-    (["--spares", "-1"], "expected at least 1 host"),
-])  # fmt: skip
-def test_numbers_that_cannot_be(tmp_path, capsys, options, why):
-    hostfile = tmp_path / "hosts"
-    hostfile.write_text("\n".join(HOSTS))
-    assert main(["--dry-run", "--hostfile", str(hostfile), *options, "true"]) == 2
-    assert why in capsys.readouterr().err
-
-
 def test_of_the_same_job_it_is_left_out_of_others_told_for_a_day(env):
     remember(["node0002"], "it does not answer any more", "12", env)
     request = Request(("true",))

@@ -89,7 +89,6 @@ def test_what_makes_no_sense_is_one_line(launch, words, what):
 
 @pytest.mark.parametrize(("words", "status", "what"), [
     (["no-such-program"], 127, "'no-such-program': not found on PATH"),
-    (["./no-such-program"], 127, "no such file"),
     (["./train.py"], 126, "try: ezpz-launch python ./train.py"),
     (["--launcher", "srun", sys.executable], 127, "no srun on PATH"),
 ])  # fmt: skip
@@ -164,8 +163,10 @@ def test_an_error_that_cannot_be_written_is_no_output_either(shell, stderr):
     assert (done.returncode, done.stdout) == (2, "")
 
 
-@pytest.mark.parametrize("status", [0, 7])
-@pytest.mark.parametrize("streams", ["<&-", ">&-", "2>&-", "<&- >&-", "<&- 2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize(("streams", "status"), [
+    ("<&-", 0), (">&-", 7), ("2>&-", 0), ("<&- >&-", 0), ("<&- 2>&-", 7), ("<&- >&- 2>&-", 7),
+    ("<&- >&- 2>&-", 0),
+])  # fmt: skip
 def test_a_launch_with_closed_streams(shell, tmp_path, streams, status):
     # The first that ends with 7 ends the other: both have to be there before.
     both = f"until [ -e {tmp_path}/0 ] && [ -e {tmp_path}/1 ]; do sleep 0.05; done"

@@ -140,6 +140,7 @@ def test_text_that_is_no_value_of_its_option(flag, texts, message):
     ({"ppn": -1}, "--ppn -1: expected at least 1 rank"),
     ({"nodes": 0}, "-N 0: expected at least 1 host"),
     ({"retries": -1}, "--retries -1: expected 0 or more"),
+    ({"spares": -1}, "--spares -1: expected at least 1 host"),
     ({"grace": -1.0}, "--grace -1.0: expected 0 seconds or more"),
     ({"idle_timeout": float("nan")}, "--idle-timeout nan: expected 0 seconds or more"),
     ({"signal_before": float("inf")}, "--signal-before inf: expected 0 seconds or more"),

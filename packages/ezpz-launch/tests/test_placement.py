@@ -31,14 +31,16 @@ def test_which_hosts_and_why(options, hosts, why):
     assert selected(**options) == (hosts, why)
 
 
-@pytest.mark.parametrize(("options", "error", "message"), [
-    ({"include": "nid009"}, UsageError, "--include nid009: none of the hosts nid001.hsn"),
-    ({"exclude": "nid[001-004]"}, UsageError, "no host is left of 4"),
-    ({"nodes": 5}, UsageError, r"-N 5: there are 4 hosts \(PBS_NODEFILE\); .* from 1 to 4"),
-    ({"include": "nid[001-"}, UsageError, "--include: nodelist"),
+@pytest.mark.parametrize(("options", "message"), [
+    ({"include": "nid009"}, "--include nid009: none of the hosts nid001.hsn"),
+    ({"exclude": "nid[001-004]"}, "no host is left of 4"),
+    ({"nodes": 5}, r"-N 5: there are 4 hosts \(PBS_NODEFILE\); .* from 1 to 4"),
+    ({"include": "nid[001-"}, "--include: nodelist"),
+    ({"spares": 4}, "--spares 4: there are 4 hosts .* expected fewer spares than hosts"),
+    ({"nodes": 3, "spares": 2}, "-N 3 --spares 2: there are 4 hosts .* from 1 to 2"),
 ])  # fmt: skip
-def test_hosts_that_cannot_be(options, error, message):
-    with pytest.raises(error, match=message):
+def test_hosts_that_cannot_be(options, message):
+    with pytest.raises(UsageError, match=message):
         selected(**options)
 
 
@@ -195,6 +197,7 @@ def test_one_rank_a_device():
     (job(3), {"nproc": 4, "nodes": 2, "ppn": 4}, r"-n 4 on -N 2 .*: 4 ranks each \(--ppn\) f"),
     (job(3), {"nproc": 2, "nodes": 3}, "-n 2 on -N 3 hosts: 1 ranks .* expected -N 2, or -n f"),
     (job(3), {"nproc": 4, "only_ranks": (0, 4)}, r"--only-ranks 4: .* 4 ranks \(-n\); .*to 3"),
+    (job(3), {"min_nodes": 4}, "--min-nodes 4: 3 hosts are used"),
     (job(3), {"one_device": True}, "--one-device: no device to show"),
     (job(2, accelerators=CUDA), {"one_device": True, "ppn": 8},
      r"--one-device with 8 ranks a host \(--ppn\): there are 4"),
