@@ -461,10 +461,7 @@ def test_without_py_spy_the_training_tells_by_itself(hanging, hang, tmp_path, mo
 
 
 def test_py_spy_is_found_on_path_then_beside(program, tmp_path):
-    on_path, beside = program("b/py-spy"), program("c/py-spy")
-    os.chmod(program("a/py-spy"), 0o644)
-    (tmp_path / "d" / "py-spy").mkdir(parents=True)
-    path = ":".join(f"{tmp_path}/{name}" for name in ("absent", "d", "a", "b"))
-    assert module.find_py_spy(path, f"{tmp_path}/c") == on_path
-    assert module.find_py_spy("", f"{tmp_path}/c") == beside
-    assert module.find_py_spy(f"{tmp_path}/a:", "") is None
+    on_path, beside = program("path/py-spy"), program("beside/py-spy")
+    assert module.find_py_spy(f"/absent:{tmp_path}/path", f"{tmp_path}/beside") == on_path
+    assert module.find_py_spy("", f"{tmp_path}/beside") == beside
+    assert module.find_py_spy("/absent:", "") is None
