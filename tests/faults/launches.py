@@ -176,24 +176,20 @@ class Launch:
         """Return the processes of this launch that have a word that ends so."""
         return [pid for pid in self.left() if any(each.endswith(word) for each in words_of(pid))]
 
-    @staticmethod
-    def parent(pid):
-        return parent_of(pid)
-
     def shim(self, rank):
         """Return the process that runs a rank: the nearest above it that is the shim."""
         shims, pid = self.find("rank_shim.sh"), int(self.ranks()[rank]["pid"])
         while pid not in shims:
-            pid = self.parent(pid)
+            pid = parent_of(pid)
             assert pid > 1, f"rank {rank} has no shim above it\n{self._state()}"
         # The shim may run the rank from a subshell of its own.
-        while self.parent(pid) in shims:
-            pid = self.parent(pid)
+        while parent_of(pid) in shims:
+            pid = parent_of(pid)
         return pid
 
     def launcher(self):
         """Return the process that ezpz-launch started to start the ranks."""
-        children = [pid for pid in self.left() if self.parent(pid) == self.process.pid]
+        children = [pid for pid in self.left() if parent_of(pid) == self.process.pid]
         # A child that is still ezpz-launch itself is not the one.
         (pid,) = (pid for pid in children if words_of(pid)[1:3] != ["-m", "ezpz_launch"])
         return pid
@@ -201,9 +197,7 @@ class Launch:
     def _state(self):
         lines = [f"status {self.process.poll()}", f"--- stderr\n{self.stderr[-4000:]}"]
         lines += [f"--- processes of the launch {self.place.leftovers()}"]
-        lines += [
-            f"{pid} of {self.parent(pid)}: {shlex.join(words_of(pid))}" for pid in self.left()
-        ]
+        lines += [f"{pid} of {parent_of(pid)}: {shlex.join(words_of(pid))}" for pid in self.left()]
         return "\n".join(lines)
 
 

@@ -22,7 +22,7 @@ def test_hang(running, place):
     assert started.stdout.count(b"began") == 3
     stderr = started.stderr
     assert len(FRAME.findall(stderr)) == 2, stderr
-    # Rank 0 has ended: it does not hang.
+    # Rank 0 has ended well: it does not hang, and the others went on.
     (line,) = (line for line in stderr.splitlines() if line.startswith("ezpz-launch: no output"))
     hosts = place.hosts
     assert f"for {idle} s" in line

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.faults.launches import rank_program
+from tests.faults.launches import parent_of, rank_program
 
 
 @pytest.mark.with_torchrun
@@ -86,7 +86,7 @@ def test_hydra_s_proxy_sleeps_when_a_rank_has_ended(launch):
     """By itself it uses all of a core until the last one has."""
     started = launch(["--grace", "1"], rank_program("hangs"))
     first = started.ranks()[0]["pid"]
-    proxy = started.parent(started.shim(1))
+    proxy = parent_of(started.shim(1))
     started.until(lambda: not Path("/proc", str(first)).exists(), "rank 0 has ended", 20)
     time.sleep(0.5)  # what it does at an end
     before = ticks(proxy)

@@ -231,14 +231,6 @@ def stuck_here():
     time.sleep(600)  # the line that hangs
 
 
-def first_ends():
-    """Rank 0 is done at once; the others need longer than the time to settle."""
-    started()
-    if RANK:
-        wait(seconds=1.3)
-    done()
-
-
 def writes(count):
     """So many bytes of its letter on stdout, a tenth on stderr, then all 256 and odd separators."""
     odd = bytes(range(256)) + b"\x1e\x1e\x1f\n\x1eezpz \x1f\x1e"
