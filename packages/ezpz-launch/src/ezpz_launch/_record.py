@@ -251,15 +251,14 @@ class Keeper:
 
     def start(self, planned: LaunchPlan, argv: Sequence[str], job: Allocation) -> None:
         """Write that an attempt runs; the ranks do not wait for it."""
-        if self._record is None:
-            self._record = record_of(self.launch_id, planned, argv, job)
-        else:
-            number, added = self._record.attempt + 1, dict(planned.environment)
-            hosts, nproc = fold_nodelist(planned.placement.hosts), planned.nproc
-            self._record = self._record._replace(
-                attempt=number, argv=tuple(argv), environment=added, hosts=hosts, nproc=nproc
-            )
-        self._write(self._record)
+        record, before = record_of(self.launch_id, planned, argv, job), self._record
+        if before is not None:
+            record = record._replace(
+                cwd=before.cwd, start=before.start, attempt=before.attempt + 1,
+                attempts=before.attempts,
+            )  # fmt: skip
+        self._record = record
+        self._write(record)
 
     def note(self, outcome: Outcome, verdict: Mapping[str, object], **when: float) -> None:
         """Keep how an attempt ended, to be written with what follows; times are since 1970."""
