@@ -51,9 +51,7 @@ def commands_of(code, *, console=False):
 
 def check_syntax(code):
     """What bash says of a block that it cannot parse."""
-    done = subprocess.run(
-        ["bash", "-n"], input=code, capture_output=True, text=True, timeout=20, check=False
-    )
+    done = subprocess.run(["bash", "-n"], input=code, capture_output=True, text=True, check=False)
     return done.stderr
 
 
@@ -127,7 +125,7 @@ def _run(name, *words, folder=ROOT):
     code = f"import sys; from {module} import {function}; sys.exit({function}())"
     done = subprocess.run(
         [sys.executable, "-c", code, *words], cwd=folder, capture_output=True, text=True,
-        timeout=60, check=False,
+        check=False,
     )  # fmt: skip
     return done.returncode, done.stdout + done.stderr
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from tests.conftest import load
+from waiting import PATIENCE
 
 PROGRAMS = Path(__file__).resolve().parent / "programs"
 
@@ -117,7 +118,7 @@ class Launch:
             assert found or not ended, f"it ended before {count} ranks had started\n{self._state()}"
             return found
 
-        self.until(are_there, f"{count} ranks start", 120)
+        self.until(are_there, f"{count} ranks start")
         return [json.loads(file.read_text(encoding="utf-8")) for file in files]
 
     def heard(self, rank):
@@ -129,7 +130,7 @@ class Launch:
         """Wait until every rank has heard as many signals; it has to be these, each once."""
         every = range(len(self.place.hosts))
         are_there = lambda: all(len(self.heard(rank)) >= len(names) for rank in every)  # noqa: E731
-        self.until(are_there, f"every rank hears {names}", SLACK)
+        self.until(are_there, f"every rank hears {names}")
         assert [self.heard(rank) for rank in every] == [list(names)] * len(every)
 
     def done(self):
@@ -152,7 +153,7 @@ class Launch:
         assert done is None or self.done() == list(done), self.stderr
         self.leaves_nothing(files=files)
 
-    def until(self, is_so, what, seconds, *, every=0.03):
+    def until(self, is_so, what, seconds=PATIENCE, *, every=0.03):
         end = time.monotonic() + seconds
         while not is_so():
             assert time.monotonic() < end, f"waited {seconds} s until {what}\n{self._state()}"

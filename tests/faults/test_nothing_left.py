@@ -49,7 +49,7 @@ def test_a_killed_rank_s_workers_go_with_it(launch):
     started = launch(["--grace", "1"], rank_program("dies_with_workers"))
     workers = [Path("/proc", str(pid)) for said in started.ranks() for pid in said["workers"]]
     started.ends_with(137, within=5)
-    started.until(lambda: not any(worker.exists() for worker in workers), "they are gone", 60)
+    started.until(lambda: not any(worker.exists() for worker in workers), "they are gone")
 
 
 # Slurm itself kills what is left of a step.
@@ -67,7 +67,7 @@ def test_what_a_rank_leaves_is_ended_and_named(launch, holds, deaf_to):
 
 def test_sigterm_before_the_ranks_are_there(launch):
     started = launch(["--grace", "1"], rank_program("goes_on"))
-    started.until(lambda: len(started.left()) > 1, "something is started", 120)
+    started.until(lambda: len(started.left()) > 1, "something is started")
     started.process.send_signal(signal.SIGTERM)
     # Python's own end by it, where that is not running yet.
     assert started.ends(within=5) in (143, -signal.SIGTERM), started.stderr
@@ -87,7 +87,7 @@ def test_hydra_s_proxy_sleeps_when_a_rank_has_ended(launch):
     started = launch(["--grace", "1"], rank_program("hangs"))
     first = started.ranks()[0]["pid"]
     proxy = parent_of(started.shim(1))
-    started.until(lambda: not Path("/proc", str(first)).exists(), "rank 0 has ended", 20)
+    started.until(lambda: not Path("/proc", str(first)).exists(), "rank 0 has ended")
     time.sleep(0.5)  # what it does at an end
     before = ticks(proxy)
     time.sleep(2)

@@ -17,7 +17,7 @@ def test_a_preempted_training_saves_and_goes_on(place, tmp_path):
     for folder in folders:
         folder.mkdir()
     with Launch(place, folders[0], ["--grace", "30"], words) as first:
-        first.until((folders[0] / "step-0").exists, "the first step", 120)
+        first.until((folders[0] / "step-0").exists, "the first step")
         # What --signal-before sends; and from a scheduler that ends the job SIGTERM would come.
         usual = place.launcher != "spawn"
         first.process.send_signal(signal.SIGUSR1 if usual else signal.SIGTERM)

@@ -66,7 +66,7 @@ class Window:
     def ask(self, *words):
         env = {**self.place.environment, "SHELL": "/bin/sh"}
         words = [*self.tmux, *words]
-        return subprocess.check_output(words, cwd=self.folder, env=env, text=True, timeout=60)
+        return subprocess.check_output(words, cwd=self.folder, env=env, text=True)
 
     def until(self, *texts):
         """Return the window's lines when these are there; the tests' own limit is the bound."""

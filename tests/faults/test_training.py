@@ -32,7 +32,7 @@ def train(launch, what, guilty, **more):
     # Long enough for the others to have ended by themselves.
     options = ["--env", "OMP_NUM_THREADS=1", "--grace", "600"]
     started = launch([*options, *MEET_HERE], script, **more)
-    started.until((started.folder / "time").exists, "all ranks are set up", 120)
+    started.until((started.folder / "time").exists, "all ranks are set up")
     return started
 
 

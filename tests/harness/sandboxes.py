@@ -9,6 +9,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from waiting import PATIENCE
+
 STOP_TIMEOUT = 10.0
 """Seconds for an orderly end, before SIGKILL; and in which what was killed must be gone."""
 
@@ -41,7 +43,7 @@ class Sandbox:
     def __exit__(self, kind, value, trace):
         self._stop()
 
-    def run(self, command, *, env=None, expect=0, timeout=60.0):
+    def run(self, command, *, env=None, expect=0, timeout=PATIENCE):
         """Run words in the sandbox; any end but ``expect`` (None: any), or none, is an error."""
         started = subprocess.Popen(
             command, env={**self.environment, **(env or {})}, cwd=self.directory, text=True,

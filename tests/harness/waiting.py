@@ -5,8 +5,10 @@ import os
 import time
 from pathlib import Path
 
+PATIENCE = 500  # seconds: a test may take 600, and has to say what it waited for
 
-def until(is_so, seconds=120):
+
+def until(is_so, seconds=PATIENCE):
     """Wait for a condition and return its value; fail where it is false for so long."""
     end = time.monotonic() + seconds
     while not (value := is_so()):
@@ -15,7 +17,7 @@ def until(is_so, seconds=120):
     return value
 
 
-def is_left(pid, seconds=120):
+def is_left(pid, seconds=PATIENCE):
     """Whether a process still runs, some seconds after it was killed; a zombie is dead."""
     with contextlib.suppress(AssertionError):
         until(lambda: _has_ended(pid), seconds)

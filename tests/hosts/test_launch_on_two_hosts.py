@@ -84,7 +84,7 @@ def test_places_words_and_values(launch):
 def test_a_place_to_meet_that_is_no_host_is_told_once_and_early(running):
     started = running(["--env", "MASTER_ADDR=nodeX"], rank_program("waits"))
     line = "MASTER_ADDR=nodeX (--env) cannot be looked up on this host"
-    started.until(lambda: line in started.stderr, "the name is told", 60)
+    started.until(lambda: line in started.stderr, "the name is told")
     started.process.send_signal(signal.SIGTERM)
     started.ends(within=15)
     assert started.stderr.count(line) == 1

@@ -19,7 +19,7 @@ with sandbox.TwoHosts() as hosts:
     print(hosts.directory, flush=True)
     wait = ["sh", "-c", "touch ready-$(hostname); sleep 300"]
     threading.Thread(target=hosts.run, args=(wait,), kwargs={"on": "nodeB"}, daemon=True).start()
-    hosts.run(wait, timeout=300)
+    hosts.run(wait)
 """
 
 

@@ -24,7 +24,7 @@ def place(hosts, tool, venv, tmp_path):
 
     def run(*options, **more):
         words = [prefix / "bin" / "python", "-m", "ezpz_launch", "--hostfile", hostfile, *options]
-        return hosts.run(list(map(str, words)), env=environment, timeout=300, **more)
+        return hosts.run(list(map(str, words)), env=environment, **more)
 
     return run, prefix
 

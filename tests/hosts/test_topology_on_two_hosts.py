@@ -27,7 +27,6 @@ def say(hosts, tool, tmp_path):
              sys.executable, str(PROGRAM), str(said), "--no-scontrol", *options],
             # Whatever devices this machine has, they are not the hosts'.
             env={"TORCH_DEVICE": "cpu", **(env or {})},
-            timeout=300,
         )  # fmt: skip
         reports = [json.loads(file.read_text(encoding="utf-8")) for file in said.iterdir()]
         reports.sort(key=lambda report: int(report["rank"]))

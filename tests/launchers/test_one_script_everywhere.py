@@ -30,7 +30,7 @@ def run(words, cwd=None, **variables):
     assert shutil.which(words[0], path=env["PATH"]), f"{words[0]} is not in this environment"
     process = subprocess.run(
         words, env=env, cwd=cwd, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-        timeout=180, check=False,
+        check=False,
     )  # fmt: skip
     assert process.returncode == 0, process.stderr
     return process.stderr

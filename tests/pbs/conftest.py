@@ -39,7 +39,7 @@ class Pbs:
         self.jobs = []
         self.lost = set()
 
-    def run(self, *words, stdin=b"", timeout=120):
+    def run(self, *words, stdin=b"", timeout=500):
         """Run the command with a verb and its words; return what it prints."""
         ended = subprocess.run(
             [*self._command, *words], input=stdin, capture_output=True, timeout=timeout, check=False

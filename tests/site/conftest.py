@@ -23,7 +23,7 @@ def built(tmp_path_factory):
     sources = os.pathsep.join(map(str, ROOT.glob("packages/*/src")))
     done = subprocess.run(
         [sys.executable, str(MAKE), "build", f"--out={out}"], capture_output=True, text=True,
-        timeout=300, check=False, env={**os.environ, "PYTHONPATH": sources},
+        check=False, env={**os.environ, "PYTHONPATH": sources},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return out
@@ -80,10 +80,10 @@ def in_browser(built, tmp_path):
                 stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             )  # fmt: skip
             try:
-                assert came.wait(300), "the browser told nothing"
+                assert came.wait(), "the browser told nothing"
             finally:
                 process.terminate()
-                process.wait(120)
+                process.wait()
             came.clear()
             return told.pop()
 

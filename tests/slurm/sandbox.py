@@ -21,6 +21,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parents[1] / "harness"))  # where no pytest did
 from sandboxes import STOP_TIMEOUT, Sandbox, SandboxError, end, search_path
 from surroundings import clean
+from waiting import PATIENCE
 
 NODES = ("nid001", "nid002", "nid003", "nid004")
 CPUS_PER_NODE = 2
@@ -102,7 +103,7 @@ class SlurmSandbox(Sandbox):
         super().__init__()
         self._daemons = {}
 
-    def batch(self, body, *options, env=None, timeout=60.0):
+    def batch(self, body, *options, env=None, timeout=PATIENCE):
         """Run a batch script to its end, an array's last; a command that fails is an error."""
         descriptor, script = tempfile.mkstemp(suffix=".sh", dir=self.directory)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:

@@ -17,7 +17,6 @@ def test_every_function(slurm, sandbox, tmp_path):
     slurm.run(
         ["srun", "-N", "2", "-n", "2", sys.executable, str(PROGRAM), str(tmp_path)],
         env={"TORCH_DEVICE": "cpu", "OMP_NUM_THREADS": "1", **env},
-        timeout=300,
     )
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
     assert (first["size"], second["size"]) == (2, 2)

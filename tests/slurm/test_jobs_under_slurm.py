@@ -42,7 +42,7 @@ class Jobs:
         self._started.append(process)
         return process
 
-    def until(self, job, *states, timeout=180):
+    def until(self, job, *states, timeout=500):
         """Wait until a job is in one of the states; return what is told of it."""
         until = time.monotonic() + timeout
         while (told := json.loads(self.ours("jobs", job, "--json").stdout))["state"] not in states:
@@ -50,7 +50,7 @@ class Jobs:
             time.sleep(0.3)
         return told
 
-    def all_until(self, wanted, timeout=240):
+    def all_until(self, wanted, timeout=500):
         """Wait until each job has been in its state; return what is told of it then."""
         until, found = time.monotonic() + timeout, {}
         while len(found) < len(wanted):
@@ -144,7 +144,7 @@ def test_how_jobs_end_and_why_they_do_not_run(jobs, case):
         if not isinstance(status, int):
             assert (one["exit_status"], status in one["why"]) == (None, True), one
             continue
-        _, err = followed[name].communicate(timeout=120)
+        _, err = followed[name].communicate()
         assert followed[name].returncode == status, err
         words = {"failed": f"failed with status {status}", "time limit": "ended by its time limit"}
         assert f"job {ids[name]} ({name}): {words.get(state, state)}" in err
@@ -172,7 +172,7 @@ def test_a_job_is_followed_from_the_queue_across_a_requeue_to_its_end(jobs):
     assert followed.stdout.readline() == "run 0\n"
     jobs.slurm.run(["scontrol", "requeue", job])
     jobs.slurm.start_again(job)
-    out, err = followed.communicate(timeout=180)
+    out, err = followed.communicate()
     assert "run 1" in out.splitlines(), err  # beside what Slurm says of the requeue
     assert followed.returncode == 0
     assert f"job {job} (twice): completed" in err
@@ -183,7 +183,7 @@ def test_ctrl_c_leaves_the_job_alone(jobs):
     followed = jobs.start("follow")
     assert followed.stdout.readline() == "started\n"
     followed.send_signal(2)
-    _, err = followed.communicate(timeout=60)
+    _, err = followed.communicate()
     assert followed.returncode == 130
     assert f"job {job} goes on without us; ezpz kill {job} ends it" in err
     assert jobs.until(job, "running")["id"] == job
@@ -220,7 +220,7 @@ def test_killed_its_ranks_save_and_its_script_does_not_go_on(jobs, tool):
     assert row[:4] == [job, "train", "running", "2"]
     assert row[5:7] == ["2", "0.3333"]
     jobs.ours("kill", "train")
-    out, _ = followed.communicate(timeout=120)
+    out, _ = followed.communicate()
     assert out.count("saved") == 2
     assert "went on" not in out
     assert followed.returncode == 143

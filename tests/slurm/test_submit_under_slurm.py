@@ -52,7 +52,7 @@ def test_a_training_goes_on_from_job_to_job_bit_for_bit(slurm, tool, submit, tmp
     told = goes_on(chain, (parts / "losses").read_text)
 
     job = ["salloc", "-Q", "-N", "2", "-t", "5", tool("ezpz-launch"), "--ppn", "1"]
-    slurm.run([*job, *train, whole, str(len(told))], env={"TORCH_DEVICE": "cpu"}, timeout=300)
+    slurm.run([*job, *train, whole, str(len(told))], env={"TORCH_DEVICE": "cpu"})
     assert told == losses((whole / "losses").read_text())[0]
     chain.until(lambda _: not chain.left())  # nor is a successor
 

@@ -30,7 +30,7 @@ def pyright(*words):
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     done = subprocess.run(
         [sys.executable, "-m", "pyright", "--outputjson", *words],
-        env={**os.environ, "PATH": path}, capture_output=True, text=True, timeout=300, check=False,
+        env={**os.environ, "PATH": path}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.stdout.startswith("{"), done.stdout + done.stderr
     return json.loads(done.stdout)

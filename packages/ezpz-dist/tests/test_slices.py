@@ -180,7 +180,7 @@ def test_by_mpi_io(clean_env, folder):
     env = {**clean_env, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     done = subprocess.run(
         [mpiexec, "-n", "2", sys.executable, str(script), str(folder), "mpi"], env=env,
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=100, check=False,
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
 

@@ -55,11 +55,11 @@ def launch(clean_env, mpiexec, tmp_path):
     reports = tmp_path / "reports"
     reports.mkdir()
 
-    def run(*words, env=None, timeout=180, **kwargs):
+    def run(*words, env=None, **kwargs):
         return subprocess.run(
             [sys.executable, "-m", "ezpz_launch", *words],
             env={**clean_env, "TMPDIR": str(reports), **(env or {})}, capture_output=True,
-            timeout=timeout, check=False, **{"text": True, **kwargs},
+            check=False, **{"text": True, **kwargs},
         )  # fmt: skip
 
     yield run

@@ -89,7 +89,7 @@ def test_the_whole_group_of_a_rank_is_signalled(process, ranks, until, ends_firs
     if ends_first:  # and leaves something in its group
         kill_and_reap(shell)
     ranks.signal(signal.SIGTERM)
-    assert ends_first or shell.wait(120) == -signal.SIGTERM
+    assert ends_first or shell.wait() == -signal.SIGTERM
     until(lambda: not is_running(child))
 
 
@@ -111,13 +111,13 @@ def test_a_group_that_no_rank_leads_is_not_signalled(process, rank, ranks):
     child = rank(process_group=launcher.pid)
     ranks.start(0, child.pid)
     ranks.signal(signal.SIGTERM)
-    assert child.wait(120) == -signal.SIGTERM
+    assert child.wait() == -signal.SIGTERM
     assert launcher.poll() is None
 
 
 def test_another_process_of_that_number_is_not_signalled(process, ranks):
     child, gone = process("sleep", "60"), process("true")
-    gone.wait(120)
+    gone.wait()
     ranks.start(0, child.pid)
     ranks.start(1, gone.pid)
     ranks._born[child.pid] = "1"  # as if that rank had been born at another time
@@ -136,7 +136,7 @@ def test_what_left_its_group_is_killed_by_its_mark(process, ranks):
     ours, others = marked(ID), [marked(ID + "1"), marked("x" + ID), marked("")]
     plain = process("sleep", "60", env={**os.environ, "OTHER": f"EZPZ_LAUNCH_ID={ID}"})
     ranks.kill()
-    assert ours.wait(120) == -signal.SIGKILL
+    assert ours.wait() == -signal.SIGKILL
     assert [child.poll() for child in (*others, plain)] == [None] * 4
 
 
@@ -148,7 +148,7 @@ def test_a_job_that_a_rank_submitted_is_not_of_the_launch(process, ranks, monkey
     monkeypatch.setenv(name, "7")
     ours, plain = (process("sleep", "600", env=each) for each in ({**env, name: "7"}, env))
     ranks.kill()
-    assert [child.wait(120) for child in (ours, plain)] == [-signal.SIGKILL] * 2
+    assert [child.wait() for child in (ours, plain)] == [-signal.SIGKILL] * 2
     assert theirs.poll() is None
 
 
@@ -158,7 +158,7 @@ def test_release_signals_the_shim_alone(process, ranks):
     ranks.start(0, shell.pid)
     ranks.end(0)
     ranks.release(shell.pid)
-    assert shell.wait(120) == 7
+    assert shell.wait() == 7
     assert is_running(child)
 
 
@@ -189,7 +189,7 @@ def shim(rank):
 
 def kill_and_reap(child):
     child.kill()
-    child.wait(120)
+    child.wait()
 
 
 def test_a_rank_whose_shim_was_killed_is_lost_once(shim, ranks, until):
@@ -225,7 +225,7 @@ def test_a_rank_that_ended_with_its_shim_is_not_lost(shim, ranks, until, is_seen
     if is_seen:
         assert ranks.lost() == []
     os.killpg(child.pid, signal.SIGKILL)
-    child.wait(120)
+    child.wait()
     assert [ranks.lost() for _ in range(3)] == [[], [], []]
     until(lambda: not is_running(command))
 
@@ -328,7 +328,7 @@ def hanging(process, until, tmp_path):
         options.setdefault("stderr", subprocess.DEVNULL)
         pid = process("sh", "-c", line, "sh", *words, start_new_session=True,
                       process_group=None, **options).pid  # fmt: skip
-        until(lambda: all((tmp_path / name).exists() for name in started), 120)
+        until(lambda: all((tmp_path / name).exists() for name in started))
         return pid
 
     return start

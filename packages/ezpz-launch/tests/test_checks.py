@@ -212,7 +212,7 @@ def on_a_small_disk(size, call, folder):
     code = f"from ezpz_launch import _checks; r = _checks.{call}"
     code += "; print(r.status, r.message, r.remedy, sep='\\t')"
     words += [f'{mount} && cd {folder} && exec "$@"', "sh", sys.executable, "-c", code]
-    done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
     return done.stdout.split("\t")
 
 

@@ -117,7 +117,7 @@ def shell(clean_env):
     def run(script, *words):
         return subprocess.run(
             ["sh", "-c", script, "sh", *words], env=clean_env, stdin=subprocess.DEVNULL,
-            capture_output=True, text=True, timeout=60, check=False,
+            capture_output=True, text=True, check=False,
         )  # fmt: skip
 
     return run
@@ -267,5 +267,5 @@ def test_a_signal_to_the_outer_one_ends_all_of_it(four, until, number):
         pytest.skip("the guardian finds them by /proc")
     outer, pids = four()
     outer.send_signal(number)
-    assert outer.wait(120) == (143 if number == signal.SIGTERM else -number)
+    assert outer.wait() == (143 if number == signal.SIGTERM else -number)
     until(lambda: not any(map(is_running, pids)))

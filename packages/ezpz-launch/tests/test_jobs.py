@@ -210,7 +210,7 @@ def test_one_launch_is_ended_by_its_id_and_no_other(started, launch, history):
     done = launch("kill", of(first, history)["id"])
     assert done.returncode == 0
     assert "has ended, exit status 75" in done.stderr
-    assert (first.wait(60), first.stdout.read()) == (75, "saved\nsaved\n")
+    assert (first.wait(), first.stdout.read()) == (75, "saved\nsaved\n")
     assert second.poll() is None
     assert of(second, history)["state"] == "running"
 
@@ -224,6 +224,6 @@ def test_without_grace(started, launch, history, clean_env, way):
     else:  # as from another host
         with open(f"{clean_env['EZPZ_STATE_DIR']}/launches/{found}.end", "w") as file:
             file.write("now\n")
-    assert deaf.wait(60) == 143
+    assert deaf.wait() == 143
     assert not os.path.exists(f"{clean_env['EZPZ_STATE_DIR']}/launches/{found}.end")
     assert of(deaf, history)["exit_status"] == 143

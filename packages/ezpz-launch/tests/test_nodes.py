@@ -49,7 +49,7 @@ class Side:
         control = Control(self.id, 5, where=where or self.nodes.where, secret=self.nodes.secret)
         words = [sys.executable, "-I", "-S", ezpz_launch._agent.__file__, str(node)]
         env = {**os.environ, "EZPZ_CONTROL": control.value()}
-        subprocess.run(words, env=env, check=True, timeout=120, **options)
+        subprocess.run(words, env=env, check=True, **options)
 
     def close(self, *, farewell):
         if self.is_open:
@@ -139,19 +139,19 @@ def test_ranks_are_signalled_released_and_killed_and_who_has_ended_is_not(reache
     nodes.start(1, shell.pid)
     nodes.end(1)
     nodes.release(1, shell.pid)
-    assert shell.wait(120) == 7
+    assert shell.wait() == 7
     nodes.start(1, ended.pid)
     nodes.end(1)
     nodes.start(1, second.pid)
     nodes.signal(signal.SIGUSR1)
     assert first.stdout.readline() == second.stdout.readline() == b"heard\n"
     nodes.signal(signal.SIGTERM)
-    assert [first.wait(120), second.wait(120)] == [-signal.SIGTERM] * 2
+    assert [first.wait(), second.wait()] == [-signal.SIGTERM] * 2
     assert ended.poll() is None
     deaf = rank("sh", "-c", "trap '' TERM; echo ready; while :; do sleep 0.05; done")
     nodes.start(0, deaf.pid)
     nodes.kill()
-    assert deaf.wait(120) == -signal.SIGKILL
+    assert deaf.wait() == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("farewell", [True, False])
@@ -160,9 +160,9 @@ def test_the_end_of_a_launch(reached, rank, farewell):
     child, marked = rank(), rank(env={"EZPZ_LAUNCH_ID": reached.id})
     reached.nodes.start(0, child.pid)
     reached.close(farewell=farewell)
-    assert marked.wait(120) == (-signal.SIGTERM if farewell else -signal.SIGKILL)
+    assert marked.wait() == (-signal.SIGTERM if farewell else -signal.SIGKILL)
     if not farewell:
-        assert child.wait(120) == -signal.SIGKILL
+        assert child.wait() == -signal.SIGKILL
         return
     assert child.poll() is None
     name = f"pid {marked.pid} ({os.path.basename(sys.executable)})"
@@ -179,14 +179,14 @@ def test_what_ranks_left_is_named_once_and_killed_in_the_end(reached, rank, unti
     # what the shell is just running is named, too
     assert f"pid {left.pid} (sh)" in reached.nodes.left[0]
     assert left.stdout.readline() == b"heard\n"
-    assert left.wait(120) == -signal.SIGKILL
+    assert left.wait() == -signal.SIGKILL
 
 
 def test_an_agent_that_comes_late_ends_what_was_left(side, agent, rank):
     left = rank(env={"EZPZ_LAUNCH_ID": side.id})
     side.nodes.end_left()
     agent()
-    assert left.wait(120) == -signal.SIGTERM
+    assert left.wait() == -signal.SIGTERM
 
 
 @ON_LINUX
@@ -231,10 +231,10 @@ def test_an_agent_that_comes_late_hears_all_of_it_once(side, agent, rank):
     assert child.stdout.readline() == b"heard\n"
     nodes.signal(signal.SIGTERM)
     # the first signal is not told again
-    assert child.communicate(timeout=120)[0] == b""
+    assert child.communicate()[0] == b""
     assert child.returncode == -signal.SIGTERM
     nodes.start(3, late.pid)
-    assert late.wait(120) == -signal.SIGTERM
+    assert late.wait() == -signal.SIGTERM
     assert [ended.poll(), elsewhere.poll()] == [None, None]
 
 
@@ -248,7 +248,7 @@ def test_a_connection_that_is_reset_kills(side, agent, rank, until):
     for connection in side.nodes._connections.values():
         connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     side.close(farewell=False)
-    assert child.wait(120) == marked.wait(120) == -signal.SIGKILL
+    assert child.wait() == marked.wait() == -signal.SIGKILL
 
 
 @pytest.mark.parametrize(

@@ -169,7 +169,7 @@ def test_a_full_disk_is_said_once_and_ends_nothing(copied, background):
         assert output.nobody_reads is False
         script = "seq 300000; seq 300000 >&2; exit 3"
         launch = background("-n", "2", "sh", "-c", script, stdout=full, stderr=full)
-        assert launch.wait(120) == 3
+        assert launch.wait() == 3
 
 
 def test_standard_output_that_somebody_made_nonblocking(copied, tmp_path):
@@ -181,7 +181,7 @@ def test_standard_output_that_somebody_made_nonblocking(copied, tmp_path):
     os.close(read)
     copied("seq 300000", "true", stdout=write)
     os.close(write)
-    assert reader.wait(60) == 0
+    assert reader.wait() == 0
     assert path.read_bytes() == b"".join(b"%d\n" % number for number in range(1, 300001))
 
 
@@ -198,7 +198,7 @@ def test_a_terminal_gets_a_line_of_its_own(background):
     launch = background("-n", "1", "sh", "-c", script, stdout=theirs, stderr=theirs)
     os.close(theirs)
     text = all_of(ours)
-    assert launch.wait(120) == 3
+    assert launch.wait() == 3
     assert text.startswith(b"ezpz-launch: 1 rank on ")
     assert b"\n50%\nezpz-launch: rank 0 on " in text
 
@@ -207,7 +207,7 @@ def test_a_head_ends_the_launch(background):
     launch = background("-n", "1", "--grace", "5", "yes", stdout=-1, stderr=-1)
     assert launch.stdout.readline() == b"y\n"
     launch.stdout.close()
-    assert launch.wait(120) == 128 + signal.SIGPIPE
+    assert launch.wait() == 128 + signal.SIGPIPE
 
 
 @pytest.fixture
@@ -235,7 +235,7 @@ def test_where_nobody_reads_a_signal_ends_the_launch(
     launch = background("-n", "2", "sh", "-c", BYE.format(tmp_path, does), **options)
     until(lambda: len(list(tmp_path.glob("started-*"))) == 2)
     launch.terminate()
-    assert launch.wait(120) == 143
+    assert launch.wait() == 143
     assert len(list(tmp_path.glob("bye-*"))) == 2
 
 

@@ -56,7 +56,7 @@ def shim(words):
     def run(*command, env=None, control=None, options=None, **place):
         return subprocess.run(
             words(*command, **place), env=environment(env, **(control or {})),
-            capture_output=True, check=False, timeout=120, **(options or {}),
+            capture_output=True, check=False, **(options or {}),
         )  # fmt: skip
 
     return run
@@ -176,7 +176,7 @@ def test_the_launchers_file_descriptors_reach_the_command(words, fds):
     kept = " ".join(f"{fd}</dev/zero" for fd in fds)
     started = subprocess.run(
         ["bash", "-c", f'exec {kept}; exec "$@"', "_", *words("sh", "-c", reads)],
-        env=environment(attempt=0), capture_output=True, check=False, timeout=120,
+        env=environment(attempt=0), capture_output=True, check=False,
     )  # fmt: skip
     assert started.returncode == 0, started.stderr
 
@@ -192,7 +192,7 @@ def test_a_rank_that_failed_waits_to_be_released(held, until, script, status, sa
     assert shim.poll() is None
     until(lambda: shim.terminate() or shim.poll() is not None)
     # zsh may report the end once more when it is interrupted
-    assert (shim.wait(120), reports(shim.stderr.read())[1]) == (status, b"")
+    assert (shim.wait(), reports(shim.stderr.read())[1]) == (status, b"")
 
 
 @pytest.mark.parametrize(("word", "cause"), [("3", [("cause", 1, 3)]), ("x", []), ("", [])])
@@ -212,7 +212,7 @@ def test_nothing_is_left_of_a_hold_and_it_makes_no_noise(held, until, is_killed)
     until(lambda: Path(f"/proc/{sleep}/comm").read_text() == "sleep\n")
     if is_killed:  # as the agent does: it has our mark
         os.kill(sleep, signal.SIGKILL)
-        assert (shim.wait(120), shim.stderr.read()) == (3, b"")
+        assert (shim.wait(), shim.stderr.read()) == (3, b"")
     else:
         until(lambda: shim.terminate() or shim.poll() is not None)
         until(lambda: not is_running(sleep))

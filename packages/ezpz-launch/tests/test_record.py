@@ -211,7 +211,7 @@ def test_old_records_go_once_there_are_a_tenth_too_many(env, folder):
 def test_many_launches_at_once_make_one_folder(background, history, tmp_path):
     env = {"EZPZ_STATE_DIR": str(tmp_path / "a" / "b")}
     launches = [background("-n", "1", "true", env=env, stderr=-1) for _ in range(4)]
-    assert [(one.stderr.read(), one.wait(120)) for one in launches] == [(b"", 0)] * 4
+    assert [(one.stderr.read(), one.wait()) for one in launches] == [(b"", 0)] * 4
     assert [one["exit_status"] for one in history(env=env)] == [0] * 4
 
 
@@ -244,6 +244,6 @@ def test_the_lines_of_the_readme_report_progress(tmp_path):
     (code,) = re.findall(r"```python\n(.*?EZPZ_PROGRESS_FILE.*?)```", readme, re.DOTALL)
     env = {**os.environ, "EZPZ_PROGRESS_FILE": str(path)}
     words = [sys.executable, "-c", f"{code}\nreport(1300)"]
-    subprocess.run(words, env=env, check=True, timeout=60)
+    subprocess.run(words, env=env, check=True)
     assert read_progress(str(path)) == 1300
     assert os.listdir(tmp_path) == [path.name]

@@ -88,7 +88,7 @@ def test_two_attempts_in_a_row_without_progress_are_the_last(steps, retried):
 ])  # fmt: skip
 def test_python_that_cannot_import(code, expected):
     words = [sys.executable, "-c", code]
-    stderr = subprocess.run(words, capture_output=True, check=False, timeout=60).stderr
+    stderr = subprocess.run(words, capture_output=True, check=False).stderr
     assert ends_with_import_error(stderr) is expected
     prefixed = b"".join(b"[3@nid001] " + line for line in stderr.splitlines(keepends=True))
     assert ends_with_import_error(prefixed) is expected
@@ -130,7 +130,7 @@ def test_a_failed_import_is_not_tried_again(spawned, tmp_path, options):
 def test_progress_is_what_keeps_it_going(spawned, history, clean_env):
     # a step forward, then none: after two more attempts it is given up
     script = 'echo 7 >"$EZPZ_PROGRESS_FILE"; echo $EZPZ_PROGRESS_FILE; exit 9'
-    done = spawned("-n", "1", "--retries", "9", "sh", "-c", script, timeout=60)
+    done = spawned("-n", "1", "--retries", "9", "sh", "-c", script)
     assert done.returncode == 9
     # one file of the whole launch, which goes with it
     (record,) = history()
@@ -149,7 +149,7 @@ def test_a_signal_during_the_pause_ends_it(background, history, after):
             break
     time.sleep(after)
     launch.terminate()
-    assert launch.wait(120) == 143
+    assert launch.wait() == 143
     assert b"retry 3" not in launch.stderr.read()
     (record,) = history()
     assert (record["state"], record["exit_status"], record["attempt"]) == ("ended", 143, 1)
@@ -164,7 +164,7 @@ def test_a_launch_that_was_told_to_end_is_not_tried_again(background, tmp_path, 
     launch = background("-n", "1", "--retries", "3", "sh", "-c", script, stderr=-1)
     until((tmp_path / "0").exists)
     launch.send_signal(number)
-    assert launch.wait(120) == 128 + number
+    assert launch.wait() == 128 + number
     assert not (tmp_path / "1").exists()
 
 
@@ -390,7 +390,7 @@ def test_a_scheduler_that_does_not_answer_is_asked_again_while_ranks_run(
     }  # fmt: skip
     # Its rank runs, and qstat answers only then.
     script = f"trap 'echo heard; exit 0' USR1; touch {tmp_path}/up; while :; do sleep 0.1; done"
-    done = spawned("-n", "1", "--signal-before", "50m", "sh", "-c", script, env=env, timeout=120)
+    done = spawned("-n", "1", "--signal-before", "50m", "sh", "-c", script, env=env)
     assert (done.returncode, done.stdout) == (0, "heard\n"), done.stderr
     first, *rest = done.stderr.splitlines()
     assert first.startswith("ezpz-launch: --signal-before: "), done.stderr

@@ -93,7 +93,7 @@ class Nodes:
         self.tree.stop()
         for process in self.processes:
             try:
-                process.wait(30)
+                process.wait()
             finally:
                 process.kill()
                 process.wait()
@@ -431,7 +431,7 @@ def environment(home, tmp_path, clean_env):
 def run(prefix, env, *words, first=(), launcher="spawn"):
     words = [*first, "--launcher", launcher, *words]
     return subprocess.run([prefix / "bin" / "python", "-m", "ezpz_launch", *words], check=False,
-                          env=env, capture_output=True, text=True, timeout=300)  # fmt: skip
+                          env=env, capture_output=True, text=True)  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ["venv", "site", "conda"])

@@ -17,7 +17,7 @@ from ezpz._cli import COMMANDS, HELP, main
 def ezpz_process(*words, stdout=subprocess.PIPE, **options):
     return subprocess.run(
         [sys.executable, "-m", "ezpz", *words], stdout=stdout, stderr=subprocess.PIPE, text=True,
-        timeout=60, check=False, **options,
+        check=False, **options,
     )  # fmt: skip
 
 
@@ -25,7 +25,7 @@ def modules_of(code):
     """Which modules are loaded once ``code`` has run."""
     script = f"import json, sys\n{code}\nprint(json.dumps(sorted(sys.modules)), file=sys.stderr)"
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
     return set(json.loads(done.stderr))
 
@@ -122,7 +122,7 @@ def test_a_page_that_nobody_reads(closed):
     script = f'"$@" {closed}'
     done = subprocess.run(
         ["sh", "-c", script, "sh", sys.executable, "-m", "ezpz", "--help"],
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
 

@@ -80,7 +80,7 @@ def browser(tmp_path):
                 f"--window-size={width},{height}", *(["--force-dark-mode"] if dark else []),
                 *options, page if "://" in str(page) else page.as_uri(),
             ],
-            capture_output=True, timeout=120, check=True,
+            capture_output=True, check=True,
         )  # fmt: skip
         shutil.rmtree(profile, ignore_errors=True)
         return done.stdout.decode()

@@ -129,6 +129,6 @@ def test_interrupted(write_run, records):
         while "step=4" not in process.stdout.readline():
             pass
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=30)
+        _, errors = process.communicate()
     assert process.returncode == 130
     assert errors == ""

@@ -42,7 +42,7 @@ def start(clean_env):
     for process in started:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
-            process.wait(120)
+            process.wait()
         process.stdout.close()
         process.stderr.close()
 

@@ -25,7 +25,7 @@ def ezpz(clean_env, tmp_path):
     def run(*words, **options):
         return subprocess.run(
             [sys.executable, "-m", "ezpz", *words], env=clean_env, cwd=tmp_path,
-            capture_output=True, text=True, timeout=300, check=False, **options,
+            capture_output=True, text=True, check=False, **options,
         )  # fmt: skip
 
     return run
