@@ -66,7 +66,8 @@ def test_one_reader_and_the_others_have_it_from_there(ranks, n):
     refused(lambda: share_on_node(lambda: None), "TypeError: it is NoneType; expected dense")
     refused(lambda: share_on_node(lambda: {"a": [1]}), "TypeError: a is list; expected dense")
     refused(lambda: share_on_node(lambda: torch.empty(1 << 50, dtype=torch.uint8, device="meta")
-        if n < 0 else torch.zeros(1).expand(1 << 48)), "No space left on device")
+        if n < 0 else torch.zeros(1).expand(1 << 48)), "No space left on device",
+        "--shm-size")
     barrier()
     assert left() == []
     """

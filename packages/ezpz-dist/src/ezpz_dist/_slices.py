@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -226,9 +227,13 @@ def _put(found: object) -> tuple[str, list[Place]]:
             os.posix_fallocate(number, 0, max(size, 1))  # what has no bytes cannot be mapped
         else:
             os.ftruncate(number, max(size, 1))
-    except OSError:
+    except OSError as error:
         os.unlink(path)
-        raise
+        raise DataError(
+            f"no room for {size / 1e6:,.0f} MB in {os.path.dirname(path)} ({error.strerror}), "
+            f"which has {shutil.disk_usage(os.path.dirname(path)).free / 1e6:,.0f}; expected that "
+            "much shared memory; in a container: --ipc=host, or a larger --shm-size"
+        ) from error
     finally:
         os.close(number)
     mapped = _map(path, places, shared=True)
