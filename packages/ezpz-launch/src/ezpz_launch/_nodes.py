@@ -40,8 +40,8 @@ Failure = tuple[int, str, int]
 
 
 class Verdict(NamedTuple):
-    whose: str  # fault it was: NODE, PROGRAM or UNKNOWN
-    hosts: tuple[str, ...]  # the nodes whose it was, or that are suspected
+    whose: str  # NODE, PROGRAM or UNKNOWN: what is at fault
+    hosts: tuple[str, ...]  # the nodes that are at fault, or suspected
     why: str  # as one phrase
 
 

@@ -322,7 +322,7 @@ def _collect(pipe: IO[bytes], kept: bytearray, most: int) -> None:
 
 
 def _standing(words: str) -> str:
-    """Return the end of a sentence that says where a process stood; empty if nobody knows."""
+    """Return the end of a sentence that says where a process stood; empty if that is unknown."""
     # `faulthandler` writes the main thread last, and there the innermost place first.
     frames = _FRAME.findall(words.rpartition("(most recent call first):")[2])
     own = (sysconfig.get_path("stdlib"), "<frozen ")
@@ -353,7 +353,7 @@ def be_check(name: str, value: str, imported_by: float, timeout: float) -> NoRet
 
 
 def _end_after(seconds: float) -> None:
-    # Also where nobody is left to end it, or a C library holds the GIL.
+    # Also where its parent is gone, or a C library holds the GIL.
     faulthandler.dump_traceback_later(max(seconds, 0.01), exit=True)
 
 
