@@ -33,6 +33,7 @@ from .store import MANIFEST, Name, SaveArgs, Store
 # What makes a checkpoint one: its files with size and checksum, and what is in it.
 
 FORMAT = 1
+_LONGEST = 1 << 30
 _MALFORMED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 """What comes of taking JSON for something that it is not: ``int(Infinity)``, ``[].get``."""
 
@@ -92,8 +93,10 @@ def decode_manifest(data: bytes) -> Manifest:
 def read_manifest(store: Store, folder: str) -> Manifest:
     path = f"{folder}/{MANIFEST}"
     try:
-        if store.size(path) is None:
+        if (size := store.size(path)) is None:
             raise ValueError(f"there is no {MANIFEST}: it was never completed")
+        if size > _LONGEST:
+            raise ValueError(f"{MANIFEST} has {size} bytes; expected at most {_LONGEST}")
         with store.open(path, "rb") as file:
             manifest = decode_manifest(file.read())
     except OSError as error:
