@@ -1,5 +1,6 @@
 """The allocation of no scheduler, which hosts are used, and what is written where."""
 
+import itertools
 import os
 import re
 import stat
@@ -190,8 +191,11 @@ def test_writing_a_list(tmp_path):
         "h:2", "12")),
     ([], "list of hosts is empty"),
     ("x1n0", "expected a list of names"),
+    # without end: the list is not made first
+    (map("n{}".format, itertools.count()), "at most 3"),
 ])  # fmt: skip
-def test_hosts_that_are_not_written(tmp_path, hosts, match):
+def test_hosts_that_are_not_written(monkeypatch, tmp_path, hosts, match):
+    monkeypatch.setattr("ezpz_topo._hostfile.MAX_HOSTS", 3)
     with pytest.raises(HostfileError, match=match):
         write_hostfile_from_list_of_hosts(hosts, tmp_path / "hosts")
     assert not list(tmp_path.iterdir())

@@ -10,11 +10,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ._errors import HostfileError
-from ._nodelist import host_key, is_host
+from ._nodelist import MAX_HOSTS, host_key, is_host
 
 MAX_BYTES = 64 << 20
 """A larger file is refused: 10,000 nodes of 100 slots each, a line a slot, are 45 MB."""
 
+_MAX_LINES = 1 << 22  # 10,000 nodes of 100 slots each, a line a slot, are 1,000,000
+_MAX_LINE = 4096
 _BLANKS = str.maketrans("\t\v\f", "   ")
 _NUMBER = r"0*[1-9][0-9]{0,5}"
 _IN_BRACKETS = r"\[([^\[\]]*)\](?::(.*))?"
@@ -78,6 +80,13 @@ def read_regular(path: str, limit: int) -> bytes:
 
 
 def parse_slots(text: str, path: str) -> dict[str, int | None]:
+    if "\0" in text:
+        raise HostfileError(f"hostfile {path!r} holds NUL bytes; expected text, one host a line")
+    if text.count("\n") > _MAX_LINES:
+        raise HostfileError(
+            f"hostfile {path!r} has more than {_MAX_LINES} lines; expected one host a line; "
+            "name the job's own hostfile"
+        )
     found: dict[str, tuple[str, int, bool]] = {}  # first spelling, slots, whether they are told
     # Some editors begin a file with a mark of its encoding.
     lines = text.removeprefix("\ufeff").split("\n")
@@ -95,6 +104,11 @@ def parse_slots(text: str, path: str) -> dict[str, int | None]:
         if key in found:
             found[key] = (found[key][0], found[key][1] + number, True)
             continue
+        if len(found) >= MAX_HOSTS:
+            raise HostfileError(
+                f"hostfile {path!r}: {host[:40]!r} is host {MAX_HOSTS + 1}; expected at most "
+                f"{MAX_HOSTS}; name the job's own hostfile"
+            )
         found[key] = (host, number, slots is not None or times > 1)
     if not found:
         raise HostfileError(f"hostfile {path!r} names no host; expected one host a line")
@@ -108,6 +122,8 @@ def _parse_line(line: str) -> tuple[str, int | None] | None:
     line = line.removesuffix("\r").partition("#")[0].translate(_BLANKS).strip(" ")
     if not line:
         return None
+    if len(line) > _MAX_LINE:
+        raise HostfileError(f"{len(line)} characters; expected one host a line")
     # Open MPI takes blanks around the equals sign.
     line = "=".join(part.strip(" ") for part in line.split("="))
     # Not split(): a no-break space from a web page is part of a name, and wrong.
@@ -171,6 +187,10 @@ def format_hostfile(hosts: Iterable[str]) -> bytes:
                 "an address; give slots, users and ports to the launcher"
             )
         names.setdefault(host_key(host), host)
+        if len(names) > MAX_HOSTS:
+            raise HostfileError(
+                f"host {host[:40]!r} is one too many; expected at most {MAX_HOSTS} hosts"
+            )
     if not names:
         raise HostfileError("the list of hosts is empty; expected one host at least")
     return "".join(f"{host}\n" for host in names.values()).encode("ascii")
