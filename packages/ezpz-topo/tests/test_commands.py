@@ -70,6 +70,7 @@ def test_a_failure_is_tried_again(tmp_path, env, command):
     # a wrapper without its command
     ("exit 127", 1, r"exit status 127 \(1 attempt\) and said nothing"),
     ("kill -9 $$", 2, "signal 9"),
+    ("exec cat /dev/zero", 1, "more than 64 MiB"),
     ("exit 153", 1, None),
 ])  # fmt: skip
 def test_failures_and_how_often_they_are_tried(*, tmp_path, env, command, body, times, message):

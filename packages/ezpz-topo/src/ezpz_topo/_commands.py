@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import selectors
 import signal
 import subprocess
 import threading
@@ -13,6 +14,9 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ._errors import InvalidVariableError, NoSchedulerError, SchedulerError
+
+MAX_BYTES = 64 << 20
+"""More output than this is refused; exec_host and exec_vnode of 10,000 hosts are about 1 MB."""
 
 TIME_LIMIT = "EZPZ_SCHEDULER_TIMEOUT"
 """The variable that gives the seconds to wait for each answer."""
@@ -118,12 +122,13 @@ def _run(
     argv: Sequence[str], env: Mapping[str, str], time_limit: float, place: str
 ) -> Answer | None:
     """Run the command once; None where it did not end in time, and was killed with its group."""
+    deadline = time.monotonic() + time_limit
     process = None
     try:
         with _uninterrupted():
             process = _start(argv, env, place)
-        out, err = process.communicate(timeout=time_limit)
-        status = process.returncode
+        out, err = _read(process, deadline)
+        status = process.wait(max(deadline - time.monotonic(), 0.0))
         return Answer(status, out.decode("utf-8", "replace"), err.decode("utf-8", "replace"))
     except subprocess.TimeoutExpired:
         return None
@@ -175,6 +180,31 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     for pipe in (process.stdout, process.stderr):
         if pipe is not None:
             pipe.close()
+
+
+def _read(process: subprocess.Popen[bytes], deadline: float) -> tuple[bytearray, bytearray]:
+    """Return all of stdout and stderr; raise TimeoutExpired where one is open at the deadline."""
+    assert process.stdout is not None
+    assert process.stderr is not None
+    out, err = bytearray(), bytearray()
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdout, selectors.EVENT_READ, out)
+        selector.register(process.stderr, selectors.EVENT_READ, err)
+        while selector.get_map():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise subprocess.TimeoutExpired(process.args, 0)
+            for key, _ in selector.select(left):
+                chunk = os.read(key.fd, 1 << 16)
+                if not chunk:
+                    selector.unregister(key.fileobj)
+                key.data.extend(chunk)
+                if len(key.data) > MAX_BYTES:
+                    raise SchedulerError(
+                        f"{_shown(str(process.args))} printed more than {MAX_BYTES >> 20} MiB; "
+                        "expected a scheduler's answer; run it by hand and see what it prints"
+                    )
+    return out, err
 
 
 def _shown(text: str) -> str:
