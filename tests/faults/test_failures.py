@@ -60,6 +60,7 @@ def test_ranks_that_all_fail_end_by_themselves(launch):
     assert_first(started, EXITED_3)
 
 
+@pytest.mark.with_torchrun
 def test_a_failure_in_a_flood_of_errors_is_seen(launch):
     started = launch(["--grace", "2"], rank_program("shouts"))
     fails(started, 3, EXITED_3)
