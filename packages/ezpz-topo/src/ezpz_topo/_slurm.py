@@ -17,6 +17,8 @@ from ._rank import get_rank_info, is_step, launching_ancestors, why_another_step
 
 # The variables.
 
+_MAX_COMPONENTS = 128
+
 
 def allocation(env: Mapping[str, str], *, commands: bool = True) -> Allocation:
     """Return the allocation that ``SLURM_JOB_ID`` names: of the step, in a step of ranks."""
@@ -80,7 +82,7 @@ def _components(env: Mapping[str, str]) -> list[str]:
     components = env.get("SLURM_HET_SIZE", "")
     if not components:
         return [""]
-    if not re.fullmatch("[1-9][0-9]{0,2}", components):
+    if not re.fullmatch("[0-9]{1,3}", components) or not 0 < int(components) <= _MAX_COMPONENTS:
         raise InvalidVariableError(
             f"SLURM_HET_SIZE={components[:40]!r}; expected a number of components; "
             "unset it if this is no heterogeneous job"
