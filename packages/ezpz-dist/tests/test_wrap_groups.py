@@ -138,3 +138,73 @@ ezpz_tp.destroy_tensor_parallel()
 cleanup()
 """
     ranks(4, PARALLEL + script)
+
+
+def test_meshes_split_no_communicator(ranks, tmp_path):
+    # As on Aurora: a backend that is registered in Python and cannot split, in a world that is
+    # bound to its device.
+    (tmp_path / "oneccl_bindings_for_pytorch.py").write_text("""
+import torch.distributed as dist
+made = []
+
+class NeverSplits(dist.ProcessGroupGloo):
+    supports_splitting = False
+
+def create(store, rank, size, timeout):
+    made.append(NeverSplits(store, rank, size, timeout))
+    return made[-1]
+
+dist.Backend.register_backend("ccl", create, devices=["cpu", "cuda"])
+""")
+    script = """
+sys.path.insert(0, os.getcwd())
+rank = setup_torch(backend="ccl", timeout=60)
+from oneccl_bindings_for_pytorch import made
+dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
+torch.accelerator.is_available = lambda: True
+torch.accelerator.current_accelerator = lambda *_, **__: torch.device("cuda")
+torch.optim.Optimizer._accelerator_graph_capture_health_check = lambda self: None
+
+from torch.distributed.device_mesh import init_device_mesh
+raises(RuntimeError, "does not support splitting", init_device_mesh, "cpu", (2, 2))
+with ezpz_tp.use_state(ezpz_tp.ParallelState.from_groups()):
+    whole = built()
+    alone = losses(whole, adamw(whole.parameters()), slice(None))
+
+seen = len(made)
+def follows(wrapped, mine, *groups):
+    global seen
+    assert [one.size() for one in made[seen:]] == [*groups]
+    seen = len(made)
+    curve = losses(wrapped, adamw(wrapped.parameters()), mine)
+    dist.all_reduce(curve)
+    assert ((curve / 4 - alone) / alone).abs().max() <= 1e-5
+
+mine = slice(rank * 2, rank * 2 + 2)
+follows(wrap_model_for_ddp(built(rank)), mine)
+follows(wrap_model_for_fsdp2(built(rank)), mine)
+hybrid = wrap_model_for_fsdp2(built(rank), shard_size=2)
+mesh = hybrid.blocks[0].up.weight.device_mesh
+assert mesh.mesh.tolist() == [[0, 1], [2, 3]] and mesh.mesh_dim_names == ("replicate", "shard")
+follows(hybrid, mine, 2, 2)
+save_checkpoint("saved", model=hybrid, step=1)
+other = wrap_model_for_fsdp2(built(rank + 9), shard_size=2)
+load_checkpoint("saved", model=other)
+for one, two in zip(hybrid.parameters(), other.parameters()):
+    assert torch.equal(one.full_tensor(), two.full_tensor())
+
+ezpz_tp.initialize_tensor_parallel(tensor_parallel_size=2)
+data, seen = ezpz_tp.get_state().index("data"), len(made)
+mine = slice(data * 4, data * 4 + 4)
+follows(wrap_model_for_ddp(built(data)), mine)
+follows(wrap_model_for_fsdp2(built(data)), mine)
+
+from ezpz_tp import layouts
+mesh = layouts.named("fsdp+tp+cp+pp", 4, tp=2, cp=1, pp=2).to_mesh("cpu")
+assert sorted(mesh.shape) == [1, 1, 2, 2], mesh
+for dim in mesh.mesh_dim_names:
+    sum_ = torch.tensor(rank)
+    dist.all_reduce(sum_, group=mesh.get_group(dim))
+    assert sum_ == sum(dist.get_process_group_ranks(mesh.get_group(dim))), dim
+"""
+    ranks(4, PARALLEL + script, cwd=tmp_path)

@@ -157,17 +157,14 @@ def data_parallel_mesh(replicas: Members, shard_size: int | None = None) -> Devi
     if shard_size in (None, replicas.size):
         assert replicas.group is not None
         return DeviceMesh.from_group(replicas.group, device_type, mesh_dim_names=("shard",))
-    # Communicators that are split from the world's want all of its ranks: one mesh of all groups
-    # of data-parallel ranks, of which a rank takes its own.
     lines = [tuple(replicas.ranks)]
     if replicas.size < replicas.world.info.world_size:
         lines = list(dict.fromkeys(all_gather_object(lines[0])))
+    import ezpz_tp  # noqa: PLC0415 - only where its groups are used
+
     ranks = torch.tensor(lines).view(len(lines), -1, shard_size)
     with waiting("the groups of hybrid sharding", replicas.world):
-        if len(lines) == 1:
-            return DeviceMesh(device_type, ranks[0], mesh_dim_names=("replicate", "shard"))
-        mesh = DeviceMesh(device_type, ranks, mesh_dim_names=("model", "replicate", "shard"))
-        return mesh["replicate", "shard"]
+        return ezpz_tp.make_mesh(device_type, ranks, ("replicate", "shard"))
 
 
 # Which modules of a model are sharded by themselves: gathered when they run, freed after.

@@ -117,7 +117,7 @@ from ._random import (
 from ._ranks import AXES, EXPERT_AXES, RankLayout
 from ._ring import ring_attention
 from ._shard import Piece, Shard, set_shard, shard_of
-from ._state import ParallelState
+from ._state import ParallelState, make_mesh
 from ._ulysses import split_context, ulysses_attention, unified_attention
 
 if TYPE_CHECKING:
@@ -189,7 +189,7 @@ __all__ = [
     "head_to_sequence", "initialize_model_parallel", "initialize_shard",
     "initialize_tensor_parallel", "is_pipeline_first_stage", "is_pipeline_last_stage",
     "keep_attributes", "load_dtensor_state_dict", "load_lora", "lora_state_dict",
-    "mark_sequence_parallel", "merge_lora", "param_is_not_tensor_parallel_duplicate",
+    "make_mesh", "mark_sequence_parallel", "merge_lora", "param_is_not_tensor_parallel_duplicate",
     "reduce_from_tensor_parallel_region", "reduce_scatter_last_dim_to_tensor_parallel_region",
     "reduce_scatter_to_sequence_parallel_region", "reshard", "ring_attention", "rng_contexts",
     "save_huggingface", "save_llama", "save_lora", "scatter_to_sequence_parallel_region",

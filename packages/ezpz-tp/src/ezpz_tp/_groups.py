@@ -309,6 +309,14 @@ _PATIENCE = timedelta(seconds=5)
 _rounds: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
+def next_round(arguments: str, world: ProcessGroup, timeout: timedelta | None = None) -> int:
+    """Return the number of this making of groups, after all ranks agreed on it."""
+    number = _rounds[world] = _rounds.get(world, 0) + 1
+    if dist.get_backend(world) not in ("fake", "mpi", "undefined") and world.size() > 1:
+        agree(arguments, number, world, timeout)
+    return number
+
+
 class Maker:
     """Makes the groups of one state, each rank set once, and frees them."""
 
@@ -333,9 +341,7 @@ class Maker:
         self._default = dist.get_backend(world)
         self._known: dict[tuple[str | None, tuple[int, ...]], ProcessGroup] = {}
         self.made: list[ProcessGroup] = []
-        self._round = _rounds[world] = _rounds.get(world, 0) + 1
-        if self._default not in ("fake", "mpi", "undefined") and layout.world_size > 1:
-            agree(f"{layout} {wanted=} {stages=} {backend=}", self._round, world, timeout)
+        self._round = next_round(f"{layout} {wanted=} {stages=} {backend=}", world, timeout)
 
     def make(
         self, wanted: Iterable[tuple[str, ...]], stages: Mapping[str, EmbeddingRanks]
@@ -456,31 +462,38 @@ class Maker:
         backend: str | None,
         all_groups: Callable[[], list[tuple[int, ...]]],
     ) -> ProcessGroup:
-        """Make one group: only this rank's own, except where the backend cannot."""
-        if "mpi" in (backend or self._default):
-            mine = None
-            for each in all_groups():
-                group: ProcessGroup = c10d.new_group(
-                    list(each), timeout=self._timeout, backend=backend
-                )
-                if self._rank in each:
-                    mine = group
-            assert mine is not None
-            self.made.append(mine)
-            return mine
-        try:
-            group = _named_group(
-                f"ezpz_tp.{self._round}.{name}.{ranks[0]}", ranks, backend, self._timeout
-            )
-        except RuntimeError as error:
-            raise ParallelError(
-                f"rank {self._rank} could not make its {name} group of {len(ranks)} ranks "
-                f"{_short(ranks)}: {error}. Every rank must initialize, and destroy, as often as "
-                f"the others (this was the {self._round}. time in this world) and with the same "
-                "arguments"
-            ) from error
+        name = f"{self._round}.{name}"
+        group = new_group(name, ranks, all_groups, backend, self._timeout)
         self.made.append(group)
         return group
+
+
+def new_group(
+    name: str,
+    ranks: tuple[int, ...],
+    all_groups: Callable[[], Iterable[Sequence[int]]],
+    backend: str | None = None,
+    timeout: timedelta | None = None,
+) -> ProcessGroup:
+    """Make one group: only this rank's own, except where the backend cannot."""
+    if "mpi" in (backend or dist.get_backend()):
+        mine = None
+        for each in all_groups():
+            group: ProcessGroup = c10d.new_group(list(each), timeout=timeout, backend=backend)
+            if dist.get_rank() in each:
+                mine = group
+        assert mine is not None
+        return mine
+    try:
+        return _named_group(f"ezpz_tp.{name}.{ranks[0]}", ranks, backend, timeout)
+    except RuntimeError as error:
+        number, _, name = name.partition(".")
+        raise ParallelError(
+            f"rank {dist.get_rank()} could not make its {name} group of {len(ranks)} ranks "
+            f"{_short(ranks)}: {error}. Every rank must initialize, and destroy, as often as "
+            f"the others (this was the {number}. time in this world) and with the same "
+            "arguments"
+        ) from error
 
 
 def _named_group(

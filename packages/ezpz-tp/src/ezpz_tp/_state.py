@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import sys
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +28,8 @@ from ._groups import (
     live_world,
     member,
     member_ranks,
+    new_group,
+    next_round,
     position,
     world_of,
 )
@@ -94,6 +98,38 @@ class MeshGroups:
         dims = tuple(dim for axis, dim in self.dims.items() if axis in axes)
         spanned = self.mesh[dims].mesh.numel()
         return world if world is not None and spanned == world.size() else None
+
+
+def make_mesh(device_type: str, ranks: torch.Tensor, names: tuple[str, ...]) -> DeviceMesh:
+    """Return torch's mesh over ranks of the world, for which each rank makes its own groups only.
+
+    ``init_device_mesh`` lets every rank make the groups of all others, one after the other. Or it
+    splits the world's communicator where that is bound to a device, which not every backend can
+    (XCCL: pytorch/pytorch#186548).
+    Collective: every rank of the world calls this.
+
+    Args:
+        device_type: ``cuda``, ``cpu``, ...
+        ranks: Of the whole world. Its last dims are those of the mesh; if there are more before
+            them, each index of these is a mesh, and this rank gets its own.
+        names: Of the mesh's dims.
+
+    Raises:
+        NotInitializedError: torch.distributed has no process group yet.
+        ParallelError: The ranks differ in what they ask for, or a group could not be made.
+    """
+    world = initialized_world(f"a mesh of {' x '.join(names)}")
+    ranks, rank = ranks.contiguous(), world.rank()
+    which = f"mesh {tuple(ranks.shape)} {names} {zlib.crc32(str(ranks.tolist()).encode())}"
+    number = next_round(which, world)
+    (mine,) = (one for one in ranks.view(-1, *ranks.shape[-len(names) :]) if rank in one)
+    groups = []
+    for dim, name in enumerate(names, start=ranks.dim() - len(names)):
+        lines = ranks.movedim(dim, -1).reshape(-1, ranks.shape[dim]).tolist()
+        (line,) = (tuple(each) for each in lines if rank in each)
+        whole = line == tuple(range(world.size()))
+        groups.append(world if whole else new_group(f"{number}.{name}", line, partial(iter, lines)))
+    return DeviceMesh.from_group(groups, device_type, mine, mesh_dim_names=names)
 
 
 def forget_meshes() -> None:

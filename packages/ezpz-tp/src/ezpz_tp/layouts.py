@@ -22,7 +22,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from ._current import get_state, initialize_tensor_parallel
 from ._describe import Description, describe_grids
@@ -30,7 +31,7 @@ from ._errors import DegreeError
 from ._groups import initialized_world
 from ._pictures import grid_of_mesh
 from ._ranks import RankLayout
-from ._state import ParallelState
+from ._state import ParallelState, make_mesh
 
 __all__ = ["Layout", "MeshAxis", "named", "names"]
 
@@ -218,7 +219,7 @@ class Layout:
         """
         self._check_world()
         names = tuple(axis.name for axis in self.axes)
-        return init_device_mesh(device_type, self.degrees, mesh_dim_names=names)
+        return make_mesh(device_type, torch.arange(self.world_size).view(self.degrees), names)
 
     def initialize(self, **options: Any) -> ParallelState:
         """Make this package's groups, and return them.
