@@ -147,6 +147,15 @@ def test_torch_that_is_late_on_most_nodes_is_no_fault_of_theirs():
     assert unjudged({"n0": starved})["n0"].endswith("in 45 s, others use the processor)")
 
 
+def test_most_nodes_that_do_not_meet_the_first_are_not_judged_for_that():
+    apart = {**GOOD, "link_error": "timed out", "links": []}
+    hosts = ["n0", "n1", "n2"]
+    reports = {"n0": GOOD | {"links": []}, "n1": apart, "n2": apart}
+    assert judge(reports, hosts) == {}
+    assert unjudged(reports)["n2"] == "links not judged (as on most nodes: timed out)"
+    assert judge(reports | {"n1": GOOD}, hosts) == {"n2": ["timed out"]}
+
+
 def test_the_command_looks_at_the_hosts_of_a_launch(launch):
     found = json.loads(launch("preflight", "--json", "--launcher", "spawn").stdout)
     assert found["hosts"] == list(found["reports"]) == [os.uname().nodename]

@@ -67,14 +67,15 @@ def test_words_arrive_byte_for_byte(folder, said, program):
     setup = folder / "set up.sh"
     setup.write_text(f"PATH={folder}/bin:$PATH\n")
     words = ["--dry-run", "--json", "--machine", "generic-slurm", "--env-setup", str(setup)]
-    script = json.loads(said(*words, "--env", "A=b c", "--", "python", *ODD))["script"]
+    script = json.loads(said(*words, "--env", "A=b c", "--stage", "--", "python", *ODD))["script"]
     # as sbatch and bash read it
     assert b"\r\n" not in os.fsencode(script)
     ran = subprocess.run(
         ["bash", "-s"], input=os.fsencode(script), capture_output=True, check=True, cwd="/"
     )
     given = ran.stdout.decode(errors="surrogateescape").split("\0")[:-1]
-    assert given == ["--machine", "generic-slurm", "--env", "A=b c", "python", *ODD]
+    ours = ["--machine", "generic-slurm", "--env", "A=b c", "--stage=python"]
+    assert given == [*ours, "python", *ODD]
     assert not (folder / "x").exists()
 
 

@@ -63,7 +63,10 @@ def judge(reports: Reports, hosts: Sequence[str]) -> dict[str, list[str]]:
 
 def unjudged(reports: Reports) -> dict[str, str]:
     """Return of which hosts something was not judged, and why: no fault of theirs."""
-    return {host: f"devices not judged ({why})" for host, why in _late(reports).items()} | {
+    late, apart = _late(reports), _apart(reports)
+    return {host: f"devices not judged ({why})" for host, why in late.items()} | {
+        host: f"links not judged (as on most nodes: {why})" for host, why in apart.items()
+    } | {
         host: f"processor and links not judged (others used {1 - device['share']:.0%} of it)"
         for host, each in reports.items()
         for device in each.get("devices", ())
@@ -81,12 +84,18 @@ def _late(reports: Reports) -> dict[str, str]:
     return found
 
 
+def _apart(reports: Reports) -> dict[str, str]:
+    """Return the hosts that did not meet the first node, and why, if they are most."""
+    found = _all(reports, "link_error")
+    return found if len(found) > max(1, len(reports) / 2) else {}  # the first may be at fault
+
+
 def _alone(reports: Reports) -> Iterator[tuple[str, str]]:
     """Return what is wrong with a node whatever the others are like."""
-    unjudged = _late(reports)
+    late, apart = _late(reports), _apart(reports)
     for host, each in reports.items():
-        keys = () if host in unjudged else ("torch_error",)
-        yield from ((host, each[key]) for key in (*keys, "disk_error", "link_error") if key in each)
+        errors = {"torch_error": host not in late, "disk_error": True, "link_error": not apart}
+        yield from ((host, each[key]) for key, judged in errors.items() if judged and key in each)
         yield from ((host, f"its kernel says: {line}") for line in each.get("kernel", ()))
         if each.get("disk", _DISK) < _DISK:
             yield host, f"{each['disk'] / 1e6:.0f} MB of disk are free"
@@ -186,8 +195,10 @@ def reports_in(text: str, hosts: Sequence[str]) -> Reports:
 def leave_out(planned: LaunchPlan, job: Allocation, env: Mapping[str, str]) -> bool:
     """Look at the hosts of a launch, and remember the bad; return whether there are any."""
     reports, hosts, said = look(planned, env)
-    if not reports:
-        raise LaunchError(f"--preflight: no host answers: {said.strip() or 'it took too long'}")
+    if 2 * len(reports) < len(hosts):  # not the fault of so many
+        answer = f"{len(reports)} of {len(hosts)} hosts" if reports else "no host"
+        why = said.strip() or f"the others took more than {_TIME:.0f} s"
+        raise LaunchError(f"--preflight: {answer} answered: {why}")
     bad = judge(reports, hosts)
     lines = table(bad, unjudged(reports), hosts)
     say("\n".join(["preflight", *(f"  {line}" for line in lines)]))

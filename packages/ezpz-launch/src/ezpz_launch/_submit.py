@@ -305,11 +305,14 @@ _OF_THE_JOB = ("nodes", "dry-run", "json")
 def _launch_words(request: Submission, options: Options) -> list[str]:
     """Return the options of the launch, as they were given, and the command."""
     words: list[str] = []
-    ours = {each.name for each in OPTIONS if each.name not in _OF_THE_JOB}
+    ours = {each.name: each for each in OPTIONS if each.name not in _OF_THE_JOB}
     for name, value in options.items():
         for each in value if isinstance(value, list) else [value]:
-            if name in ours:
-                words += [f"--{name}"] if each is True else [f"--{name}", str(each)]
+            if name in ours and each is not True:  # what may stand without a value has it attached
+                flag, text = f"--{name}", str(each)
+                words += [f"{flag}={text}"] if ours[name].implied else [flag, text]
+            elif name in ours:
+                words += [f"--{name}"]
     return [*words, *(["--"] if request.command[0][:1] == "-" else []), *request.command]
 
 
