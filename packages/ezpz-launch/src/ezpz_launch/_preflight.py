@@ -64,14 +64,16 @@ def judge(reports: Reports, hosts: Sequence[str]) -> dict[str, list[str]]:
 def unjudged(reports: Reports) -> dict[str, str]:
     """Return of which hosts something was not judged, and why: no fault of theirs."""
     late, apart = _late(reports), _apart(reports)
-    return {host: f"devices not judged ({why})" for host, why in late.items()} | {
-        host: f"links not judged (as on most nodes: {why})" for host, why in apart.items()
-    } | {
-        host: f"processor and links not judged (others used {1 - device['share']:.0%} of it)"
-        for host, each in reports.items()
-        for device in each.get("devices", ())
-        if not device["rates"] and each["throttled"] <= _THROTTLED
-    }
+    return (
+        {host: f"devices not judged ({why})" for host, why in late.items()}
+        | {host: f"links not judged (as on most nodes: {why})" for host, why in apart.items()}
+        | {
+            host: f"processor and links not judged (others used {1 - device['share']:.0%} of it)"
+            for host, each in reports.items()
+            for device in each.get("devices", ())
+            if not device["rates"] and each["throttled"] <= _THROTTLED
+        }
+    )
 
 
 def _late(reports: Reports) -> dict[str, str]:
