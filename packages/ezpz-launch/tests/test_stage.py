@@ -10,13 +10,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 import ezpz_launch
 import ezpz_topo
-from ezpz_launch import UsageError, _archive, _stage_node
+from ezpz_launch import UsageError, _archive, _run, _stage, _stage_node, main
 from ezpz_launch._archive import Python, Root, Source, What
 from ezpz_launch._tree import Tree
 
@@ -278,6 +279,11 @@ def test_a_node_that_does_not_go_on_is_left_out(*, data, disk, until):
     assert len(nodes.tree.whole) == 2
 
 
+def test_nodes_of_which_none_comes_are_left_out(*, data, disk):
+    with Nodes(data, disk, 2, patience=0.2) as nodes:
+        assert "no sign of it within 1 s" in nodes.done().failed()["host1"]
+
+
 def test_nodes_wait_for_an_order_that_comes_late(*, data, disk, until):
     with Nodes(data, disk, 2, ordered=False) as nodes:
         nodes.start(0)
@@ -472,6 +478,20 @@ def test_a_staged_environment_is_used_again_listed_and_cleaned(environment, tmp_
     run(prefix, env, "--clean", first=["stage"])
     status = run(prefix, env, "--status", first=["stage"])
     assert "nothing is staged" in status.stdout
+
+
+def test_a_node_that_is_stuck_holds_nothing_up(user_env, disk, monkeypatch, capfd):
+    tree = disk / f"ezpz-{os.getuid()}" / "0123456789abcdef"
+    (tree / ".ezpz").mkdir(parents=True)
+    os.mkfifo(tree / ".ezpz" / "manifest")  # as on a bad disk: who reads it waits for ever
+    monkeypatch.setattr(os, "environ", user_env)
+    monkeypatch.setattr(_run, "_LINGER", 1)
+    monkeypatch.setattr(_stage, "Tree", partial(Tree, patience=1))
+    words = ["stage", "--status", "--launcher", "spawn", "--to", str(disk)]
+    assert main(words) == 1
+    said = capfd.readouterr().err
+    assert "after 1 s not ended, so killed: 0 on " in said
+    assert "nothing new from it for " in said
 
 
 def test_data_lies_beside_it_and_a_function_finds_it(*, environment, data, tmp_path):
