@@ -19,6 +19,7 @@ import ezpz_launch
 import ezpz_topo
 from ezpz_launch import UsageError, _archive, _run, _stage, _stage_node, main
 from ezpz_launch._archive import Python, Root, Source, What
+from ezpz_launch._nodes import recall
 from ezpz_launch._tree import Tree
 
 SOURCES = [str(Path(package.__file__).parents[1]) for package in (ezpz_launch, ezpz_topo)]
@@ -478,6 +479,19 @@ def test_a_staged_environment_is_used_again_listed_and_cleaned(environment, tmp_
     run(prefix, env, "--clean", first=["stage"])
     status = run(prefix, env, "--status", first=["stage"])
     assert "nothing is staged" in status.stdout
+
+
+def test_what_changes_while_it_is_staged_is_no_hosts_fault(environment, process, tmp_path):
+    prefix, env = environment("site")
+    log, hosts = tmp_path / "log", tmp_path / "hosts"
+    log.touch()
+    process("sh", "-c", f"while :; do echo >>{log}; sleep 0.001; done")
+    hosts.write_text(f"{os.uname().nodename}\nlocalhost\n")
+    words = ("--hostfile", hosts, "-N", "1", "--spares", "1", "--stage", "--stage-data", log)
+    done = run(prefix, env, *words, "python", "-c", "0")
+    assert f"{log} changed while it was staged; start again\n" in done.stderr
+    assert "takes the place of" not in done.stderr
+    assert recall(env) == []
 
 
 def test_a_node_that_is_stuck_holds_nothing_up(user_env, disk, monkeypatch, capfd):

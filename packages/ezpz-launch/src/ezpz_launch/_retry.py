@@ -155,18 +155,23 @@ class Attempts:
         """Prepare the hosts; return 0, or the exit status of a launch that is not to be."""
         if self._terminal:
             self._terminal.begin()
+        failed = list[str]()
         while self._preparation:
             try:
                 if status := self._preparation.bring(self._heard):
                     return status
                 self._planned = self._with_terminal(self._preparation.planned)
+                if failed:  # it was theirs: on the others it succeeds
+                    _nodes.remember(failed, "staging failed", self._allocation, self._env)
                 return 0
             except StageError as error:
+                if error.is_shared or not self._pool.replaces:
+                    raise
                 planned, done = self._pool.without(list(error.hosts), self._planned)
-                if not self._pool.replaces or planned is None:
+                if planned is None:
                     raise
                 say(f"{error}; {done}")
-                _nodes.remember(list(error.hosts), "staging failed", self._allocation, self._env)
+                failed += error.hosts
                 self._planned = self._fit(planned)
         return 0
 

@@ -201,6 +201,8 @@ class Staging(Preparation):
                 outcome = run(launch, heard)
         finally:
             tree.stop()
+        if tree.source and tree.source.error and not outcome.told:  # no host's fault
+            raise LaunchError(f"not staged on any of {len(hosts)} nodes: {tree.source.error}")
         if tree.bad and not outcome.told:
             raise StageError(tree.failed(), len(hosts))
         return tree, outcome
