@@ -436,7 +436,7 @@ def environment(home, tmp_path, clean_env):
 
 
 def run(prefix, env, *words, first=(), launcher="spawn"):
-    words = [*first, "--launcher", launcher, *words]
+    words = [*first, *(["--launcher", launcher] if launcher else []), *words]
     return subprocess.run([prefix / "bin" / "python", "-m", "ezpz_launch", *words], check=False,
                           env=env, capture_output=True, text=True)  # fmt: skip
 
@@ -492,6 +492,18 @@ def test_what_changes_while_it_is_staged_is_no_hosts_fault(environment, process,
     assert f"{log} changed while it was staged; start again\n" in done.stderr
     assert "takes the place of" not in done.stderr
     assert recall(env) == []
+
+
+def test_a_spare_that_cannot_be_staged_to_is_no_attempt(environment, tmp_path):
+    prefix, env = environment("site")
+    home, hosts = tmp_path / "local" / f"ezpz-{os.getuid()}", tmp_path / "hosts"
+    hosts.write_text(f"{os.uname().nodename}\nlocalhost\n")
+    words = ("--hostfile", hosts, "-N", "1", "--spares", "1", "--stage")
+    done = run(prefix, env, *words, "sh", "-c", f"mv {home} {home}.away; >{home}; kill -9 $$")
+    assert "ezpz-launch: no other attempt: not staged on any of 1 nodes: " in done.stderr
+    assert done.returncode == 137
+    (record,) = json.loads(run(prefix, env, "--json", first=["history"], launcher=None).stdout)
+    assert (record["exit_status"], record["end"] is None) == (137, False)
 
 
 def test_a_node_that_is_stuck_holds_nothing_up(user_env, disk, monkeypatch, capfd):

@@ -226,15 +226,18 @@ class Attempts:
 
     def _replace(self, found: _nodes.Verdict) -> float | None:
         """Plan the next attempt without these nodes; return the seconds to wait for it, or None."""
-        planned, done = self._pool.without(found.hosts, self._planned)
-        if planned and time.time() >= self._signal_at():
-            planned, done = None, "the job's end is near (--signal-before)"
-        if planned is None:
-            say(f"no other attempt: {done}")
-            return None
-        say(f"{done}; attempt {self._number + 2} begins")
-        self._planned = self._fit(planned)
-        return None if self._begin() else 0.0
+        try:
+            planned, done = self._pool.without(found.hosts, self._planned)
+            if planned and time.time() >= self._signal_at():
+                planned, done = None, "the job's end is near (--signal-before)"
+            if planned:
+                say(f"{done}; attempt {self._number + 2} begins")
+                self._planned = self._fit(planned)
+                return None if self._begin() else 0.0
+        except (LaunchError, TopoError) as error:  # the end of what failed is still to be seen to
+            done = str(error)
+        say(f"no other attempt: {done}")
+        return None
 
     def _attempt(self) -> Outcome:
         """Run the plan once, on another port if a program holds the first one."""
