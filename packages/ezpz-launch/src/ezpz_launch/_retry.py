@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from itertools import pairwise
@@ -125,12 +125,13 @@ class Attempts:
             stack.callback(self._end_preparation)
             if status := self._begin():
                 return status
+            nprocs = list[int]()  # of each attempt
             while True:
+                nprocs.append(self._planned.placement.nproc)
                 folder = self._request.log_dir
                 self._sizes = _sizes(folder) if folder else {}
                 outcome = self._attempt()
-                if self._request.profile:
-                    self._say_what_was_profiled()
+                told: int | None = outcome.told
                 if outcome.failure and folder:
                     self._say_what_is_in_the_files(outcome.failure[0])
                 status, seconds, found = outcome.exit_status, None, self._judge(outcome)
@@ -149,6 +150,8 @@ class Attempts:
                     say(f"exit status {REQUEUE} instead of {status}: the next job has other nodes")
                     status = REQUEUE
                 self._end(status, outcome)
+                if self._request.profile and not told:
+                    self._say_what_was_profiled(nprocs)
                 return status
 
     def _begin(self) -> int:
@@ -343,12 +346,13 @@ class Attempts:
             return _tail(self._request.log_dir, outcome.failure[0], self._sizes)
         return outcome.tail
 
-    def _say_what_was_profiled(self) -> None:
+    def _say_what_was_profiled(self, nprocs: Sequence[int]) -> None:
         from .rank_profile import summary  # noqa: PLC0415  # only this option needs it
 
-        request, attempt = self._request, f"{self._keeper.launch_id}.{self._number}"
-        folder = os.path.join(request.profile_folder, attempt)
-        say(summary(folder, request.profile, self._planned.placement.nproc))
+        for number, nproc in enumerate(nprocs):
+            attempt = f"{self._keeper.launch_id}.{number}"
+            folder = os.path.join(self._request.profile_folder, attempt)
+            say(summary(folder, self._request.profile, nproc))
 
     def _say_what_is_in_the_files(self, rank: int) -> None:
         folder = self._request.log_dir
