@@ -10,7 +10,10 @@ import pytest
 
 from ezpz_launch import Request, main
 from ezpz_launch._cli import _planned, _replanned
+from ezpz_launch._errors import StageError
+from ezpz_launch._launch import Outcome
 from ezpz_launch._nodes import Pool, avoid, recall, remember
+from ezpz_launch._retry import Attempts
 from ezpz_topo import imagine
 
 HOSTS = ("node0001", "node0002", "node0003", "node0004")
@@ -21,9 +24,9 @@ def env(tmp_path):
     return {"EZPZ_STATE_DIR": str(tmp_path / "state")}
 
 
-def pool(**options):
+def pool(hosts=4, **options):
     """The plan of a launch on four nodes of a Slurm, and what is behind it."""
-    topology = imagine("generic-slurm", 4, {})
+    topology = imagine("generic-slurm", hosts, {})
     request = Request(("true",), ppn=2, launcher="srun", **options)
     # As on such a machine: srun is not looked for.
     planned = _planned(topology, request, {}, is_here=False)
@@ -50,6 +53,45 @@ def test_fewer_hosts_where_that_is_allowed():
     assert done == "it goes on with 3 hosts (--min-nodes)"
     assert hosts.without(["node0001", "node0002"], planned)[0] is None
     assert not pool()[0].replaces
+
+
+class Preparing:
+    """Fails on so many hosts, each with its reason, and then no more."""
+
+    def __init__(self, planned, failing):
+        self.planned, self._failing = planned, failing
+
+    def bring(self, _):
+        if self._failing:
+            hosts = self.planned.placement.hosts
+            raise StageError(dict(zip(hosts, self._failing.pop(), strict=False)), len(hosts))
+        return 0
+
+    def end(self):
+        pass
+
+
+@pytest.mark.parametrize(("hosts", "failing", "remembered"), [
+    (10, [["no such folder"]], 1),
+    (10, [["no such folder"] * 10], None),
+    (10, [[f"{number} MB free" for number in range(6)] + ["File too large"]], None),
+    (10, [[f"{number} MB free" for number in range(5)] + ["File too large"]], 6),
+    (1, [["no such folder"]], 1),  # the spare has it
+    (1, [["no such folder"], ["no such folder"]], None),
+])  # fmt: skip
+def test_what_most_hosts_have_in_common_is_not_theirs(hosts, failing, remembered, env):
+    _, planned = pool(hosts + 1, spares=1, min_nodes=1)
+    attempts = Attempts(
+        planned, imagine("generic-slurm", hosts + 1, {}), env, replan=lambda *_: planned,
+        prepare=lambda ready: Preparing(ready, failing),
+    )  # fmt: skip
+    attempts._run = lambda: Outcome(0)
+    if remembered:
+        assert attempts.run() == 0
+    else:
+        with pytest.raises(StageError):
+            attempts.run()
+    assert len(recall(env)) == (remembered or 0)
 
 
 def test_of_the_same_job_it_is_left_out_of_others_told_for_a_day(env):

@@ -12,6 +12,7 @@ import pytest
 
 from ezpz_launch import Request
 from ezpz_launch._options import PROFILE
+from ezpz_launch.rank_profile import summary
 
 SHOW = """\
 import sys
@@ -93,6 +94,29 @@ def test_a_dry_run_shows_the_program_and_names_the_folder(launch):
     assert argv[3:] == ["logs/profile", *command]
     assert argv[1] != PROFILE
     assert argv[1].endswith(PROFILE)  # the nodes' own
+
+
+LAUNCHER = "int(os.environ['EZPZ_LAUNCH_ID'].split('-')[1])"
+
+
+@pytest.mark.parametrize(("whom", "order"), [
+    ("os.getpid()", ["retry 1", "no retry", "profile", "profile"]), (LAUNCHER, ["no retry"])
+])  # fmt: skip
+def test_a_signal_is_a_cause_and_nothing_is_told_before_all_is_over(spawned, tmp_path, whom, order):
+    code = f"import os, time; os.kill({whom}, 15); time.sleep(60)"
+    words = ("-n", "1", "--profile", "4:6", "--retries", "1")
+    done = spawned(*words, "python", "-c", code, cwd=tmp_path)
+    found = re.findall("(no retry|retry 1|profile)(?:: | of )(.*)", done.stderr)
+    assert [what for what, _ in found] == order, done.stderr
+    assert all("ended by a signal before step 6" in why for what, why in found if what == "profile")
+
+
+def test_only_the_files_that_are_there_are_read(tmp_path):
+    told = {"host": "a", "steps": 9, "recorded": 3, "ms": 2.0, "own": 2.0}
+    for rank in (2, 10):
+        (tmp_path / f"rank-{rank}.txt").write_text(json.dumps(told))
+        (tmp_path / f"rank-{rank}.json.gz").touch()
+    assert "steps 4 to 6, 2 of 1000000000 ranks: " in summary(str(tmp_path), "4:6", 10**9)
 
 
 TRAIN = """

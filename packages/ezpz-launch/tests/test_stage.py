@@ -10,14 +10,16 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 import ezpz_launch
 import ezpz_topo
-from ezpz_launch import UsageError, _archive, _stage_node
+from ezpz_launch import UsageError, _archive, _run, _stage, _stage_node, main
 from ezpz_launch._archive import Python, Root, Source, What
+from ezpz_launch._nodes import recall
 from ezpz_launch._tree import Tree
 
 SOURCES = [str(Path(package.__file__).parents[1]) for package in (ezpz_launch, ezpz_topo)]
@@ -278,6 +280,11 @@ def test_a_node_that_does_not_go_on_is_left_out(*, data, disk, until):
     assert len(nodes.tree.whole) == 2
 
 
+def test_nodes_of_which_none_comes_are_left_out(*, data, disk):
+    with Nodes(data, disk, 2, patience=0.2) as nodes:
+        assert "no sign of it within 1 s" in nodes.done().failed()["host1"]
+
+
 def test_nodes_wait_for_an_order_that_comes_late(*, data, disk, until):
     with Nodes(data, disk, 2, ordered=False) as nodes:
         nodes.start(0)
@@ -429,7 +436,7 @@ def environment(home, tmp_path, clean_env):
 
 
 def run(prefix, env, *words, first=(), launcher="spawn"):
-    words = [*first, "--launcher", launcher, *words]
+    words = [*first, *(["--launcher", launcher] if launcher else []), *words]
     return subprocess.run([prefix / "bin" / "python", "-m", "ezpz_launch", *words], check=False,
                           env=env, capture_output=True, text=True)  # fmt: skip
 
@@ -472,6 +479,45 @@ def test_a_staged_environment_is_used_again_listed_and_cleaned(environment, tmp_
     run(prefix, env, "--clean", first=["stage"])
     status = run(prefix, env, "--status", first=["stage"])
     assert "nothing is staged" in status.stdout
+
+
+def test_what_changes_while_it_is_staged_is_no_hosts_fault(environment, process, tmp_path):
+    prefix, env = environment("site")
+    log, hosts = tmp_path / "log", tmp_path / "hosts"
+    log.touch()
+    process("sh", "-c", f"while :; do echo >>{log}; sleep 0.001; done")
+    hosts.write_text(f"{os.uname().nodename}\nlocalhost\n")
+    words = ("--hostfile", hosts, "-N", "1", "--spares", "1", "--stage", "--stage-data", log)
+    done = run(prefix, env, *words, "python", "-c", "0")
+    assert f"{log} changed while it was staged; start again\n" in done.stderr
+    assert "takes the place of" not in done.stderr
+    assert recall(env) == []
+
+
+def test_a_spare_that_cannot_be_staged_to_is_no_attempt(environment, tmp_path):
+    prefix, env = environment("site")
+    home, hosts = tmp_path / "local" / f"ezpz-{os.getuid()}", tmp_path / "hosts"
+    hosts.write_text(f"{os.uname().nodename}\nlocalhost\n")
+    words = ("--hostfile", hosts, "-N", "1", "--spares", "1", "--stage")
+    done = run(prefix, env, *words, "sh", "-c", f"mv {home} {home}.away; >{home}; kill -9 $$")
+    assert "ezpz-launch: no other attempt: not staged on any of 1 nodes: " in done.stderr
+    assert done.returncode == 137
+    (record,) = json.loads(run(prefix, env, "--json", first=["history"], launcher=None).stdout)
+    assert (record["exit_status"], record["end"] is None) == (137, False)
+
+
+def test_a_node_that_is_stuck_holds_nothing_up(user_env, disk, monkeypatch, capfd):
+    tree = disk / f"ezpz-{os.getuid()}" / "0123456789abcdef"
+    (tree / ".ezpz").mkdir(parents=True)
+    os.mkfifo(tree / ".ezpz" / "manifest")  # as on a bad disk: who reads it waits for ever
+    monkeypatch.setattr(os, "environ", user_env)
+    monkeypatch.setattr(_run, "_LINGER", 1)
+    monkeypatch.setattr(_stage, "Tree", partial(Tree, patience=1))
+    words = ["stage", "--status", "--launcher", "spawn", "--to", str(disk)]
+    assert main(words) == 1
+    said = capfd.readouterr().err
+    assert "after 1 s not ended, so killed: 0 on " in said
+    assert "nothing new from it for " in said
 
 
 def test_data_lies_beside_it_and_a_function_finds_it(*, environment, data, tmp_path):

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from ezpz_launch import main
-from ezpz_launch._chain import read_chains
+from ezpz_launch._chain import path_of, read_chains, see_through
+from ezpz_launch._errors import StageError
 from ezpz_topo import get_hostname, known_machines
 
 GOLDEN = Path(__file__).parent / "scripts"
@@ -255,6 +256,23 @@ def test_a_chain_is_seen_through(chain, words, jobs, outcome, log):
     assert submitted.log() == log
     assert submitted.attempts() == [str(number) for number in range(len(jobs))]
     assert submitted.printed.startswith("12.srv")
+
+
+@pytest.mark.parametrize(("bad", "status", "outcome"), [(1, 75, None), (9, 1, "failed")])
+def test_a_job_whose_hosts_cannot_be_staged_to_is_followed_by_the_next(chain, bad, status, outcome):
+    submitted = chain("--until-done")
+
+    class Failing:
+        launch_id, count = "launch", 1
+
+        def run(self):
+            raise StageError(dict.fromkeys(map(str, range(bad)), "no space is left"), 9)
+
+    job = submitted.record.jobs[0]["id"]
+    env = {**os.environ, "EZPZ_CHAIN": path_of(submitted.record), "PBS_JOBID": job}
+    with pytest.raises(StageError) as caught:
+        see_through(env, lambda *_: Failing())
+    assert (caught.value.exit_status, submitted.record.outcome) == (status, outcome)
 
 
 def test_a_requeued_job_is_one_more_attempt_of_the_same_job(chain):

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from ezpz_topo import SchedulerError, TopoError, ask, get_pbs_folder
 
-from ._errors import LaunchError, UsageError, say
+from ._errors import LaunchError, StageError, UsageError, say
 from ._queue import SCHEDULERS, Scheduler
 from ._record import (
     Stored,
@@ -28,6 +28,7 @@ from ._record import (
     write,
 )
 from ._retry import Attempts, Progress
+from ._run import REQUEUE
 
 # The record of a job, or of a chain of them: one JSON file, beside the batch script.
 
@@ -216,6 +217,8 @@ def see_through(env: Mapping[str, str], prepare: Callable[[int, str], Attempts])
         link.begin(attempts)
         status = attempts.run()
     except (LaunchError, TopoError) as error:
+        if isinstance(error, StageError) and not error.is_shared:
+            error.exit_status = REQUEUE  # the next job has other nodes
         link.end(getattr(error, "exit_status", UsageError.exit_status), None)
         raise
     link.end(status, attempts)

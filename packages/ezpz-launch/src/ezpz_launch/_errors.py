@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
+from collections import Counter
 from collections.abc import Mapping
 
 from ezpz_topo import fold_nodelist
@@ -38,6 +40,9 @@ class StageError(LaunchError):
 
     def __init__(self, hosts: Mapping[str, str], nodes: int) -> None:
         self.hosts = dict(hosts)
+        alike = Counter(re.sub(r"\d+", "N", why) for why in hosts.values())
+        self.is_shared = max(alike.values()) > max(1, nodes // 2)
+        """Whether most of several hosts have one reason, which is then none of their own."""
         whys = list(dict.fromkeys(hosts.values()))
         text = f"not staged on any of {nodes} nodes: {whys[0]}"
         if len(hosts) < nodes or len(whys) > 1:

@@ -95,7 +95,7 @@ class Launch(NamedTuple):
     signal_at: Callable[[], float] = lambda: NEVER  # when SIGUSR1 is due, since the epoch
     scratch: str = ""  # a file or folder of the launch, to be removed also if we are killed
     end_file: str = ""  # where another host asks us to end the launch
-    goes_on: bool = False  # whether the others are to end by themselves where a rank fails
+    is_over: Callable[[], bool] | None = None  # ranks end by themselves: whether they should have
 
     def host_of(self, rank: int) -> str:
         host = self.hosts[rank // self.ppn]

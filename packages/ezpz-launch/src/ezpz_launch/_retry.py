@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from itertools import pairwise
@@ -125,12 +125,13 @@ class Attempts:
             stack.callback(self._end_preparation)
             if status := self._begin():
                 return status
+            nprocs = list[int]()  # of each attempt
             while True:
+                nprocs.append(self._planned.placement.nproc)
                 folder = self._request.log_dir
                 self._sizes = _sizes(folder) if folder else {}
                 outcome = self._attempt()
-                if self._request.profile:
-                    self._say_what_was_profiled()
+                told: int | None = outcome.told
                 if outcome.failure and folder:
                     self._say_what_is_in_the_files(outcome.failure[0])
                 status, seconds, found = outcome.exit_status, None, self._judge(outcome)
@@ -149,24 +150,31 @@ class Attempts:
                     say(f"exit status {REQUEUE} instead of {status}: the next job has other nodes")
                     status = REQUEUE
                 self._end(status, outcome)
+                if self._request.profile and not told:
+                    self._say_what_was_profiled(nprocs)
                 return status
 
     def _begin(self) -> int:
         """Prepare the hosts; return 0, or the exit status of a launch that is not to be."""
         if self._terminal:
             self._terminal.begin()
+        failed = list[str]()
         while self._preparation:
             try:
                 if status := self._preparation.bring(self._heard):
                     return status
                 self._planned = self._with_terminal(self._preparation.planned)
+                if failed:  # it was theirs: on the others it succeeds
+                    _nodes.remember(failed, "staging failed", self._allocation, self._env)
                 return 0
             except StageError as error:
+                if error.is_shared or not self._pool.replaces:
+                    raise
                 planned, done = self._pool.without(list(error.hosts), self._planned)
-                if not self._pool.replaces or planned is None:
+                if planned is None:
                     raise
                 say(f"{error}; {done}")
-                _nodes.remember(list(error.hosts), "staging failed", self._allocation, self._env)
+                failed += error.hosts
                 self._planned = self._fit(planned)
         return 0
 
@@ -221,15 +229,18 @@ class Attempts:
 
     def _replace(self, found: _nodes.Verdict) -> float | None:
         """Plan the next attempt without these nodes; return the seconds to wait for it, or None."""
-        planned, done = self._pool.without(found.hosts, self._planned)
-        if planned and time.time() >= self._signal_at():
-            planned, done = None, "the job's end is near (--signal-before)"
-        if planned is None:
-            say(f"no other attempt: {done}")
-            return None
-        say(f"{done}; attempt {self._number + 2} begins")
-        self._planned = self._fit(planned)
-        return None if self._begin() else 0.0
+        try:
+            planned, done = self._pool.without(found.hosts, self._planned)
+            if planned and time.time() >= self._signal_at():
+                planned, done = None, "the job's end is near (--signal-before)"
+            if planned:
+                say(f"{done}; attempt {self._number + 2} begins")
+                self._planned = self._fit(planned)
+                return None if self._begin() else 0.0
+        except (LaunchError, TopoError) as error:  # the end of what failed is still to be seen to
+            done = str(error)
+        say(f"no other attempt: {done}")
+        return None
 
     def _attempt(self) -> Outcome:
         """Run the plan once, on another port if a program holds the first one."""
@@ -335,12 +346,13 @@ class Attempts:
             return _tail(self._request.log_dir, outcome.failure[0], self._sizes)
         return outcome.tail
 
-    def _say_what_was_profiled(self) -> None:
+    def _say_what_was_profiled(self, nprocs: Sequence[int]) -> None:
         from .rank_profile import summary  # noqa: PLC0415  # only this option needs it
 
-        request, attempt = self._request, f"{self._keeper.launch_id}.{self._number}"
-        folder = os.path.join(request.profile_folder, attempt)
-        say(summary(folder, request.profile, self._planned.placement.nproc))
+        for number, nproc in enumerate(nprocs):
+            attempt = f"{self._keeper.launch_id}.{number}"
+            folder = os.path.join(self._request.profile_folder, attempt)
+            say(summary(folder, self._request.profile, nproc))
 
     def _say_what_is_in_the_files(self, rank: int) -> None:
         folder = self._request.log_dir

@@ -23,7 +23,7 @@ SETTLE = 1.0
 _LAUNCHER_ENDS = 2.0  # seconds that a launcher has after its last rank, and again after SIGTERM
 _KILLED = 0.5  # seconds that it has once its ranks have been killed
 _BROUGHT = 5.5  # the same where the agents bring their files before that
-_LINGER = 10.0  # seconds that a launcher has to end after ranks that all ended well
+_LINGER = 10.0  # seconds to end: of a launcher after its ranks, of ranks that have nothing to do
 _STACKS = 15.0  # seconds that the nodes have to tell where their ranks hang
 _REACHED = 2.0  # seconds after which the launcher signals ranks whose node has no agent yet
 _ABSENT = 60.0  # seconds after which ranks that have not started are named
@@ -246,8 +246,14 @@ class _Run:
         if not self.ending:
             if self.port_taken:
                 self.end_within(0.0)
-            elif self.status.first_failure and (self.status.all_ended or not self.launch.goes_on):
+            elif self.status.first_failure and (self.status.all_ended or not self.launch.is_over):
                 self.settle()
+            elif self.launch.is_over and self.launch.is_over():
+                self.at.setdefault("end who stays", self.now + _LINGER)
+                if self.is_due("end who stays") and not self.status.all_ended:
+                    stuck = self.name([*self.status.running, *self.status.unstarted])
+                    self.output.say(f"after {_LINGER:g} s not ended, so killed: {stuck}")
+                    self.end_within(0.0)
             elif self.launch.idle_timeout and self.is_silent():
                 self.ending = self.facts.hangs = True
                 self.ask_where_they_hang()

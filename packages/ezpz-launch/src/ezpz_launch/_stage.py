@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ._archive import Source, What, ask, is_below, is_users, survey
@@ -194,12 +194,15 @@ class Staging(Preparation):
         try:
             control = Control(f"{new_id(time.time())}.stage", _HOLD)
             with launch_of(
-                self._replan(request), self._env, scratch, control=control, goes_on=True
-            ) as (_, launch):
+                self._replan(request), self._env, scratch, control=control,
+                is_over=partial(tree.join, 0.0),
+            ) as (_, launch):  # fmt: skip
                 threading.Thread(target=_show, args=(tree, len(hosts)), daemon=True).start()
                 outcome = run(launch, heard)
         finally:
             tree.stop()
+        if tree.source and tree.source.error and not outcome.told:  # no host's fault
+            raise LaunchError(f"not staged on any of {len(hosts)} nodes: {tree.source.error}")
         if tree.bad and not outcome.told:
             raise StageError(tree.failed(), len(hosts))
         return tree, outcome

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 _PATIENCE = 60.0
 """Seconds without a sign of a node, or behind the others, after which it is left out."""
 
+_TURN = 5  # times that, without a sign of any node, before all are left out
+
 _ROOT = -1  # ezpz-launch itself, as a parent
 _PARENTS = 8  # so many parents are tried before a node is the one that fails
 
@@ -300,10 +302,13 @@ class Tree:
         if source and source.error:
             for node in range(len(self._hosts)):
                 self.bad.setdefault(node, source.error)
-        if not self.arrived or now - self.arrived < self._patience:
+        begun, patience = self.arrived, self._patience
+        if not self._peers:  # a launcher may wait for its turn, as srun does for an earlier step
+            begun, patience = self.began, _TURN * self._patience
+        if not begun or now - begun < patience:
             return
         for node in set(range(len(self._hosts))) - self._peers.keys() - self.bad.keys():
-            self.bad[node] = f"no sign of it within {self._patience:g} s{self._refused}"
+            self.bad[node] = f"no sign of it within {patience:g} s{self._refused}"
         for peer in list(self._peers.values()):
             parent = self._peers.get(peer.parent) if peer.parent not in (None, _ROOT) else None
             # Who waits for a slow one is not slow.

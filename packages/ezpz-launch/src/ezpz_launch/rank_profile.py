@@ -277,22 +277,28 @@ def _table(averages: Iterable[Any], steps: int) -> list[str]:
 
 # What ezpz-launch tells at the end.
 
+_TOLD = re.compile(r"rank-(\d+)\.txt")
+
 
 def summary(folder: str, steps: str, nproc: int) -> str:
     """Return what people are told of a profile, from the files that its ranks have written."""
     first, last = map(int, steps.split(":"))
     told: dict[int, dict[str, Any]] = {}
     table: list[str] = []
-    for rank in range(nproc):
+    found: list[int] = []
+    with suppress(OSError), os.scandir(folder) as entries:  # none is there
+        found += [int(name[1]) for each in entries if (name := _TOLD.fullmatch(each.name))]
+    for rank in sorted(found):
         path = os.path.join(folder, f"rank-{rank}.txt")
-        # It wrote none, or was killed when it did.
+        # It was killed when it wrote.
         with suppress(OSError, ValueError), open(path, encoding="utf-8") as file:
             told[rank] = json.loads(file.readline())
             table = table or file.read().splitlines()[: 1 + _SHOWN]
     if not told:
         return (
             f"profile: nothing was recorded: no rank has told of a step in {folder}; expected "
-            "steps of torch's optimizers, and a folder that every host shares"
+            f"steps of torch's optimizers, ranks that are not ended by a signal before step {last},"
+            " and a folder that every host shares"
         )
     ended = f"the program ended after step {min(each['steps'] for each in told.values()) - 1}"
     whole = {rank: each for rank, each in told.items() if "recorded" in each}
