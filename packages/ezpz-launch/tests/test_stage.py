@@ -505,6 +505,19 @@ def test_packages_are_staged_with_their_data_and_without_an_init(environment, tm
     ], True)  # fmt: skip
 
 
+def test_an_interpreter_is_the_staged_one_by_a_relative_path_too(environment, tmp_path):
+    prefix, env = environment("site")
+    code = ("-c", "import sys; print(sys.prefix)")
+    done = run(prefix, env, "-n", "1", "--stage", "./env/bin/python", *code, cwd=tmp_path)
+    assert done.stdout.startswith(f"{tmp_path}/local/ezpz-"), done.stderr
+    assert done.stdout.endswith(f"{prefix}\n")
+    (tmp_path / "python").write_text(f'#!/bin/sh\nexec {prefix}/bin/python "$@"\n')
+    (tmp_path / "python").chmod(0o755)
+    done = run(prefix, env, "-n", "1", "--stage", "./python", *code, cwd=tmp_path)
+    assert done.stdout == f"{prefix}\n"
+    assert f"./python is not in {prefix}, which is staged: the ranks do not" in done.stderr
+
+
 def test_a_staged_environment_is_used_again_listed_and_cleaned(environment, tmp_path):
     prefix, env = environment("venv")
     # What the first launch compiled is sent to the second, and nothing to the third.

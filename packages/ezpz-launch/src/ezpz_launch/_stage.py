@@ -104,9 +104,31 @@ class Staging(Preparation):
         changed["EZPZ_STAGED"] = self.source.root
         staged = [f"staged: {root.path}: {root.why}" for root in what.roots]
         kept = [f"not staged: {stays}" for stays in what.stays]
-        command = [moved(w) if n == 0 or w == PROFILE else w for n, w in enumerate(planned.command)]
+        command = [moved(word) if word == PROFILE else word for word in planned.command]
+        command[0] = self._first_word
         notes = f"staged to {self.folder} ({self.why}): {self._size}", *staged, *kept
+        notes += tuple(filter(None, [self._missed]))
         return _told(replace(planned, command=tuple(command)), self._env, changed, "--stage", notes)
+
+    @property
+    def _first_word(self) -> str:
+        word = self._planned.command[0]
+        path = os.path.abspath(word) if os.sep in word else word
+        there = self.moved(path)
+        return word if there == path else there
+
+    @property
+    def _missed(self) -> str:
+        """What is said of a Python that is a link to a staged one, or a script that starts it."""
+        word, prefix = self._planned.command[0], self.what.python.prefix
+        is_python = os.sep in word and PYTHON.fullmatch(os.path.basename(word))
+        is_moved = self._first_word != word
+        if self._python or not is_python or is_moved or self.moved(prefix) == prefix:
+            return ""
+        return (
+            f"{word} is not in {prefix}, which is staged: the ranks do not start from the copy; "
+            f"expected {prefix}/bin/python, or python"
+        )
 
     @property
     def _size(self) -> str:
@@ -148,6 +170,8 @@ class Staging(Preparation):
             f"{tree.seconds:.1f} s ({self.source.bytes_read / 1e6:,.0f} MB were read), "
             f"{len(tree.had)} had it already: {self.source.root}"
         )
+        if missed := self._missed:
+            say(missed)
         return 0
 
     def question(self, what: str) -> str:
