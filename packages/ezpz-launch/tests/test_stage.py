@@ -518,6 +518,30 @@ def test_an_interpreter_is_the_staged_one_by_a_relative_path_too(environment, tm
     assert f"./python is not in {prefix}, which is staged: the ranks do not" in done.stderr
 
 
+def test_a_venv_over_conda_has_its_libraries_and_what_is_not_staged_stays(environment, tmp_path):
+    prefix, env = environment("conda")
+    (packages,) = (prefix / "lib").glob("python*/site-packages")
+    for source, name in zip(SOURCES, ("ezpz_launch", "ezpz_topo"), strict=True):
+        (packages / name).symlink_to(f"{source}/{name}")  # the venv does not see them
+    (prefix / "lib" / "libssl.so.3").touch()
+    (prefix / "lib" / "libssl.so").symlink_to("libssl.so.3")
+    venv = tmp_path / "venv"
+    words = [prefix / "bin" / "python", "-m", "venv", "--without-pip", "--symlinks", venv]
+    subprocess.run(words, check=True)
+    names = ("VIRTUAL_ENV", "CONDA_PREFIX", "LD_LIBRARY_PATH")
+    env |= {"CONDA_PREFIX": str(prefix), "LD_LIBRARY_PATH": f"/opt:{prefix}/lib:{prefix}/bin",
+            "PATH": f"{venv}/bin:/usr/bin:/bin"}  # fmt: skip
+    code = f"import os, sys; print(sys.base_prefix, *map(os.environ.get, {names}))"
+    done = run(prefix, env, "-n", "1", "--stage", "python", "-c", code)
+    assert done.returncode == 0, done.stderr
+    base, *said = done.stdout.split()
+    tree = base.removesuffix(str(prefix))
+    assert tree.startswith(f"{tmp_path}/local/")
+    paths = ["/opt", f"{base}/lib", f"{base}/bin", f"{prefix}/bin"]  # of bin a part is staged
+    assert said == [f"{tree}{venv}", str(prefix), ":".join(paths)]
+    assert {"libssl.so", "libssl.so.3"} < set(os.listdir(f"{base}/lib"))
+
+
 def test_a_staged_environment_is_used_again_listed_and_cleaned(environment, tmp_path):
     prefix, env = environment("venv")
     # What the first launch compiled is sent to the second, and nothing to the third.

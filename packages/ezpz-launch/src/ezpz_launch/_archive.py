@@ -156,12 +156,17 @@ def survey(
 
 def _interpreter(python: Python) -> Iterator[tuple[str, str, tuple[str, ...]]]:
     """Return the files and folders of a venv's interpreter, and what of them stays."""
+    lib = f"{python.base_prefix}/lib"
+    if os.path.isdir(f"{python.base_prefix}/conda-meta"):
+        with os.scandir(lib) as entries:  # its modules need conda's libssl, libffi and others
+            folders = tuple(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
+        yield lib, "its interpreter's libraries", folders
     # Its packages are others' unless the venv sees them.
     packages = f"{python.stdlib}/site-packages"
     seen = any(is_below(path, packages) for path in python.path)
     yield python.stdlib, "its interpreter's library", () if seen else ("site-packages",)
     folder = os.path.dirname(python.base_executable)
-    for pattern in (f"{folder}/python*", f"{python.base_prefix}/lib/libpython*"):
+    for pattern in (f"{folder}/python*", f"{lib}/libpython*"):
         for path in glob.glob(pattern):
             yield path, "its interpreter", ()
 
@@ -283,7 +288,10 @@ class Source:
         """Return where a path is in the tree; itself where it is not staged."""
         for prefix in sorted(self.what.prefixes, key=len, reverse=True):
             if is_below(path, prefix):
-                return self.root + self.what.prefixes[prefix] + path[len(prefix) :]
+                there = self.what.prefixes[prefix] + path[len(prefix) :]
+                # Of an interpreter that others share only a part is staged.
+                is_there = self._has(there[1:]) or self._has(os.path.realpath(path)[1:])
+                return self.root + there if is_there else path
         return path
 
     def manifest(self) -> Manifest:

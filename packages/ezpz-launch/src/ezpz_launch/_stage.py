@@ -79,11 +79,14 @@ class Staging(Preparation):
         base = {**self._user_env, **planned.environment}
         added = dict[str, str]()
         for name in ("VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONHOME"):
-            if base.get(name):
+            # Who looks into conda's prefix expects all of it.
+            if base.get(name) and (name != "CONDA_PREFIX" or what.has(base[name])):
                 added[name] = moved(base[name])
         for name in ("PYTHONPATH", "LD_LIBRARY_PATH"):
             if base.get(name):
-                added[name] = os.pathsep.join(map(moved, base[name].split(os.pathsep)))
+                entries = base[name].split(os.pathsep)
+                behind = [entry for entry in entries if not what.has(entry)]  # a part, or nothing
+                added[name] = os.pathsep.join(dict.fromkeys([*map(moved, entries), *behind]))
         there = moved(what.python.prefix)
         entries = base.get("PATH", os.defpath).split(os.pathsep)
         own = [moved(entry) for entry in entries if moved(entry) != entry]
