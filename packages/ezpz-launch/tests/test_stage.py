@@ -542,6 +542,19 @@ def test_a_venv_over_conda_has_its_libraries_and_what_is_not_staged_stays(enviro
     assert {"libssl.so", "libssl.so.3"} < set(os.listdir(f"{base}/lib"))
 
 
+def test_the_users_site_packages_are_those_of_the_copy(environment, tmp_path):
+    prefix, env = environment("conda")
+    (packages,) = (prefix / "lib").glob("python*/site-packages")
+    mine = tmp_path / ".local" / packages.relative_to(prefix) / "mine.py"
+    mine.parent.mkdir(parents=True)
+    mine.touch()
+    code = "import mine, os; print(os.environ['EZPZ_STAGED'], mine.__file__)"
+    done = run(prefix, env, "-n", "1", "--stage", "python", "-c", code)
+    assert done.returncode == 0, done.stderr
+    tree, found = done.stdout.split()
+    assert found == f"{tree}{mine}"
+
+
 def test_a_staged_environment_is_used_again_listed_and_cleaned(environment, tmp_path):
     prefix, env = environment("venv")
     # What the first launch compiled is sent to the second, and nothing to the third.

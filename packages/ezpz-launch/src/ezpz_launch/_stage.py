@@ -96,8 +96,10 @@ class Staging(Preparation):
                 added["VIRTUAL_ENV"] = there
         # The others stay: a folder of the interpreter's has programs that are not staged.
         added["PATH"] = os.pathsep.join(dict.fromkeys([*own, *entries]))
-        if moved(what.python.user_site) != what.python.user_site:
-            added["PYTHONUSERBASE"] = moved(what.python.user_base)
+        user_site = what.python.user_site
+        below = user_site.removeprefix(what.python.user_base)  # of which the rest stays
+        if moved(user_site) != user_site and moved(user_site).endswith(below):
+            added["PYTHONUSERBASE"] = moved(user_site).removesuffix(below)
         changed = {name: value for name, value in added.items() if value != base.get(name)}
         for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
             if not base.get(name):
