@@ -68,6 +68,23 @@ def test_code_is_run_as_python_itself_would(code, tmp_path):
     same_as_python(["-c", code, "a", "b"], tmp_path)
 
 
+@pytest.mark.parametrize("option", ["-u", "-I"])
+def test_a_python_without_a_safe_path_runs_it(option, tmp_path):
+    (tmp_path / "show.py").write_text("import sys; print(sys.argv, sys.path)")
+    old = (  # as before 3.11
+        "import runpy, sys, types; names = {*dir(sys.flags)} - {*dir(tuple), 'safe_path'}; "
+        "flags = {name: getattr(sys.flags, name) for name in names if name[0] != '_'}; "
+        "sys.flags = types.SimpleNamespace(**flags); "
+        f"runpy.run_path({PROFILE!r}, run_name='__main__')"
+    )
+    runs = ["show.py", "a"], ["-c", old, "2:3", "profile", "show.py", "a"]
+    direct, profiled = (
+        subprocess.run([sys.executable, option, *words], cwd=tmp_path, capture_output=True,
+                       check=False) for words in runs
+    )  # fmt: skip
+    assert profiled.stdout == direct.stdout, profiled.stderr
+
+
 def same_as_python(words, folder):
     def run(command):
         done = subprocess.run(command, capture_output=True, cwd=folder, check=False)

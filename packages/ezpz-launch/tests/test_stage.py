@@ -435,10 +435,10 @@ def environment(home, tmp_path, clean_env):
     return make
 
 
-def run(prefix, env, *words, first=(), launcher="spawn"):
+def run(prefix, env, *words, first=(), launcher="spawn", cwd=None):
     words = [*first, *(["--launcher", launcher] if launcher else []), *words]
     return subprocess.run([prefix / "bin" / "python", "-m", "ezpz_launch", *words], check=False,
-                          env=env, capture_output=True, text=True)  # fmt: skip
+                          env=env, cwd=cwd, capture_output=True, text=True)  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ["venv", "site", "conda"])
@@ -462,6 +462,104 @@ def test_the_ranks_are_in_the_staged_environment_and_all_that_they_start(
     if kind == "venv":
         (module,) = Path(f"{tree}{home}/python").glob("lib/*/lib-dynload/as_pyenvs.so")
         assert b"\0$ORIGIN/../..\0" in module.read_bytes()
+
+
+# As `pip install -e` of setuptools writes it for a project whose package lies at its top.
+FINDER = """
+import sys
+from importlib.util import spec_from_file_location
+MAPPING = {"flat": %r}
+class _EditableFinder:
+    @classmethod
+    def find_spec(cls, fullname, path=None, target=None):
+        init = MAPPING.get(fullname, "") + "/__init__.py"
+        return spec_from_file_location(fullname, init) if fullname in MAPPING else None
+def install():
+    sys.meta_path.append(_EditableFinder)
+"""
+FINDS = """
+import json, os, flat, hydra_plugins.mine, implicit.deep.mine
+from ezpz_topo import get_staged_path
+here, tree = os.getcwd(), os.environ["EZPZ_STAGED"]
+modules = {"flat": flat, "namespace": hydra_plugins.mine, "deep": implicit.deep.mine}
+paths = {what: os.path.realpath(module.__file__) for what, module in modules.items()}
+paths["kernel"] = os.path.dirname(flat.__file__) + "/csrc/k.cu"
+paths["data"] = os.path.realpath(get_staged_path("work/data/tokens.bin"))
+shown = {path.replace(tree + here, "TREE").replace(here, "HERE"): os.path.exists(path)
+         for path in paths.values()}
+print(json.dumps(shown))
+"""
+
+
+def test_packages_are_staged_with_their_data_and_without_an_init(environment, tmp_path):
+    prefix, env = environment("site")
+    (packages,) = (prefix / "lib").glob("*/site-packages")
+    (packages / "__editable___flat_finder.py").write_text(FINDER % str(tmp_path / "clone/flat"))
+    install = "import __editable___flat_finder; __editable___flat_finder.install()"
+    (packages / "__editable__.flat.pth").write_text(install)
+    for name in ("clone/flat/__init__.py", "clone/flat/csrc/k.cu", "work/data/tokens.bin",
+                 "work/hydra_plugins/mine/__init__.py", "work/implicit/deep/mine.py"):  # fmt: skip
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    env |= {"PYTHONPATH": str(tmp_path / "work"), "HOME": str(tmp_path)}
+    first = ("-n", "1", "--stage", "--stage-data", "work/data")
+    done = run(prefix, env, *first, "python", "-c", FINDS, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == dict.fromkeys([
+        "TREE/clone/flat/__init__.py", "TREE/work/hydra_plugins/mine/__init__.py",
+        "HERE/work/implicit/deep/mine.py",  # by a link
+        "TREE/clone/flat/csrc/k.cu", "TREE/work/data/tokens.bin",
+    ], True)  # fmt: skip
+
+
+def test_an_interpreter_is_the_staged_one_by_a_relative_path_too(environment, tmp_path):
+    prefix, env = environment("site")
+    code = ("-c", "import sys; print(sys.prefix)")
+    done = run(prefix, env, "-n", "1", "--stage", "./env/bin/python", *code, cwd=tmp_path)
+    assert done.stdout.startswith(f"{tmp_path}/local/ezpz-"), done.stderr
+    assert done.stdout.endswith(f"{prefix}\n")
+    (tmp_path / "python").write_text(f'#!/bin/sh\nexec {prefix}/bin/python "$@"\n')
+    (tmp_path / "python").chmod(0o755)
+    done = run(prefix, env, "-n", "1", "--stage", "./python", *code, cwd=tmp_path)
+    assert done.stdout == f"{prefix}\n"
+    assert f"./python is not in {prefix}, which is staged: the ranks do not" in done.stderr
+
+
+def test_a_venv_over_conda_has_its_libraries_and_what_is_not_staged_stays(environment, tmp_path):
+    prefix, env = environment("conda")
+    (packages,) = (prefix / "lib").glob("python*/site-packages")
+    for source, name in zip(SOURCES, ("ezpz_launch", "ezpz_topo"), strict=True):
+        (packages / name).symlink_to(f"{source}/{name}")  # the venv does not see them
+    (prefix / "lib" / "libssl.so.3").touch()
+    (prefix / "lib" / "libssl.so").symlink_to("libssl.so.3")
+    venv = tmp_path / "venv"
+    words = [prefix / "bin" / "python", "-m", "venv", "--without-pip", "--symlinks", venv]
+    subprocess.run(words, check=True)
+    names = ("VIRTUAL_ENV", "CONDA_PREFIX", "LD_LIBRARY_PATH")
+    env |= {"CONDA_PREFIX": str(prefix), "LD_LIBRARY_PATH": f"/opt:{prefix}/lib:{prefix}/bin",
+            "PATH": f"{venv}/bin:/usr/bin:/bin"}  # fmt: skip
+    code = f"import os, sys; print(sys.base_prefix, *map(os.environ.get, {names}))"
+    done = run(prefix, env, "-n", "1", "--stage", "python", "-c", code)
+    assert done.returncode == 0, done.stderr
+    base, *said = done.stdout.split()
+    tree = base.removesuffix(str(prefix))
+    assert tree.startswith(f"{tmp_path}/local/")
+    paths = ["/opt", f"{base}/lib", f"{base}/bin", f"{prefix}/bin"]  # of bin a part is staged
+    assert said == [f"{tree}{venv}", str(prefix), ":".join(paths)]
+    assert {"libssl.so", "libssl.so.3"} < set(os.listdir(f"{base}/lib"))
+
+
+def test_the_users_site_packages_are_those_of_the_copy(environment, tmp_path):
+    prefix, env = environment("conda")
+    (packages,) = (prefix / "lib").glob("python*/site-packages")
+    mine = tmp_path / ".local" / packages.relative_to(prefix) / "mine.py"
+    mine.parent.mkdir(parents=True)
+    mine.touch()
+    code = "import mine, os; print(os.environ['EZPZ_STAGED'], mine.__file__)"
+    done = run(prefix, env, "-n", "1", "--stage", "python", "-c", code)
+    assert done.returncode == 0, done.stderr
+    tree, found = done.stdout.split()
+    assert found == f"{tree}{mine}"
 
 
 def test_a_staged_environment_is_used_again_listed_and_cleaned(environment, tmp_path):

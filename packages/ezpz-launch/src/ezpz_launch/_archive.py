@@ -29,7 +29,7 @@ mapped = [path for name, module in list(sys.modules.items()) if name.startswith(
           for path in getattr(module, "MAPPING", {}).values()]
 user = [site.getuserbase(), site.getusersitepackages()] if site.ENABLE_USER_SITE else ["", ""]
 print(json.dumps([sys.prefix, sys.base_prefix, getattr(sys, "_base_executable", sys.executable),
-                  sysconfig.get_path("stdlib"), *user, [*filter(None, sys.path), *mapped]]))
+                  sysconfig.get_path("stdlib"), *user, [*filter(None, sys.path)], mapped]))
 """
 
 
@@ -42,7 +42,8 @@ class Python(NamedTuple):
     stdlib: str
     user_base: str
     user_site: str
-    path: list[str]  # sys.path, and what editable installs map
+    path: list[str]  # sys.path
+    mapped: Sequence[str] = ()  # packages' own folders, to which editable installs map
 
 
 def ask(python: str, env: Mapping[str, str]) -> Python:
@@ -64,7 +65,26 @@ class Root(NamedTuple):
     path: str  # without links
     why: str
     skipped: tuple[str, ...] = ()  # names in it that stay
-    only_python: bool = False  # whether folders in it that hold no Python stay
+    only_python: bool = False  # whether folders in it that hold no Python stay, as links
+
+    def has(self, path: str) -> bool:
+        """Return whether a path, without links, is staged with it."""
+        top, _, _ = path[len(self.path) + 1 :].partition("/")
+        return is_below(path, self.path) and (not top or self.takes(f"{self.path}/{top}"))
+
+    def takes(self, path: str) -> bool:
+        """Return whether a folder that lies in it is staged."""
+        name = os.path.basename(path)
+        if name in self.skipped or not self.only_python or not os.path.isdir(path):
+            return name not in self.skipped
+        # Beside packages a project's folder holds its history, data, other environments.
+        entries = os.listdir(path)
+        if name.startswith(".") or "pyvenv.cfg" in entries or "conda-meta" in entries:
+            return False
+        python = any(entry.endswith((".py", ".pyc", ".so", ".pyi")) for entry in entries)
+        info = name.endswith((".dist-info", ".egg-info"))
+        # A namespace has no Python of its own.
+        return python or info or glob.glob(f"{glob.escape(path)}/*/__init__.py") != []
 
 
 class What(NamedTuple):
@@ -92,7 +112,7 @@ class What(NamedTuple):
 
     def has(self, path: str) -> bool:
         real = os.path.realpath(path)
-        return any(is_below(real, root.path) for root in self.roots)
+        return any(root.has(real) for root in self.roots)
 
 
 def survey(
@@ -119,7 +139,10 @@ def survey(
         if what.has(path) or (is_below(path, python.base_prefix) and not base_is_in):
             continue
         if everything or is_users(path, env) or (own and why != "PYTHONPATH"):
-            what.add(path, why, only_python=path != python.user_site)
+            # Packages' own folders, and those that pip has filled, hold nothing else.
+            is_whole = path in (python.user_site, *python.mapped)
+            installed = glob.glob(f"{glob.escape(path)}/*.dist-info")
+            what.add(path, why, only_python=not (is_whole or installed))
         else:
             what.stays.append(f"{path}: the site's ({why})")
     if not what.roots:
@@ -133,12 +156,17 @@ def survey(
 
 def _interpreter(python: Python) -> Iterator[tuple[str, str, tuple[str, ...]]]:
     """Return the files and folders of a venv's interpreter, and what of them stays."""
+    lib = f"{python.base_prefix}/lib"
+    if os.path.isdir(f"{python.base_prefix}/conda-meta"):
+        with os.scandir(lib) as entries:  # its modules need conda's libssl, libffi and others
+            folders = tuple(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
+        yield lib, "its interpreter's libraries", folders
     # Its packages are others' unless the venv sees them.
     packages = f"{python.stdlib}/site-packages"
     seen = any(is_below(path, packages) for path in python.path)
     yield python.stdlib, "its interpreter's library", () if seen else ("site-packages",)
     folder = os.path.dirname(python.base_executable)
-    for pattern in (f"{folder}/python*", f"{python.base_prefix}/lib/libpython*"):
+    for pattern in (f"{folder}/python*", f"{lib}/libpython*"):
         for path in glob.glob(pattern):
             yield path, "its interpreter", ()
 
@@ -146,7 +174,7 @@ def _interpreter(python: Python) -> Iterator[tuple[str, str, tuple[str, ...]]]:
 def _packages(python: Python, env: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """Return the folders that are searched for modules, and by what they come to be."""
     given = env.get("PYTHONPATH", "").split(os.pathsep)
-    for path in python.path:
+    for path in (*python.path, *python.mapped):
         why = "PYTHONPATH" if path in given else "a .pth file, or an editable install"
         if os.path.exists(path) and not path.endswith(".zip"):
             yield path, "the user's site-packages" if path == python.user_site else why
@@ -185,6 +213,7 @@ class Source:
         self.what = what
         self._pool = concurrent.futures.ThreadPoolExecutor(_READERS)
         self._found = dict[str, Folder]()
+        self._left = list[tuple[str, str]]()  # folders that stay: each one's own folder, and name
         self._is_late = False  # whether the file system answers late
         for root in what.roots:
             self._walk(root)
@@ -193,6 +222,11 @@ class Source:
             (path, mode, files, [(name, self._target(path, target)) for name, target in links])
             for path, mode, files, links in sorted(self._found.values())
         ]
+        # What stays of a project is found by links: its packages may read it, or be in it.
+        links_in = {path: links for path, _, _, links in self._folders}
+        for path, name in sorted(self._left):
+            if f"{path}/{name}" not in self._found:
+                links_in[path].append((name, f"/{path}/{name}"))
         # Version 0 writes equal values as equal bytes; repr takes six times as long.
         told = marshal.dumps([_FORMAT, CHUNK, folder, sorted(what.prefixes), self._folders], 0)
         self.name = hashlib.sha256(told).hexdigest()[:16]
@@ -227,21 +261,13 @@ class Source:
             is_top, level = level[0] == root.path, []
             for found, folders in chain.from_iterable(self._pool.map(_scan, shares)):
                 self._found[found[0]] = found
-                level += [each for each in folders if not is_top or self._is_in(root, each)]
+                for each in folders:
+                    if not is_top or root.takes(each):
+                        level.append(each)
+                    elif root.only_python:
+                        self._left.append((found[0], os.path.basename(each)))
             took, worked = time.perf_counter() - began, time.process_time() - worked
             self._is_late = took > 2 * worked
-
-    @staticmethod
-    def _is_in(root: Root, folder: str) -> bool:
-        name = os.path.basename(folder)
-        if name in root.skipped or not root.only_python:
-            return name not in root.skipped
-        # Beside packages a project's folder holds its history, data, other environments.
-        entries = os.listdir(folder)
-        python = any(entry.endswith((".py", ".so", ".pyi")) for entry in entries)
-        info = name.endswith((".dist-info", ".egg-info"))
-        is_environment = "pyvenv.cfg" in entries or "conda-meta" in entries
-        return (python or info) and not is_environment and not name.startswith(".")
 
     def _target(self, folder: str, target: str) -> str:
         """Return where a link points in the tree: to the tree where that holds it, else outside."""
@@ -262,7 +288,10 @@ class Source:
         """Return where a path is in the tree; itself where it is not staged."""
         for prefix in sorted(self.what.prefixes, key=len, reverse=True):
             if is_below(path, prefix):
-                return self.root + self.what.prefixes[prefix] + path[len(prefix) :]
+                there = self.what.prefixes[prefix] + path[len(prefix) :]
+                # Of an interpreter that others share only a part is staged.
+                is_there = self._has(there[1:]) or self._has(os.path.realpath(path)[1:])
+                return self.root + there if is_there else path
         return path
 
     def manifest(self) -> Manifest:

@@ -79,11 +79,14 @@ class Staging(Preparation):
         base = {**self._user_env, **planned.environment}
         added = dict[str, str]()
         for name in ("VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONHOME"):
-            if base.get(name):
+            # Who looks into conda's prefix expects all of it.
+            if base.get(name) and (name != "CONDA_PREFIX" or what.has(base[name])):
                 added[name] = moved(base[name])
         for name in ("PYTHONPATH", "LD_LIBRARY_PATH"):
             if base.get(name):
-                added[name] = os.pathsep.join(map(moved, base[name].split(os.pathsep)))
+                entries = base[name].split(os.pathsep)
+                behind = [entry for entry in entries if not what.has(entry)]  # a part, or nothing
+                added[name] = os.pathsep.join(dict.fromkeys([*map(moved, entries), *behind]))
         there = moved(what.python.prefix)
         entries = base.get("PATH", os.defpath).split(os.pathsep)
         own = [moved(entry) for entry in entries if moved(entry) != entry]
@@ -93,8 +96,10 @@ class Staging(Preparation):
                 added["VIRTUAL_ENV"] = there
         # The others stay: a folder of the interpreter's has programs that are not staged.
         added["PATH"] = os.pathsep.join(dict.fromkeys([*own, *entries]))
-        if moved(what.python.user_site) != what.python.user_site:
-            added["PYTHONUSERBASE"] = moved(what.python.user_base)
+        user_site = what.python.user_site
+        below = user_site.removeprefix(what.python.user_base)  # of which the rest stays
+        if moved(user_site) != user_site and moved(user_site).endswith(below):
+            added["PYTHONUSERBASE"] = moved(user_site).removesuffix(below)
         changed = {name: value for name, value in added.items() if value != base.get(name)}
         for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
             if not base.get(name):
@@ -104,9 +109,31 @@ class Staging(Preparation):
         changed["EZPZ_STAGED"] = self.source.root
         staged = [f"staged: {root.path}: {root.why}" for root in what.roots]
         kept = [f"not staged: {stays}" for stays in what.stays]
-        command = [moved(w) if n == 0 or w == PROFILE else w for n, w in enumerate(planned.command)]
+        command = [moved(word) if word == PROFILE else word for word in planned.command]
+        command[0] = self._first_word
         notes = f"staged to {self.folder} ({self.why}): {self._size}", *staged, *kept
+        notes += tuple(filter(None, [self._missed]))
         return _told(replace(planned, command=tuple(command)), self._env, changed, "--stage", notes)
+
+    @property
+    def _first_word(self) -> str:
+        word = self._planned.command[0]
+        path = os.path.abspath(word) if os.sep in word else word
+        there = self.moved(path)
+        return word if there == path else there
+
+    @property
+    def _missed(self) -> str:
+        """What is said of a Python that is a link to a staged one, or a script that starts it."""
+        word, prefix = self._planned.command[0], self.what.python.prefix
+        is_python = os.sep in word and PYTHON.fullmatch(os.path.basename(word))
+        is_moved = self._first_word != word
+        if self._python or not is_python or is_moved or self.moved(prefix) == prefix:
+            return ""
+        return (
+            f"{word} is not in {prefix}, which is staged: the ranks do not start from the copy; "
+            f"expected {prefix}/bin/python, or python"
+        )
 
     @property
     def _size(self) -> str:
@@ -148,6 +175,8 @@ class Staging(Preparation):
             f"{tree.seconds:.1f} s ({self.source.bytes_read / 1e6:,.0f} MB were read), "
             f"{len(tree.had)} had it already: {self.source.root}"
         )
+        if missed := self._missed:
+            say(missed)
         return 0
 
     def question(self, what: str) -> str:

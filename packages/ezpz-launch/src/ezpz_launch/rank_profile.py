@@ -6,9 +6,9 @@ writes: rank-RANK.json.gz, the trace; rank-RANK.txt, a line of JSON and a table 
 exit status: the program's own
 
 ezpz-launch puts it between the interpreter and the program, in whatever environment that is, so it
-stands alone. torch is imported when the program does so. A step ends when the optimizer that steps
-first has stepped; they are counted from 0. The one before FIRST runs under the profiler too, but is
-not recorded: starting takes long.
+stands alone, and needs no more than Python 3.9. torch is imported when the program does so. A step
+ends when the optimizer that steps first has stepped; they are counted from 0. The one before FIRST
+runs under the profiler too, but is not recorded: starting takes long.
 """
 
 from __future__ import annotations
@@ -84,9 +84,10 @@ def _run(target: str, *arguments: str) -> None:
             print(f"{sys.executable}: {why}", file=sys.stderr)
             sys.exit(2)
     sys.argv = [target, *words]
-    if not sys.flags.safe_path:
+    is_safe = getattr(sys.flags, "safe_path", sys.flags.isolated)  # -P is of 3.11
+    if not is_safe:
         sys.path.pop(0)  # our own
-    if not sys.flags.safe_path or folder == path:
+    if not is_safe or folder == path:
         sys.path.insert(0, folder)
     if module:
         run_module: Any = vars(runpy)["_run_module_as_main"]  # what python -m itself calls
