@@ -775,6 +775,35 @@ def test_a_url_whose_store_renames_nothing(model, optimizer):
     refused(said, load_checkpoint, "nothing://x", model=model)
 
 
+@pytest.mark.parametrize(
+    ("call", "name"), [("open", "latest"), ("open", "owner.json"), ("rm", "step-00000001")]
+)
+def test_what_fails_at_a_url_once_a_step_is_saved_takes_nothing_away(
+    model, monkeypatch, caplog, call, name
+):
+    import fsspec
+
+    class HttpError(Exception):
+        """No OSError, as gcsfs's."""
+
+    url, fs = f"memory://{name}/checkpoints", fsspec.filesystem("memory")
+    called = getattr(fs, call)
+
+    def fails(path, *given, **named):
+        if path.endswith(name) and given != ("rb",):
+            raise HttpError("try again")
+        return called(path, *given, **named)
+
+    save_checkpoint(url, model=model, step=1, keep=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(fs, call, fails)
+        save_checkpoint(url, model=model, step=2, keep=1)
+    assert "step 2 is saved, but" in caplog.text
+    assert "try again" in caplog.text
+    assert [each.step for each in list_checkpoints(url)] == [2]
+    assert verify_checkpoint(url, 2).step == 2
+
+
 def test_something_is_in_the_way(tmp_path, model, monkeypatch):
     (tmp_path / "file").write_text("")
     given, said = {"model": model, "step": 1}, "step 1 cannot be saved to .*"

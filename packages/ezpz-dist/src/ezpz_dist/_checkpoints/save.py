@@ -276,7 +276,7 @@ def _complete(
     _store.refuse_other(store)  # one that began as this did
     files.write(_store.MANIFEST, encode_manifest(manifest))
     store.publish(draft.working, draft.name)
-    # It is saved; what comes after must not tell the script that it is not.
+    # It is saved; what comes after must not tell the script that it is not, nor have it discarded.
     with _warning(args.step, f"{_store.LATEST} is not written"):
         store.put(_store.LATEST, f"{draft.name}\n".encode())
     with _warning(args.step, f"{_store.OWNER} is not written"):
@@ -292,7 +292,7 @@ def _complete(
 def _warning(step: int, otherwise: str) -> Iterator[None]:
     try:
         yield
-    except OSError as error:
+    except Exception as error:  # noqa: BLE001 - a URL's store raises what its makers chose
         logger.warning("step %d is saved, but %s: %s", step, otherwise, error)
 
 
