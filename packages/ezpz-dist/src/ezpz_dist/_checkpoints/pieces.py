@@ -510,7 +510,9 @@ def split_key(key: str, names: Mapping[str, Any]) -> tuple[str, str]:
 class Parts:
     def __init__(self, model: nn.Module, layout: Layout) -> None:
         self._layout = layout
-        self._parameters = parameters_by_name(model)
+        tied = model.named_parameters(remove_duplicate=False)  # each under all of its names
+        self._parameters = {plain_name(model, name): one for name, one in tied}
+        self._parameters |= parameters_by_name(model)
         degree, named = layout.degrees["tensor"], self._parameters.items()
         self._shards = {name: ezpz_tp.shard_of(one, degree) for name, one in named}
         split = any(one is None or one.dim is not None for one in self._shards.values())
