@@ -515,12 +515,9 @@ class Parts:
         self._parameters |= parameters_by_name(model)
         degree, named = layout.degrees["tensor"], self._parameters.items()
         self._shards = {name: ezpz_tp.shard_of(one, degree) for name, one in named}
+        self._peers = set(ezpz_tp.get_state().ranks("tensor")) if degree > 1 else set[int]()
         split = any(one is None or one.dim is not None for one in self._shards.values())
-        if degree > 1 and self._shards and not split:
-            # DTensors of parallelize_module may lie over the tensor-parallel group.
-            peers = set(ezpz_tp.get_state().ranks("tensor"))
-            meshes = (one.device_mesh for _, one in named if hasattr(one, "device_mesh"))
-            split = any(len(peers & {*mesh.mesh.flatten().tolist()}) > 1 for mesh in meshes)
+        split = split or any(self._is_over_peers(one) for _, one in named)
         if degree > 1 and self._shards and not split:
             raise CheckpointError(
                 f"there are {degree} tensor-parallel ranks, but no parameter of "
@@ -529,6 +526,17 @@ class Parts:
                 "ezpz_tp.keep_attributes(model):`, and of weights of your own say it by "
                 "ezpz_tp.set_shard"
             )
+
+    def _is_over_peers(self, tensor: Any) -> bool:
+        # DTensors of parallelize_module may lie over the tensor-parallel group.
+        mesh = getattr(tensor, "device_mesh", None) if self._peers else None
+        return mesh is not None and len(self._peers & {*mesh.mesh.flatten().tolist()}) > 1
+
+    def are_copies(self, name: str, value: Any) -> bool:
+        """Return whether it is taken for equal on the ranks of a tensor-parallel group."""
+        shard = self._shards.get(name)
+        split = (shard is not None and shard.dim is not None) or self._is_over_peers(value)
+        return bool(self._peers) and _has_pieces(value) and not split
 
     def of_state(self, name: str, key: str, tensor: Tensor) -> Pieces:
         if hasattr(tensor, "local_shards"):
