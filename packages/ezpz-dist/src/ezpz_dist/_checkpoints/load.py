@@ -74,7 +74,9 @@ class Target:
         self._judge(*about, spare, f"{self._what}: ", remedy)
         damages = (index.damage_of(store, folder, name, manifest.files[name]) for name in mine)
         who = f"rank {ranks.rank} on {ranks.hosts[ranks.rank]}: " if ranks.size > 1 else ""
-        found = ranks.tell(ranks.gather([who + each for each in damages if each]))
+        # A URL's store raises what its makers chose, and not all of it is damage.
+        listed = ranks.everywhere(self._what, lambda: [who + each for each in damages if each])
+        found = ranks.tell(listed)
         return [each for problems in found for each in problems]
 
     def _shared_out(self, reads: set[str]) -> tuple[list[str], list[str]]:
