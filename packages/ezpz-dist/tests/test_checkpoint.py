@@ -120,6 +120,25 @@ def test_everything_comes_back(tmp_path, model, optimizer, caplog):
     assert torch.equal(plain["model"]["0.weight"], model[0].weight)
 
 
+def test_the_model_s_device_keeps_its_random_stream_without_setup_torch(tmp_path, monkeypatch):
+    class There(nn.Parameter):
+        device = torch.device("xpu", 1)  # not the current one
+
+    streams = {There.device: torch.tensor([7])}
+    monkeypatch.setattr(torch.xpu, "get_rng_state", lambda device: streams[device].clone())
+    put = lambda state, device: streams.update({device: state})  # noqa: E731
+    monkeypatch.setattr(torch.xpu, "set_rng_state", put)
+    there, here = (nn.ParameterList([kind(torch.ones(2))]) for kind in (There, nn.Parameter))
+    save_checkpoint(tmp_path, model=there, step=1)
+    streams[There.device] = torch.tensor([8])
+    assert load_checkpoint(tmp_path, model=there).notes == ()
+    assert streams[There.device] == 7
+    save_checkpoint(tmp_path, model=here, step=2)
+    said = "random numbers on xpu stay as they are: saved on cpu"
+    assert load_checkpoint(tmp_path, model=there).notes == (said,)
+    assert streams[There.device] == 7
+
+
 def test_common_types_in_extra_come_back_as_plain_ones(tmp_path, model):
     numpy = pytest.importorskip("numpy")
     at = dt.datetime(2024, 5, 6, 7, 8, tzinfo=dt.UTC)

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
+from itertools import chain
 from pathlib import PurePath
 from typing import Any, NamedTuple, cast
 
@@ -334,20 +335,26 @@ def _of_fsdp1(model: nn.Module, optimizers: Sequence[Optimizer]) -> tuple[State,
 # The streams of random numbers of a rank.
 
 
-def rng_state(world: World | None) -> dict[str, Any]:
+def device_of(model: nn.Module, world: World | None) -> torch.device:
+    """Return the device whose stream a rank draws from: without `setup_torch` the model's."""
+    tensors = chain(model.parameters(), model.buffers())
+    found = (one.device for one in tensors if not one.is_meta)
+    return world.device if world is not None else next(found, torch.device("cpu"))
+
+
+def rng_state(device: torch.device) -> dict[str, Any]:
     state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if numpy := sys.modules.get("numpy"):
         kind, keys, *rest = numpy.random.get_state()
         state["numpy"] = (kind, keys.tolist(), *rest)
-    if world is not None and world.device.type != "cpu":
-        module = torch.get_device_module(world.device)
-        state["device"] = (world.device.type, module.get_rng_state())
+    if device.type != "cpu":
+        state["device"] = (device.type, torch.get_device_module(device).get_rng_state(device))
     if (tracker := ezpz_tp.get_rng_tracker()).is_initialized():
         state["ezpz_tp"] = tracker.get_states()
     return state
 
 
-def set_rng_state(state: dict[str, Any], world: World | None) -> list[str]:
+def set_rng_state(state: dict[str, Any], device: torch.device) -> list[str]:
     """Put this rank's streams where they were; return notes on those that could not be."""
     notes = []
     random.setstate(state["python"])
@@ -357,12 +364,12 @@ def set_rng_state(state: dict[str, Any], world: World | None) -> list[str]:
         numpy.random.set_state(state["numpy"])
     elif numpy:
         notes.append("numpy's random numbers stay as they are: it was not imported at the save")
-    if world is not None and world.device.type != "cpu":
+    if device.type != "cpu":
         kind, held = state.get("device", ("cpu", None))
-        if kind == world.device.type:
-            torch.get_device_module(world.device).set_rng_state(held)
+        if kind == device.type:
+            torch.get_device_module(device).set_rng_state(held, device)
         else:
-            notes.append(f"random numbers on {world.device.type} stay as they are: saved on {kind}")
+            notes.append(f"random numbers on {device.type} stay as they are: saved on {kind}")
     if "ezpz_tp" in state:
         ezpz_tp.get_rng_tracker().set_states(state["ezpz_tp"])
     return notes

@@ -627,7 +627,8 @@ def _collect(ranks: Ranks, layout: Layout, state: CheckpointArgs) -> tuple[Held,
     held, values, others = pieces.held_by(parts, whole, states)
     copied = (pieces.MODEL + name for name, one in whole.items() if parts.are_copies(name, one))
     copies = [(key, one) for key in copied for _, one in held[key].held if is_plain(one)]
-    own = {"rng": rng_state(ranks.world), "data": pieces.state_dicts(state.data)}
+    rng = rng_state(pieces.device_of(model, ranks.world))
+    own = {"rng": rng, "data": pieces.state_dicts(state.data)}
     common = {
         "scheduler": pieces.state_dicts(state.scheduler),
         "extra": pieces.plain(dict(state.extra or {})),
