@@ -13,6 +13,7 @@ import zlib
 from pathlib import Path
 from typing import NamedTuple
 
+import fsspec
 import pytest
 import torch
 from torch import nn
@@ -763,8 +764,6 @@ def test_a_url_whose_store_renames_nothing(model, optimizer):
         saving = save_checkpoint(url, step=step, keep=2, extra={"step": step}, **given)
     assert saving.folder == f"{url}/step-00000003"
     assert [each.step for each in list_checkpoints(url)] == [2, 3]
-    import fsspec
-
     fs = fsspec.filesystem("memory")
     names = {path.rpartition("/")[2] for path in fs.ls("/run/checkpoints/step-00000003", False)}
     assert names == set(FILES)
@@ -794,17 +793,16 @@ def test_a_url_whose_store_renames_nothing(model, optimizer):
     refused(said, load_checkpoint, "nothing://x", model=model)
 
 
+class HttpError(Exception):
+    """No OSError, as gcsfs's."""
+
+
 @pytest.mark.parametrize(
     ("call", "name"), [("open", "latest"), ("open", "owner.json"), ("rm", "step-00000001")]
 )
 def test_what_fails_at_a_url_once_a_step_is_saved_takes_nothing_away(
     model, monkeypatch, caplog, call, name
 ):
-    import fsspec
-
-    class HttpError(Exception):
-        """No OSError, as gcsfs's."""
-
     url, fs = f"memory://{name}/checkpoints", fsspec.filesystem("memory")
     called = getattr(fs, call)
 
@@ -821,6 +819,21 @@ def test_what_fails_at_a_url_once_a_step_is_saved_takes_nothing_away(
     assert "try again" in caplog.text
     assert [each.step for each in list_checkpoints(url)] == [2]
     assert verify_checkpoint(url, 2).step == 2
+
+
+def test_what_cannot_be_written_to_a_url_nor_removed_is_one_error(model, monkeypatch):
+    fs = fsspec.filesystem("memory")
+
+    def fails(*_, **__):
+        raise HttpError("try again")
+
+    monkeypatch.setattr(fs, "rm", fails)
+    opens = fs.open
+    monkeypatch.setattr(
+        fs, "open", lambda path, mode: (fails if "distcp" in path else opens)(path, mode)
+    )
+    said = "cannot be saved to memory://gone: HttpError: try again"
+    refused(said, save_checkpoint, "memory://gone", model=model, step=1)
 
 
 def test_something_is_in_the_way(tmp_path, model, monkeypatch):

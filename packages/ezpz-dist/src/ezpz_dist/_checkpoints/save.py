@@ -306,7 +306,8 @@ def _write(draft: Draft, how: str) -> None:
             size = ranks.first(what, lambda: _complete(draft, files, gathered)).size / 1e6
         except CheckpointError:
             if ranks.rank == 0:
-                store.discard(draft.working)
+                with suppress(Exception):  # a URL's store that fails here, too: a later save's turn
+                    store.discard(draft.working)
             raise
     if ranks.rank == 0:
         seconds = time.monotonic() - draft.started
