@@ -13,6 +13,7 @@ import zlib
 from pathlib import Path
 from typing import NamedTuple
 
+import fsspec
 import pytest
 import torch
 from torch import nn
@@ -118,6 +119,25 @@ def test_everything_comes_back(tmp_path, model, optimizer, caplog):
     with pytest.warns(UserWarning, match="in a single process"):
         dcp.load(plain, checkpoint_id=saving.folder, no_dist=True)
     assert torch.equal(plain["model"]["0.weight"], model[0].weight)
+
+
+def test_the_model_s_device_keeps_its_random_stream_without_setup_torch(tmp_path, monkeypatch):
+    class There(nn.Parameter):
+        device = torch.device("xpu", 1)  # not the current one
+
+    streams = {There.device: torch.tensor([7])}
+    monkeypatch.setattr(torch.xpu, "get_rng_state", lambda device: streams[device].clone())
+    put = lambda state, device: streams.update({device: state})  # noqa: E731
+    monkeypatch.setattr(torch.xpu, "set_rng_state", put)
+    there, here = (nn.ParameterList([kind(torch.ones(2))]) for kind in (There, nn.Parameter))
+    save_checkpoint(tmp_path, model=there, step=1)
+    streams[There.device] = torch.tensor([8])
+    assert load_checkpoint(tmp_path, model=there).notes == ()
+    assert streams[There.device] == 7
+    save_checkpoint(tmp_path, model=here, step=2)
+    said = "random numbers on xpu stay as they are: saved on cpu"
+    assert load_checkpoint(tmp_path, model=there).notes == (said,)
+    assert streams[There.device] == 7
 
 
 def test_common_types_in_extra_come_back_as_plain_ones(tmp_path, model):
@@ -744,8 +764,6 @@ def test_a_url_whose_store_renames_nothing(model, optimizer):
         saving = save_checkpoint(url, step=step, keep=2, extra={"step": step}, **given)
     assert saving.folder == f"{url}/step-00000003"
     assert [each.step for each in list_checkpoints(url)] == [2, 3]
-    import fsspec
-
     fs = fsspec.filesystem("memory")
     names = {path.rpartition("/")[2] for path in fs.ls("/run/checkpoints/step-00000003", False)}
     assert names == set(FILES)
@@ -773,6 +791,49 @@ def test_a_url_whose_store_renames_nothing(model, optimizer):
     assert load_checkpoint(url, model=other).step == 5
     said = "nothing://x cannot be loaded: .*nothing"
     refused(said, load_checkpoint, "nothing://x", model=model)
+
+
+class HttpError(Exception):
+    """No OSError, as gcsfs's."""
+
+
+@pytest.mark.parametrize(
+    ("call", "name"), [("open", "latest"), ("open", "owner.json"), ("rm", "step-00000001")]
+)
+def test_what_fails_at_a_url_once_a_step_is_saved_takes_nothing_away(
+    model, monkeypatch, caplog, call, name
+):
+    url, fs = f"memory://{name}/checkpoints", fsspec.filesystem("memory")
+    called = getattr(fs, call)
+
+    def fails(path, *given, **named):
+        if path.endswith(name) and given != ("rb",):
+            raise HttpError("try again")
+        return called(path, *given, **named)
+
+    save_checkpoint(url, model=model, step=1, keep=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(fs, call, fails)
+        save_checkpoint(url, model=model, step=2, keep=1)
+    assert "step 2 is saved, but" in caplog.text
+    assert "try again" in caplog.text
+    assert [each.step for each in list_checkpoints(url)] == [2]
+    assert verify_checkpoint(url, 2).step == 2
+
+
+def test_what_cannot_be_written_to_a_url_nor_removed_is_one_error(model, monkeypatch):
+    fs = fsspec.filesystem("memory")
+
+    def fails(*_, **__):
+        raise HttpError("try again")
+
+    monkeypatch.setattr(fs, "rm", fails)
+    opens = fs.open
+    monkeypatch.setattr(
+        fs, "open", lambda path, mode: (fails if "distcp" in path else opens)(path, mode)
+    )
+    said = "cannot be saved to memory://gone: HttpError: try again"
+    refused(said, save_checkpoint, "memory://gone", model=model, step=1)
 
 
 def test_something_is_in_the_way(tmp_path, model, monkeypatch):

@@ -103,6 +103,16 @@ save_checkpoint(url, model=model, step=2, asynchronous=True)
 with torch.no_grad():
     model.weight.zero_()
 assert load_checkpoint(url, model=model).step == 2 and model.weight.full_tensor()[3, 1023] == 1023
+import fsspec
+class HttpError(Exception):
+    "No OSError, as gcsfs's."
+def fails(*_):
+    raise HttpError("try again")
+files, opens = fsspec.filesystem("file"), fsspec.filesystem("file").open
+files.open = fails if rank == 1 else opens
+said = f"cannot be loaded: rank 1 on {host}: HttpError: try again"
+raises(CheckpointError, said, load_checkpoint, url, model=model)
+files.open = opens
 with Limit(300_000 if rank == 1 else 1 << 40):
     raises(CheckpointError, "rank 1 on", save_checkpoint, url, model=model, step=5)
 dist.barrier()

@@ -1,6 +1,7 @@
 """Tensor- and pipeline-parallel models: saved at one degree, loaded at another."""
 
 BODY = """
+import logging
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -9,12 +10,18 @@ from ezpz_tp import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedd
 
 where = {where!r}
 rank = setup_torch(timeout=60)
+said = []
+handler = logging.Handler()
+handler.emit = lambda record: said.append(record.getMessage())
+logging.getLogger("ezpz_dist").addHandler(handler)
 
 class Plain(nn.Module):
     def __init__(self):
         super().__init__()
         self.embed, self.norm = nn.Embedding(9, 8), nn.LayerNorm(8)
         self.up, self.down = nn.Linear(8, 32), nn.Linear(16, 8)
+        self.head = nn.Module()
+        self.head.weight = self.embed.weight
     def forward(self, tokens):
         gate, up = self.up(self.embed(tokens)).chunk(2, -1)
         return self.norm(self.down(torch.tanh(gate) * up))
@@ -27,6 +34,8 @@ class Model(nn.Module):
         self.up = ColumnParallelLinear(8, 32, gather_output=False, stride=2)
         self.norm = nn.LayerNorm(8)
         self.down = RowParallelLinear(16, 8, input_is_parallel=True)
+        self.head = nn.Module()
+        self.head.weight = self.embed.weight
     forward = Plain.forward
 
 def wrapped(kind, seed):
@@ -86,6 +95,7 @@ torch.use_deterministic_algorithms(False)
 for values in optimizer.state.values():  # also of rows that pad the vocabulary
     assert all(value.isfinite().all() for value in values.values())
 near(outputs(model, optimizer), expected)
+assert not said  # norms and biases are equal on tensor-parallel ranks
 
 def refused(text, model, **given):
     raises(CheckpointError, text, save_checkpoint, where + "/no", model=model, step=1, **given)
@@ -151,3 +161,40 @@ def test_tensor_and_pipeline_parallel_models_change_degree(ranks, tmp_path):
     body = BODY.replace("{where!r}", repr(str(tmp_path)))
     ranks(4, body + FOUR, timeout=120)
     ranks(1, body + ONE)
+
+
+OWN = """
+ezpz_tp.initialize_tensor_parallel(2)
+
+def made(value):
+    part = nn.Sequential(ColumnParallelLinear(4, 8, gather_output=False), nn.BatchNorm1d(4),
+        RowParallelLinear(8, 4, input_is_parallel=True))
+    with torch.no_grad():
+        part[1].weight.fill_(value)
+        part[1].running_mean.fill_(value / 4)
+    return part
+
+def heard(text, count):
+    assert len(said) == count * (rank == 0), said
+    assert rank or text in said[-1], said
+
+part = made(1 + rank)
+for step in (1, 2):
+    save_checkpoint(where, model=part, step=step)
+    heard("ranks 0-1 share a tensor-parallel group, and their values of model.1.weight and 1 more "
+        "differ, the first by up to 1: one rank's are saved", 1)
+# What it advises.
+for parameter in part[1].parameters():
+    ezpz_tp.set_shard(parameter, ezpz_tp.Shard((8,), 0), degree=2)
+save_checkpoint(where, model=part, data=part[1], step=3)
+heard("values of model.1.running_mean differ, the first by up to 0.25", 2)
+other = made(0)
+for parameter in other[1].parameters():
+    ezpz_tp.set_shard(parameter, ezpz_tp.Shard((8,), 0), degree=2)
+load_checkpoint(where, model=other, data=other[1])
+assert all(map(torch.equal, other.state_dict().values(), part.state_dict().values()))
+"""
+
+
+def test_copies_on_tensor_parallel_ranks_that_are_not_equal_are_named(ranks, tmp_path):
+    ranks(2, BODY.replace("{where!r}", repr(str(tmp_path))) + OWN)

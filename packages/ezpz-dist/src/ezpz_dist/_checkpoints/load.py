@@ -74,7 +74,9 @@ class Target:
         self._judge(*about, spare, f"{self._what}: ", remedy)
         damages = (index.damage_of(store, folder, name, manifest.files[name]) for name in mine)
         who = f"rank {ranks.rank} on {ranks.hosts[ranks.rank]}: " if ranks.size > 1 else ""
-        found = ranks.tell(ranks.gather([who + each for each in damages if each]))
+        # A URL's store raises what its makers chose, and not all of it is damage.
+        listed = ranks.everywhere(self._what, lambda: [who + each for each in damages if each])
+        found = ranks.tell(listed)
         return [each for problems in found for each in problems]
 
     def _shared_out(self, reads: set[str]) -> tuple[list[str], list[str]]:
@@ -234,12 +236,13 @@ class Target:
         _pieces.set_state(self._args.model, self._args.optimizers, self._state, groups)
 
     def _set_rng(self, own: Mapping[str, Any], here: bool, world: World | None) -> None:
+        device = _pieces.device_of(self._args.model, world)
         if here:
-            self._notes += _pieces.set_rng_state(own["rng"], world)
+            self._notes += _pieces.set_rng_state(own["rng"], device)
             return
         key = _pieces.rank_key(self._ranks.rank)
         if key in self._held and {*(self._layout.degrees | {"data": 1}).values()} == {1}:
-            self._notes += _pieces.set_rng_state(self._object(key)["rng"], world)
+            self._notes += _pieces.set_rng_state(self._object(key)["rng"], device)
         else:
             # Tensor-parallel ranks draw the same numbers.
             at, axes = self._layout.index, (axis for axis in _pieces.AXES if axis != "tensor")

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
+from itertools import chain
 from pathlib import PurePath
 from typing import Any, NamedTuple, cast
 
@@ -334,20 +335,26 @@ def _of_fsdp1(model: nn.Module, optimizers: Sequence[Optimizer]) -> tuple[State,
 # The streams of random numbers of a rank.
 
 
-def rng_state(world: World | None) -> dict[str, Any]:
+def device_of(model: nn.Module, world: World | None) -> torch.device:
+    """Return the device whose stream a rank draws from: without `setup_torch` the model's."""
+    tensors = chain(model.parameters(), model.buffers())
+    found = (one.device for one in tensors if not one.is_meta)
+    return world.device if world is not None else next(found, torch.device("cpu"))
+
+
+def rng_state(device: torch.device) -> dict[str, Any]:
     state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if numpy := sys.modules.get("numpy"):
         kind, keys, *rest = numpy.random.get_state()
         state["numpy"] = (kind, keys.tolist(), *rest)
-    if world is not None and world.device.type != "cpu":
-        module = torch.get_device_module(world.device)
-        state["device"] = (world.device.type, module.get_rng_state())
+    if device.type != "cpu":
+        state["device"] = (device.type, torch.get_device_module(device).get_rng_state(device))
     if (tracker := ezpz_tp.get_rng_tracker()).is_initialized():
         state["ezpz_tp"] = tracker.get_states()
     return state
 
 
-def set_rng_state(state: dict[str, Any], world: World | None) -> list[str]:
+def set_rng_state(state: dict[str, Any], device: torch.device) -> list[str]:
     """Put this rank's streams where they were; return notes on those that could not be."""
     notes = []
     random.setstate(state["python"])
@@ -357,12 +364,12 @@ def set_rng_state(state: dict[str, Any], world: World | None) -> list[str]:
         numpy.random.set_state(state["numpy"])
     elif numpy:
         notes.append("numpy's random numbers stay as they are: it was not imported at the save")
-    if world is not None and world.device.type != "cpu":
+    if device.type != "cpu":
         kind, held = state.get("device", ("cpu", None))
-        if kind == world.device.type:
-            torch.get_device_module(world.device).set_rng_state(held)
+        if kind == device.type:
+            torch.get_device_module(device).set_rng_state(held, device)
         else:
-            notes.append(f"random numbers on {world.device.type} stay as they are: saved on {kind}")
+            notes.append(f"random numbers on {device.type} stay as they are: saved on {kind}")
     if "ezpz_tp" in state:
         ezpz_tp.get_rng_tracker().set_states(state["ezpz_tp"])
     return notes
@@ -510,15 +517,14 @@ def split_key(key: str, names: Mapping[str, Any]) -> tuple[str, str]:
 class Parts:
     def __init__(self, model: nn.Module, layout: Layout) -> None:
         self._layout = layout
-        self._parameters = parameters_by_name(model)
+        tied = model.named_parameters(remove_duplicate=False)  # each under all of its names
+        self._parameters = {plain_name(model, name): one for name, one in tied}
+        self._parameters |= parameters_by_name(model)
         degree, named = layout.degrees["tensor"], self._parameters.items()
         self._shards = {name: ezpz_tp.shard_of(one, degree) for name, one in named}
+        self._peers = set(ezpz_tp.get_state().ranks("tensor")) if degree > 1 else set[int]()
         split = any(one is None or one.dim is not None for one in self._shards.values())
-        if degree > 1 and self._shards and not split:
-            # DTensors of parallelize_module may lie over the tensor-parallel group.
-            peers = set(ezpz_tp.get_state().ranks("tensor"))
-            meshes = (one.device_mesh for _, one in named if hasattr(one, "device_mesh"))
-            split = any(len(peers & {*mesh.mesh.flatten().tolist()}) > 1 for mesh in meshes)
+        split = split or any(self._is_over_peers(one) for _, one in named)
         if degree > 1 and self._shards and not split:
             raise CheckpointError(
                 f"there are {degree} tensor-parallel ranks, but no parameter of "
@@ -527,6 +533,17 @@ class Parts:
                 "ezpz_tp.keep_attributes(model):`, and of weights of your own say it by "
                 "ezpz_tp.set_shard"
             )
+
+    def _is_over_peers(self, tensor: Any) -> bool:
+        # DTensors of parallelize_module may lie over the tensor-parallel group.
+        mesh = getattr(tensor, "device_mesh", None) if self._peers else None
+        return mesh is not None and len(self._peers & {*mesh.mesh.flatten().tolist()}) > 1
+
+    def are_copies(self, name: str, value: Any) -> bool:
+        """Return whether it is taken for equal on the ranks of a tensor-parallel group."""
+        shard = self._shards.get(name)
+        split = (shard is not None and shard.dim is not None) or self._is_over_peers(value)
+        return bool(self._peers) and _has_pieces(value) and not split
 
     def of_state(self, name: str, key: str, tensor: Tensor) -> Pieces:
         if hasattr(tensor, "local_shards"):

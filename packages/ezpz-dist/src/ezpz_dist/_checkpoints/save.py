@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ezpz_dist._errors import CheckpointError, grouped
-from ezpz_dist._objects import raw_of
+from ezpz_dist._errors import CheckpointError, fold, grouped
+from ezpz_dist._objects import is_plain, raw_of
 from ezpz_dist._world import current_world, finish_before_leaving
 from ezpz_tp import Piece
 
@@ -64,23 +64,31 @@ def items_of(held: Mapping[str, Pieces]) -> list[Item]:
 
 
 def agree(
-    ranks: Ranks, what: str, held: Mapping[str, Pieces], stage: int
+    ranks: Ranks, what: str, held: Mapping[str, Pieces], copies: Copies, layout: Layout
 ) -> tuple[list[Tensor], list[list[Item]]]:
     """Plan together; return what this rank writes and, on rank 0, what each does. Collective."""
+    stage = layout.index["pipeline"]
     # Of those that hold the same pieces, one rank sends their list: what rank 0 has to do grows
     # with the pieces of the model, not with its replicas.
     own = rank_key(ranks.rank)
     items = items_of({key: pieces for key, pieces in held.items() if key != own})
     packed = pickle.dumps((items, stage))
     digest = hashlib.sha256(packed).digest()
-    gathered = ranks.everywhere(what, lambda: (digest, items_of({own: held[own]})))
-    like = grouped((digest, rank) for rank, (digest, _) in enumerate(gathered))
+    replica = tuple(layout.index[axis] for axis in pieces.AXES if axis != "tensor")
+    peers = (*replica, hashlib.sha256(repr([key for key, _ in copies]).encode()).digest())
+
+    def mine() -> tuple[bytes, list[Item], object, list[int]]:
+        sums = [zlib.crc32(raw_of(tensor)) for _, tensor in copies]
+        return digest, items_of({own: held[own]}), peers, sums
+
+    gathered = ranks.everywhere(what, mine)
+    like = grouped((digest, rank) for rank, (digest, *_) in enumerate(gathered))
     first = {members[0] for members in like.values()}
     is_first = ranks.deal([rank in first for rank in range(ranks.size)])
     sent = ranks.gather(packed if is_first else None)
     dealt: list[list[Item]] = []
 
-    def plan() -> list[tuple[list[PieceId], list[PieceId]]]:
+    def plan() -> list[tuple[list[PieceId], list[PieceId], Unlike | None]]:
         nonlocal dealt
         lists: list[tuple[list[Item], int, list[int]]] = []
         for members in like.values():
@@ -88,14 +96,17 @@ def agree(
             theirs = pickle.loads(sent[members[0]]) if members[0] else (items, stage)  # noqa: S301
             lists.append((*theirs, members))
         tied = _check(lists)
-        dealt = _deal(lists, [own for _, own in gathered])
+        dealt = _deal(lists, [own for _, own, *_ in gathered])
         _check_whole(dealt)
-        return [([item.id for item in each], tied) for each in dealt]
+        unlike = _unlike([peers for *_, peers, _ in gathered], [sums for *_, sums in gathered])
+        return [([item.id for item in each], tied, unlike) for each in dealt]
 
-    mine, tied = ranks.first_for_each(what, plan)
+    chosen, tied, unlike = ranks.first_for_each(what, plan)
     if tied:
         _check_ties(ranks, what, held, tied)
-    return [held[key].at(offsets) for key, offsets in mine], dealt
+    if unlike:
+        _warn_of(ranks, what, copies, unlike)
+    return [held[key].at(offsets) for key, offsets in chosen], dealt
 
 
 Lists = Sequence[tuple[Sequence[Item], int, Sequence[int]]]  # pieces, their stage, who holds them
@@ -199,6 +210,57 @@ def _sum(pieces: Pieces | None, offsets: tuple[int, ...]) -> int | None:
     return zlib.crc32(raw_of(pieces.at(offsets)))
 
 
+Copies = Sequence[tuple[str, Tensor]]  # taken for equal on the ranks of a tensor-parallel group
+
+
+class Unlike(NamedTuple):
+    members: list[int]  # whose copies are not equal
+    first: int  # of the copies
+    count: int
+
+
+def _unlike(peers: Sequence[object], sums: Sequence[Sequence[int]]) -> Unlike | None:
+    for members in grouped((key, rank) for rank, key in enumerate(peers)).values():
+        of_each = zip(*(sums[rank] for rank in members), strict=True)
+        if found := [number for number, each in enumerate(of_each) if len(set(each)) > 1]:
+            return Unlike(members, found[0], len(found))
+    return None
+
+
+_warned: set[str] = set()  # of which copies it was said
+
+
+def _warn_of(ranks: Ranks, what: str, copies: Copies, unlike: Unlike) -> None:
+    # No error: kernels that are tuned, or add in no fixed order, give each rank other last bits.
+    members, number, count = unlike
+
+    def mine() -> tuple[str, Tensor] | None:
+        return (copies[number][0], copies[number][1].cpu()) if ranks.rank in members else None
+
+    gathered = ranks.everywhere(what, mine)
+
+    def warn() -> None:
+        (key, first), *others = (gathered[rank] for rank in members)
+        if key in _warned:
+            return
+        _warned.add(key)
+        logger.warning(
+            "ranks %s share a tensor-parallel group, and their values of %s%s differ, the first by "
+            "up to %.3g: one rank's are saved for all; expected equal ones; how a parameter is "
+            "split, say by ezpz_tp.set_shard; of buffers that each rank has its own of, give the "
+            "module as data=, too",
+            fold(members), key, f" and {count - 1} more" * (count > 1),
+            max(_gap(first, other) for _, other in others),
+        )  # fmt: skip
+
+    ranks.first(what, warn)
+
+
+def _gap(one: Tensor, other: Tensor) -> float:
+    kind = torch.complex128 if one.is_complex() else torch.float64
+    return float((one.to(kind) - other.to(kind)).abs().max())
+
+
 # A checkpoint on its way: planned together, copied, written by each rank, completed by rank 0.
 
 logger = logging.getLogger(__name__)
@@ -244,7 +306,8 @@ def _write(draft: Draft, how: str) -> None:
             size = ranks.first(what, lambda: _complete(draft, files, gathered)).size / 1e6
         except CheckpointError:
             if ranks.rank == 0:
-                store.discard(draft.working)
+                with suppress(Exception):  # a URL's store that fails here, too: a later save's turn
+                    store.discard(draft.working)
             raise
     if ranks.rank == 0:
         seconds = time.monotonic() - draft.started
@@ -276,7 +339,7 @@ def _complete(
     _store.refuse_other(store)  # one that began as this did
     files.write(_store.MANIFEST, encode_manifest(manifest))
     store.publish(draft.working, draft.name)
-    # It is saved; what comes after must not tell the script that it is not.
+    # It is saved; what comes after must not tell the script that it is not, nor have it discarded.
     with _warning(args.step, f"{_store.LATEST} is not written"):
         store.put(_store.LATEST, f"{draft.name}\n".encode())
     with _warning(args.step, f"{_store.OWNER} is not written"):
@@ -292,7 +355,7 @@ def _complete(
 def _warning(step: int, otherwise: str) -> Iterator[None]:
     try:
         yield
-    except OSError as error:
+    except Exception as error:  # noqa: BLE001 - a URL's store raises what its makers chose
         logger.warning("step %d is saved, but %s: %s", step, otherwise, error)
 
 
@@ -467,8 +530,10 @@ def save_checkpoint(
     It is written aside with checksums, synced, and then renamed to ``step-00000042``. A crash
     at any moment leaves the checkpoint before it. Tensors have the model's own names, so that
     any number of ranks, and DDP, FSDP1, FSDP2, ZeRO-1, ezpz_tp's layers or the bare model can
-    load it. The random streams of every rank are saved too. A failure on one rank is raised on
-    all. Collective: every rank calls this.
+    load it. The random streams of every rank are saved too. Buffers, and parameters that nothing
+    says how they are split, are taken for equal on the ranks of a tensor-parallel group; where
+    they are not, a warning names them. A failure on one rank is raised on all. Collective: every
+    rank calls this.
 
     A step that exists already is saved beside it and then replaced. Leftovers of dead attempts
     are removed, those of this host once their process has ended, those of others after an hour
@@ -519,9 +584,9 @@ def save_checkpoint(
         store = ranks.here(what, lambda: _opened(path, args))
         ranks.same("save_checkpoint", f"{store.root}, {args}")
         # After all have agreed to come this far: FSDP1's state takes collectives.
-        held = ranks.here(what, lambda: _collect(ranks, layout, state))
+        held, copies = ranks.here(what, lambda: _collect(ranks, layout, state))
         what = f"step {step} cannot be saved to {store.root}"
-        mine, dealt = agree(ranks, what, held, layout.index["pipeline"])
+        mine, dealt = agree(ranks, what, held, copies, layout)
         size = sum(item.nbytes + 4096 for items in dealt for item in items)  # rather too many
         begun: tuple[Name, str, int] = ranks.first(what, lambda: begin(store, args, size))
         if ranks.rank == 0:
@@ -546,7 +611,8 @@ def _opened(path: str | os.PathLike[str], args: SaveArgs) -> Store:
     return _store.open_store(path)
 
 
-def _collect(ranks: Ranks, layout: Layout, state: CheckpointArgs) -> Held:
+def _collect(ranks: Ranks, layout: Layout, state: CheckpointArgs) -> tuple[Held, Copies]:
+    """Return what this rank holds, and which of it its tensor-parallel group should hold, too."""
     pieces.refuse_deepspeed(state.model)
     model, optimizers = state.model, state.optimizers
     states, options = pieces.state_of(model, optimizers) if optimizers else ({}, [])
@@ -560,7 +626,10 @@ def _collect(ranks: Ranks, layout: Layout, state: CheckpointArgs) -> Held:
         for name in pieces.frozen_names(model):
             whole.pop(name, None)
     held, values, others = pieces.held_by(parts, whole, states)
-    own = {"rng": rng_state(ranks.world), "data": pieces.state_dicts(state.data)}
+    copied = (pieces.MODEL + name for name, one in whole.items() if parts.are_copies(name, one))
+    copies = [(key, one) for key in copied for _, one in held[key].held if is_plain(one)]
+    rng = rng_state(pieces.device_of(model, ranks.world))
+    own = {"rng": rng, "data": pieces.state_dicts(state.data)}
     common = {
         "scheduler": pieces.state_dicts(state.scheduler),
         "extra": pieces.plain(dict(state.extra or {})),
@@ -574,7 +643,7 @@ def _collect(ranks: Ranks, layout: Layout, state: CheckpointArgs) -> Held:
         held[pieces.stage_key(at["pipeline"])] = pieces.encoded("model", about)
     if ranks.rank == 0:
         held[pieces.COMMON] = pieces.encoded("save_checkpoint", common)
-    return held
+    return held, copies
 
 
 def report_progress(step: int) -> None:
