@@ -518,13 +518,13 @@ class Parts:
     def __init__(self, model: nn.Module, layout: Layout) -> None:
         self._layout = layout
         tied = model.named_parameters(remove_duplicate=False)  # each under all of its names
-        self._parameters = {plain_name(model, name): one for name, one in tied}
-        self._parameters |= parameters_by_name(model)
-        degree, named = layout.degrees["tensor"], self._parameters.items()
-        self._shards = {name: ezpz_tp.shard_of(one, degree) for name, one in named}
+        named: dict[str, Tensor] = {plain_name(model, name): one for name, one in tied}
+        self._parameters = named | parameters_by_name(model)
+        degree, known = layout.degrees["tensor"], self._parameters.items()
+        self._shards = {name: ezpz_tp.shard_of(one, degree) for name, one in known}
         self._peers = set(ezpz_tp.get_state().ranks("tensor")) if degree > 1 else set[int]()
         split = any(one is None or one.dim is not None for one in self._shards.values())
-        split = split or any(self._is_over_peers(one) for _, one in named)
+        split = split or any(self._is_over_peers(one) for _, one in known)
         if degree > 1 and self._shards and not split:
             raise CheckpointError(
                 f"there are {degree} tensor-parallel ranks, but no parameter of "

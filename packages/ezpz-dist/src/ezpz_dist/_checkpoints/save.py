@@ -216,13 +216,13 @@ Copies = Sequence[tuple[str, Tensor]]  # taken for equal on the ranks of a tenso
 class Unlike(NamedTuple):
     members: list[int]  # whose copies are not equal
     first: int  # of the copies
-    count: int
+    number: int  # of them
 
 
 def _unlike(peers: Sequence[object], sums: Sequence[Sequence[int]]) -> Unlike | None:
     for members in grouped((key, rank) for rank, key in enumerate(peers)).values():
         of_each = zip(*(sums[rank] for rank in members), strict=True)
-        if found := [number for number, each in enumerate(of_each) if len(set(each)) > 1]:
+        if found := [place for place, each in enumerate(of_each) if len(set(each)) > 1]:
             return Unlike(members, found[0], len(found))
     return None
 
@@ -232,15 +232,15 @@ _warned: set[str] = set()  # of which copies it was said
 
 def _warn_of(ranks: Ranks, what: str, copies: Copies, unlike: Unlike) -> None:
     # No error: kernels that are tuned, or add in no fixed order, give each rank other last bits.
-    members, number, count = unlike
+    members, place, number = unlike
 
     def mine() -> tuple[str, Tensor] | None:
-        return (copies[number][0], copies[number][1].cpu()) if ranks.rank in members else None
+        return (copies[place][0], copies[place][1].cpu()) if ranks.rank in members else None
 
     gathered = ranks.everywhere(what, mine)
 
     def warn() -> None:
-        (key, first), *others = (gathered[rank] for rank in members)
+        (key, first), *others = (one for one in gathered if one)
         if key in _warned:
             return
         _warned.add(key)
@@ -249,7 +249,7 @@ def _warn_of(ranks: Ranks, what: str, copies: Copies, unlike: Unlike) -> None:
             "up to %.3g: one rank's are saved for all; expected equal ones; how a parameter is "
             "split, say by ezpz_tp.set_shard; of buffers that each rank has its own of, give the "
             "module as data=, too",
-            fold(members), key, f" and {count - 1} more" * (count > 1),
+            fold(members), key, f" and {number - 1} more" * (number > 1),
             max(_gap(first, other) for _, other in others),
         )  # fmt: skip
 
