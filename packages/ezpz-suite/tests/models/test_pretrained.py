@@ -1,9 +1,12 @@
 """Published models train on every layout as transformers alone does, and are written for it."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
+
+from ezpz.models import load_pretrained, save_pretrained
 
 transformers = pytest.importorskip("transformers", reason="the extra huggingface")
 
@@ -167,3 +170,18 @@ def test_what_is_not_to_be_had_or_split_is_told(ranks, tmp_path):
             "2 tensor-parallel ranks for 3 heads and 3 of keys and values",
         ):
             assert words in said
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_what_is_written_keeps_the_settings_of_what_was_read(kind, tmp_path):
+    config = transformers.AutoConfig.for_model(kind, **FAMILIES[kind], attention_dropout=0.25)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.generation_config.update(eos_token_id=[2, 7], do_sample=True, temperature=0.7)
+    model.save_pretrained(tmp_path / "read")
+    again = load_pretrained(tmp_path / "read")
+    assert not again.config.use_cache
+    save_pretrained(again, tmp_path / "written")
+    for name in ("config.json", "generation_config.json"):
+        read, written = (json.loads((tmp_path / one / name).read_text())
+                         for one in ("read", "written"))  # fmt: skip
+        assert written == read

@@ -6,6 +6,7 @@ import io
 import pickle
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from copy import deepcopy
 from pathlib import Path
 from shutil import rmtree
 from typing import Any, NamedTuple
@@ -119,11 +120,12 @@ def _load(folder: str | Path, dtype: torch.dtype) -> nn.Module:
 
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        for name, value in vars(config).items():
-            if name.endswith(("dropout", "pdrop")) and isinstance(value, float):
-                setattr(config, name, 0.0)
-        config.use_cache = False
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(
+        published = {
+            name: value for name, value in vars(config).items()
+            if name.endswith(("dropout", "pdrop")) and isinstance(value, float)
+        } | {"use_cache": getattr(config, "use_cache", True)}  # fmt: skip
+        config.update(dict.fromkeys(published, 0.0) | {"use_cache": False})
+        model: Any = AutoModelForCausalLM.from_pretrained(
             folder, config=config, dtype=dtype, local_files_only=True
         )
     except (OSError, ValueError) as error:
@@ -132,7 +134,8 @@ def _load(folder: str | Path, dtype: torch.dtype) -> nn.Module:
             f"{folder}: {why}; expected the folder of a causal language model, as transformers' "
             "save_pretrained writes it"
         ) from error
-    return model
+    model.published = published  # what `save_pretrained` writes in place of training's settings
+    return model  # type: ignore[no-any-return]
 
 
 def _read_once(load: Callable[[], nn.Module]) -> nn.Module:
@@ -283,8 +286,9 @@ def causal_losses(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
 def save_pretrained(model: nn.Module, folder: str | Path) -> None:
     """Write a model of `load_pretrained` as transformers' ``from_pretrained`` reads it.
 
-    ``config.json`` and safetensors files of at most 5 GB, in a new folder, which is renamed when it
-    is whole. Rank 0 holds the whole model in host memory for that.
+    ``config.json`` and ``generation_config.json`` with the settings that were read, and safetensors
+    files of at most 5 GB, in a new folder, which is renamed when it is whole. Rank 0 holds the
+    whole model in host memory for that.
 
     Collective: every rank calls this.
 
@@ -300,13 +304,15 @@ def save_pretrained(model: nn.Module, folder: str | Path) -> None:
     trouble = ""
     if get_rank() == 0:
         folder = Path(folder)
-        aside = folder.with_name(f".{folder.name}.part")
+        aside, config = folder.with_name(f".{folder.name}.part"), deepcopy(bare.config)
+        config.update(bare.published)
         try:
             rmtree(aside, ignore_errors=True)
             aside.parent.mkdir(parents=True, exist_ok=True)
             # transformers' own of the wrapped model would gather once more, on this rank alone.
             with torch.device("meta"):
-                fresh = _bare_class(bare)(bare.config)
+                fresh = _bare_class(bare)(config)
+            fresh.generation_config = bare.generation_config
             fresh.save_pretrained(aside, state_dict=state)
             with suppress(FileNotFoundError):
                 rmtree(folder)
