@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from .test_examples import EXPECTED, run_here
+from .test_examples import EXPECTED, run_here, tiny_model
 
 WORLD_OF_ONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": "0"}  # fmt: skip
@@ -22,6 +22,17 @@ def refused(alone, capsys, tmp_path, name, *words):
     assert list(tmp_path.iterdir()) == [], "nothing was written"
     lines = said.err.splitlines(keepends=True)
     return "".join(line for line in lines if "[info" not in line)
+
+
+@pytest.fixture
+def tiny(tmp_path_factory):
+    """A model's folder, and 720 bytes of text."""
+    pytest.importorskip("transformers", reason="the extra huggingface")
+    place = tmp_path_factory.mktemp("tiny")
+    tiny_model(place / "model")
+    text = place / "text.txt"
+    text.write_text("to be or " * 80, encoding="utf-8")
+    return place / "model", text
 
 
 WHOLE = "a whole number"
@@ -174,3 +185,27 @@ def test_help_names_every_setting(name, alone, capsys):
         assert f"--{setting}=" in said
         assert f"  {setting}: " in said, "described"
     assert "FIRE" not in said
+
+
+NO_LAYER = (
+    "GPT2LMHeadModel has no linear layer named q_proj, v_proj, qkv_proj, query_key_value, c_attn, "
+    "Wqkv, which adapters go on; expected one, or --lora=0 (GPT-2: or --tp=2)"
+)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--lora=2 --block=64", NO_LAYER),
+    ],
+)
+def test_finetune_refuses(words, expected, alone, capsys, tmp_path, tiny):  # noqa: PLR0917
+    model, text = tiny
+    if expected.startswith("GPT2"):
+        transformers = pytest.importorskip("transformers")
+        sizes = {"vocab_size": 384, "n_embd": 32, "n_layer": 1, "n_head": 2}
+        config = transformers.GPT2Config(**sizes, bos_token_id=256, eos_token_id=256)
+        transformers.GPT2LMHeadModel(config).save_pretrained(model)
+    words = f"--model={model} --data={text} {words}"
+    said = refused(alone, capsys, tmp_path, "finetune", *words.split())
+    assert said.endswith(f"finetune: {expected}\n")  # behind transformers' progress

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ezpz.models import load_pretrained, save_pretrained
+from ezpz.models import load_pretrained, lora_targets, save_pretrained
 
 transformers = pytest.importorskip("transformers", reason="the extra huggingface")
 
@@ -32,7 +32,7 @@ STEPS = 20
 TRAIN = """
 import torch
 import ezpz
-from ezpz.models import causal_losses, load_pretrained, save_pretrained
+from ezpz.models import load_pretrained, lora_targets, save_pretrained
 place, tp, shard_size, out = {place!r}, {tp}, {shard_size}, {out!r}
 ezpz.setup_torch(seed=1, tensor_parallel_size=tp)
 replicas = ezpz_tp.get_data_parallel_world_size()
@@ -118,7 +118,7 @@ def test_a_node_has_the_weights_once(ranks, tmp_path):
     import re
     from pathlib import Path
     import ezpz
-    from ezpz.models import load_pretrained
+    from ezpz.models import load_pretrained, lora_targets, save_pretrained
     rank = ezpz.setup_torch()
     model = load_pretrained({str(tmp_path)!r})
     total = sum(one.sum().item() for one in model.parameters())
@@ -147,7 +147,7 @@ def test_what_is_not_to_be_had_or_split_is_told(ranks, tmp_path):
         transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / kind)
     script = f"""
     import ezpz
-    from ezpz.models import ModelError, find_pretrained, load_pretrained
+    from ezpz.models import load_pretrained, lora_targets, save_pretrained
     ezpz.setup_torch(tensor_parallel_size=2)
     for act in (
         lambda: find_pretrained("no-such/model"),
@@ -185,3 +185,13 @@ def test_what_is_written_keeps_the_settings_of_what_was_read(kind, tmp_path):
         read, written = (json.loads((tmp_path / one / name).read_text())
                          for one in ("read", "written"))  # fmt: skip
         assert written == read
+
+
+@pytest.mark.parametrize(("kind", "sizes", "wanted"), [
+    ("phi3", LLAMA | {"pad_token_id": 0}, ("qkv_proj",)),
+    ("mpt", {"vocab_size": 131, "d_model": 32, "n_layers": 1, "n_heads": 4}, ("Wqkv",)),
+    ("llama", LLAMA, ("q_proj", "v_proj")),
+], ids=str)  # fmt: skip
+def test_adapters_go_on_what_makes_queries_and_values(kind, sizes, wanted):
+    config = transformers.AutoConfig.for_model(kind, **sizes)
+    assert lora_targets(transformers.AutoModelForCausalLM.from_config(config)) == wanted

@@ -19,9 +19,9 @@ from torch.utils.data import Subset, TensorDataset
 
 import ezpz
 import ezpz_tp
+from ezpz import models
 from ezpz.data import NOT_LEARNED, pack_documents
 from ezpz.examples import _settings
-from ezpz.models import causal_losses, find_pretrained, load_pretrained, save_pretrained
 from ezpz_dist import share_on_node
 
 _logger = ezpz.get_logger("finetune")
@@ -83,7 +83,7 @@ class _Run:
                 f"--micro_batch={settings.micro_batch}; expected a multiple of both together"
             )
         _logger.info("looking for the model", model=settings.model)
-        source = find_pretrained(settings.model, settings.cache or None)
+        source = models.find_pretrained(settings.model, settings.cache or None)
         self.tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True)
         _logger.info("reading the data", data=settings.data)
         data = Path(settings.data).expanduser(), self.tokenizer, settings.block
@@ -97,7 +97,7 @@ class _Run:
         )  # fmt: skip
         self.batches = chain.from_iterable(repeat(self.loader))
         _logger.info("reading the model")
-        self.model = self.wrapped(load_pretrained(source))
+        self.model = self.wrapped(models.load_pretrained(source))
         self.trained = [one for one in self.model.parameters() if one.requires_grad]
         self.optimizer = torch.optim.AdamW(self.trained, lr=settings.lr)
         steps = settings.steps // 10, settings.steps
@@ -110,7 +110,7 @@ class _Run:
             of_old = model.gradient_checkpointing_enable  # transformers before 5.20
             getattr(model, "activation_checkpointing_enable", of_old)({"use_reentrant": False})
         if rank := self.settings.lora:
-            ezpz_tp.apply_lora(model, _projections(model), rank, 2 * rank)
+            ezpz_tp.apply_lora(model, models.lora_targets(model), rank, 2 * rank)
         dtype, shard = _settings.dtype_named(self.settings.dtype), self.settings.shard_size or None
         return ezpz.wrap_model_for_fsdp2(model, dtype=dtype, shard_size=shard)
 
@@ -127,7 +127,7 @@ class _Run:
         loss = 0.0
         for number, part in enumerate(parts, 1):
             self.model.set_requires_gradient_sync(number == self.parts)
-            losses = causal_losses(self.model, *(one.to(device) for one in part))
+            losses = models.causal_losses(self.model, *(one.to(device) for one in part))
             own = losses.sum() * self.replicas / count  # FSDP2 averages over the replicas
             own.backward()
             loss += own.item()
@@ -144,7 +144,7 @@ class _Run:
         total, count = 0.0, 0
         for block in self.held_out:
             tokens, targets = (one.unsqueeze(0).to(ezpz.get_torch_device()) for one in block)
-            total += causal_losses(self.model, tokens, targets).sum().item()
+            total += models.causal_losses(self.model, tokens, targets).sum().item()
             count += int((targets != NOT_LEARNED).sum())
         self.model.train()
         return total / max(1, count)
@@ -155,7 +155,7 @@ class _Run:
                 shutil.rmtree(self.folder / "adapter", ignore_errors=True)
             ezpz_tp.save_lora(self.model, self.folder / "adapter")
             return
-        save_pretrained(self.model, self.folder / "model")
+        models.save_pretrained(self.model, self.folder / "model")
         if ezpz.get_rank() == 0:
             self.tokenizer.save_pretrained(self.folder / "model")
 
@@ -188,12 +188,6 @@ def train(settings: Settings) -> None:
         run.write()
         _logger.info("done", metrics=str(history.path))
     ezpz.cleanup()
-
-
-def _projections(model: Any) -> tuple[str, ...]:
-    """Return the layers that get adapters: what makes queries and values."""
-    names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
-    return tuple(names & {"q_proj", "v_proj", "query_key_value", "c_attn"})
 
 
 if __name__ == "__main__":

@@ -45,6 +45,9 @@ PLANS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
 }  # fmt: skip
 
+# What makes queries and values, in most families; GPT-2's is linear where it is parallel.
+_ADAPTED = ("q_proj", "v_proj", "qkv_proj", "query_key_value", "c_attn", "Wqkv")
+
 
 class _Split(NamedTuple):
     """What a layer's parameters are parts of; the names are the layer's own."""
@@ -278,6 +281,29 @@ def causal_losses(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
         return ezpz_tp.vocab_parallel_cross_entropy(logits, targets, vocab_size=size)
     flat = cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none")
     return flat.view_as(targets)
+
+
+def lora_targets(model: nn.Module) -> tuple[str, ...]:
+    """Return the layers that `ezpz_tp.apply_lora` adapts by default: what makes queries and values.
+
+    Args:
+        model: Of `load_pretrained`, not wrapped yet.
+
+    Returns:
+        The ends of their names.
+
+    Raises:
+        ModelError: No linear layer has one of the names that are known, as GPT-2's without tensor
+            parallelism: it has no linear layers but transformers' ``Conv1D``.
+    """
+    linear = (nn.Linear, ezpz_tp.ColumnParallelLinear)
+    ends = {n.rpartition(".")[2] for n, one in model.named_modules() if isinstance(one, linear)}
+    if not (found := tuple(name for name in _ADAPTED if name in ends)):
+        raise ModelError(
+            f"{type(model).__name__} has no linear layer named {', '.join(_ADAPTED)}, which "
+            "adapters go on; expected one, or --lora=0 (GPT-2: or --tp=2)"
+        )
+    return found
 
 
 # Writing.
