@@ -187,6 +187,10 @@ def test_help_names_every_setting(name, alone, capsys):
     assert "FIRE" not in said
 
 
+FEW = (
+    "10 blocks on 1 data-parallel ranks; expected --micro_batch=16 for each: more text, or a "
+    "smaller --block or --micro_batch"
+)
 NO_LAYER = (
     "GPT2LMHeadModel has no linear layer named q_proj, v_proj, qkv_proj, query_key_value, c_attn, "
     "Wqkv, which adapters go on; expected one, or --lora=0 (GPT-2: or --tp=2)"
@@ -197,6 +201,7 @@ NO_LAYER = (
     ("words", "expected"),
     [
         ("--lora=2 --block=64", NO_LAYER),
+        ("--block=64 --batch_size=16 --micro_batch=16", FEW),
     ],
 )
 def test_finetune_refuses(words, expected, alone, capsys, tmp_path, tiny):  # noqa: PLR0917

@@ -89,12 +89,17 @@ class _Run:
         data = Path(settings.data).expanduser(), self.tokenizer, settings.block
         packed = share_on_node(lambda: pack_documents(*data))
         blocks = TensorDataset(packed["tokens"], packed["targets"])
-        held_out = max(1, min(16, len(blocks) // 10))
-        self.held_out = [blocks[len(blocks) - 1 - place] for place in range(held_out)]
+        count = len(blocks) - max(1, min(16, len(blocks) // 10))
+        self.held_out = [blocks[place] for place in range(count, len(blocks))]
         self.loader = ezpz.DataLoader(
-            Subset(blocks, range(len(blocks) - held_out)), settings.micro_batch, shuffle=True,
+            Subset(blocks, range(count)), settings.micro_batch, shuffle=True,
             seed=settings.seed, drop_last=True,
         )  # fmt: skip
+        if not len(self.loader):
+            raise _settings.UsageError(
+                f"{count} blocks on {self.replicas} data-parallel ranks; expected --micro_batch="
+                f"{settings.micro_batch} for each: more text, or a smaller --block or --micro_batch"
+            )
         self.batches = chain.from_iterable(repeat(self.loader))
         _logger.info("reading the model")
         self.model = self.wrapped(models.load_pretrained(source))
