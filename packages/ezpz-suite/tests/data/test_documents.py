@@ -29,6 +29,11 @@ def written(tmp_path, *rows):
     return path
 
 
+def chat(*said):
+    rows = enumerate(said)
+    return {"messages": [{"role": ("user", "assistant")[n % 2], "content": s} for n, s in rows]}
+
+
 def learned(blocks, tokenizer):
     """Return the text that is learned, with a dot for each other token."""
     targets = blocks["targets"].flatten().tolist()
@@ -39,12 +44,11 @@ def learned(blocks, tokenizer):
 def test_of_chats_the_assistants_words_are_learned_and_of_prompts_the_completions(
     tmp_path, tokenizer
 ):
-    chat = [("user", "hi"), ("assistant", "ho"), ("user", "so"), ("assistant", "no")]
     path = written(
         tmp_path,
         {"text": "abc"},
         {"prompt": "de", "completion": "fg"},
-        {"messages": [{"role": role, "content": words} for role, words in chat]},
+        chat("hi", "ho", "so", "no"),
         {"text": "x" * 20},
     )
     blocks = pack_documents(path, tokenizer, 4)
@@ -67,11 +71,28 @@ def test_what_cannot_be_learned_is_told(row, why, tmp_path, tokenizer):
         pack_documents(written(tmp_path, row), tokenizer, 4)
 
 
-def test_a_template_that_changes_what_was_said_before_is_refused(tmp_path, tokenizer):
+def test_a_template_that_changes_a_question_with_its_answer_is_refused(tmp_path, tokenizer):
     tokenizer.chat_template = "{{ messages | length }}" + TEMPLATE
-    chat = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}
+    path = written(tmp_path, chat("hi", "ho"))
     with pytest.raises(DataError, match="message 2: the chat template changes"):
-        pack_documents(written(tmp_path, chat), tokenizer, 4)
+        pack_documents(path, tokenizer, 4)
     tokenizer.chat_template = None
     with pytest.raises(DataError, match="has no chat template"):
-        pack_documents(written(tmp_path, chat), tokenizer, 4)
+        pack_documents(path, tokenizer, 4)
+
+
+def test_answers_that_a_template_changes_later_are_documents_of_their_own(tmp_path, tokenizer):
+    """As Qwen 3's, which drops the thoughts of the answers before the last question."""
+    thinks = "{% if loop.last and m.role == 'assistant' %}*{% endif %}{{ m.content }}"
+    tokenizer.chat_template = TEMPLATE.replace("{{ m.content }}", thinks)
+    path = written(tmp_path, chat("hi", "ho", "so", "no"), {"text": "x" * 8})
+    found = learned(pack_documents(path, tokenizer, 4), tokenizer)
+    whole = "." * 19 + "*ho\n|" + "." * 43 + "*no\n|"
+    assert found.startswith(whole)
+
+
+def test_what_a_template_refuses_is_told_with_its_line(tmp_path, tokenizer):
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    path = written(tmp_path, {"text": "abc"}, chat("hi", "ho"))
+    with pytest.raises(DataError, match="line 2: roles must alternate"):
+        pack_documents(path, tokenizer, 4)

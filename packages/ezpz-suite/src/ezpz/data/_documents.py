@@ -27,7 +27,8 @@ def pack_documents(path: str | Path, tokenizer: Any, block: int) -> dict[str, Te
     Args:
         path: A JSONL file whose lines have ``text``; or ``prompt`` and ``completion``; or
             ``messages`` of a chat, each with ``role`` and ``content``, which the tokenizer's chat
-            template puts into words. Or a text file, or a folder of them. Of a prompt nothing is
+            template puts into words: one document, or one up to each answer that the template
+            changes later. Or a text file, or a folder of them. Of a prompt nothing is
             learned, and of a chat what the assistant says.
         tokenizer: Of transformers.
         block: Tokens of a block.
@@ -68,23 +69,24 @@ def _documents(path: Path, tokenizer: Any) -> Iterator[tuple[list[int], list[int
         return
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         try:
-            row = json.loads(line)
-            yield _document(row, tokenizer)
-        except (ValueError, KeyError, TypeError) as error:
+            yield from _of_row(json.loads(line), tokenizer)
+        except Exception as error:  # a chat template raises what it likes
             raise DataError(
                 f"{path}, line {number}: {error}; expected an object with text, with prompt and "
                 "completion, or with messages of role and content"
             ) from error
 
 
-def _document(row: dict[str, Any], tokenizer: Any) -> tuple[list[int], list[int]]:
+def _of_row(row: dict[str, Any], tokenizer: Any) -> Iterator[tuple[list[int], list[int]]]:
     if "text" in row:
         tokens = _tokens(row["text"], tokenizer)
-        return tokens, tokens
+        yield tokens, tokens
+        return
     if "messages" not in row:
         prompt = _tokens(row["prompt"], tokenizer)
         learned = tokenizer(row["completion"], add_special_tokens=False)["input_ids"]
-        return prompt + learned, [NOT_LEARNED] * len(prompt) + learned
+        yield prompt + learned, [NOT_LEARNED] * len(prompt) + learned
+        return
     if not tokenizer.chat_template:
         raise ValueError("the model's tokenizer has no chat template: use one of a chat model")
     messages, tokens, learned = row["messages"], list[int](), list[int]()
@@ -95,13 +97,16 @@ def _document(row: dict[str, Any], tokenizer: Any) -> tuple[list[int], list[int]
             asked = _templated(messages[: number - 1], tokenizer, add_generation_prompt=True)
         else:
             asked = so_far
-        if asked[: len(tokens)] != tokens or so_far[: len(asked)] != asked:
+        if so_far[: len(asked)] != asked:
             raise ValueError(
                 f"message {number}: the chat template changes what it made of those before it"
             )
+        if asked[: len(tokens)] != tokens:  # as Qwen 3's, which drops the thoughts of old answers
+            yield tokens, learned
+            tokens, learned = [], []
         learned += [NOT_LEARNED] * (len(asked) - len(tokens)) + so_far[len(asked) :]
         tokens = so_far
-    return tokens, learned
+    yield tokens, learned
 
 
 def _tokens(text: str, tokenizer: Any) -> list[int]:
