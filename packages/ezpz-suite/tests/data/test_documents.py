@@ -96,3 +96,11 @@ def test_what_a_template_refuses_is_told_with_its_line(tmp_path, tokenizer):
     path = written(tmp_path, {"text": "abc"}, chat("hi", "ho"))
     with pytest.raises(DataError, match="line 2: roles must alternate"):
         pack_documents(path, tokenizer, 4)
+
+
+def test_lines_end_where_jsonl_ends_them(tmp_path, tokenizer):
+    path = tmp_path / "data.jsonl"
+    text = "a\u2028b\u2029c\u0085d"  # which JSON allows as they are
+    path.write_text(f'{{"text": "{text}"}}\r\n\n{{"text": "{text}"}}\n\n', encoding="utf-8")
+    found = pack_documents(path, tokenizer, 4)["tokens"].flatten().tolist()
+    assert tokenizer.decode(found).startswith(f"{text}</s>")

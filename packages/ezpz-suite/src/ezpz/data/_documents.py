@@ -67,14 +67,18 @@ def _documents(path: Path, tokenizer: Any) -> Iterator[tuple[list[int], list[int
             tokens = _tokens(file.read_text(encoding="utf-8", errors="replace"), tokenizer)
             yield tokens, tokens
         return
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        try:
-            yield from _of_row(json.loads(line), tokenizer)
-        except Exception as error:  # a chat template raises what it likes
-            raise DataError(
-                f"{path}, line {number}: {error}; expected an object with text, with prompt and "
-                "completion, or with messages of role and content"
-            ) from error
+    # Not splitlines(): JSON allows other line separators within a text, as they are.
+    with path.open(encoding="utf-8", newline="\n") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                yield from _of_row(json.loads(line), tokenizer)
+            except Exception as error:  # a chat template raises what it likes
+                raise DataError(
+                    f"{path}, line {number}: {error}; expected an object with text, with prompt "
+                    "and completion, or with messages of role and content"
+                ) from error
 
 
 def _of_row(row: dict[str, Any], tokenizer: Any) -> Iterator[tuple[list[int], list[int]]]:
