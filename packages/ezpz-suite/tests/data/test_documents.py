@@ -8,6 +8,7 @@ from ezpz.data import NOT_LEARNED, pack_documents
 from ezpz_dist import DataError
 
 transformers = pytest.importorskip("transformers", reason="the extra huggingface")
+tokenizers = pytest.importorskip("tokenizers", reason="the extra huggingface")
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
@@ -104,3 +105,26 @@ def test_lines_end_where_jsonl_ends_them(tmp_path, tokenizer):
     path.write_text(f'{{"text": "{text}"}}\r\n\n{{"text": "{text}"}}\n\n', encoding="utf-8")
     found = pack_documents(path, tokenizer, 4)["tokens"].flatten().tolist()
     assert tokenizer.decode(found).startswith(f"{text}</s>")
+
+
+def test_a_completion_has_the_tokens_that_it_has_behind_its_prompt(tmp_path):
+    """Not those of a text that begins, before which tokenizers as Llama's put a space."""
+    made = tokenizers.Tokenizer(
+        tokenizers.models.BPE({one: at for at, one in enumerate("|▁2+=4")}, merges=[])
+    )
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="first")
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="|")
+    rows = [{"prompt": "2+2=", "completion": "4"}] * 4
+    blocks = pack_documents(written(tmp_path, *rows), tokenizer, 7)
+    assert tokenizer.convert_ids_to_tokens(blocks["tokens"][0].tolist()) == list("▁2+2=4|")
+    assert learned(blocks, tokenizer).startswith("....4|.....4|")
+
+
+@pytest.mark.parametrize(("template", "said", "whole"), [
+    (TEMPLATE, ("hi", "ho", "so"), "." * 19 + "ho\n|x"),
+    (TEMPLATE.replace("\n", "</s>\n"), ("hi", "ho"), "." * 19 + "ho|x"),
+], ids=["a question is last", "the template ends it"])  # fmt: skip
+def test_a_chat_has_one_end_and_it_is_an_answers(*, tmp_path, tokenizer, template, said, whole):
+    tokenizer.chat_template = template
+    path = written(tmp_path, chat(*said), {"text": "x" * 8})
+    assert learned(pack_documents(path, tokenizer, 4), tokenizer).startswith(whole)
