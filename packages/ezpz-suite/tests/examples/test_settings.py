@@ -49,6 +49,7 @@ WHOLE = "a whole number"
         ("pipeline", "--schedule=fast", "1f1b, gpipe or interleaved"),
         ("long_context", "--attention=star", "ring or ulysses"),
         ("vit", "--dtype=fp8", "bf16, fp16 or fp32"),
+        ("finetune", "--dtype=fp16", "bf16 or fp32"),
         ("vit", "--batch_size=2000", "at most 1438"),
         ("deepspeed_zero", "--stage=4", "0, 1, 2 or 3"),
         ("lightning_fabric", "--precision=16-true",

@@ -51,6 +51,8 @@ class Settings:
             if kind is str:
                 if type(value) is not str:
                     raise UsageError(f"--{field.name} {value}; expected --{field.name}={value}")
+                if value not in (known := field.metadata.get("known", [value])):
+                    raise UsageError(f"--{field.name}={value}; expected {' or '.join(known)}")
                 continue
             least = field.metadata.get("least", 1)
             kinds = {bool: "True or False", int: f"a whole number from {least}"}
