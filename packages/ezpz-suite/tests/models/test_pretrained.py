@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ezpz.models import load_pretrained, lora_targets, save_pretrained
+from ezpz.models import ModelError, load_pretrained, lora_targets, save_pretrained
 
 transformers = pytest.importorskip("transformers", reason="the extra huggingface")
 
@@ -32,7 +32,7 @@ STEPS = 20
 TRAIN = """
 import torch
 import ezpz
-from ezpz.models import load_pretrained, lora_targets, save_pretrained
+from ezpz.models import ModelError, load_pretrained, lora_targets, save_pretrained
 place, tp, shard_size, out = {place!r}, {tp}, {shard_size}, {out!r}
 ezpz.setup_torch(seed=1, tensor_parallel_size=tp)
 replicas = ezpz_tp.get_data_parallel_world_size()
@@ -118,7 +118,7 @@ def test_a_node_has_the_weights_once(ranks, tmp_path):
     import re
     from pathlib import Path
     import ezpz
-    from ezpz.models import load_pretrained, lora_targets, save_pretrained
+    from ezpz.models import ModelError, load_pretrained, lora_targets, save_pretrained
     rank = ezpz.setup_torch()
     model = load_pretrained({str(tmp_path)!r})
     total = sum(one.sum().item() for one in model.parameters())
@@ -147,7 +147,7 @@ def test_what_is_not_to_be_had_or_split_is_told(ranks, tmp_path):
         transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / kind)
     script = f"""
     import ezpz
-    from ezpz.models import load_pretrained, lora_targets, save_pretrained
+    from ezpz.models import ModelError, load_pretrained, lora_targets, save_pretrained
     ezpz.setup_torch(tensor_parallel_size=2)
     for act in (
         lambda: find_pretrained("no-such/model"),
@@ -195,3 +195,40 @@ def test_what_is_written_keeps_the_settings_of_what_was_read(kind, tmp_path):
 def test_adapters_go_on_what_makes_queries_and_values(kind, sizes, wanted):
     config = transformers.AutoConfig.for_model(kind, **sizes)
     assert lora_targets(transformers.AutoModelForCausalLM.from_config(config)) == wanted
+
+
+@pytest.fixture
+def llama(tmp_path):
+    config = transformers.AutoConfig.for_model("llama", **LLAMA)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "llama")
+    return tmp_path / "llama"
+
+
+def test_a_truncated_file_is_told(llama):
+    weights = llama / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(ModelError, match=r"incomplete metadata.*; expected the folder of a causal"):
+        load_pretrained(llama)
+
+
+def test_a_disk_that_is_full_is_told_and_nothing_stays(llama, tmp_path):
+    resource = pytest.importorskip("resource")
+    model, limits = load_pretrained(llama), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, limits[1]))  # the weights have more
+    try:
+        with pytest.raises(ModelError, match="cannot be written"):
+            save_pretrained(model, tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(tmp_path.iterdir()) == [llama]
+
+
+def test_no_file_has_more_than_5_gb(llama, tmp_path, monkeypatch):
+    """Asked of transformers: files of as much take as much memory."""
+    sizes, real = [], transformers.modeling_utils.split_torch_state_dict_into_shards
+    monkeypatch.setattr(
+        transformers.modeling_utils, real.__name__,
+        lambda *args, **options: sizes.append(options["max_shard_size"]) or real(*args, **options),
+    )  # fmt: skip
+    save_pretrained(load_pretrained(llama), tmp_path / "out")
+    assert sizes == ["5GB"]

@@ -119,6 +119,7 @@ def load_pretrained(folder: str | Path, dtype: torch.dtype = torch.float32) -> n
 
 
 def _load(folder: str | Path, dtype: torch.dtype) -> nn.Module:
+    from safetensors import SafetensorError  # noqa: PLC0415  # comes with transformers
     from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415  # an extra
 
     try:
@@ -131,7 +132,7 @@ def _load(folder: str | Path, dtype: torch.dtype) -> nn.Module:
         model: Any = AutoModelForCausalLM.from_pretrained(
             folder, config=config, dtype=dtype, local_files_only=True
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         why = str(error).strip().partition("\n")[0]
         raise ModelError(
             f"{folder}: {why}; expected the folder of a causal language model, as transformers' "
@@ -327,7 +328,7 @@ def save_pretrained(model: nn.Module, folder: str | Path) -> None:
     """
     bare = _bare(model)
     state = {name: one for name, one in _whole(bare) if get_rank() == 0}
-    trouble = ""
+    trouble, cause = "", None
     if get_rank() == 0:
         folder = Path(folder)
         aside, config = folder.with_name(f".{folder.name}.part"), deepcopy(bare.config)
@@ -339,14 +340,16 @@ def save_pretrained(model: nn.Module, folder: str | Path) -> None:
             with torch.device("meta"):
                 fresh = _bare_class(bare)(config)
             fresh.generation_config = bare.generation_config
-            fresh.save_pretrained(aside, state_dict=state)
+            fresh.save_pretrained(aside, state_dict=state, max_shard_size="5GB")
             with suppress(FileNotFoundError):
                 rmtree(folder)
             aside.rename(folder)
-        except OSError as error:
+        except Exception as error:  # whatever it is, the other ranks wait for the word
+            rmtree(aside, ignore_errors=True)
+            cause = error
             trouble = f"{folder} cannot be written ({error}); expected a folder with room for it"
     if trouble := ezpz_dist.broadcast(trouble, root=0):
-        raise ModelError(trouble)
+        raise ModelError(trouble) from cause
 
 
 def _bare(model: nn.Module) -> Any:
