@@ -202,6 +202,7 @@ NO_LAYER = (
     ("words", "expected"),
     [
         ("--lora=2 --block=64", NO_LAYER),
+        ("--block=256", "--block=256; expected at most the model's 128 positions"),
         ("--block=64 --batch_size=16 --micro_batch=16", FEW),
     ],
 )

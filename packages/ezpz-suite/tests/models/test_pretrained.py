@@ -6,7 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from ezpz.models import ModelError, load_pretrained, lora_targets, save_pretrained
+from ezpz.models import (
+    ModelError,
+    load_pretrained,
+    load_tokenizer,
+    lora_targets,
+    save_pretrained,
+)
 
 transformers = pytest.importorskip("transformers", reason="the extra huggingface")
 
@@ -32,7 +38,13 @@ STEPS = 20
 TRAIN = """
 import torch
 import ezpz
-from ezpz.models import ModelError, load_pretrained, lora_targets, save_pretrained
+from ezpz.models import (
+    ModelError,
+    load_pretrained,
+    load_tokenizer,
+    lora_targets,
+    save_pretrained,
+)
 place, tp, shard_size, out = {place!r}, {tp}, {shard_size}, {out!r}
 ezpz.setup_torch(seed=1, tensor_parallel_size=tp)
 replicas = ezpz_tp.get_data_parallel_world_size()
@@ -118,7 +130,13 @@ def test_a_node_has_the_weights_once(ranks, tmp_path):
     import re
     from pathlib import Path
     import ezpz
-    from ezpz.models import ModelError, load_pretrained, lora_targets, save_pretrained
+    from ezpz.models import (
+    ModelError,
+    load_pretrained,
+    load_tokenizer,
+    lora_targets,
+    save_pretrained,
+)
     rank = ezpz.setup_torch()
     model = load_pretrained({str(tmp_path)!r})
     total = sum(one.sum().item() for one in model.parameters())
@@ -147,7 +165,13 @@ def test_what_is_not_to_be_had_or_split_is_told(ranks, tmp_path):
         transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / kind)
     script = f"""
     import ezpz
-    from ezpz.models import ModelError, load_pretrained, lora_targets, save_pretrained
+    from ezpz.models import (
+    ModelError,
+    load_pretrained,
+    load_tokenizer,
+    lora_targets,
+    save_pretrained,
+)
     ezpz.setup_torch(tensor_parallel_size=2)
     for act in (
         lambda: find_pretrained("no-such/model"),
@@ -232,3 +256,12 @@ def test_no_file_has_more_than_5_gb(llama, tmp_path, monkeypatch):
     )  # fmt: skip
     save_pretrained(load_pretrained(llama), tmp_path / "out")
     assert sizes == ["5GB"]
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_a_folder_without_a_tokenizer_is_told(kind, tmp_path):
+    """Of GPT-2 transformers makes a tokenizer that is empty."""
+    config = transformers.AutoConfig.for_model(kind, **FAMILIES[kind])
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="; expected the files of the model's tokenizer, as"):
+        load_tokenizer(tmp_path)

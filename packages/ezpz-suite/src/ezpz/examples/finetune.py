@@ -73,7 +73,7 @@ class _Run:
     """A model, its data, and what trains it. Collective: every rank makes one."""
 
     def __init__(self, settings: Settings) -> None:
-        from transformers import AutoTokenizer, get_cosine_schedule_with_warmup
+        from transformers import get_cosine_schedule_with_warmup
 
         self.settings, self.folder = settings, Path(settings.outdir)
         self.replicas = ezpz_tp.get_data_parallel_world_size()
@@ -85,7 +85,7 @@ class _Run:
             )
         _logger.info("looking for the model", model=settings.model)
         source = models.find_pretrained(settings.model, settings.cache or None)
-        self.tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True)
+        self.tokenizer = models.load_tokenizer(source, settings.block)
         _logger.info("reading the data", data=settings.data)
         data = Path(settings.data).expanduser(), self.tokenizer, settings.block
         packed = share_on_node(lambda: pack_documents(*data))

@@ -94,6 +94,35 @@ def find_pretrained(source: str | Path, cache: str | Path | None = None) -> Path
     return Path(ezpz_dist.scatter_from_one_reader(download))
 
 
+def load_tokenizer(folder: str | Path, length: int = 1) -> Any:
+    """Return the tokenizer of a model of transformers.
+
+    Args:
+        folder: As of transformers' ``save_pretrained``.
+        length: Tokens of a sequence that the model will be given.
+
+    Raises:
+        ModelError: The folder has no tokenizer, or the model has positions for fewer tokens.
+    """
+    from transformers import AutoConfig, AutoTokenizer  # noqa: PLC0415  # an extra
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        if len(tokenizer) < 2:  # what transformers makes of no files, for GPT-2
+            raise ValueError("its tokenizer is empty")
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        why = str(error).strip().partition("\n")[0]
+        raise ModelError(
+            f"{folder}: {why}; expected the files of the model's tokenizer, as transformers' "
+            "save_pretrained writes them"
+        ) from error
+    most = getattr(config, "max_position_embeddings", None) or length
+    if length > most:
+        raise ModelError(f"--block={length}; expected at most the model's {most} positions")
+    return tokenizer
+
+
 def load_pretrained(folder: str | Path, dtype: torch.dtype = torch.float32) -> nn.Module:
     """Return a causal language model of transformers with its weights, to be trained.
 
