@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from .test_examples import EXPECTED, run_here, tiny_model
 
@@ -216,3 +217,21 @@ def test_finetune_refuses(words, expected, alone, capsys, tmp_path, tiny):  # no
     words = f"--model={model} --data={text} {words}"
     said = refused(alone, capsys, tmp_path, "finetune", *words.split())
     assert said.endswith(f"finetune: {expected}\n")  # behind transformers' progress
+
+
+def test_finetune_lets_ranks_wait_an_hour_for_a_download(alone, capsys, tmp_path, tiny):
+    import torch.distributed as dist
+
+    from ezpz.examples import finetune
+
+    waits = []
+
+    def find(*_args):
+        options = dist.group.WORLD._get_backend(torch.device("cpu")).options
+        waits.append(options._timeout.total_seconds())
+        raise finetune.ezpz.models.ModelError("none")
+
+    alone.setattr(finetune, "find_pretrained", find)
+    words = [f"--{name}={path}" for name, path in zip(("model", "data"), tiny, strict=True)]
+    refused(alone, capsys, tmp_path, "finetune", *words)
+    assert waits == [3600]

@@ -8,6 +8,7 @@ import torch
 
 from ezpz.models import (
     ModelError,
+    find_pretrained,
     load_pretrained,
     load_tokenizer,
     lora_targets,
@@ -40,6 +41,7 @@ import torch
 import ezpz
 from ezpz.models import (
     ModelError,
+    find_pretrained,
     load_pretrained,
     load_tokenizer,
     lora_targets,
@@ -132,6 +134,7 @@ def test_a_node_has_the_weights_once(ranks, tmp_path):
     import ezpz
     from ezpz.models import (
     ModelError,
+    find_pretrained,
     load_pretrained,
     load_tokenizer,
     lora_targets,
@@ -167,6 +170,7 @@ def test_what_is_not_to_be_had_or_split_is_told(ranks, tmp_path):
     import ezpz
     from ezpz.models import (
     ModelError,
+    find_pretrained,
     load_pretrained,
     load_tokenizer,
     lora_targets,
@@ -265,3 +269,18 @@ def test_a_folder_without_a_tokenizer_is_told(kind, tmp_path):
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="; expected the files of the model's tokenizer, as"):
         load_tokenizer(tmp_path)
+
+
+def test_weights_that_a_hub_has_twice_are_downloaded_once(monkeypatch, tmp_path):
+    hub = pytest.importorskip("huggingface_hub")
+    files = ["config.json", "model.safetensors", "consolidated.safetensors", "original/params.json",
+             "consolidated.safetensors.index.json", "merges.txt"]  # fmt: skip
+    found = []
+
+    def download(_name, *, cache_dir, **patterns):
+        found.extend(hub.utils.filter_repo_objects(files, **patterns))
+        return str(cache_dir)
+
+    monkeypatch.setattr(hub, "snapshot_download", download)
+    assert find_pretrained("some/model", tmp_path) == tmp_path
+    assert found == ["config.json", "model.safetensors", "merges.txt"]

@@ -170,7 +170,8 @@ def train(settings: Settings) -> None:
     """Fine-tune on all ranks. Collective: every rank calls this."""
     if missing := [name for name in ("model", "data") if not getattr(settings, name)]:
         raise _settings.UsageError(f"--{missing[0]} is missing; expected --{missing[0]}=PATH")
-    ezpz.setup_torch(seed=settings.seed, tensor_parallel_size=settings.tp)
+    # An hour: ranks wait while one downloads the model, or makes tokens of the data.
+    ezpz.setup_torch(seed=settings.seed, timeout=3600, tensor_parallel_size=settings.tp)
     run, last = _Run(settings), settings.steps
     loaded = ezpz.load_checkpoint(run.folder / "checkpoints", **run.state)
     first = loaded.step if loaded else 0

@@ -80,8 +80,11 @@ def find_pretrained(source: str | Path, cache: str | Path | None = None) -> Path
         from huggingface_hub import snapshot_download  # noqa: PLC0415  # an extra
 
         wanted = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+        twice = ["consolidated*", "original/*"]  # the same weights, as Mistral and Meta read them
         try:
-            found = snapshot_download(str(source), cache_dir=cache, allow_patterns=wanted)
+            found = snapshot_download(
+                str(source), cache_dir=cache, allow_patterns=wanted, ignore_patterns=twice
+            )
         except (OSError, ValueError) as error:  # the hub's own errors are of these
             why = str(error).strip().partition("\n")[0]
             raise ezpz_dist.DataError(
