@@ -6,8 +6,9 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
-from .test_examples import EXPECTED, run_here
+from .test_examples import EXPECTED, run_here, tiny_model
 
 WORLD_OF_ONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": "0"}  # fmt: skip
@@ -24,6 +25,17 @@ def refused(alone, capsys, tmp_path, name, *words):
     return "".join(line for line in lines if "[info" not in line)
 
 
+@pytest.fixture
+def tiny(tmp_path_factory):
+    """A model's folder, and 720 bytes of text."""
+    pytest.importorskip("transformers", reason="the extra huggingface")
+    place = tmp_path_factory.mktemp("tiny")
+    tiny_model(place / "model")
+    text = place / "text.txt"
+    text.write_text("to be or " * 80, encoding="utf-8")
+    return place / "model", text
+
+
 WHOLE = "a whole number"
 
 
@@ -38,6 +50,7 @@ WHOLE = "a whole number"
         ("pipeline", "--schedule=fast", "1f1b, gpipe or interleaved"),
         ("long_context", "--attention=star", "ring or ulysses"),
         ("vit", "--dtype=fp8", "bf16, fp16 or fp32"),
+        ("finetune", "--dtype=fp16", "bf16 or fp32"),
         ("vit", "--batch_size=2000", "at most 1438"),
         ("deepspeed_zero", "--stage=4", "0, 1, 2 or 3"),
         ("lightning_fabric", "--precision=16-true",
@@ -174,3 +187,51 @@ def test_help_names_every_setting(name, alone, capsys):
         assert f"--{setting}=" in said
         assert f"  {setting}: " in said, "described"
     assert "FIRE" not in said
+
+
+FEW = (
+    "10 blocks on 1 data-parallel ranks; expected --micro_batch=16 for each: more text, or a "
+    "smaller --block or --micro_batch"
+)
+NO_LAYER = (
+    "GPT2LMHeadModel has no linear layer named q_proj, v_proj, qkv_proj, query_key_value, c_attn, "
+    "Wqkv, which adapters go on; expected one, or --lora=0 (GPT-2: or --tp=2)"
+)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--lora=2 --block=64", NO_LAYER),
+        ("--block=256", "--block=256; expected at most the model's 128 positions"),
+        ("--block=64 --batch_size=16 --micro_batch=16", FEW),
+    ],
+)
+def test_finetune_refuses(words, expected, alone, capsys, tmp_path, tiny):  # noqa: PLR0917
+    model, text = tiny
+    if expected.startswith("GPT2"):
+        transformers = pytest.importorskip("transformers")
+        sizes = {"vocab_size": 384, "n_embd": 32, "n_layer": 1, "n_head": 2}
+        config = transformers.GPT2Config(**sizes, bos_token_id=256, eos_token_id=256)
+        transformers.GPT2LMHeadModel(config).save_pretrained(model)
+    words = f"--model={model} --data={text} {words}"
+    said = refused(alone, capsys, tmp_path, "finetune", *words.split())
+    assert said.endswith(f"finetune: {expected}\n")  # behind transformers' progress
+
+
+def test_finetune_lets_ranks_wait_an_hour_for_a_download(alone, capsys, tmp_path, tiny):
+    import torch.distributed as dist
+
+    from ezpz.examples import finetune
+
+    waits = []
+
+    def find(*_args):
+        options = dist.group.WORLD._get_backend(torch.device("cpu")).options
+        waits.append(options._timeout.total_seconds())
+        raise finetune.ezpz.models.ModelError("none")
+
+    alone.setattr(finetune, "find_pretrained", find)
+    words = [f"--{name}={path}" for name, path in zip(("model", "data"), tiny, strict=True)]
+    refused(alone, capsys, tmp_path, "finetune", *words)
+    assert waits == [3600]

@@ -1,9 +1,19 @@
 """Published models train on every layout as transformers alone does, and are written for it."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
+
+from ezpz.models import (
+    ModelError,
+    find_pretrained,
+    load_pretrained,
+    load_tokenizer,
+    lora_targets,
+    save_pretrained,
+)
 
 transformers = pytest.importorskip("transformers", reason="the extra huggingface")
 
@@ -29,7 +39,14 @@ STEPS = 20
 TRAIN = """
 import torch
 import ezpz
-from ezpz.models import causal_losses, load_pretrained, save_pretrained
+from ezpz.models import (
+    ModelError,
+    find_pretrained,
+    load_pretrained,
+    load_tokenizer,
+    lora_targets,
+    save_pretrained,
+)
 place, tp, shard_size, out = {place!r}, {tp}, {shard_size}, {out!r}
 ezpz.setup_torch(seed=1, tensor_parallel_size=tp)
 replicas = ezpz_tp.get_data_parallel_world_size()
@@ -115,7 +132,14 @@ def test_a_node_has_the_weights_once(ranks, tmp_path):
     import re
     from pathlib import Path
     import ezpz
-    from ezpz.models import load_pretrained
+    from ezpz.models import (
+    ModelError,
+    find_pretrained,
+    load_pretrained,
+    load_tokenizer,
+    lora_targets,
+    save_pretrained,
+)
     rank = ezpz.setup_torch()
     model = load_pretrained({str(tmp_path)!r})
     total = sum(one.sum().item() for one in model.parameters())
@@ -144,7 +168,14 @@ def test_what_is_not_to_be_had_or_split_is_told(ranks, tmp_path):
         transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / kind)
     script = f"""
     import ezpz
-    from ezpz.models import ModelError, find_pretrained, load_pretrained
+    from ezpz.models import (
+    ModelError,
+    find_pretrained,
+    load_pretrained,
+    load_tokenizer,
+    lora_targets,
+    save_pretrained,
+)
     ezpz.setup_torch(tensor_parallel_size=2)
     for act in (
         lambda: find_pretrained("no-such/model"),
@@ -167,3 +198,89 @@ def test_what_is_not_to_be_had_or_split_is_told(ranks, tmp_path):
             "2 tensor-parallel ranks for 3 heads and 3 of keys and values",
         ):
             assert words in said
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_what_is_written_keeps_the_settings_of_what_was_read(kind, tmp_path):
+    config = transformers.AutoConfig.for_model(kind, **FAMILIES[kind], attention_dropout=0.25)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.generation_config.update(eos_token_id=[2, 7], do_sample=True, temperature=0.7)
+    model.save_pretrained(tmp_path / "read")
+    again = load_pretrained(tmp_path / "read")
+    assert not again.config.use_cache
+    save_pretrained(again, tmp_path / "written")
+    for name in ("config.json", "generation_config.json"):
+        read, written = (json.loads((tmp_path / one / name).read_text())
+                         for one in ("read", "written"))  # fmt: skip
+        assert written == read
+
+
+@pytest.mark.parametrize(("kind", "sizes", "wanted"), [
+    ("phi3", LLAMA | {"pad_token_id": 0}, ("qkv_proj",)),
+    ("mpt", {"vocab_size": 131, "d_model": 32, "n_layers": 1, "n_heads": 4}, ("Wqkv",)),
+    ("llama", LLAMA, ("q_proj", "v_proj")),
+], ids=str)  # fmt: skip
+def test_adapters_go_on_what_makes_queries_and_values(kind, sizes, wanted):
+    config = transformers.AutoConfig.for_model(kind, **sizes)
+    assert lora_targets(transformers.AutoModelForCausalLM.from_config(config)) == wanted
+
+
+@pytest.fixture
+def llama(tmp_path):
+    config = transformers.AutoConfig.for_model("llama", **LLAMA)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "llama")
+    return tmp_path / "llama"
+
+
+def test_a_truncated_file_is_told(llama):
+    weights = llama / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(ModelError, match=r"incomplete metadata.*; expected the folder of a causal"):
+        load_pretrained(llama)
+
+
+def test_a_disk_that_is_full_is_told_and_nothing_stays(llama, tmp_path):
+    resource = pytest.importorskip("resource")
+    model, limits = load_pretrained(llama), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, limits[1]))  # the weights have more
+    try:
+        with pytest.raises(ModelError, match="cannot be written"):
+            save_pretrained(model, tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(tmp_path.iterdir()) == [llama]
+
+
+def test_no_file_has_more_than_5_gb(llama, tmp_path, monkeypatch):
+    """Asked of transformers: files of as much take as much memory."""
+    sizes, real = [], transformers.modeling_utils.split_torch_state_dict_into_shards
+    monkeypatch.setattr(
+        transformers.modeling_utils, real.__name__,
+        lambda *args, **options: sizes.append(options["max_shard_size"]) or real(*args, **options),
+    )  # fmt: skip
+    save_pretrained(load_pretrained(llama), tmp_path / "out")
+    assert sizes == ["5GB"]
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_a_folder_without_a_tokenizer_is_told(kind, tmp_path):
+    """Of GPT-2 transformers makes a tokenizer that is empty."""
+    config = transformers.AutoConfig.for_model(kind, **FAMILIES[kind])
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="; expected the files of the model's tokenizer, as"):
+        load_tokenizer(tmp_path)
+
+
+def test_weights_that_a_hub_has_twice_are_downloaded_once(monkeypatch, tmp_path):
+    hub = pytest.importorskip("huggingface_hub")
+    files = ["config.json", "model.safetensors", "consolidated.safetensors", "original/params.json",
+             "consolidated.safetensors.index.json", "merges.txt"]  # fmt: skip
+    found = []
+
+    def download(_name, *, cache_dir, **patterns):
+        found.extend(hub.utils.filter_repo_objects(files, **patterns))
+        return str(cache_dir)
+
+    monkeypatch.setattr(hub, "snapshot_download", download)
+    assert find_pretrained("some/model", tmp_path) == tmp_path
+    assert found == ["config.json", "model.safetensors", "merges.txt"]

@@ -21,13 +21,15 @@ NOT_LEARNED = -100
 def pack_documents(path: str | Path, tokenizer: Any, block: int) -> dict[str, Tensor]:
     """Return documents one after the other, cut into blocks: what a causal language model learns.
 
-    Each document ends with the tokenizer's end of text. Attention sees a whole block, also where
-    several documents are in it. What is left over at the end is dropped.
+    Each document ends with the tokenizer's end of text, a chat with its last answer and that.
+    Attention sees a whole block, also where several documents are in it. What is left over at the
+    end is dropped.
 
     Args:
         path: A JSONL file whose lines have ``text``; or ``prompt`` and ``completion``; or
             ``messages`` of a chat, each with ``role`` and ``content``, which the tokenizer's chat
-            template puts into words. Or a text file, or a folder of them. Of a prompt nothing is
+            template puts into words: one document, or one up to each answer that the template
+            changes later. Or a text file, or a folder of them. Of a prompt nothing is
             learned, and of a chat what the assistant says.
         tokenizer: Of transformers.
         block: Tokens of a block.
@@ -41,11 +43,10 @@ def pack_documents(path: str | Path, tokenizer: Any, block: int) -> dict[str, Te
             blocks.
     """
     path = Path(path)
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     tokens, learned = list[int](), list[int]()
     for its_tokens, its_learned in _documents(path, tokenizer):
-        tokens += its_tokens + end
-        learned += its_learned + end
+        tokens += its_tokens
+        learned += its_learned
     count = (len(tokens) - 1) // block
     if count < 2:
         raise DataError(
@@ -64,44 +65,74 @@ def _documents(path: Path, tokenizer: Any) -> Iterator[tuple[list[int], list[int
     if path.suffix != ".jsonl":
         for file in text_files(path, ""):
             tokens = _tokens(file.read_text(encoding="utf-8", errors="replace"), tokenizer)
+            tokens += _end(tokenizer)
             yield tokens, tokens
         return
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        try:
-            row = json.loads(line)
-            yield _document(row, tokenizer)
-        except (ValueError, KeyError, TypeError) as error:
-            raise DataError(
-                f"{path}, line {number}: {error}; expected an object with text, with prompt and "
-                "completion, or with messages of role and content"
-            ) from error
+    # Not splitlines(): JSON allows other line separators within a text, as they are.
+    with path.open(encoding="utf-8", newline="\n") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                yield from _of_row(json.loads(line), tokenizer)
+            except Exception as error:  # a chat template raises what it likes
+                raise DataError(
+                    f"{path}, line {number}: {error}; expected an object with text, with prompt "
+                    "and completion, or with messages of role and content"
+                ) from error
 
 
-def _document(row: dict[str, Any], tokenizer: Any) -> tuple[list[int], list[int]]:
+def _of_row(row: dict[str, Any], tokenizer: Any) -> Iterator[tuple[list[int], list[int]]]:
+    end = _end(tokenizer)
     if "text" in row:
-        tokens = _tokens(row["text"], tokenizer)
-        return tokens, tokens
-    if "messages" not in row:
+        tokens = _tokens(row["text"], tokenizer) + end
+        yield tokens, tokens
+    elif "messages" not in row:
         prompt = _tokens(row["prompt"], tokenizer)
-        learned = tokenizer(row["completion"], add_special_tokens=False)["input_ids"]
-        return prompt + learned, [NOT_LEARNED] * len(prompt) + learned
-    if not tokenizer.chat_template:
+        tokens = _tokens(row["prompt"] + row["completion"], tokenizer) + end
+        yield tokens, _after(prompt, tokens)
+    elif not tokenizer.chat_template:
         raise ValueError("the model's tokenizer has no chat template: use one of a chat model")
-    messages, tokens, learned = row["messages"], list[int](), list[int]()
+    else:
+        yield from _chats(row["messages"], tokenizer, end)
+
+
+def _chats(
+    messages: Sequence[Any], tokenizer: Any, end: list[int]
+) -> Iterator[tuple[list[int], list[int]]]:
+    """Yield a chat up to its last answer, and up to each that the template changes later."""
+    tokens, learned, closing = list[int](), list[int](), list[int]()
     for number, message in enumerate(messages, 1):
-        # What the template makes of the chat so far: what a message adds is its part.
-        so_far = _templated(messages[:number], tokenizer)
-        if message["role"] == "assistant":
-            asked = _templated(messages[: number - 1], tokenizer, add_generation_prompt=True)
-        else:
-            asked = so_far
-        if asked[: len(tokens)] != tokens or so_far[: len(asked)] != asked:
+        if message["role"] != "assistant":
+            continue
+        asked = _templated(messages[: number - 1], tokenizer, add_generation_prompt=True)
+        text = _templated(messages[:number], tokenizer)
+        if not text.startswith(asked):
             raise ValueError(
                 f"message {number}: the chat template changes what it made of those before it"
             )
-        learned += [NOT_LEARNED] * (len(asked) - len(tokens)) + so_far[len(asked) :]
+        before, so_far = (
+            tokenizer(one, add_special_tokens=False)["input_ids"] for one in (asked, text)
+        )
+        if so_far[: len(tokens)] != tokens:  # as Qwen 3's, which drops the thoughts of old answers
+            yield tokens + closing, learned + closing
+            tokens, learned = [], []
+        learned += _after(before, so_far)[len(tokens) :]
         tokens = so_far
-    return tokens, learned
+        closing = [] if text.rstrip().endswith(tokenizer.eos_token or "\0") else end
+    yield tokens + closing, learned + closing
+
+
+def _after(known: list[int], tokens: list[int]) -> list[int]:
+    """Return tokens with -100 for those that a known beginning has, too."""
+    # A text's last token may differ where the text goes on: it is learned with what follows.
+    pairs = enumerate(zip(known, tokens, strict=False))
+    same = next((at for at, (one, other) in pairs if one != other), len(known))
+    return [NOT_LEARNED] * same + tokens[same:]
+
+
+def _end(tokenizer: Any) -> list[int]:
+    return [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
 
 def _tokens(text: str, tokenizer: Any) -> list[int]:
@@ -110,7 +141,8 @@ def _tokens(text: str, tokenizer: Any) -> list[int]:
     return tokens[:-1] if tokens and tokens[-1] == tokenizer.eos_token_id else tokens
 
 
-def _templated(messages: Sequence[Any], tokenizer: Any, **options: Any) -> list[int]:
-    text = tokenizer.apply_chat_template(messages, tokenize=False, **options) if messages else ""
-    tokens: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return tokens
+def _templated(messages: Sequence[Any], tokenizer: Any, **options: Any) -> str:
+    if not messages:
+        return ""
+    text: str = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+    return text

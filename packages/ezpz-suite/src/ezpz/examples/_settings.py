@@ -21,7 +21,7 @@ from ezpz_device import TORCH_DTYPES_MAP, DeviceError
 from ezpz_dist import CheckpointError, DataError, SetupError, WrapError
 from ezpz_obs import HistoryError, get_logger
 from ezpz_topo import TopoError
-from ezpz_tp import DegreeError
+from ezpz_tp import ParallelError
 
 
 class UsageError(Exception):
@@ -51,6 +51,8 @@ class Settings:
             if kind is str:
                 if type(value) is not str:
                     raise UsageError(f"--{field.name} {value}; expected --{field.name}={value}")
+                if value not in (known := field.metadata.get("known", [value])):
+                    raise UsageError(f"--{field.name}={value}; expected {' or '.join(known)}")
                 continue
             least = field.metadata.get("least", 1)
             kinds = {bool: "True or False", int: f"a whole number from {least}"}
@@ -113,8 +115,8 @@ def main(settings: type[S], train: Callable[[S], object]) -> None:
     except UsageError as error:
         sys.exit(said(name, str(error)))
     except (
-        TopoError, DeviceError, SetupError, DataError, DegreeError, HistoryError,
-        ModelError, CheckpointError, WrapError,
+        TopoError, DeviceError, SetupError, DataError, HistoryError,
+        ModelError, CheckpointError, ParallelError, WrapError,
     ) as error:  # fmt: skip
         sys.exit(_of_this_rank(name, str(error)))
     except OSError as error:

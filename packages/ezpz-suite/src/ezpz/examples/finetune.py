@@ -19,9 +19,9 @@ from torch.utils.data import Subset, TensorDataset
 
 import ezpz
 import ezpz_tp
+from ezpz import models
 from ezpz.data import NOT_LEARNED, pack_documents
 from ezpz.examples import _settings
-from ezpz.models import causal_losses, find_pretrained, load_pretrained, save_pretrained
 from ezpz_dist import share_on_node
 
 _logger = ezpz.get_logger("finetune")
@@ -57,7 +57,8 @@ class Settings(_settings.Settings):
     micro_batch: int = 1
     block: int = 512
     lr: float = 2e-5
-    dtype: str = "bf16"
+    # Not fp16, whose loss would have to be scaled.
+    dtype: str = field(default="bf16", metadata={"known": ["bf16", "fp32"]})
     tp: int = 1
     shard_size: int = field(default=0, metadata={"least": 0})
     lora: int = field(default=0, metadata={"least": 0})
@@ -72,7 +73,7 @@ class _Run:
     """A model, its data, and what trains it. Collective: every rank makes one."""
 
     def __init__(self, settings: Settings) -> None:
-        from transformers import AutoTokenizer, get_cosine_schedule_with_warmup
+        from transformers import get_cosine_schedule_with_warmup
 
         self.settings, self.folder = settings, Path(settings.outdir)
         self.replicas = ezpz_tp.get_data_parallel_world_size()
@@ -83,21 +84,26 @@ class _Run:
                 f"--micro_batch={settings.micro_batch}; expected a multiple of both together"
             )
         _logger.info("looking for the model", model=settings.model)
-        source = find_pretrained(settings.model, settings.cache or None)
-        self.tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True)
+        source = models.find_pretrained(settings.model, settings.cache or None)
+        self.tokenizer = models.load_tokenizer(source, settings.block)
         _logger.info("reading the data", data=settings.data)
         data = Path(settings.data).expanduser(), self.tokenizer, settings.block
         packed = share_on_node(lambda: pack_documents(*data))
         blocks = TensorDataset(packed["tokens"], packed["targets"])
-        held_out = max(1, min(16, len(blocks) // 10))
-        self.held_out = [blocks[len(blocks) - 1 - place] for place in range(held_out)]
+        count = len(blocks) - max(1, min(16, len(blocks) // 10))
+        self.held_out = [blocks[place] for place in range(count, len(blocks))]
         self.loader = ezpz.DataLoader(
-            Subset(blocks, range(len(blocks) - held_out)), settings.micro_batch, shuffle=True,
+            Subset(blocks, range(count)), settings.micro_batch, shuffle=True,
             seed=settings.seed, drop_last=True,
         )  # fmt: skip
+        if not len(self.loader):
+            raise _settings.UsageError(
+                f"{count} blocks on {self.replicas} data-parallel ranks; expected --micro_batch="
+                f"{settings.micro_batch} for each: more text, or a smaller --block or --micro_batch"
+            )
         self.batches = chain.from_iterable(repeat(self.loader))
         _logger.info("reading the model")
-        self.model = self.wrapped(load_pretrained(source))
+        self.model = self.wrapped(models.load_pretrained(source))
         self.trained = [one for one in self.model.parameters() if one.requires_grad]
         self.optimizer = torch.optim.AdamW(self.trained, lr=settings.lr)
         steps = settings.steps // 10, settings.steps
@@ -110,7 +116,7 @@ class _Run:
             of_old = model.gradient_checkpointing_enable  # transformers before 5.20
             getattr(model, "activation_checkpointing_enable", of_old)({"use_reentrant": False})
         if rank := self.settings.lora:
-            ezpz_tp.apply_lora(model, _projections(model), rank, 2 * rank)
+            ezpz_tp.apply_lora(model, models.lora_targets(model), rank, 2 * rank)
         dtype, shard = _settings.dtype_named(self.settings.dtype), self.settings.shard_size or None
         return ezpz.wrap_model_for_fsdp2(model, dtype=dtype, shard_size=shard)
 
@@ -127,7 +133,7 @@ class _Run:
         loss = 0.0
         for number, part in enumerate(parts, 1):
             self.model.set_requires_gradient_sync(number == self.parts)
-            losses = causal_losses(self.model, *(one.to(device) for one in part))
+            losses = models.causal_losses(self.model, *(one.to(device) for one in part))
             own = losses.sum() * self.replicas / count  # FSDP2 averages over the replicas
             own.backward()
             loss += own.item()
@@ -144,7 +150,7 @@ class _Run:
         total, count = 0.0, 0
         for block in self.held_out:
             tokens, targets = (one.unsqueeze(0).to(ezpz.get_torch_device()) for one in block)
-            total += causal_losses(self.model, tokens, targets).sum().item()
+            total += models.causal_losses(self.model, tokens, targets).sum().item()
             count += int((targets != NOT_LEARNED).sum())
         self.model.train()
         return total / max(1, count)
@@ -155,7 +161,7 @@ class _Run:
                 shutil.rmtree(self.folder / "adapter", ignore_errors=True)
             ezpz_tp.save_lora(self.model, self.folder / "adapter")
             return
-        save_pretrained(self.model, self.folder / "model")
+        models.save_pretrained(self.model, self.folder / "model")
         if ezpz.get_rank() == 0:
             self.tokenizer.save_pretrained(self.folder / "model")
 
@@ -164,7 +170,8 @@ def train(settings: Settings) -> None:
     """Fine-tune on all ranks. Collective: every rank calls this."""
     if missing := [name for name in ("model", "data") if not getattr(settings, name)]:
         raise _settings.UsageError(f"--{missing[0]} is missing; expected --{missing[0]}=PATH")
-    ezpz.setup_torch(seed=settings.seed, tensor_parallel_size=settings.tp)
+    # An hour: ranks wait while one downloads the model, or makes tokens of the data.
+    ezpz.setup_torch(seed=settings.seed, timeout=3600, tensor_parallel_size=settings.tp)
     run, last = _Run(settings), settings.steps
     loaded = ezpz.load_checkpoint(run.folder / "checkpoints", **run.state)
     first = loaded.step if loaded else 0
@@ -188,12 +195,6 @@ def train(settings: Settings) -> None:
         run.write()
         _logger.info("done", metrics=str(history.path))
     ezpz.cleanup()
-
-
-def _projections(model: Any) -> tuple[str, ...]:
-    """Return the layers that get adapters: what makes queries and values."""
-    names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
-    return tuple(names & {"q_proj", "v_proj", "query_key_value", "c_attn"})
 
 
 if __name__ == "__main__":

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from ._pretrained import causal_losses as causal_losses
     from ._pretrained import find_pretrained as find_pretrained
     from ._pretrained import load_pretrained as load_pretrained
+    from ._pretrained import load_tokenizer as load_tokenizer
+    from ._pretrained import lora_targets as lora_targets
     from ._pretrained import save_pretrained as save_pretrained
 else:
     from ezpz_topo import attach

@@ -6,6 +6,7 @@ import io
 import pickle
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from copy import deepcopy
 from pathlib import Path
 from shutil import rmtree
 from typing import Any, NamedTuple
@@ -44,6 +45,9 @@ PLANS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
 }  # fmt: skip
 
+# What makes queries and values, in most families; GPT-2's is linear where it is parallel.
+_ADAPTED = ("q_proj", "v_proj", "qkv_proj", "query_key_value", "c_attn", "Wqkv")
+
 
 class _Split(NamedTuple):
     """What a layer's parameters are parts of; the names are the layer's own."""
@@ -76,8 +80,11 @@ def find_pretrained(source: str | Path, cache: str | Path | None = None) -> Path
         from huggingface_hub import snapshot_download  # noqa: PLC0415  # an extra
 
         wanted = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+        twice = ["consolidated*", "original/*"]  # the same weights, as Mistral and Meta read them
         try:
-            found = snapshot_download(str(source), cache_dir=cache, allow_patterns=wanted)
+            found = snapshot_download(
+                str(source), cache_dir=cache, allow_patterns=wanted, ignore_patterns=twice
+            )
         except (OSError, ValueError) as error:  # the hub's own errors are of these
             why = str(error).strip().partition("\n")[0]
             raise ezpz_dist.DataError(
@@ -88,6 +95,35 @@ def find_pretrained(source: str | Path, cache: str | Path | None = None) -> Path
         return [found] * get_local_world_size()
 
     return Path(ezpz_dist.scatter_from_one_reader(download))
+
+
+def load_tokenizer(folder: str | Path, length: int = 1) -> Any:
+    """Return the tokenizer of a model of transformers.
+
+    Args:
+        folder: As of transformers' ``save_pretrained``.
+        length: Tokens of a sequence that the model will be given.
+
+    Raises:
+        ModelError: The folder has no tokenizer, or the model has positions for fewer tokens.
+    """
+    from transformers import AutoConfig, AutoTokenizer  # noqa: PLC0415  # an extra
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        if len(tokenizer) < 2:  # what transformers makes of no files, for GPT-2
+            raise ValueError("its tokenizer is empty")
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        why = str(error).strip().partition("\n")[0]
+        raise ModelError(
+            f"{folder}: {why}; expected the files of the model's tokenizer, as transformers' "
+            "save_pretrained writes them"
+        ) from error
+    most = getattr(config, "max_position_embeddings", None) or length
+    if length > most:
+        raise ModelError(f"--block={length}; expected at most the model's {most} positions")
+    return tokenizer
 
 
 def load_pretrained(folder: str | Path, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -115,24 +151,27 @@ def load_pretrained(folder: str | Path, dtype: torch.dtype = torch.float32) -> n
 
 
 def _load(folder: str | Path, dtype: torch.dtype) -> nn.Module:
+    from safetensors import SafetensorError  # noqa: PLC0415  # comes with transformers
     from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415  # an extra
 
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        for name, value in vars(config).items():
-            if name.endswith(("dropout", "pdrop")) and isinstance(value, float):
-                setattr(config, name, 0.0)
-        config.use_cache = False
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(
+        published = {
+            name: value for name, value in vars(config).items()
+            if name.endswith(("dropout", "pdrop")) and isinstance(value, float)
+        } | {"use_cache": getattr(config, "use_cache", True)}  # fmt: skip
+        config.update(dict.fromkeys(published, 0.0) | {"use_cache": False})
+        model: Any = AutoModelForCausalLM.from_pretrained(
             folder, config=config, dtype=dtype, local_files_only=True
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         why = str(error).strip().partition("\n")[0]
         raise ModelError(
             f"{folder}: {why}; expected the folder of a causal language model, as transformers' "
             "save_pretrained writes it"
         ) from error
-    return model
+    model.published = published  # what `save_pretrained` writes in place of training's settings
+    return model  # type: ignore[no-any-return]
 
 
 def _read_once(load: Callable[[], nn.Module]) -> nn.Module:
@@ -277,14 +316,38 @@ def causal_losses(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
     return flat.view_as(targets)
 
 
+def lora_targets(model: nn.Module) -> tuple[str, ...]:
+    """Return the layers that `ezpz_tp.apply_lora` adapts by default: what makes queries and values.
+
+    Args:
+        model: Of `load_pretrained`, not wrapped yet.
+
+    Returns:
+        The ends of their names.
+
+    Raises:
+        ModelError: No linear layer has one of the names that are known, as GPT-2's without tensor
+            parallelism: it has no linear layers but transformers' ``Conv1D``.
+    """
+    linear = (nn.Linear, ezpz_tp.ColumnParallelLinear)
+    ends = {n.rpartition(".")[2] for n, one in model.named_modules() if isinstance(one, linear)}
+    if not (found := tuple(name for name in _ADAPTED if name in ends)):
+        raise ModelError(
+            f"{type(model).__name__} has no linear layer named {', '.join(_ADAPTED)}, which "
+            "adapters go on; expected one, or --lora=0 (GPT-2: or --tp=2)"
+        )
+    return found
+
+
 # Writing.
 
 
 def save_pretrained(model: nn.Module, folder: str | Path) -> None:
     """Write a model of `load_pretrained` as transformers' ``from_pretrained`` reads it.
 
-    ``config.json`` and safetensors files of at most 5 GB, in a new folder, which is renamed when it
-    is whole. Rank 0 holds the whole model in host memory for that.
+    ``config.json`` and ``generation_config.json`` with the settings that were read, and safetensors
+    files of at most 5 GB, in a new folder, which is renamed when it is whole. Rank 0 holds the
+    whole model in host memory for that.
 
     Collective: every rank calls this.
 
@@ -297,24 +360,28 @@ def save_pretrained(model: nn.Module, folder: str | Path) -> None:
     """
     bare = _bare(model)
     state = {name: one for name, one in _whole(bare) if get_rank() == 0}
-    trouble = ""
+    trouble, cause = "", None
     if get_rank() == 0:
         folder = Path(folder)
-        aside = folder.with_name(f".{folder.name}.part")
+        aside, config = folder.with_name(f".{folder.name}.part"), deepcopy(bare.config)
+        config.update(bare.published)
         try:
             rmtree(aside, ignore_errors=True)
             aside.parent.mkdir(parents=True, exist_ok=True)
             # transformers' own of the wrapped model would gather once more, on this rank alone.
             with torch.device("meta"):
-                fresh = _bare_class(bare)(bare.config)
-            fresh.save_pretrained(aside, state_dict=state)
+                fresh = _bare_class(bare)(config)
+            fresh.generation_config = bare.generation_config
+            fresh.save_pretrained(aside, state_dict=state, max_shard_size="5GB")
             with suppress(FileNotFoundError):
                 rmtree(folder)
             aside.rename(folder)
-        except OSError as error:
+        except Exception as error:  # whatever it is, the other ranks wait for the word
+            rmtree(aside, ignore_errors=True)
+            cause = error
             trouble = f"{folder} cannot be written ({error}); expected a folder with room for it"
     if trouble := ezpz_dist.broadcast(trouble, root=0):
-        raise ModelError(trouble)
+        raise ModelError(trouble) from cause
 
 
 def _bare(model: nn.Module) -> Any:
