@@ -364,7 +364,7 @@ def save_pretrained(model: nn.Module, folder: str | Path) -> None:
     if get_rank() == 0:
         folder = Path(folder)
         aside, config = folder.with_name(f".{folder.name}.part"), deepcopy(bare.config)
-        config.update(bare.published)
+        config.update(getattr(bare, "published", {}))
         try:
             rmtree(aside, ignore_errors=True)
             aside.parent.mkdir(parents=True, exist_ok=True)
