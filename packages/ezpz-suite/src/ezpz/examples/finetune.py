@@ -57,8 +57,7 @@ class Settings(_settings.Settings):
     micro_batch: int = 1
     block: int = 512
     lr: float = 2e-5
-    # Not fp16, whose loss would have to be scaled.
-    dtype: str = field(default="bf16", metadata={"known": ["bf16", "fp32"]})
+    dtype: str = field(default="bf16", metadata={"known": ["bf16", "fp32"]})  # fp16 needs a scale
     tp: int = 1
     shard_size: int = field(default=0, metadata={"least": 0})
     lora: int = field(default=0, metadata={"least": 0})
