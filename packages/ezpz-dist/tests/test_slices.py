@@ -94,6 +94,14 @@ def test_two_nodes_have_a_reader_each(ranks):
     ranks(4, PARTS + script)
 
 
+def test_ranks_of_a_node_may_be_in_unequally_many_groups(ranks):
+    script = """
+    dist.new_group([0])
+    assert share_on_node(lambda: torch.ones(2)).tolist() == [1, 1]
+    """
+    ranks(2, PARTS + script)
+
+
 READ = """
 import os, pathlib, sys
 import ezpz_dist, torch

@@ -271,11 +271,12 @@ def node_group() -> dist.ProcessGroup | None:
     if world is None:
         return None
     if "node" not in world.kept:
+        import ezpz_tp  # noqa: PLC0415 - only where its groups are used
+
         host, timeout = world.hosts[world.info.rank], timedelta(seconds=world.timeout)
         ranks = [rank for rank, name in enumerate(world.hosts) if name == host]
         with waiting("node_group()", world):  # the node's ranks alone make it
-            group = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True)
-        world.kept["node"] = group
+            world.kept["node"] = ezpz_tp.make_group(ranks, "gloo", timeout)
     return cast("dist.ProcessGroup", world.kept["node"])
 
 
