@@ -417,16 +417,20 @@ def _shard(
     from torch.distributed.fsdp import fully_shard  # noqa: PLC0415 - 0.6 s
 
     done: set[torch.Tensor] = set()
+
+    def left(module: nn.Module) -> list[torch.Tensor]:
+        held = (*module.parameters(), *module.buffers())
+        return [one for one in held if one not in done and not hasattr(one, "device_mesh")]
+
     for module in (*found.values(), model):
-        held = [*module.parameters(), *module.buffers()]
-        whole = [one for one in held if one not in done and not hasattr(one, "device_mesh")]
-        _replicas.start_alike(whole, replicas)
-        done.update(held)
+        _replicas.start_alike(left(module), replicas)
         if module is model and settings["reshard_after_forward"] is not False:
             # torch then keeps the root after forward: backward begins with it.
             del settings["reshard_after_forward"]
         with waiting("fully_shard", replicas.world, replicas.ranks):
             sharded: Any = fully_shard(module, **settings)
+        # Buffers and ignored parameters. A reference to what was sharded would keep it whole.
+        done.update(left(module))
         if replicas.world.backend in _WITHOUT_AVERAGE:
             sharded.set_force_sum_reduction_for_comms(True)
 
@@ -561,10 +565,9 @@ def wrap_model(
     with _replicas.agreed(_CALL, model, given, replicas):
         _check(model, use_fsdp, dtype, initialize)
         _replicas.refuse_mps(_CALL, replicas)
-    parameters = list(model.parameters())
-    if use_fsdp and parameters:
+    if use_fsdp and next(model.parameters(), None) is not None:
         return wrap_model_for_fsdp2(model, dtype=dtype, initialize=initialize, compile=compile)
-    if any(parameter.requires_grad for parameter in parameters):
+    if any(parameter.requires_grad for parameter in model.parameters()):
         return wrap_model_for_ddp(model, initialize=initialize, compile=compile)
     materialize(model, device, initialize)
     model = model.to(device)
