@@ -128,9 +128,12 @@ def wrap_optimizer_for_zero1(
     tensors: dict[str, torch.Tensor] = {}
     given = {"optimizer_class": getattr(optimizer_class, "__name__", None), **options}
     with _replicas.agreed(_ZERO1, tensors, given, replicas):
-        for group in groups:
+        for number, group in enumerate(groups):
             one = group["params"] if isinstance(group, dict) else group
-            every += [one] if isinstance(one, torch.Tensor) else one
+            listed = [one] if isinstance(one, torch.Tensor) else list(one)
+            if isinstance(group, dict):  # torch reads it again, which a generator allows once
+                groups[number] = {**group, "params": listed}
+            every += listed
         tensors |= {f"parameter {number}": one for number, one in enumerate(every)}
         _replicas.check_options(_ZERO1, options, _replicas.RESERVED)
         for sharded, by in (("device_mesh", "FSDP2"), ("_fsdp_flattened", "FSDP1")):
