@@ -427,8 +427,8 @@ def test_norm_of_shards_of_fsdp():
 @on_ranks(4, in_processes=True, initialize=False)
 def test_norm_of_torchs_tensor_parallelism_inside_of_fsdp():
     # Loaded here: at the top it would be loaded by every test.
-    from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415
-    from torch.distributed.tensor import parallel  # noqa: PLC0415
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import parallel
 
     torch.manual_seed(0)
     whole = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4)).double()
