@@ -68,6 +68,15 @@ def test_one_reader_and_the_others_have_it_from_there(ranks, n):
     refused(lambda: share_on_node(lambda: torch.empty(1 << 50, dtype=torch.uint8, device="meta")
         if n < 0 else torch.zeros(1).expand(1 << 48)), "No space left on device",
         "--shm-size")
+    if n > 1:
+        refused(lambda: scatter_from_one_reader(lambda: [1, 2, 3, refused]), "cannot be pickled",
+            "the reader, rank 0")
+        maps = torch.from_file
+        if rank == n - 1:  # as in a container with a /dev/shm of its own
+            torch.from_file = lambda *_, **__: open("/no")
+        refused(lambda: share_on_node(lambda: torch.zeros(4)), f"rank {n - 1}",
+            "FileNotFoundError", "expected the node's ranks to see the same files in memory")
+        torch.from_file = maps
     barrier()
     assert left() == []
     """
@@ -92,6 +101,14 @@ def test_two_nodes_have_a_reader_each(ranks):
     barrier()
     """
     ranks(4, PARTS + script)
+
+
+def test_ranks_of_a_node_may_be_in_unequally_many_groups(ranks):
+    script = """
+    dist.new_group([0])
+    assert share_on_node(lambda: torch.ones(2)).tolist() == [1, 1]
+    """
+    ranks(2, PARTS + script)
 
 
 READ = """

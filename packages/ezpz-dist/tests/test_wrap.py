@@ -241,3 +241,24 @@ for wrap in (wrap_model_for_ddp, wrap_model_for_fsdp2):
 cleanup()
 """
     ranks(2, script)
+
+
+def test_what_fsdp2_has_sharded_is_whole_no_longer(ranks):
+    script = """
+    import weakref
+    from torch import nn
+    from torch.distributed import fsdp
+    setup_torch(timeout=60)
+    blocks = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(6)))
+    originals, kept = [weakref.ref(one) for one in blocks.parameters()], []
+
+    def sharded(module, of=fsdp.fully_shard, **options):
+        done = of(module, **options)
+        kept.append(sum(one() is not None for one in originals))
+        return done
+    fsdp.fully_shard = sharded
+    wrap_model(blocks, use_fsdp=True)
+    assert kept == [10, 8, 6, 4, 2, 0, 0], kept  # of two parameters each; the root has none
+    cleanup()
+    """
+    ranks(2, script)

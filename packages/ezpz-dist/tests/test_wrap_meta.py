@@ -197,6 +197,24 @@ assert torch.equal(filled[1].frequencies, torch.arange(4.0))
 assert torch.equal(whole(filled[1].gain.detach()), torch.full((4,), 2.0))
 assert whole(filled[0].weight.detach()).abs().max() < 0.2
 assert filled[0].weight.requires_grad and filled[0].bias.requires_grad
+# Buffers that are assigned, not filled; one is made elsewhere: what is moved is a plain tensor.
+class Elsewhere(torch.Tensor):
+    def to(self, *args, **kwargs):
+        return self.as_subclass(torch.Tensor).to(*args, **kwargs)
+class Assigns(Rotary):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("positions", torch.arange(4))
+    def reset_parameters(self):
+        nn.init.ones_(self.gain)
+        self.frequencies = torch.arange(4.0).as_subclass(Elsewhere)
+        self.positions = torch.arange(4)
+for wrap in (wrap_model, wrap_model_for_ddp, wrap_model_for_fsdp2):
+    assigned = wrap(on_meta(Assigns))
+    buffers = dict(getattr(assigned, "module", assigned).named_buffers())
+    assert {name: one.tolist() for name, one in buffers.items()} == {
+        "frequencies": [0, 1, 2, 3], "positions": [0, 1, 2, 3]}
+    assert {type(one) for one in buffers.values()} == {torch.Tensor}
 cleanup()
 """
 

@@ -94,7 +94,8 @@ for wrap in (wrap_model_for_fsdp, wrap_model_for_fsdp2):
 refused("takes no process_group", wrap_optimizer_for_zero1, torch.optim.AdamW, net().parameters(),
         process_group=None)
 model = wrap_model_for_ddp(net())
-zero1 = wrap_optimizer_for_zero1(torch.optim.AdamW, [{"params": list(model.parameters())}], lr=0.5)
+groups = [{"params": model.parameters(), "lr": 0.5}]
+zero1 = wrap_optimizer_for_zero1(torch.optim.AdamW, groups, lr=0.1)
 assert zero1.param_groups[0]["lr"] == 0.5
 model(torch.ones(1, 4)).sum().backward()
 zero1.step()

@@ -1,5 +1,6 @@
 """Gradients: what is summed over which axis, their norm, and clipping."""
 
+import copy
 import math
 from functools import partial
 
@@ -421,6 +422,29 @@ def test_norm_of_shards_of_fsdp():
     everywhere = [torch.zeros_like(found) for _ in range(4)]
     dist.all_gather(everywhere, found)
     assert all(torch.equal(one, found) for one in everywhere)
+
+
+@on_ranks(4, in_processes=True, initialize=False)
+def test_norm_of_torchs_tensor_parallelism_inside_of_fsdp():
+    # Loaded here: at the top it would be loaded by every test.
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import parallel
+
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4)).double()
+    model = copy.deepcopy(whole)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    plan = {"0": parallel.ColwiseParallel(), "1": parallel.RowwiseParallel()}
+    fully_shard(parallel.parallelize_module(model, mesh["tp"], plan), mesh=mesh["dp"])
+    for each in (whole, model):
+        each(torch.ones(2, 4, dtype=torch.float64)).square().sum().backward()
+    for order in (1.0, 2.0, math.inf):
+        expected = nn.utils.get_total_norm([one.grad for one in whole.parameters()], order)
+        torch.testing.assert_close(tp.get_grad_norm(model, order), expected, rtol=1e-12, atol=0)
+    tp.clip_grad_norm_(model, 0.5)
+    nn.utils.clip_grad_norm_(whole.parameters(), 0.5)
+    for clipped, one in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(clipped.grad.full_tensor(), one.grad, rtol=1e-12, atol=1e-15)
 
 
 @pytest.mark.parametrize("order", [2.0, math.inf])

@@ -364,6 +364,28 @@ def different_degrees():
     return "made", ""
 
 
+@on_ranks(3, in_processes=True, initialize=False)
+def test_ranks_in_unequally_many_groups_make_one():
+    rank = dist.get_rank()
+    kept = dist.new_group([0])  # which the others are not in
+    for _ in range(2):  # after one was freed, too
+        pair = tp.make_group([1, 0]) if rank < 2 else None
+        alone = tp.make_group([rank], "gloo", timedelta(seconds=60))
+        assert dist.get_process_group_ranks(alone) == [rank]
+        if pair is not None:
+            assert dist.get_process_group_ranks(pair) == [0, 1]
+            found = torch.tensor(rank + 1)
+            dist.all_reduce(found, group=pair)
+            assert found == 3
+            dist.destroy_process_group(pair)
+    other = (rank + 1) % 3
+    with pytest.raises(tp.ParallelError, match=rf"rank {rank} makes a group of ranks \[{other}\]"):
+        tp.make_group([other])
+    with pytest.raises(tp.ParallelError, match="over MPI; expected another backend"):
+        tp.make_group([rank], "mpi")
+    assert kept is not None
+
+
 def test_ranks_that_ask_for_different_degrees_are_told():
     results = run_ranks(different_degrees, 4, in_processes=True, initialize=False)
     told = [words for kind, words in results if kind == "DegreeError"]

@@ -102,12 +102,14 @@ _AT_ONCE = 1 << 28  # bytes that are sent at once
 Group = dist.ProcessGroup | None
 
 
-def send_object(obj: object, to: int, where: torch.device, group: Group) -> None:
+def send_object(
+    obj: object, to: int, where: torch.device, group: Group, dumped: bytes | None = None
+) -> None:
     """Send an object to a rank of the world; a plain tensor goes as its elements, unpickled."""
     if isinstance(obj, torch.Tensor) and is_plain(obj):
         header, data = dump(about(obj)), as_bytes(obj)
     else:
-        header, data = b"", as_tensor(dump(obj))
+        header, data = b"", as_tensor(dump(obj) if dumped is None else dumped)
     sizes = torch.tensor([len(header), data.numel()])
     for tensor in (sizes, as_tensor(header), *data.split(_AT_ONCE)):
         if tensor.numel():

@@ -176,8 +176,10 @@ def materialize(
     with nullcontext() if replicas is None else _first_ranks_draws(device, replicas):
         for name, module in _children_first(model, "", set()):
             own = _own_meta(module)
+            marked: dict[str, Callable[[], object]] = {}
             for key, empty in own.items():
-                setattr(module, key, _marked(empty, device))
+                setattr(module, key, whole := _marked(empty, device))
+                marked[key] = ref(whole)
             if own:
                 with torch.no_grad(), _WholeDraws():  # type: ignore[no-untyped-call]
                     if (reset := _reset_of(module)) is not None:
@@ -186,7 +188,7 @@ def materialize(
                         initialize(module)
             for key, empty in own.items():
                 whole = getattr(module, key)
-                if _is_untouched(whole):
+                if _is_untouched(whole, is_marked=whole is marked[key]()):
                     path = f"{name}.{key}".removeprefix(".")
                     raise WrapError(
                         f"{path} of shape {list(whole.shape)} was built on the meta device, and "
@@ -196,7 +198,7 @@ def materialize(
                     )
                 # Of a tied parameter the first draw counts, as where the second use was assigned.
                 if empty not in filled:
-                    filled[empty] = _kept(whole, empty, keep_on or device)
+                    filled[empty] = _kept(whole, empty, device, keep_on or device)
                 setattr(module, key, filled[empty])
 
 
@@ -271,9 +273,13 @@ class _WholeDraws(TorchDispatchMode):
         return target
 
 
-def _kept(whole: torch.Tensor, empty: torch.Tensor, where: torch.device) -> torch.Tensor:
+def _kept(
+    whole: torch.Tensor, empty: torch.Tensor, device: torch.device, where: torch.device
+) -> torch.Tensor:
     is_shard = hasattr(empty, "device_mesh")
-    if not isinstance(empty, nn.Parameter) or (whole.device == where and not is_shard):
+    if not isinstance(empty, nn.Parameter):
+        return whole.to(device)  # one that was assigned may be elsewhere
+    if whole.device == where and not is_shard:
         return whole
     values = shard_like(whole.detach(), empty) if is_shard else whole.detach()
     return _parameter_like(values.to(where), empty)
@@ -305,14 +311,15 @@ def _marked(empty: torch.Tensor, device: torch.device) -> torch.Tensor:
     return _parameter_like(whole, empty) if isinstance(empty, nn.Parameter) else whole
 
 
-def _is_untouched(tensor: torch.Tensor) -> bool:
+def _is_untouched(tensor: torch.Tensor, *, is_marked: bool) -> bool:
     if tensor.is_meta:
         return True
     if not tensor.numel():
         return False
     if _is_marked_by_value(tensor):
         return bool(torch.isnan(tensor.detach()).any())
-    return tensor._version == 0  # noqa: SLF001 - no public way to ask
+    # One that was assigned in its place may be as new. There is no public way to ask.
+    return is_marked and tensor._version == 0  # noqa: SLF001
 
 
 def _is_marked_by_value(tensor: torch.Tensor) -> bool:

@@ -19,10 +19,10 @@ from ezpz_topo import get_hostname, get_rank
 
 from ._collectives import all_gather_object, broadcast
 from ._data import checked
-from ._errors import DataError, DistError
+from ._errors import CollectiveError, DataError, DistError
 from ._members import Call, Members, exchange, find_members
 from ._mpi import find_channel, find_running, finish_request
-from ._objects import is_plain, receive_object, send_object
+from ._objects import dump, is_plain, receive_object, send_object
 from ._watch import waiting
 from ._world import current_world
 
@@ -187,8 +187,9 @@ def share_on_node(read: Callable[[], Tensors], *, private: bool = False) -> Tens
         The same on every rank, on the host.
 
     Raises:
-        DataError: On every rank of the node: ``read`` failed, returned something else, or
-            there is not enough shared memory. The reader's exception is its cause there.
+        DataError: On every rank of the node: ``read`` failed, returned something else, there
+            is not enough shared memory, or a rank cannot map it. The reader's exception is its
+            cause there.
         NotSetUpError: There are several ranks and `setup_torch` was not called.
     """
     members = find_members("share_on_node()", node_group())
@@ -201,8 +202,7 @@ def share_on_node(read: Callable[[], Tensors], *, private: bool = False) -> Tens
 
     try:
         found = read_for_all(put, members, *_first("share_on_node()", members))
-        tensors = _map(*found, shared=not private)
-        exchange(Call("share_on_node()"), members)  # all have mapped it: its name can go
+        tensors = _map_on_all(*found, members, shared=not private)  # now its name can go
     finally:
         for path in made:
             os.unlink(path)
@@ -242,6 +242,28 @@ def _put(found: object) -> tuple[str, list[Place]]:
     return path, places
 
 
+def _map_on_all(
+    path: str, places: list[Place], members: Members | None, *, shared: bool
+) -> dict[str | None, torch.Tensor]:
+    """Map on each rank, or raise on every rank what one could not. Collective."""
+    tensors: dict[str | None, torch.Tensor] = {}
+    trouble: DataError | None = None
+    try:
+        tensors = _map(path, places, shared=shared)
+    except Exception as error:  # noqa: BLE001 - whatever it is, every rank raises it
+        trouble = DataError(
+            f"cannot map {path}, where the reader wrote ({type(error).__name__}: {error}); "
+            "expected the node's ranks to see the same files in memory; in containers: --ipc=host"
+        )
+    try:
+        exchange(Call("share_on_node()"), members, refusal=trouble)
+    except CollectiveError as error:
+        if type(error) is CollectiveError:  # a rank refuses
+            raise DataError(str(error)) from trouble
+        raise
+    return tensors
+
+
 def _map(path: str, places: list[Place], *, shared: bool) -> dict[str | None, torch.Tensor]:
     size = os.path.getsize(path)
     memory = torch.from_file(path, shared=shared, size=size, dtype=torch.uint8)
@@ -271,11 +293,12 @@ def node_group() -> dist.ProcessGroup | None:
     if world is None:
         return None
     if "node" not in world.kept:
+        import ezpz_tp  # noqa: PLC0415 - only where its groups are used
+
         host, timeout = world.hosts[world.info.rank], timedelta(seconds=world.timeout)
         ranks = [rank for rank, name in enumerate(world.hosts) if name == host]
         with waiting("node_group()", world):  # the node's ranks alone make it
-            group = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True)
-        world.kept["node"] = group
+            world.kept["node"] = ezpz_tp.make_group(ranks, "gloo", timeout)
     return cast("dist.ProcessGroup", world.kept["node"])
 
 
@@ -297,12 +320,13 @@ def scatter_from_one_reader(
 
     Raises:
         DataError: On every rank of the group: ``read`` failed, or returned another number of
-            parts. The reader's own exception is its cause there.
+            parts or one that cannot be pickled. The reader's own exception is its cause there.
         NotSetUpError: There are several ranks and `setup_torch` was not called.
     """
     members = find_members("scatter_from_one_reader()", node_group() if group is None else group)
     what, count = "scatter_from_one_reader()", 1 if members is None else len(members.ranks)
     held: list[Sequence[T]] = []
+    dumped: list[bytes | None] = []
 
     def take() -> None:
         held.append(parts := read())
@@ -311,6 +335,8 @@ def scatter_from_one_reader(
             said = f"{len(parts)} parts" if is_list else f"a {type(parts).__name__}"
             expected = f"expected a list, one part for each of {count} ranks"
             raise DataError(f"it returned {said}; {expected}")
+        # Here, where the others hear of it, and not while they receive.
+        dumped.extend(None if is_plain(part) else dump(part) for part in parts[1:])
 
     read_for_all(take, members, *_first(what, members))
     if members is None:
@@ -318,8 +344,8 @@ def scatter_from_one_reader(
     with waiting(what, members.world):
         if not held:
             return cast("T", receive_object(members.ranks[0], members.where, members.group))
-        for rank, part in zip(members.ranks[1:], held[0][1:], strict=True):
-            send_object(part, rank, members.where, members.group)
+        for rank, part, data in zip(members.ranks[1:], held[0][1:], dumped, strict=True):
+            send_object(part, rank, members.where, members.group, data)
         return held[0][0]
 
 

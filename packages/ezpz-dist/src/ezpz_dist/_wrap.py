@@ -128,9 +128,12 @@ def wrap_optimizer_for_zero1(
     tensors: dict[str, torch.Tensor] = {}
     given = {"optimizer_class": getattr(optimizer_class, "__name__", None), **options}
     with _replicas.agreed(_ZERO1, tensors, given, replicas):
-        for group in groups:
+        for number, group in enumerate(groups):
             one = group["params"] if isinstance(group, dict) else group
-            every += [one] if isinstance(one, torch.Tensor) else one
+            listed = [one] if isinstance(one, torch.Tensor) else list(one)
+            if isinstance(group, dict):  # torch reads it again, which a generator allows once
+                groups[number] = {**group, "params": listed}
+            every += listed
         tensors |= {f"parameter {number}": one for number, one in enumerate(every)}
         _replicas.check_options(_ZERO1, options, _replicas.RESERVED)
         for sharded, by in (("device_mesh", "FSDP2"), ("_fsdp_flattened", "FSDP1")):
@@ -417,16 +420,20 @@ def _shard(
     from torch.distributed.fsdp import fully_shard  # noqa: PLC0415 - 0.6 s
 
     done: set[torch.Tensor] = set()
+
+    def left(module: nn.Module) -> list[torch.Tensor]:
+        held = (*module.parameters(), *module.buffers())
+        return [one for one in held if one not in done and not hasattr(one, "device_mesh")]
+
     for module in (*found.values(), model):
-        held = [*module.parameters(), *module.buffers()]
-        whole = [one for one in held if one not in done and not hasattr(one, "device_mesh")]
-        _replicas.start_alike(whole, replicas)
-        done.update(held)
+        _replicas.start_alike(left(module), replicas)
         if module is model and settings["reshard_after_forward"] is not False:
             # torch then keeps the root after forward: backward begins with it.
             del settings["reshard_after_forward"]
         with waiting("fully_shard", replicas.world, replicas.ranks):
             sharded: Any = fully_shard(module, **settings)
+        # Buffers and ignored parameters. A reference to what was sharded would keep it whole.
+        done.update(left(module))
         if replicas.world.backend in _WITHOUT_AVERAGE:
             sharded.set_force_sum_reduction_for_comms(True)
 
@@ -561,10 +568,9 @@ def wrap_model(
     with _replicas.agreed(_CALL, model, given, replicas):
         _check(model, use_fsdp, dtype, initialize)
         _replicas.refuse_mps(_CALL, replicas)
-    parameters = list(model.parameters())
-    if use_fsdp and parameters:
+    if use_fsdp and next(model.parameters(), None) is not None:
         return wrap_model_for_fsdp2(model, dtype=dtype, initialize=initialize, compile=compile)
-    if any(parameter.requires_grad for parameter in parameters):
+    if any(parameter.requires_grad for parameter in model.parameters()):
         return wrap_model_for_ddp(model, initialize=initialize, compile=compile)
     materialize(model, device, initialize)
     model = model.to(device)

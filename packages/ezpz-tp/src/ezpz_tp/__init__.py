@@ -71,6 +71,7 @@ from ._errors import (
     ReplicaError,
 )
 from ._grads import clip_grad_norm_, finalize_grads, get_grad_norm
+from ._groups import make_group
 from ._init import initialize_shard
 from ._linear import (
     ColumnParallelLinear,
@@ -189,7 +190,8 @@ __all__ = [
     "head_to_sequence", "initialize_model_parallel", "initialize_shard",
     "initialize_tensor_parallel", "is_pipeline_first_stage", "is_pipeline_last_stage",
     "keep_attributes", "load_dtensor_state_dict", "load_lora", "lora_state_dict",
-    "make_mesh", "mark_sequence_parallel", "merge_lora", "param_is_not_tensor_parallel_duplicate",
+    "make_group", "make_mesh", "mark_sequence_parallel", "merge_lora",
+    "param_is_not_tensor_parallel_duplicate",
     "reduce_from_tensor_parallel_region", "reduce_scatter_last_dim_to_tensor_parallel_region",
     "reduce_scatter_to_sequence_parallel_region", "reshard", "ring_attention", "rng_contexts",
     "save_huggingface", "save_llama", "save_lora", "scatter_to_sequence_parallel_region",

@@ -406,10 +406,11 @@ def _shard_groups(parameter: Tensor, known: dict[Any, _Groups]) -> _Groups:
     # In general all parameters have the same, and asking a mesh is slow.
     key = (id(mesh), placements)
     if key not in known:
+        # Not is_shard: of FSDP2 around torch's tensor parallelism it is False since torch 2.13.
         known[key] = tuple(
             mesh.get_group(dim)
-            for dim, placement in enumerate(placements)
-            if placement.is_shard() and mesh.size(dim) > 1
+            for dim, one in enumerate(placements)
+            if not (one.is_replicate() or one.is_partial()) and mesh.size(dim) > 1
         )
     return known[key]
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 import logging
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -494,6 +496,49 @@ def new_group(
             f"the others (this was the {number}. time in this world) and with the same "
             "arguments"
         ) from error
+
+
+# How often this process made a group of the same ranks, by a hash of these.
+_again: weakref.WeakKeyDictionary[ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
+
+
+def make_group(
+    ranks: Iterable[int], backend: str | None = None, timeout: timedelta | None = None
+) -> ProcessGroup:
+    """Return torch's process group of some ranks, made by these ranks alone.
+
+    ``torch.distributed.new_group(use_local_synchronization=True)`` names a group by its ranks and
+    the number of groups that a process is in, so that ranks that are in unequally many never meet.
+    Here the name depends on the ranks, and on how often they made a group together.
+
+    Collective: every rank of the group calls this, and no other.
+
+    Args:
+        ranks: Of the world, in any order; this rank is one of them.
+        backend: ``"gloo"``, ...; default: the world's. Not MPI, which needs all ranks.
+        timeout: That of the group's collectives; default: the backend's.
+
+    Raises:
+        NotInitializedError: torch.distributed has no process group yet.
+        ParallelError: This rank is not one of them, or the backend is MPI.
+        RuntimeError: Not all of them came (torch's own).
+    """
+    mine = tuple(sorted(ranks))
+    world = initialized_world(f"ranks {_short(mine)}")
+    if world.rank() not in mine:
+        raise ParallelError(
+            f"rank {world.rank()} makes a group of ranks {_short(mine)}; expected it to be one of "
+            "them: the others of the world do not call this"
+        )
+    if "mpi" in (backend or dist.get_backend(world)):
+        raise ParallelError(
+            f"ranks {_short(mine)} alone make a group over MPI; expected another backend; MPI "
+            "needs every rank of the world: torch.distributed.new_group"
+        )
+    which = hashlib.blake2b(repr(mine).encode(), digest_size=16).hexdigest()
+    times = _again.setdefault(world, Counter())
+    times[which] += 1
+    return _named_group(f"ezpz_tp.{which}.{times[which]}", mine, backend, timeout)
 
 
 def _named_group(

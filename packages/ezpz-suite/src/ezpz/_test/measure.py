@@ -169,8 +169,10 @@ def measure_pairs(
 
 
 def _within(ranks: Sequence[int], size: int, device: torch.device) -> Bandwidth:
+    import ezpz_tp  # noqa: PLC0415 - only where its groups are used
+
     # The other ranks make their own at the same time, so nobody waits for all.
-    group = dist.new_group(list(ranks), use_local_synchronization=True)
+    group = ezpz_tp.make_group(ranks)
     try:
         return measure(size, device, group)
     finally:
