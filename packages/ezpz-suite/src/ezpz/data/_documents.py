@@ -69,8 +69,8 @@ def _documents(path: Path, tokenizer: Any) -> Iterator[tuple[list[int], list[int
             yield tokens, tokens
         return
     # Not splitlines(): JSON allows other line separators within a text, as they are.
-    with path.open(encoding="utf-8", newline="\n") as file:
-        for number, line in enumerate(file, 1):
+    with path.open(encoding="utf-8", newline="\n") as lines:
+        for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
             try:
