@@ -229,9 +229,9 @@ def test_finetune_lets_ranks_wait_an_hour_for_a_download(alone, capsys, tmp_path
     def find(*_args):
         options = dist.group.WORLD._get_backend(torch.device("cpu")).options
         waits.append(options._timeout.total_seconds())
-        raise finetune.ezpz.models.ModelError("none")
+        raise finetune.models.ModelError("none")
 
-    alone.setattr(finetune, "find_pretrained", find)
+    alone.setattr(finetune.models, "find_pretrained", find)
     words = [f"--{name}={path}" for name, path in zip(("model", "data"), tiny, strict=True)]
     refused(alone, capsys, tmp_path, "finetune", *words)
     assert waits == [3600]

@@ -39,14 +39,7 @@ STEPS = 20
 TRAIN = """
 import torch
 import ezpz
-from ezpz.models import (
-    ModelError,
-    find_pretrained,
-    load_pretrained,
-    load_tokenizer,
-    lora_targets,
-    save_pretrained,
-)
+from ezpz.models import causal_losses, load_pretrained, save_pretrained
 place, tp, shard_size, out = {place!r}, {tp}, {shard_size}, {out!r}
 ezpz.setup_torch(seed=1, tensor_parallel_size=tp)
 replicas = ezpz_tp.get_data_parallel_world_size()
@@ -132,14 +125,7 @@ def test_a_node_has_the_weights_once(ranks, tmp_path):
     import re
     from pathlib import Path
     import ezpz
-    from ezpz.models import (
-    ModelError,
-    find_pretrained,
-    load_pretrained,
-    load_tokenizer,
-    lora_targets,
-    save_pretrained,
-)
+    from ezpz.models import load_pretrained
     rank = ezpz.setup_torch()
     model = load_pretrained({str(tmp_path)!r})
     total = sum(one.sum().item() for one in model.parameters())
@@ -168,14 +154,7 @@ def test_what_is_not_to_be_had_or_split_is_told(ranks, tmp_path):
         transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / kind)
     script = f"""
     import ezpz
-    from ezpz.models import (
-    ModelError,
-    find_pretrained,
-    load_pretrained,
-    load_tokenizer,
-    lora_targets,
-    save_pretrained,
-)
+    from ezpz.models import ModelError, find_pretrained, load_pretrained
     ezpz.setup_torch(tensor_parallel_size=2)
     for act in (
         lambda: find_pretrained("no-such/model"),

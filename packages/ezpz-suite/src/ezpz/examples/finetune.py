@@ -39,7 +39,7 @@ class Settings(_settings.Settings):
         micro_batch: Blocks that a rank computes at once; the gradients of several are added up.
         block: Tokens of a block.
         lr: The highest learning rate of AdamW, after a tenth of the steps; then it falls (cosine).
-        dtype: What is computed in: bf16 or fp32. Weights are fp32.
+        dtype: What is computed in: bf16 or fp32; fp16 needs a scaled loss. Weights are fp32.
         tp: Tensor-parallel ranks.
         shard_size: Ranks that hold one copy of the model, a node's say (HSDP); 0: all of them.
         lora: Rank of adapters; 0 trains all weights.
@@ -57,7 +57,7 @@ class Settings(_settings.Settings):
     micro_batch: int = 1
     block: int = 512
     lr: float = 2e-5
-    dtype: str = field(default="bf16", metadata={"known": ["bf16", "fp32"]})  # fp16 needs a scale
+    dtype: str = field(default="bf16", metadata={"known": ["bf16", "fp32"]})
     tp: int = 1
     shard_size: int = field(default=0, metadata={"least": 0})
     lora: int = field(default=0, metadata={"least": 0})

@@ -376,7 +376,7 @@ def save_pretrained(model: nn.Module, folder: str | Path) -> None:
             with suppress(FileNotFoundError):
                 rmtree(folder)
             aside.rename(folder)
-        except Exception as error:  # noqa: BLE001 - the other ranks wait for the word
+        except Exception as error:  # noqa: BLE001  # whatever it is, the other ranks wait
             rmtree(aside, ignore_errors=True)
             cause = error
             trouble = f"{folder} cannot be written ({error}); expected a folder with room for it"
