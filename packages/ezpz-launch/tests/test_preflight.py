@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ezpz_launch._preflight import judge, table, unjudged
+from ezpz_launch._preflight import guilty, judge, table, unjudged
 
 HOSTS = ["n0", "n1", "n2"]
 SKEWED = "import time\nnow = time.time\ntime.time = lambda: now() + 10\n"
@@ -147,13 +147,16 @@ def test_torch_that_is_late_on_most_nodes_is_no_fault_of_theirs():
     assert unjudged({"n0": starved})["n0"].endswith("in 45 s, others use the processor)")
 
 
-def test_most_nodes_that_do_not_meet_the_first_are_not_judged_for_that():
+def test_most_nodes_that_do_not_meet_the_first_are_told_and_not_left_out():
     apart = {**GOOD, "link_error": "timed out", "links": []}
     hosts = ["n0", "n1", "n2"]
-    reports = {"n0": GOOD | {"links": []}, "n1": apart, "n2": apart}
-    assert judge(reports, hosts) == {}
-    assert unjudged(reports)["n2"] == "links not judged (as on most nodes: timed out)"
-    assert judge(reports | {"n1": GOOD}, hosts) == {"n2": ["timed out"]}
+    reports = {"n0": GOOD | {"links": []}, "n1": apart, "n2": apart | {"disk": 1e6}}
+    bad = judge(reports, hosts)
+    full = "1 MB of disk are free"
+    assert bad == {"n1": ["timed out"], "n2": ["timed out", full]}
+    assert guilty(bad, reports) == {"n2": [full]}
+    bad = judge(reports | {"n2": GOOD}, hosts)
+    assert guilty(bad, reports | {"n2": GOOD}) == bad == {"n1": ["timed out"]}
 
 
 def test_the_command_looks_at_the_hosts_of_a_launch(launch):

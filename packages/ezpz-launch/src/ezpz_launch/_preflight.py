@@ -61,19 +61,23 @@ def judge(reports: Reports, hosts: Sequence[str]) -> dict[str, list[str]]:
     return bad
 
 
+def guilty(bad: Mapping[str, list[str]], reports: Reports) -> dict[str, list[str]]:
+    """Return the bad hosts without those that, as most, did not meet the first one."""
+    apart = _all(reports, "link_error")
+    if len(apart) <= max(1, len(reports) / 2):
+        return dict(bad)
+    whys = {host: [why for why in its if why != apart.get(host)] for host, its in bad.items()}
+    return {host: its for host, its in whys.items() if its}
+
+
 def unjudged(reports: Reports) -> dict[str, str]:
     """Return of which hosts something was not judged, and why: no fault of theirs."""
-    late, apart = _late(reports), _apart(reports)
-    return (
-        {host: f"devices not judged ({why})" for host, why in late.items()}
-        | {host: f"links not judged (as on most nodes: {why})" for host, why in apart.items()}
-        | {
-            host: f"processor and links not judged (others used {1 - device['share']:.0%} of it)"
-            for host, each in reports.items()
-            for device in each.get("devices", ())
-            if not device["rates"] and each["throttled"] <= _THROTTLED
-        }
-    )
+    return {host: f"devices not judged ({why})" for host, why in _late(reports).items()} | {
+        host: f"processor and links not judged (others used {1 - device['share']:.0%} of it)"
+        for host, each in reports.items()
+        for device in each.get("devices", ())
+        if not device["rates"] and each["throttled"] <= _THROTTLED
+    }
 
 
 def _late(reports: Reports) -> dict[str, str]:
@@ -86,18 +90,12 @@ def _late(reports: Reports) -> dict[str, str]:
     return found
 
 
-def _apart(reports: Reports) -> dict[str, str]:
-    """Return the hosts that did not meet the first node, and why, if they are most."""
-    found = _all(reports, "link_error")
-    return found if len(found) > max(1, len(reports) / 2) else {}  # the first may be at fault
-
-
 def _alone(reports: Reports) -> Iterator[tuple[str, str]]:
     """Return what is wrong with a node whatever the others are like."""
-    late, apart = _late(reports), _apart(reports)
+    unjudged = _late(reports)
     for host, each in reports.items():
-        errors = {"torch_error": host not in late, "disk_error": True, "link_error": not apart}
-        yield from ((host, each[key]) for key, judged in errors.items() if judged and key in each)
+        keys = () if host in unjudged else ("torch_error",)
+        yield from ((host, each[key]) for key in (*keys, "disk_error", "link_error") if key in each)
         yield from ((host, f"its kernel says: {line}") for line in each.get("kernel", ()))
         if each.get("disk", _DISK) < _DISK:
             yield host, f"{each['disk'] / 1e6:.0f} MB of disk are free"
@@ -203,10 +201,13 @@ def leave_out(planned: LaunchPlan, job: Allocation, env: Mapping[str, str]) -> b
         raise LaunchError(f"--preflight: {answer} answered: {why}")
     bad = judge(reports, hosts)
     lines = table(bad, unjudged(reports), hosts)
+    left_out = guilty(bad, reports)
+    if left_out != bad:
+        lines.append("most nodes did not meet the first, which may be at fault: all stay for that")
     say("\n".join(["preflight", *(f"  {line}" for line in lines)]))
-    for host, whys in bad.items():
+    for host, whys in left_out.items():
         remember([host], "; ".join(whys), allocation_of(job, planned.request, env), env)
-    return bool(bad)
+    return bool(left_out)
 
 
 # Run a command to its end: no input, a time limit, and nothing left of it afterwards.
