@@ -6,17 +6,13 @@ Rank 0 adds a line a step to FOLDER/losses: the step, the loss to the last bit, 
 """
 
 import os
-import signal
 import sys
 import time
 from pathlib import Path
 
-# On a busy machine the signal may come before there is anything to save.
-signal.signal(signal.SIGUSR1, lambda *_: os._exit(75))
+import torch
 
-import torch  # noqa: E402 - see above
-
-import ezpz_dist  # noqa: E402 - see above
+import ezpz_dist
 
 MORE = 5
 
@@ -34,7 +30,9 @@ def save(step):
     ezpz_dist.save_checkpoint(folder / "checkpoints", step=step, **state)
 
 
-with ezpz_dist.SnapshotOnSignal(save, within=30) as snapshot:
+# Started again it is not to be asked, however slow the machine.
+signals = ["SIGTERM"] if loaded else ["SIGUSR1", "SIGTERM"]
+with ezpz_dist.SnapshotOnSignal(save, signals=signals, within=30) as snapshot:
     for step in range(done + 1, last + 1):
         batch = torch.randn(8, 16)  # of the stream that a checkpoint restores
         loss = (model(batch) - batch.sum(1, keepdim=True)).square().mean()

@@ -106,6 +106,26 @@ def test_a_group_of_several_ranks_is_signalled_once(rank, ranks):
     assert [child.communicate()[0] for child in (first, second)] == [b"", b""]
 
 
+def test_sigusr1_waits_for_who_would_only_die_of_it(process, rank, ranks, until, tmp_path):
+    imports = f"until [ -e {tmp_path}/go ]; do sleep 0.05; done"
+    listens = "trap 'echo heard' USR1; echo ready; while :; do sleep 0.05; done"
+    shim = process("sh", "-c", 'trap : USR1; sh -c "$1"; :', "", f"{imports}; {listens}", stdout=-1)
+    other = rank(process_group=shim.pid)  # as with srun
+    until(lambda: module._children_of(shim.pid))
+    for number, child in enumerate((shim, other)):
+        ranks.start(number, child.pid)
+    ranks.signal(signal.SIGUSR1)
+    assert other.stdout.readline() == b"heard\n"
+    ranks.lost()
+    (tmp_path / "go").touch()
+    assert shim.stdout.readline() == b"ready\n"
+    for _ in range(2):
+        ranks.lost()
+    assert shim.stdout.readline() == b"heard\n"
+    ranks.kill()
+    assert [child.communicate()[0] for child in (shim, other)] == [b"", b""]
+
+
 def test_a_group_that_no_rank_leads_is_not_signalled(process, rank, ranks):
     launcher = process("sleep", "60")
     child = rank(process_group=launcher.pid)

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING or __package__:
@@ -178,6 +178,17 @@ def _catchers(shim: int, number: int) -> list[int]:
     return found
 
 
+def _would_end(shim: int, number: int) -> bool:
+    """Return whether a signal could only end a rank: nothing there handles or blocks it."""
+    told = [
+        pid
+        for pid in _descendants(shim)
+        if not _is_pump(pid) and os.path.basename(_program(pid)) not in _WAITING
+    ]
+    masks = (b"SigCgt:", b"SigIgn:", b"SigBlk:")
+    return os.path.isdir("/proc/self") and not any(_has(p, m, number) for p in told for m in masks)
+
+
 def _has(pid: int, mask: bytes, number: int) -> bool:
     """Return whether a signal is in this mask of proc(5)'s status; False where that is absent."""
     _, found, rest = _read(pid, "status").partition(mask)
@@ -239,6 +250,7 @@ class Ranks:
         self._commands: dict[int, tuple[int, str]] = {}
         self._ending = 0
         self._late: list[int] = []
+        self._early: dict[int, set[int]] = {}
         self._lost: set[int] = set()
         self._suspects: set[int] = set()
 
@@ -271,6 +283,9 @@ class Ranks:
             pid = self._late.pop()
             if pid in self._pids.values() and self._is_same(pid):
                 send(self._target(pid), self._ending)
+        early, self._early = self._early, {}
+        for number, pids in early.items():
+            self.signal(number, pids)
         found = [rank for rank, pid in self._pids.items() if self._is_lost(rank, pid)]
         self._lost.update(found)
         self.files.bring(found)
@@ -307,13 +322,18 @@ class Ranks:
             marks.items() <= its.items() and not _is_killed(pid) for pid, its in _environments()
         )
 
-    def signal(self, number: int) -> None:
+    def signal(self, number: int, those: Iterable[int] = ()) -> None:
         """Signal every rank that has not ended: its process group, where it has one."""
+        early = set[int]()
+        shims = [pid for pid in those or self._pids.values() if self._is_same(pid)]
+        meant = {} if number == signal.SIGKILL else {p: _catchers(p, number) for p in shims}
         if number not in (signal.SIGUSR1, signal.SIGUSR2):
             self._ending = number
-        shims = [pid for pid in self._pids.values() if self._is_same(pid)]
-        meant = {} if number == signal.SIGKILL else {p: _catchers(p, number) for p in shims}
-        meant = {pid: catchers for pid, catchers in meant.items() if catchers}
+        else:  # they ask for a checkpoint: a rank that imports torch still has it once it listens
+            early = {p for p in shims if not meant[p] and _would_end(p, number)}
+            if early:
+                self._early[number] = self._early.get(number, set()) | early
+        meant = {pid: catchers for pid, catchers in meant.items() if catchers or pid in early}
         for target in {self._target(pid) for pid in shims if pid not in meant}:
             # A group of several ranks (srun's) holds those that are told by themselves.
             if target > 0 or not meant:
