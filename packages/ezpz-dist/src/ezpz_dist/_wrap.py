@@ -243,7 +243,8 @@ _FSDP1 = "wrap_model_for_fsdp()"
 
 def wrap_model_for_fsdp(
     model: nn.Module, *, dtype: str | torch.dtype | None = None,
-    units: Collection[type[nn.Module]] | None = None, **options: Any,
+    units: Collection[type[nn.Module]] | None = None,
+    compile: bool | Mapping[str, Any] = False, **options: Any,
 ) -> FullyShardedDataParallel:  # fmt: skip
     """Shard a model by torch's FullyShardedDataParallel (FSDP1).
 
@@ -256,6 +257,7 @@ def wrap_model_for_fsdp(
         model: The bare model, the same on every rank; all start from the first rank's values.
         dtype: The type to compute in (``"bf16"``); gradients are reduced in fp32.
         units: As of `wrap_model_for_fsdp2`.
+        compile: As of `wrap_model`.
         options: Any of FullyShardedDataParallel's; they take the place of what is set here
             (``use_orig_params=True``, the units as ``auto_wrap_policy``).
 
@@ -270,7 +272,8 @@ def wrap_model_for_fsdp(
 
     replicas = _replicas.find_replicas(_FSDP1)
     precision = None
-    with _replicas.agreed(_FSDP1, model, {"dtype": dtype, **options}, replicas) as lines:
+    given = {"dtype": dtype, "compile": compile or None, **options}
+    with _replicas.agreed(_FSDP1, model, given, replicas) as lines:
         _replicas.check_model(_FSDP1, model, replicas, options, _replicas.RESERVED)
         if "HYBRID" in str(options.get("sharding_strategy")):
             raise WrapError(
@@ -289,6 +292,7 @@ def wrap_model_for_fsdp(
         found = find_units(model, units)
         lines |= {f"unit {name}": type(module).__name__ for name, module in found.items()}
     _replicas.start_alike([*model.parameters(), *model.buffers()], replicas)
+    _compiled(model, compile)
     chosen = set(found.values())
     policy = CustomPolicy(lambda module: module in chosen)
     settings: dict[str, Any] = {"auto_wrap_policy": policy, "mixed_precision": precision}

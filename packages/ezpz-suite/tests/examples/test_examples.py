@@ -106,6 +106,8 @@ def test_two_ranks_learn_and_agree(name, launch, alone, tmp_path):
     assert low == pytest.approx(high, rel=1e-5), "the ranks found other values"
     losses = [one.get("loss/mean", one.get("loss")) for one in records(out) if "loss" in one]
     assert losses[0] - losses[-1] >= expected.loss, losses
+    if name == "finetune":
+        assert {"tokens_per_s", "tflops"} <= {each.split("/")[0] for each in last}
     if name in PARALLEL:
         run_here(alone, name, "--steps=5", f"--outdir={tmp_path / 'one'}")
         one = [loss for _, loss in curve(tmp_path / "one", "loss")]

@@ -13,6 +13,7 @@ images, none = torch.randn(4, 1, 8, 8), torch.zeros(4).long()
 tokens = torch.randint(256, (2, 32))
 CASES = [
     (ezpz.wrap_model_for_ddp, lambda: Llama(LlamaConfig(dim=64, heads=4)), tokens.chunk(2, 1)),
+    (ezpz.wrap_model_for_fsdp, lambda: Llama(LlamaConfig(dim=64, heads=4)), (tokens,)),
     (ezpz.wrap_model_for_fsdp2, lambda: VisionTransformer(ViTConfig()), (images,)),
     (ezpz.wrap_model_for_ddp, lambda: DiT(DiTConfig(label_dropout=0.0)), (images, none, none)),
     (ezpz.wrap_model, lambda: torch.nn.Linear(8, 2), (images,)),

@@ -9,6 +9,7 @@ import torch
 from ezpz.models import (
     ModelError,
     find_pretrained,
+    flops_per_token,
     load_pretrained,
     load_tokenizer,
     lora_targets,
@@ -39,7 +40,7 @@ STEPS = 20
 TRAIN = """
 import torch
 import ezpz
-from ezpz.models import causal_losses, load_pretrained, save_pretrained
+from ezpz.models import causal_losses, flops_per_token, load_pretrained, save_pretrained
 place, tp, shard_size, out = {place!r}, {tp}, {shard_size}, {out!r}
 ezpz.setup_torch(seed=1, tensor_parallel_size=tp)
 replicas = ezpz_tp.get_data_parallel_world_size()
@@ -47,6 +48,7 @@ first = ezpz_tp.get_data_parallel_rank() * 4 // replicas
 group = ezpz_tp.get_data_parallel_group()
 for kind in {kinds}:
     model = load_pretrained(place + "/" + kind)
+    print("flops", kind, flops_per_token(model, 24))
     model = ezpz.wrap_model_for_fsdp2(model, shard_size=shard_size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for tokens in torch.load(place + "/batches.pt"):
@@ -85,6 +87,16 @@ def trained_alone(kind, place, batches):
     return model, losses
 
 
+def flops_of(kind):
+    """Return 6 operations for each weight of a product, and those of attention to 24 tokens."""
+    sizes = {"hidden_size": 32, "num_key_value_heads": 4} | FAMILIES[kind]
+    width, kept = sizes["hidden_size"], 8 * sizes["num_key_value_heads"]
+    wide = sizes.get("intermediate_size", 4 * width)
+    products = (2 if kind in ("gpt2", "gpt_neox") else 3) * width * wide
+    layer = 2 * width * (width + kept) + products
+    return 6 * (2 * layer + 131 * width) + 12 * 2 * 24 * width
+
+
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     """Every family, trained by transformers in one process, and where it began."""
@@ -110,10 +122,25 @@ def test_losses_and_weights_are_those_of_transformers_alone(
     for kind, (model, losses) in wanted.items():
         mine = [float(words[2]) for words in lines if words[:2] == ["loss", kind]]
         assert mine == pytest.approx(losses, abs=1e-5, rel=0), kind
+        (flops,) = [float(words[2]) for words in lines if words[:2] == ["flops", kind]]
+        # tensor-parallel ranks pad the vocabulary
+        assert flops == pytest.approx(flops_of(kind), rel=0.01), kind
         again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / kind)
         assert type(again) is type(model)
         for (name, one), other in zip(again.named_parameters(), model.parameters(), strict=True):
             torch.testing.assert_close(one, other, atol=1e-3, rtol=1e-3, msg=f"{kind}: {name}")
+
+
+def test_of_experts_those_that_a_token_meets_are_counted():
+    config = transformers.AutoConfig.for_model("mixtral", **LLAMA, num_local_experts=8)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    before = config._experts_implementation
+    second, router = 3 * 32 * 48, 8 * 32
+    wanted = flops_of("llama") + 6 * 2 * (second + router)
+    assert flops_per_token(model, 24) == pytest.approx(wanted, rel=0.01)
+    assert config._experts_implementation == before
+    model.forward = lambda **_: [][int(model.lm_head.weight.sum() > 0)]
+    assert flops_per_token(model, 24) is None
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="no /proc/self/smaps")

@@ -9,6 +9,7 @@ The same command resumes from the newest checkpoint. docs/guides/finetuning.md h
 from __future__ import annotations
 
 import shutil
+import time
 from dataclasses import dataclass, field
 from itertools import chain, islice, repeat
 from pathlib import Path
@@ -72,7 +73,7 @@ class _Run:
     """A model, its data, and what trains it. Collective: every rank makes one."""
 
     def __init__(self, settings: Settings) -> None:
-        from transformers import get_cosine_schedule_with_warmup
+        from transformers import get_cosine_schedule_with_warmup as cosine
 
         self.settings, self.folder = settings, Path(settings.outdir)
         self.replicas = ezpz_tp.get_data_parallel_world_size()
@@ -91,10 +92,8 @@ class _Run:
         blocks = TensorDataset(packed["tokens"], packed["targets"])
         count = len(blocks) - max(1, min(16, len(blocks) // 10))
         self.held_out = [blocks[place] for place in range(count, len(blocks))]
-        self.loader = ezpz.DataLoader(
-            Subset(blocks, range(count)), settings.micro_batch, shuffle=True,
-            seed=settings.seed, drop_last=True,
-        )  # fmt: skip
+        how: dict[str, Any] = {"shuffle": True, "seed": settings.seed, "drop_last": True}
+        self.loader = ezpz.DataLoader(Subset(blocks, range(count)), settings.micro_batch, **how)
         if not len(self.loader):
             raise _settings.UsageError(
                 f"{count} blocks on {self.replicas} data-parallel ranks; expected --micro_batch="
@@ -105,17 +104,17 @@ class _Run:
         self.model = self.wrapped(models.load_pretrained(source))
         self.trained = [one for one in self.model.parameters() if one.requires_grad]
         self.optimizer = torch.optim.AdamW(self.trained, lr=settings.lr)
-        steps = settings.steps // 10, settings.steps
-        self.scheduler = get_cosine_schedule_with_warmup(self.optimizer, *steps)
+        self.scheduler = cosine(self.optimizer, settings.steps // 10, settings.steps)
         self.state: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer}
         self.state |= {"scheduler": self.scheduler, "data": self.loader}
 
     def wrapped(self, model: Any) -> Any:
+        if rank := self.settings.lora:
+            ezpz_tp.apply_lora(model, models.lora_targets(model), rank, 2 * rank)
+        self.flops = models.flops_per_token(model, self.settings.block)
         if self.settings.recompute:
             of_old = model.gradient_checkpointing_enable  # transformers before 5.20
             getattr(model, "activation_checkpointing_enable", of_old)({"use_reentrant": False})
-        if rank := self.settings.lora:
-            ezpz_tp.apply_lora(model, models.lora_targets(model), rank, 2 * rank)
         dtype, shard = _settings.dtype_named(self.settings.dtype), self.settings.shard_size or None
         return ezpz.wrap_model_for_fsdp2(model, dtype=dtype, shard_size=shard)
 
@@ -160,9 +159,7 @@ class _Run:
                 shutil.rmtree(self.folder / "adapter", ignore_errors=True)
             ezpz_tp.save_lora(self.model, self.folder / "adapter")
             return
-        models.save_pretrained(self.model, self.folder / "model")
-        if ezpz.get_rank() == 0:
-            self.tokenizer.save_pretrained(self.folder / "model")
+        models.save_pretrained(self.model, self.folder / "model", self.tokenizer)
 
 
 def train(settings: Settings) -> None:
@@ -174,6 +171,8 @@ def train(settings: Settings) -> None:
     run, last = _Run(settings), settings.steps
     loaded = ezpz.load_checkpoint(run.folder / "checkpoints", **run.state)
     first = loaded.step if loaded else 0
+    tokens = settings.batch_size * settings.block
+    rates = ezpz.Throughput(tokens_per_step=tokens, flops_per_token=run.flops, dtype=settings.dtype)
     _logger.info("ready", from_step=first, of=last, tp=settings.tp, data_parallel=run.replicas)
     with (
         ezpz.History(settings.outdir, cross_rank=True, system=True, resume=True) as history,
@@ -181,7 +180,8 @@ def train(settings: Settings) -> None:
     ):
         run.model.train()
         for step in range(first + 1, last + 1):
-            metrics = run.step()
+            begun = time.perf_counter()
+            metrics = run.step() | rates.metrics(time.perf_counter() - begun)
             if step % settings.evaluate_every == 0 or step == last:
                 metrics["eval_loss"] = run.evaluate()
             said = history.update(metrics, step=step)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ._llama_pipeline import llama_pipeline as llama_pipeline
     from ._pretrained import causal_losses as causal_losses
     from ._pretrained import find_pretrained as find_pretrained
+    from ._pretrained import flops_per_token as flops_per_token
     from ._pretrained import load_pretrained as load_pretrained
     from ._pretrained import load_tokenizer as load_tokenizer
     from ._pretrained import lora_targets as lora_targets

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import pickle
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -19,10 +20,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ezpz_dist
 import ezpz_tp
+from ezpz_device import count_flops
 from ezpz_topo import get_local_world_size, get_rank
 
 from ._errors import ModelError
 from ._llama import degree_of
+
+logger = logging.getLogger(__name__)
 
 # How the layers of each family are split over tensor-parallel ranks, by the ends of their names
 # (transformers 5.23, models/*/modeling_*.py). The embedding and the output layer, which the model
@@ -316,6 +320,32 @@ def causal_losses(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
     return flat.view_as(targets)
 
 
+def flops_per_token(model: Any, length: int) -> float | None:
+    """Return the floating-point operations of a token of a sequence, forward and backward.
+
+    They are counted by `ezpz_device.count_flops`, of all ranks that share the model's layers.
+
+    Args:
+        model: Of `load_pretrained`, not wrapped and without activation checkpointing yet.
+        length: The sequence's tokens.
+
+    Returns:
+        None where the model does not run on shapes alone.
+    """
+    config, tokens = model.config, torch.zeros(1, length, dtype=torch.int64)
+    experts = getattr(config, "_experts_implementation", None)
+    try:
+        if experts == "grouped_mm":  # in fp32 torch has no shapes of it
+            model.set_experts_implementation("batched_mm")
+        return count_flops(model, input_ids=tokens) * degree_of("tensor") / length or None
+    except Exception as error:  # noqa: BLE001  # any architecture's forward: it may ask for values
+        logger.warning("no FLOP/s: %s cannot be counted: %s", type(model).__name__, error)
+        return None
+    finally:
+        if experts == "grouped_mm":
+            model.set_experts_implementation(experts)
+
+
 def lora_targets(model: nn.Module) -> tuple[str, ...]:
     """Return the layers that `ezpz_tp.apply_lora` adapts by default: what makes queries and values.
 
@@ -342,7 +372,7 @@ def lora_targets(model: nn.Module) -> tuple[str, ...]:
 # Writing.
 
 
-def save_pretrained(model: nn.Module, folder: str | Path) -> None:
+def save_pretrained(model: nn.Module, folder: str | Path, tokenizer: Any = None) -> None:
     """Write a model of `load_pretrained` as transformers' ``from_pretrained`` reads it.
 
     ``config.json`` and ``generation_config.json`` with the settings that were read, and safetensors
@@ -354,6 +384,7 @@ def save_pretrained(model: nn.Module, folder: str | Path) -> None:
     Args:
         model: Also wrapped by DDP or FSDP2.
         folder: What is there is replaced.
+        tokenizer: Of `load_tokenizer`; written beside the model.
 
     Raises:
         ModelError: On every rank: the folder cannot be written.
@@ -373,6 +404,8 @@ def save_pretrained(model: nn.Module, folder: str | Path) -> None:
                 fresh = _bare_class(bare)(config)
             fresh.generation_config = bare.generation_config
             fresh.save_pretrained(aside, state_dict=state, max_shard_size="5GB")
+            if tokenizer is not None:
+                tokenizer.save_pretrained(aside)
             with suppress(FileNotFoundError):
                 rmtree(folder)
             aside.rename(folder)
