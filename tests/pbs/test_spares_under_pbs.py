@@ -15,15 +15,16 @@ OPTIONS[OPTIONS.index("--spares") + 1] = "1"
 
 ALL = "$(pgrep -u alice)"
 RANKS = "pgrep -u alice -xf '[^ ]*python[^ ]* [^ ]*/steps.py .*'"
-AGENT, PROXY = "$(pgrep -f '[_]agent.py 1')", "$(pgrep -f '[h]ydra_pmi_proxy')"
+# A proxy's shells end with it, before they are killed themselves.
+KILL_AGENT, KILL_PROXY = "pkill -9 -f '[_]agent.py 1'", "pkill -9 -f '[h]ydra_pmi_proxy'"
 
 # What is done on a host from outside, as root there.
 DONE = {
     "kill a rank": f"kill -9 $({RANKS} -n)",
     "segfault of a rank": f"kill -SEGV $({RANKS} -n)",
-    "kill a proxy": f"kill -9 {PROXY}",
-    "kill an agent": f"kill -9 {AGENT}",
-    "kill agent and proxy": f"kill -9 {AGENT} {PROXY}",
+    "kill a proxy": KILL_PROXY,
+    "kill an agent": KILL_AGENT,
+    "kill agent and proxy": f"{KILL_AGENT} && {KILL_PROXY}",
     "freeze": f"kill -STOP {ALL}",
     "link down": ":",  # by what is below the host
 }

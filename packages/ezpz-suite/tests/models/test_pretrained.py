@@ -1,6 +1,9 @@
 """Published models train on every layout as transformers alone does, and are written for it."""
 
+import hashlib
 import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -8,7 +11,6 @@ import torch
 
 from ezpz.models import (
     ModelError,
-    find_pretrained,
     flops_per_token,
     load_pretrained,
     load_tokenizer,
@@ -277,16 +279,73 @@ def test_a_folder_without_a_tokenizer_is_told(kind, tmp_path):
         load_tokenizer(tmp_path)
 
 
-def test_weights_that_a_hub_has_twice_are_downloaded_once(monkeypatch, tmp_path):
-    hub = pytest.importorskip("huggingface_hub")
-    files = ["config.json", "model.safetensors", "consolidated.safetensors", "original/params.json",
-             "consolidated.safetensors.index.json", "merges.txt"]  # fmt: skip
-    found = []
+class Hub(BaseHTTPRequestHandler):
+    """The answers of Hugging Face's hub for one model, on this host."""
 
-    def download(_name, *, cache_dir, **patterns):
-        found.extend(hub.utils.filter_repo_objects(files, **patterns))
-        return str(cache_dir)
+    protocol_version = "HTTP/1.1"
 
-    monkeypatch.setattr(hub, "snapshot_download", download)
-    assert find_pretrained("some/model", tmp_path) == tmp_path
-    assert found == ["config.json", "model.safetensors", "merges.txt"]
+    def answer(self, body=b"", **headers):
+        self.send_response(200 if body else 404)
+        for name, value in {"Content-Length": str(len(body)), **headers}.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def do_GET(self):
+        files, commit = self.server.files, "0" * 40
+        of_api = self.path.partition("?")[0].removeprefix("/api/models/some/model/")
+        sizes = [
+            {"type": "file", "path": name, "oid": commit, "size": len(body)}
+            for name, body in files.items()
+        ]
+        names = [{"rfilename": name} for name in files]
+        told = {"revision/main": {"id": "some/model", "sha": commit, "siblings": names}}
+        told[f"tree/{commit}"] = sizes
+        if of_api in told:
+            self.answer(json.dumps(told[of_api]).encode(), Content_Type="application/json")
+        else:
+            body = files.get(self.path.removeprefix(f"/some/model/resolve/{commit}/"), b"")
+            tag = f'"{hashlib.sha1(body).hexdigest()}"'
+            self.server.fetched += [self.path.rpartition("/")[2]] * bool(
+                body and self.command == "GET"
+            )
+            self.answer(body, ETag=tag, X_Repo_Commit=commit)
+
+    do_HEAD = do_GET  # noqa: N815 - http.server's name
+
+    def log_message(self, *_):
+        """Say nothing."""
+
+
+@pytest.fixture
+def hub(tmp_path):
+    config = transformers.AutoConfig.for_model("llama", **LLAMA)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "published")
+    files = {each.name: each.read_bytes() for each in (tmp_path / "published").iterdir()}
+    files |= {"consolidated.safetensors": b"twice", "original/params.json": b"{}", "page.md": b"x"}
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        server.files, server.fetched = files, []
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+def test_one_rank_of_a_node_downloads_what_is_read_and_then_the_hub_is_not_needed(
+    hub, ranks, tmp_path
+):
+    script = f"""
+    import ezpz
+    from ezpz.models import find_pretrained, load_pretrained
+    ezpz.setup_torch()
+    folder = find_pretrained("some/model", {str(tmp_path / "cache")!r})
+    names = sorted(each.name for each in folder.iterdir())
+    print(*names, load_pretrained(folder).config.vocab_size)
+    ezpz.cleanup()
+    """
+    read = ["config.json", "generation_config.json", "model.safetensors"]
+    env = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_HOME": str(tmp_path)}
+    for offline in ("0", "1"):
+        said = ranks(2, script, env={**env, "HF_HUB_OFFLINE": offline})
+        assert [each.split() for each in said] == [[*read, "131"]] * 2
+        assert sorted(hub.fetched) == read
