@@ -21,20 +21,6 @@ from ._file import as_float, statistic_names
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-# torch.distributed as `History` finds it: set up by somebody else, on whatever device.
-
-
-def find_distributed(place: Place) -> Any:
-    torch = sys.modules.get("torch")
-    dist = None if torch is None else torch.distributed
-    if dist is None or not dist.is_available() or not dist.is_initialized():
-        raise HistoryError(
-            f"cross_rank=True on rank {place.rank} of {place.world_size}, and torch.distributed "
-            "is not set up; expected ezpz_dist.setup_torch() (or init_process_group) before "
-            "History(cross_rank=True)"
-        )
-    return dist
-
 
 def is_ring(dist: Any, group: Any, device: Any) -> bool:
     """Return whether the group's all-reduce goes around all ranks, however little it adds."""
@@ -244,10 +230,16 @@ class Across:
     """The exchange of one `History`. Collective: every rank makes one."""
 
     def __init__(self, place: Place, first_step: int, timeout: float | None) -> None:
-        dist = find_distributed(place)
+        torch: Any = sys.modules.get("torch")
+        dist = None if torch is None else torch.distributed
+        if dist is None or not dist.is_available() or not dist.is_initialized():
+            raise HistoryError(
+                f"cross_rank=True on rank {place.rank} of {place.world_size}, and "
+                "torch.distributed is not set up; expected ezpz_dist.setup_torch() (or "
+                "init_process_group) before History(cross_rank=True)"
+            )
+        self._torch, self._dist = torch, dist
         self._timeout = None if timeout is None else timedelta(seconds=timeout)
-        self._torch = sys.modules["torch"]
-        self._dist = dist
         self._ranks = dist.get_world_size()
         own = self._ranks <= _GROUP_OF_ITS_OWN
         with _Explained(None):
