@@ -11,14 +11,14 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, nullcontext, redirect_stderr
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self, TextIO, cast
 
 import structlog
 
-from ._context import Place, find_place
+from ._context import find_place
 from ._terminal import (
     LEVELS,
     NAME,
@@ -436,18 +436,6 @@ class Uncaught:
                 go_on()
 
 
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """What comes of the arguments and the environment: the same asks for nothing new."""
-
-    place: Place
-    level: int
-    as_json: bool
-    path: Path | None
-    file_level: int
-    is_level_given: bool
-
-
 class LogSetup:
     """What `configure_logs` has set up; a context manager whose end undoes it.
 
@@ -479,7 +467,8 @@ class LogSetup:
         self.undo()
 
 
-_active: tuple[_Asked, LogSetup] | None = None
+# What was asked for, where the same asks for nothing new, and what came of it.
+_active: tuple[tuple[object, ...], LogSetup] | None = None
 
 
 def configure_logs(
@@ -527,42 +516,36 @@ def configure_logs(
     global _active
     env = os.environ if env is None else env
     place = find_place(env)
-    said = get_log_level(env, rank=0)
-    number = said if level is None else to_level(level, "level")
-    writes = directory is not None and (place.rank == 0 or per_rank)
-    asked = _Asked(
-        place=place,
-        level=for_rank(number, env, place.rank),
-        as_json=wants_json(env) if as_json is None else as_json,
-        path=Path(directory).absolute() / file_name(place.rank) if directory and writes else None,
-        file_level=min(number, logging.INFO),
-        is_level_given=level is not None,
-    )
+    number = get_log_level(env, rank=0)
+    if level is not None:
+        number = to_level(level, "level")
+    as_json = wants_json(env) if as_json is None else as_json
+    path = None
+    if directory and (place.rank == 0 or per_rank):
+        path = Path(directory).absolute() / file_name(place.rank)
+    shown = for_rank(number, env, place.rank)
+    asked = place, number, shown, as_json, path, level is not None
     if _active is not None:
         if _active[0] == asked:
             return _active[1]
         _active[1].undo()
-    setup = _set_up(asked, env)
-    _active = asked, setup
-    return setup
-
-
-def _set_up(asked: _Asked, env: Mapping[str, str]) -> LogSetup:
     output, undo = process_output(), ExitStack()
     undo.callback(output.become, replace(output))
-    terminal = Terminal(None, level=asked.level, as_json=asked.as_json, env=env)
+    terminal = Terminal(None, level=shown, as_json=as_json, env=env)
     file = None
-    if asked.path is not None:
-        file = LogFile(asked.path, level=asked.file_level, complain=output.complain)
+    if path is not None:
+        file = LogFile(path, level=min(number, logging.INFO), complain=output.complain)
         undo.callback(file.close)
-    output.become(Output(asked.place, terminal, file, is_configured=True))
+    output.become(Output(place, terminal, file, is_configured=True))
     if file is not None:
         file.open(time.time())
-    join(output, undo, is_level_given=asked.is_level_given)
+    join(output, undo, is_level_given=level is not None)
     before = warnings.showwarning
     logging.captureWarnings(capture=True)
     if warnings.showwarning is not before:  # else somebody captures them already
         undo.callback(logging.captureWarnings, capture=False)
     uncaught = Uncaught(Channel(output, NAME))
     undo.callback(uncaught.remove)
-    return LogSetup(asked.path, uncaught.log, undo.close)
+    setup = LogSetup(path, uncaught.log, undo.close)
+    _active = asked, setup
+    return setup
