@@ -16,33 +16,12 @@ from pathlib import Path
 from threading import RLock
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
+from . import _file
 from ._context import NOW, find_place, replacing
 from ._errors import HistoryError
-from ._file import (
-    FILE_NAME,
-    MEDIA,
-    RESERVED,
-    Before,
-    Writer,
-    as_float,
-    copy_to_host,
-    file_name,
-    find_folder,
-    find_launch,
-    flatten,
-    html_table,
-    is_quick,
-    make_header,
-    png_of,
-    put_copies,
-    refuse_statistics,
-    statistic_names,
-    table_of,
-)
 
 if TYPE_CHECKING:
     from ._across import Across, Exchange
-    from ._file import Copies
     from ._performance import SystemSampler
     from ._sinks import Feeder
     from ._sinks.libraries import Sink
@@ -83,7 +62,7 @@ class Kept:
         if names != self._names:
             self._names, self._values = names, array("d")
             self._runs.append((names, self._values))
-        self._values.extend([as_float(value) for value in record.values()])
+        self._values.extend([_file.as_float(value) for value in record.values()])
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Give the records in order; every metric is a float here."""
@@ -152,7 +131,7 @@ def summarize(record: Mapping[str, Any], statistics: Mapping[str, Any] | None = 
 
 logger = logging.getLogger("ezpz_obs")
 _FAR = 1 << 63
-_EVENTS_OWN = RESERVED - {"step", "replay"}
+_EVENTS_OWN = _file.RESERVED - {"step", "replay"}
 _SYSTEM_SECONDS = 10.0
 _OTHERS_SECONDS = 3.0  # and up to 4 for finding who of them is missing
 
@@ -215,12 +194,12 @@ class History:
     """
 
     _kept: Kept | None = None  # in memory, where there is no file
-    _writer: Writer | None = None
+    _writer: _file.Writer | None = None
     _feeders: Sequence[Feeder] = ()
     _across: Across | None = None
     _system: SystemSampler | None = None
     # The record that waits: what is known of it, its metrics, their copies, the other ranks'.
-    _pending: tuple[dict[str, Any], dict[str, Any], Copies, Exchange | None] | None = None
+    _pending: tuple[dict[str, Any], dict[str, Any], _file.Copies, Exchange | None] | None = None
     _updates = 0
     _is_over = False
     _said_nowhere = False
@@ -259,14 +238,14 @@ class History:
         self._last: dict[str, Any] = {}
         self._lock = RLock()  # a signal's handler may record, too
         chosen = _chosen(sinks or backends) if first else []
-        before = Before()
+        before = _file.Before()
         if outdir is None:
             self._kept = Kept()
         elif first or per_rank:
-            file_name = FILE_NAME if first else f"metrics-rank{place.rank:05d}.jsonl"
-            folder = find_folder(Path(outdir).absolute(), file_name, finished=resume)
+            file_name = _file.FILE_NAME if first else f"metrics-rank{place.rank:05d}.jsonl"
+            folder = _file.find_folder(Path(outdir).absolute(), file_name, finished=resume)
             self.path = folder / file_name
-            self._writer = Writer(self.path, checksum=checksum, sync=sync)
+            self._writer = _file.Writer(self.path, checksum=checksum, sync=sync)
             before = self._writer.before
         self._progress = Progress() if first else None
         self._next = before.next_step
@@ -275,7 +254,7 @@ class History:
             run = name or ("run" if self.path is None else self.path.parent.name)
             header: dict[str, Any] = {}
             if self._writer is not None or chosen:  # elsewhere git need not look at the folder
-                header = make_header(
+                header = _file.make_header(
                     place, before, run=run, project=project_name, config=config or {}
                 )
             if self._writer is not None:
@@ -377,11 +356,11 @@ class History:
             HistoryError: After `close`.
             ValueError: It is no image.
         """
-        self._show("image", name, lambda: png_of(image), step, caption)
+        self._show("image", name, lambda: _file.png_of(image), step, caption)
 
     def text(self, name: str, text: str, step: int | None = None) -> None:
         """Keep a text as ``media/text-NAME-STEP.txt``, as `image` does."""
-        self._show("text", name, lambda: text.encode(errors="backslashreplace"), step)
+        self._show("text", name, lambda: text.encode(errors="backslashreplace"), step, "")
 
     def table(
         self,
@@ -405,17 +384,19 @@ class History:
             TypeError: Rows that are no mappings, without ``columns``.
             ValueError: A row has another number of values.
         """
-        self._show("table", name, lambda: table_of(rows, columns), step)
+        self._show("table", name, lambda: _file.table_of(rows, columns), step, "")
 
     @property
     def history(self) -> dict[str, list[float]]:
         """What was recorded so far as lists, by metric; where there is a file it is read."""
         from ._run import read_run  # only who reads needs it
-        from ._table import lists_of  # above this room: reads runs
 
-        if self._kept is not None:
-            return lists_of(self._kept)
-        return {} if self.path is None else lists_of(read_run(self.path).records())
+        found: dict[str, list[float]] = {}
+        for record in (self._kept or ()) if self.path is None else read_run(self.path).records():
+            for name, value in record.items():
+                if name != "replay":
+                    found.setdefault(name, []).append(value)
+        return found
 
     def flush(self) -> None:
         """Write what is deferred. Collective with ``cross_rank``."""
@@ -466,7 +447,8 @@ class History:
         self._close("closed", value)
 
     def _repr_html_(self) -> str:
-        return html_table([("file", self.path or "in memory"), ("last", summarize(self._last))])
+        rows = [("file", self.path or "in memory"), ("last", summarize(self._last))]
+        return _file.html_table(rows)
 
     @staticmethod
     def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -488,7 +470,7 @@ class History:
         if not -_FAR <= step < _FAR:
             raise ValueError(f"step {step}; expected an integer of 64 bits")
         now = time.time()
-        if self._quick and is_quick(metrics):
+        if self._quick and _file.is_quick(metrics):
             record = {"step": step, "time": now, **metrics}
             if step <= self._replayed:
                 record["replay"] = True
@@ -498,12 +480,12 @@ class History:
         return self._take_slowly(metrics, step, now)
 
     def _take_slowly(self, metrics: Mapping[str, Any], step: int, now: float) -> str | None:
-        quick = is_quick(metrics)
-        flat = dict(metrics) if quick else flatten(metrics)
+        quick = _file.is_quick(metrics)
+        flat = dict(metrics) if quick else _file.flatten(metrics)
         self._refuse_closed(f"record of step {step}")
         if self._alone or self._across is not None:
-            refuse_statistics(flat)
-        copies = [] if quick else copy_to_host(flat)
+            _file.refuse_statistics(flat)
+        copies = [] if quick else _file.copy_to_host(flat)
         record: dict[str, Any] = {"step": step, "time": now}
         if step <= self._replayed:
             record["replay"] = True
@@ -513,10 +495,11 @@ class History:
             before = self._settle()
             self._updates += 1
             if self._across is not None and (self._updates - 1) % self._every == 0:
-                put_copies(copies, flat)  # the others are sent numbers, so these are waited for
+                # The others are sent numbers, so these are waited for.
+                _file.put_copies(copies, flat)
                 exchange = self._across.begin(step, flat)
         except HistoryError:  # nor are this rank's numbers lost where another rank was
-            put_copies(copies, flat)
+            _file.put_copies(copies, flat)
             self._put({**record, **flat})
             raise
         self._pending = record, flat, copies, exchange
@@ -527,7 +510,7 @@ class History:
         if self._pending is None:
             return None
         (record, flat, copies, exchange), self._pending = self._pending, None
-        put_copies(copies, flat)
+        _file.put_copies(copies, flat)
         statistics: dict[str, Any] = {}
         try:
             if self._across is not None and exchange is not None:
@@ -537,18 +520,13 @@ class History:
                     self.event("warning", warning)
             elif self._alone and (self._updates - 1) % self._every == 0:
                 each = [one for v in flat.values() for one in (v, 0.0, v, v, 0, 0)]
-                statistics = dict(zip(statistic_names(flat), each, strict=True))
+                statistics = dict(zip(_file.statistic_names(flat), each, strict=True))
         finally:  # this rank's own numbers are not lost where another rank is
             self._put({**record, **statistics, **flat})
         return summarize({**record, **flat}, statistics) if self._summary else ""
 
     def _show(
-        self,
-        kind: str,
-        name: str,
-        content: Callable[[], bytes],
-        step: int | None,
-        caption: str = "",
+        self, kind: str, name: str, content: Callable[[], bytes], step: int | None, caption: str
     ) -> None:
         self._refuse_closed(f"{kind} {name!r}")
         if self._place.rank != 0:
@@ -559,7 +537,8 @@ class History:
             self._said_nowhere = True
             return
         step, now = self._where() if step is None else operator.index(step), time.time()
-        path = self.path.parent / "media" / f"{file_name(kind, name)}-{step}{MEDIA[kind]}"
+        own = f"{_file.file_name(kind, name)}-{step}{_file.MEDIA[kind]}"
+        path = self.path.parent / "media" / own
         made = content()
         try:
             path.parent.mkdir(exist_ok=True)
@@ -623,7 +602,7 @@ class History:
         except HistoryError as error:
             # What failed is over; that the other ranks are gone is no reason to fail at the end.
             logger.warning("%s", error)
-        launch = find_launch()
+        launch = _file.find_launch()
         cause = cause if failure is None else _say(failure)
         self.event("end", cause, **({"launch": launch} if launch else {}))
         if self._progress is not None:

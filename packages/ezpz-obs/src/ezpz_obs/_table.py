@@ -75,15 +75,6 @@ def export(
     return count
 
 
-def lists_of(records: Iterable[Mapping[str, Any]]) -> dict[str, list[float]]:
-    found: dict[str, list[float]] = {}
-    for record in records:
-        for name, value in record.items():
-            if name != "replay":
-                found.setdefault(name, []).append(value)
-    return found
-
-
 def _columns(run: Run) -> list[str]:
     # Both first, and there where there are no records.
     names: dict[str, None] = {"step": None, "time": None}
