@@ -25,15 +25,7 @@ from ezpz_obs._errors import SinkError
 from ezpz_obs._run import Shown
 from ezpz_topo import redact
 
-from .libraries import (
-    check_installed,
-    common_metrics,
-    give_home,
-    library_seconds,
-    plain_config,
-    project_of,
-    run_key,
-)
+from . import libraries
 
 if TYPE_CHECKING:
     from wandb import Run
@@ -135,14 +127,14 @@ def setup_wandb(
     """
     if find_place().rank != 0 or find_mode(os.environ) == "disabled":
         return None
-    check_installed("wandb")
+    libraries.check_installed("wandb")
     if outdir is not None:
         Path(outdir).mkdir(parents=True, exist_ok=True)
         options.setdefault("dir", str(outdir))
     if config is not None:
         options["config"] = redact(dict(config))
-    project = project_of({"argv": sys.argv, "project": project_name}, "WANDB_PROJECT")
-    give_home(None if outdir is None else Path(outdir), HOMES)
+    project = libraries.project_of({"argv": sys.argv, "project": project_name}, "WANDB_PROJECT")
+    libraries.give_home(None if outdir is None else Path(outdir), HOMES)
     threading.Thread(target=_end_with_main, name="ezpz_obs wandb", daemon=True).start()
     run: Run | None = start_run(
         lambda text: logger.warning("W&B: %s", text), {}, project=project, **options
@@ -156,7 +148,7 @@ def verify_wandb() -> bool:
     Asks neither the server nor the user.
     """
     try:
-        check_installed("wandb")
+        libraries.check_installed("wandb")
     except SinkError:
         return False
     return find_mode(os.environ) in ("online", "shared") and bool(find_credentials(os.environ))
@@ -164,7 +156,7 @@ def verify_wandb() -> bool:
 
 def start_run(warn: Callable[[str], None], settings: Mapping[str, Any], **options: Any) -> Any:
     """Start a run, online if the server answers, else offline; None where disabled or hung."""
-    seconds = library_seconds()
+    seconds = libraries.library_seconds()
     until = time.monotonic() + seconds
     mode = options.pop("mode", None) or find_mode(os.environ)
     if mode == "disabled":
@@ -299,7 +291,7 @@ class WandbSink:
     name = "wandb"
 
     def __init__(self, warn: Callable[[str], None], folder: Path | None) -> None:
-        give_home(folder, HOMES)
+        libraries.give_home(folder, HOMES)
         import wandb
 
         self._wandb = wandb
@@ -307,7 +299,7 @@ class WandbSink:
         self._run: Any = None
 
     def open(self, header: Mapping[str, Any], folder: Path | None) -> None:
-        key = run_key(header, folder)
+        key = libraries.run_key(header, folder)
         name = str(header.get("run", key))
         options: dict[str, Any] = {}
         if folder is not None and not os.environ.get("WANDB_DIR"):
@@ -320,9 +312,9 @@ class WandbSink:
             settings["x_stats_pid"] = os.getppid()
         self._run = start_run(
             self._warn, settings,
-            project=project_of(header, "WANDB_PROJECT"),
+            project=libraries.project_of(header, "WANDB_PROJECT"),
             id=key, name=os.environ.get("WANDB_NAME") or name, resume="allow",
-            config=plain_config(header), **options,
+            config=libraries.plain_config(header), **options,
         )  # fmt: skip
         if self._run is None:
             self.place = "disabled by WANDB_DISABLED or WANDB_MODE"
@@ -337,7 +329,7 @@ class WandbSink:
     def write(self, records: Sequence[Mapping[str, Any]]) -> None:
         for record in records if self._run is not None else ():
             at = {_AXIS: record["step"], "_timestamp": record["time"]}
-            self._run.log(common_metrics(record) | at)
+            self._run.log(libraries.common_metrics(record) | at)
 
     def show(self, shown: Sequence[Shown]) -> None:
         import wandb
@@ -374,7 +366,7 @@ class LiveWandbSink(WandbSink):
         self._run = wandb.run
         if self._run is None:
             raise SinkError("the W&B run was finished; expected it to last as long as the History")
-        self._run.config.update(plain_config(header), allow_val_change=True)
+        self._run.config.update(libraries.plain_config(header), allow_val_change=True)
         self._define_axis()
 
     def close(self) -> None:
