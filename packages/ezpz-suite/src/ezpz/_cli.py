@@ -58,25 +58,17 @@ examples:
 exit status: that of the command; 2 there is no such command"""
 
 
+_OF_LAUNCH = ("stage", "submit", "jobs", "follow", "kill", "launches", "nodes", "preflight")
+_OF_OBS = ("report", "plot", "tail", "export", "replay")
+
 COMMANDS: dict[str, tuple[str, ...]] = {
     "launch": ("ezpz_launch",),
     "test": ("ezpz._test.command",),
     "bench": ("ezpz._bench",),
-    "stage": ("ezpz_launch", "stage"),
-    "submit": ("ezpz_launch", "submit"),
-    "jobs": ("ezpz_launch", "jobs"),
-    "follow": ("ezpz_launch", "follow"),
-    "kill": ("ezpz_launch", "kill"),
-    "launches": ("ezpz_launch", "launches"),
-    "nodes": ("ezpz_launch", "nodes"),
-    "preflight": ("ezpz_launch", "preflight"),
+    **{name: ("ezpz_launch", name) for name in _OF_LAUNCH},
     "doctor": ("ezpz.doctor",),
     "topo": ("ezpz_topo._cli",),
-    "report": ("ezpz_obs._cli", "report"),
-    "plot": ("ezpz_obs._cli", "plot"),
-    "tail": ("ezpz_obs._cli", "tail"),
-    "export": ("ezpz_obs._cli", "export"),
-    "replay": ("ezpz_obs._cli", "replay"),
+    **{name: ("ezpz_obs._cli", name) for name in _OF_OBS},
 }
 """By command the module that has ``main(words)``, as its own console script has it, and the words
 that come before the user's."""
