@@ -209,9 +209,9 @@ class _Running:
     @property
     def is_done(self) -> bool:
         """Whether it has answered, said too much, or ended, or its time is over."""
-        if self._answer is not None or len(self._answers) > _MOST or self._has_ended():
+        began, answer = self._said()
+        if answer is not None or len(self._answers) > _MOST or self._has_ended():
             return True
-        began = self._began
         over = self._begun + self._imports if began is None else began + self._timeout
         return time.monotonic() >= over + _GRACE
 
@@ -223,20 +223,11 @@ class _Running:
         except AttributeError:  # macOS, before Python 3.13
             return self._process.poll() is not None
 
-    @property
-    def _lines(self) -> list[bytes]:
-        return bytes(self._answers).split(b"\n")[:-1]
-
-    @property
-    def _answer(self) -> bytes | None:
-        return next((line for line in self._lines if not line.startswith(_BEGAN)), None)
-
-    @property
-    def _began(self) -> float | None:
-        """When its own work began; None while it is imported."""
-        return next(
-            (float(line[len(_BEGAN) :]) for line in self._lines if line.startswith(_BEGAN)), None
-        )
+    def _said(self) -> tuple[float | None, bytes | None]:
+        """Return when its own work began, and its answer; None for what has not come yet."""
+        lines = bytes(self._answers).split(b"\n")[:-1]
+        begun = (float(line[len(_BEGAN) :]) for line in lines if line.startswith(_BEGAN))
+        return next(begun, None), next((one for one in lines if not one.startswith(_BEGAN)), None)
 
     def end(self) -> CheckResult:
         had_ended = self._has_ended()
@@ -245,9 +236,12 @@ class _Running:
             reader.join(1.0)  # what has left its process group may keep a pipe open
         with contextlib.suppress(BrokenPipeError):  # what it never read of its job
             self._stdin.close()
+        began, answer = self._said()
         # Of more than that only the end is kept, which is no answer.
-        has_answer = bool(self._answer) and len(self._answers) <= _MOST
-        result = self._answered() if has_answer else self._unanswered(had_ended)
+        if answer and len(self._answers) <= _MOST:
+            result = self._answered(answer)
+        else:
+            result = self._unanswered(began, had_ended)
         took = time.monotonic() - self._begun
         return replace(
             result, name=self.check.name, source=self.check.source, seconds=round(took, 3)
@@ -262,21 +256,21 @@ class _Running:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(0.2)
 
-    def _answered(self) -> CheckResult:
+    def _answered(self, said: bytes) -> CheckResult:
         # Python writes NaN, which is no JSON.
-        answer: dict[str, Any] = json.loads(self._answer or b"", parse_constant=lambda _: None)
+        answer: dict[str, Any] = json.loads(said, parse_constant=lambda _: None)
         if "broken" in answer:
             return self._broken(answer["broken"], answer["details"])
         return CheckResult(**answer)
 
-    def _unanswered(self, had_ended: bool) -> CheckResult:
+    def _unanswered(self, began: float | None, had_ended: bool) -> CheckResult:
         status, words = self._process.returncode, self._printed.decode(errors="replace")
         details = {"exit_status": status, "printed": words[-_SHOWN:]}
         if len(self._answers) > _MOST:
             return self._broken(f"answered more than {_MOST >> 20} MiB", details)
         # Its own watch ends it with this status, and says where it stood.
         if _TIME_OVER in words or (status in (None, -signal.SIGKILL) and not had_ended):
-            return self._late(_standing(words), details)
+            return self._late(began, _standing(words), details)
         if status == -signal.SIGKILL:
             remedy = "memory may be short: see dmesg, or the job's limit; run it alone: ezpz doctor"
             return CheckResult.error(
@@ -290,8 +284,8 @@ class _Running:
             return self._broken(f"crashed by {name}{_standing(words)}", details)
         return self._broken(f"ended with exit status {status} and without a result", details)
 
-    def _late(self, standing: str, details: dict[str, Any]) -> CheckResult:
-        if self._began is None:
+    def _late(self, began: float | None, standing: str, details: dict[str, Any]) -> CheckResult:
+        if began is None:
             module = self.check.value.partition(":")[0]
             return CheckResult.error(
                 f"not imported in {self._imports:g} s{standing}",
