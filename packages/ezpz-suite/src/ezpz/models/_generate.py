@@ -153,14 +153,10 @@ def _check_options(
     max_new_tokens: int, temperature: float, top_k: int | None, top_p: float | None
 ) -> None:
     draws = temperature > 0 or (top_k is None and top_p is None)
+    finite = 0 <= temperature < torch.inf
     for name, value, fits, expected in (
         ("max_new_tokens", max_new_tokens, max_new_tokens >= 1, "at least 1"),
-        (
-            "temperature",
-            temperature,
-            0 <= temperature < torch.inf,
-            "0 (the likeliest token) or more",
-        ),
+        ("temperature", temperature, finite, "0 (the likeliest token) or more"),
         ("temperature", temperature, draws, "more than 0 with top_k or top_p, or neither of these"),
         ("top_k", top_k, top_k is None or top_k >= 1, "at least 1, or None"),
         ("top_p", top_p, top_p is None or 0 < top_p <= 1, "more than 0 and at most 1, or None"),
