@@ -47,7 +47,7 @@ PLAIN = frozenset({int, float, bool})  # the types that JSON takes as they are
 
 def flatten(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Return the metrics under flat names, ``{"train": {"loss": 1}}`` as ``{"train/loss": 1}``."""
-    # The values are plain numbers, or tensors that lie on a device: those are for `fetch`.
+    # The values are plain numbers, or tensors that lie on a device: those are for `copy_to_host`.
     flat: dict[str, Any] = {}
     for name, value in _leaves(metrics, ""):
         if name in RESERVED:
@@ -164,22 +164,16 @@ def _said(value: Any) -> str:
     return str(value)
 
 
-def is_intact(line: bytes) -> bool:
-    """Say whether a line without its newline has no checksum, or the right one."""
-    if not line.endswith(b'"}') or line[-_CRC_LENGTH : -_CRC_LENGTH + len(_CRC)] != _CRC:
-        return True
-    return line[-10:-2] == b"%08x" % zlib.crc32(line[:-_CRC_LENGTH])
-
-
 def decode(line: bytes) -> dict[str, Any]:
-    """Return what a line says, of whatever kind; numbers of records are numbers again."""
+    """Return what a line without its newline says; numbers of records are numbers again."""
     try:
         found = orjson.loads(line)
     except orjson.JSONDecodeError as error:
         raise HistoryError(f"no JSON: {error}: {line[:60]!r}") from None
     if not isinstance(found, dict):
         raise HistoryError(f"{line[:60]!r}; expected a JSON object")
-    if not is_intact(line):
+    has_crc = line.endswith(b'"}') and line[-_CRC_LENGTH : -_CRC_LENGTH + len(_CRC)] == _CRC
+    if has_crc and line[-10:-2] != b"%08x" % zlib.crc32(line[:-_CRC_LENGTH]):
         raise HistoryError(f"the checksum is another: {line[:60]!r}; expected it as it was written")
     if "crc" in found:
         del found["crc"]
