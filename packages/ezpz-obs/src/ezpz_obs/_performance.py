@@ -449,16 +449,6 @@ def _counted() -> dict[str, float]:
     return {"time": time.monotonic(), **found}
 
 
-def _memory() -> dict[str, float]:
-    lines = (line.split() for line in (_PROC / "meminfo").read_text().splitlines())
-    kib = {words[0]: int(words[1]) for words in lines}
-    pages = int((_PROC / "self/statm").read_text().split()[1])
-    return {
-        "memory/host_gib": (kib["MemTotal:"] - kib["MemAvailable:"]) * 1024 / _GIB,
-        "memory/process_gib": pages * os.sysconf("SC_PAGE_SIZE") / _GIB,
-    }
-
-
 def _of_devices() -> dict[str, float]:
     """Ask the vendor's library, through torch, about each device that this process sees."""
     torch: Any = sys.modules.get("torch")
@@ -532,9 +522,13 @@ class SystemSampler:
         if apart["all"] <= 0:  # closed at once: nothing was counted since
             return {}
         self._before = now
+        lines = (line.split() for line in (_PROC / "meminfo").read_text().splitlines())
+        kib = {words[0]: int(words[1]) for words in lines}
+        pages = int((_PROC / "self/statm").read_text().split()[1])
         return {
             "cpu/use": apart["busy"] / apart["all"],
-            **_memory(),
+            "memory/host_gib": (kib["MemTotal:"] - kib["MemAvailable:"]) * 1024 / _GIB,
+            "memory/process_gib": pages * os.sysconf("SC_PAGE_SIZE") / _GIB,
             "network/received_mib_per_s": apart["received"] / apart["time"] / _MIB,
             "network/sent_mib_per_s": apart["sent"] / apart["time"] / _MIB,
         }
