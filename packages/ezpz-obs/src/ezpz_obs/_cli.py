@@ -139,7 +139,7 @@ def _report(*runs: str, out: str = "", serve: bool = False, port: str = "") -> N
     from ._report import serve_report, write_report
 
     if serve:
-        serve_report(runs, port=int(port or 0), say=partial(print, flush=True))
+        serve_report(runs, int(port or 0), partial(print, flush=True))
         return
 
     # How far it is goes to standard error; standard output is for answers.

@@ -194,9 +194,7 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     return Run(found)
 
 
-def follow(
-    path: str | os.PathLike[str], *, stop: Callable[[], bool], every: float = 0.2
-) -> Iterator[dict[str, Any]]:
+def follow(path: str | os.PathLike[str], *, stop: Callable[[], bool]) -> Iterator[dict[str, Any]]:
     """Read a run's file as it is written; ``stop`` is asked whenever there is nothing new."""
     run = read_run(path)
     line, number = b"", 1
@@ -211,7 +209,7 @@ def follow(
             elif stop():
                 return
             else:
-                time.sleep(every)  # a file on a shared file system tells nobody that it grew
+                time.sleep(0.2)  # a file on a shared file system tells nobody that it grew
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:

@@ -174,22 +174,11 @@ class _Live:
 
 
 def serve_report(
-    runs: Sequence[str | os.PathLike[str]], *, port: int = 0, say: Callable[[str], None] = print
+    runs: Sequence[str | os.PathLike[str]], port: int, say: Callable[[str], None]
 ) -> None:
-    """Serve the report of runs to this host's own browsers, as they grow, until Ctrl-C.
-
-    Only on 127.0.0.1, and only at an address with a random token: other users of a shared host
-    cannot guess it.
-
-    Args:
-        runs: As for `write_report`; `read_run` reads them.
-        port: 0 is any that is free.
-        say: Told the address.
-
-    Raises:
-        HistoryError: There is no such run.
-        ReportError: Nothing was given, what reports need is not installed, or the port is taken.
-    """
+    """Serve the report of runs to this host's own browsers, as they grow, until Ctrl-C."""
+    # Only on 127.0.0.1, and only at an address with a random token: other users of a shared host
+    # cannot guess it.
     live, token = _Live(_found(runs)), secrets.token_urlsafe(24)
 
     class Handler(BaseHTTPRequestHandler):
