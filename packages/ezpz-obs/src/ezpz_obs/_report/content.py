@@ -169,12 +169,12 @@ def tiles(survey: Survey) -> list[Tile]:
         found.append(
             Tile("step time", seconds(times.quantile(0.5)), f"99 % within {seconds(high)}")
         )
-    for part, label in (("tokens_per_s", "tokens/s"), ("samples_per_s", "samples/s"),
-                        ("tflops", "TFLOP/s")):  # fmt: skip
+    for part, label, say in (
+        ("tokens_per_s", "tokens/s", number), ("samples_per_s", "samples/s", number),
+        ("tflops", "TFLOP/s", number), ("mfu", "MFU", share),
+    ):  # fmt: skip
         if (known := _known(survey, part)) is not None:
-            found.append(Tile(label, number(known.mean), f"up to {number(_greatest(known))}"))
-    if (known := _known(survey, "mfu")) is not None:
-        found.append(Tile("MFU", share(known.mean or 0.0), f"up to {share(_greatest(known))}"))
+            found.append(Tile(label, say(known.mean or 0.0), f"up to {say(_greatest(known))}"))
     known = _known(survey, "memory_peak_gib") or _known(survey, "memory_gib")
     if known is not None:
         fraction = _known(survey, "memory_fraction")
@@ -467,10 +467,6 @@ class Report(NamedTuple):
         return len(self.runs) == 1
 
     @property
-    def any_ranks(self) -> bool:
-        return any(run.ranks for run in self.runs)
-
-    @property
     def plots(self) -> list[Plot]:
         return [plot for plots in self.drawn.values() for plot in plots]
 
@@ -482,7 +478,7 @@ class Report(NamedTuple):
                 ("compared", "Side by side", not self.alone),
                 *((anchor, SECTIONS[anchor], plots) for anchor, plots in self.drawn.items()),
                 ("shown", SECTIONS["shown"], any(run.shown for run in self.runs)),
-                ("ranks", "Ranks", self.any_ranks),
+                ("ranks", "Ranks", any(run.ranks for run in self.runs)),
                 ("warnings", "Warnings", True),
                 ("attempts", "Attempts", True),
                 ("metrics", "Metrics", self.alone and self.runs[0].metrics.rows),
