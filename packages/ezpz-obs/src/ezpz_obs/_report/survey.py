@@ -196,11 +196,8 @@ class Series:
 
     def add(self, steps: Steps, values: Floats) -> None:
         finite = np.isfinite(values)
-        self._measure(steps, values, finite)
         self._keep(steps, values, finite)
         self.count += len(steps)
-
-    def _measure(self, steps: Steps, values: Floats, finite: NDArray[np.bool_]) -> None:
         self.last = (int(steps[-1]), float(values[-1]))
         if not finite.all():
             nan = int(np.isnan(values).sum())
@@ -292,7 +289,11 @@ class StepTimes:
 
     def add(self, steps: Steps, times: Floats) -> None:
         attempts = np.searchsorted(self._begins, times, side="right")
-        self._reach(steps, times, attempts)
+        for attempt in np.unique(attempts).tolist():
+            of, reached = attempts == attempt, self.attempts[attempt]
+            if reached.first_step is None:
+                reached.first_step = int(steps[of][0])
+            reached.last_step, reached.last_time = int(steps[of][-1]), float(times[of][-1])
         steps = np.concatenate([self._before[0], steps])
         times = np.concatenate([self._before[1], times])
         attempts = np.searchsorted(self._begins, times, side="right")
@@ -305,15 +306,6 @@ class StepTimes:
         took, apart = took[told], apart[told]
         if len(took):
             self.histogram += np.histogram(np.clip(took / apart, EDGES[0], EDGES[-1]), EDGES)[0]
-
-    def _reach(self, steps: Steps, times: Floats, attempts: NDArray[np.intp]) -> None:
-        for attempt in np.unique(attempts).tolist():
-            of = attempts == attempt
-            reached = self.attempts[attempt]
-            if reached.first_step is None:
-                reached.first_step = int(steps[of][0])
-            reached.last_step = int(steps[of][-1])
-            reached.last_time = float(times[of][-1])
 
     @property
     def count(self) -> int:
