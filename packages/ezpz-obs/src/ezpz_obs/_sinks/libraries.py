@@ -102,7 +102,12 @@ def run_key(header: Mapping[str, Any], folder: Path | None) -> str:
     """Return 12 letters and digits that are a run's own, the same at each attempt."""
     # Of the first header in its folder; so a restarted run is known again, wherever its folder was
     # moved meanwhile. A replay is a run of its own.
-    first = _first_header(folder) or header
+    first = header
+    with suppress(OSError, HistoryError):  # without one that can be read: this attempt's
+        if folder is not None:
+            with open(folder / FILE_NAME, "rb") as file:
+                line = file.readline()
+            first = decode(line) if line.startswith(HEADER) else header
     parts = (first.get("run"), first.get("time"), first.get("host"), header.get("replayed"))
     return blake2b(repr(parts).encode(), digest_size=6).hexdigest()
 
@@ -114,17 +119,6 @@ def project_of(header: Mapping[str, Any], variable: str) -> str:
     argv = header.get("argv") or [""]
     stem = Path(str(argv[0])).stem
     return stem if stem and not stem.startswith("-") else "ezpz"
-
-
-def _first_header(folder: Path | None) -> Mapping[str, Any] | None:
-    if folder is None:
-        return None
-    try:
-        with open(folder / FILE_NAME, "rb") as file:
-            line = file.readline()
-        return decode(line) if line.startswith(HEADER) else None
-    except (OSError, HistoryError):
-        return None  # the caller has this attempt's
 
 
 LIBRARY_SINKS: Final = ("mlflow", "tensorboard", "trackio", "wandb")
