@@ -78,7 +78,12 @@ class MlflowSink:
         else:
             run = client.create_run(number, tags={_TAG: key}, run_name=str(header.get("run", key)))
             self._run = run.info.run_id
-            self._log_parameters(header)
+            parameters = [
+                self._param(_shown(name), str(value)[:_LONGEST_VALUE])
+                for name, value in dict(_flat(plain_config(header))).items()
+            ]
+            for first in range(0, len(parameters), 100):  # MLflow's limit
+                client.log_batch(self._run, params=parameters[first : first + 100])
         self.place = f"run {self._run} of {experiment} at {where}"
 
     def write(self, records: Sequence[Mapping[str, Any]]) -> None:
@@ -93,14 +98,6 @@ class MlflowSink:
     def close(self) -> None:
         if self._run:
             self._client.set_terminated(self._run)
-
-    def _log_parameters(self, header: Mapping[str, Any]) -> None:
-        flat = dict(_flat(plain_config(header)))
-        parameters = [
-            self._param(_shown(name), str(value)[:_LONGEST_VALUE]) for name, value in flat.items()
-        ]
-        for first in range(0, len(parameters), 100):  # MLflow's limit
-            self._client.log_batch(self._run, params=parameters[first : first + 100])
 
 
 @cache
