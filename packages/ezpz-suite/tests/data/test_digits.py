@@ -5,7 +5,7 @@ import importlib.util
 import pytest
 import torch
 
-from ezpz.data import _digits, digits
+from ezpz.data import digits
 from ezpz_dist import DataError
 
 
@@ -29,9 +29,14 @@ def test_digits():
 
 def test_they_are_those_of_scikit_learn():
     load = pytest.importorskip("sklearn.datasets").load_digits
-    expected = [torch.from_numpy(part) for part in load(return_X_y=True)]
-    found = [torch.from_numpy(part) for part in _digits._load()]
-    assert all(map(torch.equal, found, expected))
+    images, labels = load(return_X_y=True)
+    expected = [[*image, label] for image, label in zip(images.tolist(), labels, strict=True)]
+    found = [
+        [*(image * 16).flatten().tolist(), label.item()]
+        for part in ("train", "test")
+        for image, label in digits(part)
+    ]
+    assert sorted(found) == sorted(expected)
 
 
 def test_scikit_learn_is_not_imported(ranks):

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.utils.data import TensorDataset
 
 from ezpz_dist import DataError
@@ -38,20 +37,15 @@ def digits(part: str = "train") -> TensorDataset:
     """
     if part not in ("train", "test"):
         raise ValueError(f"digits({part!r}); expected 'train' or 'test'")
-    images, labels = _load()
-    # One split for all, whatever a rank's own seed is.
-    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-    chosen = order[:_TEST] if part == "test" else order[_TEST:]
-    return TensorDataset(
-        torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8)[chosen] / 16,
-        torch.tensor(labels, dtype=torch.int64)[chosen],
-    )
-
-
-def _load() -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     # To import scikit-learn takes 2 s of every rank, as long as torch; the file it reads is small.
     found = importlib.util.find_spec("sklearn")
     if not (found and found.origin):
         raise DataError("the digits come with scikit-learn; pip install 'ezpz-suite[examples]'")
     table = np.loadtxt(Path(found.origin).with_name("datasets") / _FILE, delimiter=",")
-    return table[:, :-1], table[:, -1].astype(np.int64)
+    # One split for all, whatever a rank's own seed is.
+    order = torch.randperm(len(table), generator=torch.Generator().manual_seed(0))
+    chosen = order[:_TEST] if part == "test" else order[_TEST:]
+    return TensorDataset(
+        torch.tensor(table[:, :-1], dtype=torch.float32).view(-1, 1, 8, 8)[chosen] / 16,
+        torch.tensor(table[:, -1], dtype=torch.int64)[chosen],
+    )
