@@ -50,7 +50,7 @@ first = ezpz_tp.get_data_parallel_rank() * 4 // replicas
 group = ezpz_tp.get_data_parallel_group()
 for kind in {kinds}:
     model = load_pretrained(place + "/" + kind)
-    print("flops", kind, flops_per_token(model, 24))
+    print("flops", kind, flops_per_token(model, 24) if ezpz.get_world_size() == tp else 0)
     model = ezpz.wrap_model_for_fsdp2(model, shard_size=shard_size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for tokens in torch.load(place + "/batches.pt"):
@@ -125,8 +125,8 @@ def test_losses_and_weights_are_those_of_transformers_alone(
         mine = [float(words[2]) for words in lines if words[:2] == ["loss", kind]]
         assert mine == pytest.approx(losses, abs=1e-5, rel=0), kind
         (flops,) = [float(words[2]) for words in lines if words[:2] == ["flops", kind]]
-        # tensor-parallel ranks pad the vocabulary
-        assert flops == pytest.approx(flops_of(kind), rel=0.01), kind
+        # Once is enough, for it takes seconds; tensor-parallel ranks pad the vocabulary.
+        assert flops == (pytest.approx(flops_of(kind), rel=0.01) if size == tp else 0), kind
         again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / kind)
         assert type(again) is type(model)
         for (name, one), other in zip(again.named_parameters(), model.parameters(), strict=True):
