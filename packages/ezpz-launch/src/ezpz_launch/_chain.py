@@ -189,14 +189,12 @@ def delete_jobs(chain: Chain, ids: Sequence[str], env: Mapping[str, str]) -> Non
 
 # From inside: a job of a chain, from its begin to its end.
 
-CHAIN = "EZPZ_CHAIN"
-"""The variable by which a job's script names the record to ezpz-launch."""
+CHAIN = "EZPZ_CHAIN"  # the variable by which a job's script names the record to ezpz-launch
 
 _CUT_OFF = ("time limit", "preempted", "node failed", "ending")
 """States of our own job in which what becomes of its ranks is the scheduler's doing."""
 
-_PATIENCE = 60.0
-"""Seconds in which whoever submitted a job writes its number down."""
+_PATIENCE = 60.0  # seconds in which whoever submitted a job writes its number down
 
 
 def see_through(env: Mapping[str, str], prepare: Callable[[int, str], Attempts]) -> int:

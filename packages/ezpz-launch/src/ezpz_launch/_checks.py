@@ -33,8 +33,7 @@ from ._record import records_folder, type_of, why_not_written
 # The check ``mpi``: the library that mpi4py loads belongs to the mpiexec that starts the ranks.
 
 _NO_MPI4PY, _NO_LIBRARY = 81, 82
-_BEGUN = "-->"
-"""A rank's first line: without a letter, it is no one's last words."""
+_BEGUN = "-->"  # a rank's first line: without a letter, it is no one's last words
 
 # One write a rank, so that two lines do not mix.
 _PROGRAM = f"""\

@@ -45,8 +45,7 @@ COMMANDS = {
 """What may stand in a command's place: who has it, called with the words behind it and the
 environment; it returns what is to be printed, or the exit status."""
 
-HOSTFILE = "HOSTFILE"
-"""Stands in a dry run for the file that a launch would write."""
+HOSTFILE = "HOSTFILE"  # stands in a dry run for the file that a launch would write
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -41,8 +41,7 @@ from ._run import REQUESTS
 
 # A job, its chain and its launches together.
 
-_LATELY = 24 * 3600.0
-"""Seconds for which a job that is over is shown without --all."""
+_LATELY = 24 * 3600.0  # seconds for which a job that is over is shown without --all
 
 
 class Entry(NamedTuple):

@@ -35,8 +35,7 @@ NODE, PROGRAM, UNKNOWN = "node", "program", "unknown"
 _CASCADE = "cascade"
 
 
-Failure = tuple[int, str, int]
-"""Rank, host and status of the first that failed."""
+Failure = tuple[int, str, int]  # rank, host and status of the first that failed
 
 
 class Verdict(NamedTuple):

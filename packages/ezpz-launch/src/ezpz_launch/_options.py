@@ -130,8 +130,7 @@ _HERE = os.path.dirname(os.path.abspath(__file__))
 PROFILE = os.path.join(_HERE, "rank_profile.py")
 """Runs a rank's Python program, some steps of it under torch's profiler."""
 
-PYTHON = re.compile("(pypy|python)[0-9.]*t?")
-"""How an interpreter is called."""
+PYTHON = re.compile("(pypy|python)[0-9.]*t?")  # how an interpreter is called
 
 _FILES = os.listdir(os.path.join(_HERE, "_launchers"))
 KINDS = tuple(sorted(f[:-3] for f in _FILES if f.endswith(".py") and not f.startswith("_")))

@@ -15,8 +15,7 @@ from .rank_output import write
 
 # What the ranks' shims report, told apart from what the ranks themselves write.
 
-Report = tuple[str, int, int]
-"""What happened, to which rank, with what value."""
+Report = tuple[str, int, int]  # what happened, to which rank, with what value
 
 _WORDS = {b"s": "start", b"e": "end", b"c": "cause", b"t": "taken"}
 """What happened, by the letter that a shim says: each of 120,960 ranks says it four times."""

@@ -21,8 +21,7 @@ from ._placement import Arrangement, Placement, arrange
 
 # What the machine's options bring that the user selected by name (``[options.NAME]`` of its file).
 
-BACKEND = "TORCH_BACKEND"
-"""Where ezpz_device reads which backend to use."""
+BACKEND = "TORCH_BACKEND"  # where ezpz_device reads which backend to use
 
 
 class Chosen(NamedTuple):
@@ -159,8 +158,7 @@ def _beside_copper(listed: tuple[str, ...], machine: Machine, request: Request) 
 # Below Linux's and macOS's ephemeral ranges: the ranks bind it seconds later.
 _FIRST, _COUNT = 20000, 10000
 
-_reserved: list[object] = []
-"""Sockets, until this process ends."""
+_reserved: list[object] = []  # sockets, until this process ends
 
 
 def free_port() -> int:

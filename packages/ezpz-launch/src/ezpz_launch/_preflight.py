@@ -35,8 +35,7 @@ if TYPE_CHECKING:
 
 # What is wrong with a node: pure, from what all of them report.
 
-Reports = Mapping[str, Mapping[str, Any]]
-"""By host, what its program printed."""
+Reports = Mapping[str, Mapping[str, Any]]  # by host, what its program printed
 
 _SLOW = 0.6
 """A device that does less than so much of its siblings' median, each time that it is tried."""
@@ -168,12 +167,10 @@ def _usual(figures: Mapping[Any, float]) -> float:
 
 # The launch of its programs, one a node.
 
-_TIME = 60.0
-"""Seconds for all of it; about 5 on idle nodes, of which most is importing torch."""
+_TIME = 60.0  # seconds for all of it; about 5 on idle nodes, of which most is importing torch
 
 
-_MARK = "preflight "
-"""Begins the line that a node's program prints."""
+_MARK = "preflight "  # begins the line that a node's program prints
 
 
 def look(planned: LaunchPlan, env: Mapping[str, str]) -> tuple[Reports, tuple[str, ...], str]:

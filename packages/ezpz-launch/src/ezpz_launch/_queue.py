@@ -358,12 +358,10 @@ _PBS_ENDS = {
 }  # fmt: skip
 """By Exit_status (OpenPBS 23.06, job.h); other negative ones: it could not be started."""
 
-_GONE = (0, 35, 153)
-"""Exit statuses of qdel: done, has finished, is unknown."""
+_GONE = (0, 35, 153)  # exit statuses of qdel: done, has finished, is unknown
 
 
-_PBS_HISTORY = 1000
-"""So many jobs that are over are asked for, the newest."""
+_PBS_HISTORY = 1000  # so many jobs that are over are asked for, the newest
 
 
 class _Pbs(Scheduler):

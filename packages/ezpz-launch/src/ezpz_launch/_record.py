@@ -121,8 +121,7 @@ def _escaped(match: re.Match[str]) -> str:
 
 # The folder.
 
-KEPT = 1000
-"""So many records are kept, the newest; older ones go when there are a tenth more."""
+KEPT = 1000  # so many records are kept, the newest; older ones go when there are a tenth more
 
 
 def records_folder(env: Mapping[str, str], kind: str = "launches") -> str:
@@ -340,8 +339,7 @@ def last_record(path: str) -> dict[str, Any]:
 
 # The records that there are: of launches, and of jobs.
 
-Stored = dict[str, Any]
-"""A record as it was read; what a later version has written is passed on."""
+Stored = dict[str, Any]  # a record as it was read; what a later version has written is passed on
 
 _OF_JSON: dict[str, Any] = {"str": str, "int": int, "tuple": (list, tuple), "Mapping": dict}
 

@@ -28,9 +28,7 @@ from ._run import REQUEUE, SETTLE, run
 
 _LOOK = 0.1  # seconds between two looks for the first step
 _LOOKED_UP = 1000  # so many hosts are looked up, to find whose an address is
-
-_PORTS = 5
-"""So many ports are tried where another program holds the first ones on rank 0's host."""
+_PORTS = 5  # so many ports are tried where another program holds the first ones on rank 0's host
 
 
 class Preparation(Protocol):
@@ -443,8 +441,7 @@ class Terminal:
     def __init__(self, planned: LaunchPlan, env: Mapping[str, str], run_file: str) -> None:
         self._planned, self._run_file = planned, run_file
         self._began = time.monotonic()
-        self.environment = _told(planned, env)
-        """What is added to the ranks' environment."""
+        self.environment = _told(planned, env)  # what is added to the ranks' environment
 
     def begin(self) -> None:
         """Say what is started: it may take a rank a minute to import torch."""
@@ -520,11 +517,8 @@ def _tail(folder: str, rank: int, before: Mapping[str, int]) -> bytes:
 
 # Whether a launch that failed is started again, and after how long: pure policy.
 
-_LONGEST_PAUSE = 60.0
-"""Seconds; the pauses before it are 1, 2, 4, ..."""
-
-_WITHOUT_PROGRESS = 2
-"""So many attempts in a row without progress are the last."""
+_LONGEST_PAUSE = 60.0  # seconds; the pauses before it are 1, 2, 4, ...
+_WITHOUT_PROGRESS = 2  # so many attempts in a row without progress are the last
 
 _NEVER_AGAIN = {
     2: "exit status 2 is a usage error, which another attempt repeats",
@@ -597,11 +591,8 @@ def ends_with_import_error(stderr: bytes) -> bool:
 _END, _START = "SLURM_JOB_END_TIME", "SLURM_JOB_START_TIME"
 _REMEDY = "leave --signal-before out, or"
 
-_ANSWER = 3.0
-"""Seconds that the scheduler has to tell the job's end before the ranks start without."""
-
-_ASK_AGAIN = 60.0
-"""Seconds, at most, between two questions to a scheduler that does not answer."""
+_ANSWER = 3.0  # seconds that the scheduler has to tell the job's end before the ranks start without
+_ASK_AGAIN = 60.0  # seconds, at most, between two questions to a scheduler that does not answer
 
 
 class UnansweredError(LaunchError):

@@ -17,9 +17,7 @@ from ._errors import LaunchError
 from ._launch import ENDING, NEVER, VARIABLE, Facts, Heard, Launch, Nodes, Outcome, how, signals
 from ._output import Output, Report
 
-SETTLE = 1.0
-"""Seconds that the other ranks have to end by themselves after the first failure."""
-
+SETTLE = 1.0  # seconds that the other ranks have to end by themselves after the first failure
 _LAUNCHER_ENDS = 2.0  # seconds that a launcher has after its last rank, and again after SIGTERM
 _KILLED = 0.5  # seconds that it has once its ranks have been killed
 _BROUGHT = 5.5  # the same where the agents bring their files before that

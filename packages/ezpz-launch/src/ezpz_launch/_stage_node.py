@@ -40,12 +40,8 @@ else:  # the program
 
 VARIABLE = "EZPZ_STAGE"
 
-CHUNK = 4 << 20
-"""Bytes of a chunk, at most: a node hands a chunk on when it has all of it."""
-
-MANIFEST = -1
-"""The number of the chunk that is the manifest."""
-
+CHUNK = 4 << 20  # bytes of a chunk, at most: a node hands a chunk on when it has all of it
+MANIFEST = -1  # the number of the chunk that is the manifest
 _PIECES = 512  # files of a chunk, at most
 _DIGEST = 16  # bytes of a piece's checksum
 _UNWRITTEN = 32  # chunks that wait for the disk, before no more are fetched
@@ -73,11 +69,9 @@ version of it has; 0 is that of a file that no other tree has."""
 Folder = tuple[str, int, list[File], list[tuple[str, str]]]
 """Path below the tree's root (the original's without its first slash), mode, files, links."""
 
-Piece = tuple[int, int, int]
-"""A part of a chunk: the file's number, where in it, how many bytes."""
+Piece = tuple[int, int, int]  # a part of a chunk: the file's number, where in it, how many bytes
 
-Chunk = tuple[int, bytes, bytes]
-"""Its number, its pieces' checksums one after the other, its bytes."""
+Chunk = tuple[int, bytes, bytes]  # its number, its pieces' checksums one after the other, its bytes
 
 
 class Manifest:

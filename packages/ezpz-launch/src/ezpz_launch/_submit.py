@@ -268,8 +268,7 @@ def _rows(request: Submission, machine: Machine, scheduler: Scheduler, name: str
     return rows
 
 
-_NAMED = ("queue", "account", "array", "after")
-"""Options that the scheduler is told as they are."""
+_NAMED = ("queue", "account", "array", "after")  # options that the scheduler is told as they are
 
 
 def _setup(request: Submission, machine: Machine, env: Mapping[str, str]) -> tuple[list[str], str]:
@@ -298,8 +297,7 @@ def _setup(request: Submission, machine: Machine, env: Mapping[str, str]) -> tup
     return lines, " and ".join(filter(None, [why, "the Python of this ezpz"]))
 
 
-_OF_THE_JOB = ("nodes", "dry-run", "json")
-"""Options of the launch that a job has for itself."""
+_OF_THE_JOB = ("nodes", "dry-run", "json")  # options of the launch that a job has for itself
 
 
 def _launch_words(request: Submission, options: Options) -> list[str]:

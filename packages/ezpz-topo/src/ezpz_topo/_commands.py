@@ -18,9 +18,7 @@ from ._errors import InvalidVariableError, NoSchedulerError, SchedulerError
 MAX_BYTES = 64 << 20
 """More output than this is refused; exec_host and exec_vnode of 10,000 hosts are about 1 MB."""
 
-TIME_LIMIT = "EZPZ_SCHEDULER_TIMEOUT"
-"""The variable that gives the seconds to wait for each answer."""
-
+TIME_LIMIT = "EZPZ_SCHEDULER_TIMEOUT"  # the variable that gives the seconds to wait for each answer
 _DEFAULT_TIME_LIMIT = 10.0
 _FIRST_PAUSE = 0.25
 _NEVER_TRANSIENT = (126, 127)

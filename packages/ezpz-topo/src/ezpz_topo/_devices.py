@@ -338,8 +338,7 @@ def _masked(text: str, limit: int | None, flat: bool) -> tuple[int, tuple[str, .
 # The vendors' own lists of devices: nvidia-smi, amd-smi or rocm-smi. Intel's lists the cards that
 # sysfs shows, and not their tiles.
 
-_TIME_LIMIT = 10.0
-"""Seconds; a driver without persistence mode takes some to wake its devices."""
+_TIME_LIMIT = 10.0  # seconds; a driver without persistence mode takes some to wake its devices
 
 
 def ask_vendor_tool(host: Shown, env: Mapping[str, str]) -> Shown:

@@ -45,11 +45,8 @@ EZPZ = Family(
 )  # fmt: skip
 """The launch variables: set for each rank by ezpz-launch, from those of its launcher."""
 
-EZPZ_LAUNCHER = "EZPZ_LAUNCHER"
-"""The family that the launch variables were taken from."""
-
-EZPZ_JOB_ID = "EZPZ_JOB_ID"
-"""The scheduler's job in which they were set."""
+EZPZ_LAUNCHER = "EZPZ_LAUNCHER"  # the family that the launch variables were taken from
+EZPZ_JOB_ID = "EZPZ_JOB_ID"  # the scheduler's job in which they were set
 
 EZPZ_LOCAL_DEVICE = "EZPZ_LOCAL_DEVICE"
 """The index of the rank's own device: what ``LOCAL_RANK`` is to torchrun's scripts."""

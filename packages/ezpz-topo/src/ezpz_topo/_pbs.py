@@ -115,8 +115,7 @@ _COUNT = re.compile(r"[1-9][0-9]{0,5}")
 _WALLTIME = re.compile(r"[0-9]{1,9}(?::[0-9]{1,9}){0,3}(?:\.[0-9]+)?")
 _MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
 
-Attributes = Mapping[str, Any]
-"""One job, as `get_pbs_jobs` returns it."""
+Attributes = Mapping[str, Any]  # one job, as `get_pbs_jobs` returns it
 
 
 def get_pbs_folder(env: Mapping[str, str] | None = None) -> str:

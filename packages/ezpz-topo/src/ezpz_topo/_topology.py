@@ -20,8 +20,7 @@ from ._machine import Machine, get_machine_info
 from ._nodelist import MAX_HOSTS, fold_nodelist, get_hostname
 from ._rank import ONE_PROCESS, RankInfo, get_rank_info
 
-Row = tuple[str, object, str]
-"""Name, value (None: not known), source."""
+Row = tuple[str, object, str]  # name, value (None: not known), source
 
 
 @dataclass(frozen=True, slots=True)

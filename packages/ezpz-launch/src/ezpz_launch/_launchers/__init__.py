@@ -30,11 +30,8 @@ Env = Mapping[str, str]
 PROGRAMS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 """The folder of the programs that run beside the ranks."""
 
-SHIM = os.path.join(PROGRAMS, "rank_shim.sh")
-"""What every rank starts with."""
-
-_ESCAPE = "+"
-"""Put before every word of a command that holds a launcher's own separator."""
+SHIM = os.path.join(PROGRAMS, "rank_shim.sh")  # what every rank starts with
+_ESCAPE = "+"  # put before every word of a command that holds a launcher's own separator
 
 
 class Launcher(NamedTuple):
