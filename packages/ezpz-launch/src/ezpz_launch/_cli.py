@@ -165,18 +165,20 @@ def preflight(argv: Sequence[str], env: Mapping[str, str]) -> str | int:
 
 def stage(argv: Sequence[str], env: Mapping[str, str]) -> int:
     """Do ``ezpz stage``: what ``--stage`` does before a launch, without one."""
-    from ._stage import Alone, Staging  # noqa: PLC0415  # only this needs it
+    from ._stage import PAGE, Staging, python_of, read_words  # noqa: PLC0415  # only this needs it
 
-    alone = Alone.of(argv)
-    if alone.page:
-        return _print(alone.page)
-    request: Request = request_of(alone.options, (sys.executable,))
+    options, folder = read_words(argv)
+    if "help" in options:
+        return _print(PAGE)
+    to = str(options.pop("to", ""))
+    asked = [name for name in ("status", "clean") if options.pop(name, False)]
+    request: Request = request_of(options, (sys.executable,))
     planned, topology, own = _looked_at(request, env)
     replan = partial(_planned_on, planned.placement.hosts, topology, own)
-    staging = Staging(planned, own, replan, alone.to, alone.python)
+    staging = Staging(planned, own, replan, to, folder and python_of(folder))
     if request.dry_run:
         return _print(_explained(staging.planned))
-    return _print(staging.question(alone.question)) if alone.question else staging.alone()
+    return _print(staging.question(asked[-1])) if asked else staging.alone()
 
 
 def _staging(

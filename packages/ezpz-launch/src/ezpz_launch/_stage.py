@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from ._archive import Source, What, ask, is_below, is_users, survey
 from ._errors import LaunchError, StageError, UsageError, say
@@ -372,46 +372,30 @@ examples:
 _OPTIONS = (*OPTIONS, Option("to", "", "FOLDER"), Option("status", ""), Option("clean", ""))
 
 
-class Alone(NamedTuple):
-    """What ``ezpz stage`` was told."""
+def read_words(words: Sequence[str]) -> tuple[Options, str]:
+    """Return the options of ``ezpz stage``, and the environment; empty for the active one."""
+    _, rest = split(words, _OPTIONS)
+    if rest:  # options may stand behind the environment, too
+        words = [*words[: -len(rest)], *rest[1:], rest[0]]
+    options, found = split(words, _OPTIONS)
+    if len(found) > 1:
+        raise UsageError(
+            f"stage: {' '.join(rest)}: expected one environment; other files: --stage-data"
+        )
+    if options.get("stage") == "copper":
+        raise UsageError("stage --stage=copper: expected python or all; Copper keeps nothing")
+    return {"stage": "python", **options}, "".join(found)
 
-    options: Options
-    environment: str = ""
-    to: str = ""
-    question: str = ""
-    page: str = ""
 
-    @classmethod
-    def of(cls, words: Sequence[str]) -> Alone:
-        _, rest = split(words, _OPTIONS)
-        if rest:  # options may stand behind the environment, too
-            words = [*words[: -len(rest)], *rest[1:], rest[0]]
-        options, found = split(words, _OPTIONS)
-        if len(found) > 1:
-            raise UsageError(
-                f"stage: {' '.join(rest)}: expected one environment; other files: --stage-data"
-            )
-        if options.get("stage") == "copper":
-            raise UsageError("stage --stage=copper: expected python or all; Copper keeps nothing")
-        to, page = str(options.pop("to", "")), PAGE if "help" in options else ""
-        questions = [name for name in ("status", "clean") if options.pop(name, False)]
-        question = "".join(questions[-1:])
-        return cls({"stage": "python", **options}, "".join(found), to, question, page)
-
-    @property
-    def python(self) -> str:
-        """The environment's interpreter; empty for the active one."""
-        folder = self.environment
-        if not folder:
-            return ""
-        python = os.path.join(os.path.abspath(folder), "bin", "python")
-        marks = [os.path.join(folder, name) for name in ("pyvenv.cfg", "conda-meta")]
-        if not any(map(os.path.exists, marks)) or not os.access(python, os.X_OK):
-            raise UsageError(
-                f"stage: {folder} is no environment (no pyvenv.cfg or conda-meta, or no "
-                f"bin/python); expected a venv or conda's; for other files: --stage-data {folder}"
-            )
-        return python
+def python_of(folder: str) -> str:
+    python = os.path.join(os.path.abspath(folder), "bin", "python")
+    marks = [os.path.join(folder, name) for name in ("pyvenv.cfg", "conda-meta")]
+    if not any(map(os.path.exists, marks)) or not os.access(python, os.X_OK):
+        raise UsageError(
+            f"stage: {folder} is no environment (no pyvenv.cfg or conda-meta, or no "
+            f"bin/python); expected a venv or conda's; for other files: --stage-data {folder}"
+        )
+    return python
 
 
 def prepare(
