@@ -187,15 +187,12 @@ class Output:
         try:
             write(target, data)
         except OSError as error:
-            self._cannot_write(target, error)
+            # Go on without: training is worth more than its output; but `| head` ends a program.
+            if error.errno == errno.EPIPE and target == 1:
+                self.nobody_reads = True
+                self._wake()
+            elif not self._complained and target == 1 and error.errno != errno.EIO:
+                self._complained = True
+                self.say(f"cannot write the output: {error.strerror}")
         finally:
             self._writing[target] = False
-
-    def _cannot_write(self, target: int, error: OSError) -> None:
-        """Go on without: training is worth more than its output; but `| head` ends a program."""
-        if error.errno == errno.EPIPE and target == 1:
-            self.nobody_reads = True
-            self._wake()
-        elif not self._complained and target == 1 and error.errno != errno.EIO:
-            self._complained = True
-            self.say(f"cannot write the output: {error.strerror}")

@@ -366,15 +366,6 @@ def _waited(pid: int) -> float:
     return 0.0
 
 
-def _versions() -> dict[str, object]:
-    found: dict[str, object] = {"python": platform.python_version()}
-    for name in PACKAGES:
-        found[name] = "not installed"
-        with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
-
-
 def _look_at_system() -> dict[str, object]:
     found: dict[str, object] = {"kernel": _kernel_errors()}
     with suppress(OSError), open("/proc/driver/nvidia/version", encoding="utf-8") as file:
@@ -506,7 +497,11 @@ def _exchange(node: int, table: dict[int, tuple[str, int]], server: socket.socke
 
 def _main() -> None:
     node, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    found = {"node": node, **_versions()}
+    found: dict[str, object] = {"node": node, "python": platform.python_version()}
+    for name in PACKAGES:
+        found[name] = "not installed"
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
     if sys.argv[1:] != ["versions"]:
         found |= _look(node, count)
     print(f"\n{_MARK}{json.dumps(found)}", flush=True)

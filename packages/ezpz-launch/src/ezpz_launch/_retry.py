@@ -176,9 +176,6 @@ class Attempts:
                 self._planned = self._fit(planned)
         return 0
 
-    def _moved(self, path: str) -> str:
-        return self._preparation.moved(path) if self._preparation else path
-
     def _end_preparation(self) -> None:
         if self._preparation:
             self._preparation.end()
@@ -190,13 +187,10 @@ class Attempts:
         if self._terminal:
             self._terminal.end(status)
         if outcome.goes_with_job:
-            self._wait_to_go()
-
-    def _wait_to_go(self) -> None:
-        """Wait for the job's end: its script shall not go on, and perhaps submit another."""
-        self._heard[0].clear()
-        if pause(_LONGEST_PAUSE, self._heard):
-            time.sleep(SETTLE)  # the script has the same signal
+            # Wait for its end: its script shall not go on, and perhaps submit another.
+            self._heard[0].clear()
+            if pause(_LONGEST_PAUSE, self._heard):
+                time.sleep(SETTLE)  # the script has the same signal
 
     def _judge(self, outcome: Outcome) -> _nodes.Verdict | None:
         """Say whose fault it was, and keep it; None where it did not fail by itself."""
@@ -257,9 +251,10 @@ class Attempts:
 
     def _run(self) -> Outcome:
         request = self._request
+        moved = self._preparation.moved if self._preparation else str
         with launch_of(
-            self._planned, self._env, self._tmpdir, shim=self._moved(SHIM),
-            control=self._control(), grace=request.grace, idle_timeout=request.idle_timeout,
+            self._planned, self._env, self._tmpdir, shim=moved(SHIM),
+            control=self._control(moved), grace=request.grace, idle_timeout=request.idle_timeout,
             signal_at=self._signal_at, end_file=self._keeper.end_file,
         ) as (ready, launch):  # fmt: skip
             return run(launch, self._heard, lambda: self._on_start(ready, launch.argv))
@@ -298,7 +293,7 @@ class Attempts:
                     return host
         return address
 
-    def _control(self) -> Control:
+    def _control(self, moved: Callable[[str], str]) -> Control:
         planned, request, job = self._planned, self._request, self._topology.allocation
         first = planned.placement.hosts[0]
         here = planned.on_this_host or same_host(first, job.node_name or "")
@@ -316,7 +311,7 @@ class Attempts:
             device_type="" if planned.device_type in ("cpu", "mps") else planned.device_type,
             devices=self._topology.accelerators.count, job_id=job.job_id or "",
             progress_file=self._progress_file, run_file=self._keeper.run_file, fault=self._fault,
-            python=self._moved(sys.executable), programs=self._moved(PROGRAMS),
+            python=moved(sys.executable), programs=moved(PROGRAMS),
         )  # fmt: skip
 
     def _pause_after(self, outcome: Outcome, found: _nodes.Verdict | None) -> float | None:
@@ -441,7 +436,21 @@ class Terminal:
     def __init__(self, planned: LaunchPlan, env: Mapping[str, str], run_file: str) -> None:
         self._planned, self._run_file = planned, run_file
         self._began = time.monotonic()
-        self.environment = _told(planned, env)  # what is added to the ranks' environment
+        columns, lines = os.get_terminal_size(1)
+        if planned.request.prefix:
+            placement = planned.placement
+            columns -= len(f"[{placement.nproc - 1}@{max(placement.hosts, key=len)}] ")
+        # Ours is read by the rank's pump and by ezpz_obs. FORCE_COLOR is read by rich, structlog,
+        # termcolor, pytest, and Python from 3.13 on (docs.python.org/3/using/cmdline.html,
+        # "Controlling color"); COLUMNS and LINES by Python's shutil and rich; TQDM_NCOLS by tqdm,
+        # which leaves a column free and else asks the pipe that it has (tqdm/utils.py, 4.70).
+        told = {"EZPZ_TERMINAL": "1", "TERM": "xterm", "FORCE_COLOR": "1"}
+        if columns > 20 and lines > 0:  # some pseudo-terminals have no size
+            told |= {"COLUMNS": f"{columns}", "LINES": f"{lines}", "TQDM_NCOLS": f"{columns - 1}"}
+        if env.get("NO_COLOR") or env.get("TERM") == "dumb":
+            del told["FORCE_COLOR"]
+        # What is added to the ranks' environment; what the user has set, stays.
+        self.environment = {name: env.get(name, value) for name, value in told.items()}
 
     def begin(self) -> None:
         """Say what is started: it may take a rank a minute to import torch."""
@@ -462,24 +471,6 @@ class Terminal:
             words.append(f"metrics: ezpz-obs report {folder}")
         if words:
             say("; ".join(words))
-
-
-def _told(planned: LaunchPlan, env: Mapping[str, str]) -> dict[str, str]:
-    """Return what the ranks are told of the terminal; what the user has set, stays."""
-    columns, lines = os.get_terminal_size(1)
-    if planned.request.prefix:
-        placement = planned.placement
-        columns -= len(f"[{placement.nproc - 1}@{max(placement.hosts, key=len)}] ")
-    # Ours is read by the rank's pump and by ezpz_obs. FORCE_COLOR is read by rich, structlog,
-    # termcolor, pytest, and Python from 3.13 on (docs.python.org/3/using/cmdline.html,
-    # "Controlling color"); COLUMNS and LINES by Python's shutil and rich; TQDM_NCOLS by tqdm, which
-    # leaves a column free and else asks the pipe that it has (tqdm/utils.py, 4.70).
-    told = {"EZPZ_TERMINAL": "1", "TERM": "xterm", "FORCE_COLOR": "1"}
-    if columns > 20 and lines > 0:  # some pseudo-terminals have no size
-        told |= {"COLUMNS": f"{columns}", "LINES": f"{lines}", "TQDM_NCOLS": f"{columns - 1}"}
-    if env.get("NO_COLOR") or env.get("TERM") == "dumb":
-        del told["FORCE_COLOR"]
-    return {name: env.get(name, value) for name, value in told.items()}
 
 
 # The ranks' files, in --log-dir.

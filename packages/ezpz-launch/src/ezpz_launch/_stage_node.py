@@ -322,15 +322,6 @@ def _remove(tree: str) -> None:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def _status(home: str) -> list[dict[str, object]]:
-    used, now = in_use(home), time.time()
-    return [
-        {"name": name, "about": found[0].about, "size": sum(file[3] for file in found[0].files),
-         "age": now - when, "used": name in used}
-        for when, name in trees(home) if (found := read_tree(os.path.join(home, name)))
-    ]  # fmt: skip
-
-
 # This node: what it has, what it fetches, and the tree that it makes.
 
 
@@ -660,7 +651,13 @@ def _obey(control: Control, node: Node | None, what: str, *words: Any) -> Node |
     home = own_folder(sys.argv[1])
     if what != "stage":
         removed = clean(home, lambda _: True) if what == "clean" else []
-        control.tell("status", _status(home), removed)
+        used, now = in_use(home), time.time()
+        held = [
+            {"name": name, "about": found[0].about, "size": sum(file[3] for file in found[0].files),
+             "age": now - when, "used": name in used}
+            for when, name in trees(home) if (found := read_tree(os.path.join(home, name)))
+        ]  # fmt: skip
+        control.tell("status", held, removed)
         return None
     name, every = words
     clean(home, lambda age: age > _OLD, kept=name)

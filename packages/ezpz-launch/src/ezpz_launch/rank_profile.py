@@ -194,7 +194,9 @@ class _Recording:
             return
         self._check()
         if self._done in (self._first, self._last + 1):
-            _synchronize()
+            torch: Any = sys.modules["torch"]
+            devices = (getattr(torch, name) for name in ("cuda", "xpu"))
+            next((each for each in devices if each.is_initialized()), torch.cpu).synchronize()
         self._ends.append(time.perf_counter())
         self._profiler.step()
         if self._done == self._first:  # the start of the recording is no part of a step
@@ -243,12 +245,6 @@ class _Recording:
             except OSError:
                 why = f"{self._base} cannot be written on {os.uname().nodename}: {error}"
                 print(f"ezpz-launch: --profile: {why}", file=sys.stderr, flush=True)
-
-
-def _synchronize() -> None:
-    torch: Any = sys.modules["torch"]
-    used = next((name for name in ("cuda", "xpu") if getattr(torch, name).is_initialized()), "cpu")
-    getattr(torch, used).synchronize()
 
 
 def _length(spans: Iterable[tuple[float, float]]) -> float:
