@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from typing import TYPE_CHECKING
 
-from ezpz_topo import TopoError, Topology, detect, fold_nodelist, get_allocation
+from ezpz_topo import TopoError, Topology, detect, fold_nodelist, get_allocation, get_hosts, imagine
 
 from ._errors import LaunchError, UsageError, discard, say
 from ._launchers import argv as argv_of
@@ -73,8 +74,6 @@ def console() -> None:
 
 def _main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     if argv[:1] and argv[0] in COMMANDS:
-        from importlib import import_module  # noqa: PLC0415  # a launch needs none of them
-
         module, function = COMMANDS[argv[0]].split(":")
         command = getattr(import_module(f".{module}", __package__), function)
         told: str | int = command(argv[1:], env)
@@ -87,8 +86,6 @@ def _main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         if request.hostfile:
             why = "its hosts are hypothetical; expected no --hostfile"
             raise UsageError(f"--dry-run --machine: {why}")
-        from ezpz_topo import imagine  # noqa: PLC0415  # only a dry run needs it
-
         topology = imagine(request.machine, (request.nodes or 1) + request.spares, env)
         return _print(_explained(_planned(topology, request, {}, is_here=False)))
     if env.get("EZPZ_CHAIN") and not request.dry_run:
@@ -198,8 +195,6 @@ def _planned(
     hosts: Sequence[str] = job.hosts
     source, slots = job.sources["hosts"], job.slots or [0] * len(hosts)
     if request.hostfile or env.get("HOSTFILE"):
-        from ezpz_topo import get_hosts  # noqa: PLC0415  # 4 ms
-
         found = get_hosts(request.hostfile or None, env)
         hosts, source = [entry.host for entry in found.entries], found.source
         slots = [entry.slots or 0 for entry in found.entries]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -64,8 +65,6 @@ def _ranks(flag: str, text: str) -> tuple[int, ...]:
 
 
 def _words(flag: str, text: str) -> tuple[str, ...]:
-    import shlex  # noqa: PLC0415  # few launches need it
-
     try:
         return tuple(shlex.split(text))
     except ValueError as error:

@@ -6,7 +6,9 @@ And what each rank gets: its cores, its variables, and the port where ranks meet
 from __future__ import annotations
 
 import errno
+import json
 import os
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from socket import AF_INET, SOCK_DGRAM, socket
@@ -465,8 +467,6 @@ def wrapped(start: str, text: str, columns: int) -> list[str]:
 
 
 def explain_json(plan: LaunchPlan, argv: Sequence[str], hostfile: Sequence[str]) -> str:
-    import json  # noqa: PLC0415  # only this needs it
-
     placement = plan.placement
     return json.dumps(
         {
@@ -521,8 +521,6 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 def _command(plan: LaunchPlan, argv: Sequence[str]) -> list[str]:
     """Return the command with one group of arguments a line, each but the last continued."""
-    import shlex  # noqa: PLC0415  # only this needs it
-
     added = [f"{name}={value}" for name, value in plan.environment.items()]
     removed = [["-u", name] for name in plan.removed]
     groups = [["env"], *removed, *([pair] for pair in added), [argv[0]]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import json
 import os
 import re
@@ -377,8 +378,6 @@ class _Pbs(Scheduler):
     }  # fmt: skip
 
     def jobs(self, since: float) -> list[Job]:
-        import getpass  # noqa: PLC0415 - only PBS needs the name
-
         # Not all that qstat would tell: others may have thousands.
         mine = ("qselect", "-u", getpass.getuser())
         ids = self._ask(*mine).stdout.split()

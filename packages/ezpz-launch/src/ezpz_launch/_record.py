@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from datetime import datetime
+from typing import Any, NamedTuple
 
 from ezpz_topo import fold_nodelist, get_hostname, same_host
 
@@ -94,7 +96,7 @@ def iso_time(when: float) -> str:
 
 def to_json(record: Record) -> str:
     """Return the record as JSON, without its secrets, and as valid UTF-8."""
-    from ezpz_topo import redact  # noqa: PLC0415 - 3 ms, and json 1.5: while the ranks start
+    from ezpz_topo import redact  # noqa: PLC0415 - 3 ms: while the ranks start
 
     values = redact(record._asdict())
     argv = list(record.argv)
@@ -107,8 +109,6 @@ def to_json(record: Record) -> str:
 
 def dump(values: Mapping[str, object]) -> str:
     """Return valid UTF-8 JSON of values, in which a word of the user's may be none."""
-    import json  # noqa: PLC0415 - as in to_json
-
     text = json.dumps(values, indent=1, ensure_ascii=False)
     return re.sub("[\ud800-\udfff]", _escaped, text) + "\n"
 
@@ -323,8 +323,6 @@ _TAIL = 1 << 16  # bytes of a run's file in which its last record is looked for
 
 def last_record(path: str) -> dict[str, Any]:
     """Return step, loss and time of the last whole record of a run's file (see ezpz-obs)."""
-    import json  # noqa: PLC0415 - as in to_json
-
     with open(path, "rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL))
         lines = file.read().split(b"\n")[:-1]
@@ -357,8 +355,6 @@ def _fits(value: object, annotation: str) -> bool:
 
 def read_record(path: str, kind: Any = Record) -> Stored | None:
     """Return the record in a file, with the fields of its class; None where there is none."""
-    import json  # noqa: PLC0415 - as in to_json
-
     if not os.path.isfile(path):  # a FIFO would wait for its writer
         return None
     try:
@@ -400,8 +396,6 @@ def read_records(
 
 
 def moment(text: str) -> float:
-    from datetime import datetime  # noqa: PLC0415 - only lists of launches need it
-
     return datetime.fromisoformat(text).timestamp()
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shlex
+import shutil
 import sys
+import textwrap
 from collections.abc import Sequence
 
 from ._errors import TopoError, did_you_mean
@@ -132,9 +136,6 @@ def _wrapped(start: str, text: str) -> str:
     """Return a row whose last column stays below itself on a terminal; elsewhere it is one line."""
     if sys.stdout is None or not sys.stdout.isatty():
         return f"{start}{text}".rstrip()
-    import shutil  # noqa: PLC0415 - only a terminal needs them
-    import textwrap  # noqa: PLC0415
-
     width = max(shutil.get_terminal_size().columns, len(start) + 20)
     return textwrap.fill(
         text, width, initial_indent=start, subsequent_indent=" " * len(start),
@@ -143,8 +144,6 @@ def _wrapped(start: str, text: str) -> str:
 
 
 def _json(topology: Topology) -> str:
-    import json  # noqa: PLC0415
-
     facts = {
         name.replace(" ", "_"): {"value": value, "source": source}
         for name, value, source in topology.explain()
@@ -153,8 +152,6 @@ def _json(topology: Topology) -> str:
 
 
 def _shell(words: Sequence[str]) -> str:
-    import shlex  # noqa: PLC0415
-
     if set(words) - {"--shell", "--ask"}:
         raise UsageError(f"{' '.join(words)!r}: expected --shell alone or with --ask")
     topology = detect(ask="--ask" in words or None)

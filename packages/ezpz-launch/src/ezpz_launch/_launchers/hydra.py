@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from ezpz_launch._errors import CommandNotFoundError, LaunchError
+from ezpz_topo import get_pbs_folder
 
 from . import PROGRAMS, Env, Kind, Launcher, Words, find_command
 
@@ -57,8 +58,6 @@ class Hydra(Kind):
         )
         if launcher.flavour or is_told or not env.get("PBS_JOBID"):
             return launcher
-        from ezpz_topo import get_pbs_folder  # noqa: PLC0415  # only a job of PBS needs it
-
         folders = [env.get("PATH", ""), get_pbs_folder(env), env.get("PBS_O_PATH", "")]
         path = {**env, "PATH": os.pathsep.join(folders)}
         for name, found in (("pbs_tmrsh", path), ("ssh", env)):
