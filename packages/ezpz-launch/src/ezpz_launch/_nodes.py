@@ -17,17 +17,15 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from ezpz_topo import Allocation, TopoError, ask, fold_nodelist, get_pbs_folder, same_host
 
 from ._errors import LaunchError, UsageError, say
 from ._launch import Facts, Outcome, how
+from ._options import Request
+from ._plan import LaunchPlan
 from ._record import aligned, dump, iso_time, make_folder, records_folder, write
-
-if TYPE_CHECKING:
-    from ._options import Request
-    from ._plan import LaunchPlan
 
 # Whose fault the end of one attempt was: pure, from its facts and its last words.
 
@@ -251,7 +249,7 @@ def describe(found: Verdict) -> str:
 
 _SWEPT = 10  # seconds of silence after which a host where something is to be ended is given up
 
-Replan = Callable[[Sequence[str], tuple[int, int]], "LaunchPlan"]
+Replan = Callable[[Sequence[str], tuple[int, int]], LaunchPlan]
 """Plan the same launch on these hosts, with so many ranks, so many on a host."""
 
 

@@ -20,18 +20,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from statistics import median
-from typing import IO, TYPE_CHECKING, Any, NamedTuple
+from typing import IO, Any, NamedTuple
+
+from ezpz_topo import Allocation
 
 from ._errors import LaunchError, UsageError, say
 from ._nodes import NODE, allocation_of, one_a_node, patterns, remember
-from ._options import request_of, split
+from ._options import Request, request_of, split
+from ._plan import LaunchPlan
 from ._record import aligned, why_not_written
-
-if TYPE_CHECKING:
-    from ezpz_topo import Allocation
-
-    from ._options import Request
-    from ._plan import LaunchPlan
 
 # What is wrong with a node: pure, from what all of them report.
 

@@ -12,18 +12,13 @@ from contextlib import suppress
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from ezpz_topo import fold_nodelist, get_hostname, same_host
+from ezpz_topo import Allocation, fold_nodelist, get_hostname, same_host
 
 from ._agent import birth_of, is_running
 from ._errors import LaunchError, say
 from ._launch import Outcome, how
-from ._plan import wrapped
+from ._plan import LaunchPlan, wrapped
 from ._version import __version__
-
-if TYPE_CHECKING:
-    from ezpz_topo import Allocation
-
-    from ._plan import LaunchPlan
 
 
 class Record(NamedTuple):

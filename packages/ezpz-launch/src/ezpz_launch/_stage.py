@@ -23,6 +23,7 @@ from ._errors import LaunchError, StageError, UsageError, say
 from ._launch import ENDING, Control, Heard, Outcome, signals
 from ._launchers import LAUNCHERS, PROGRAMS
 from ._options import OPTIONS, PROFILE, PYTHON, Option, Options, Request, split
+from ._plan import LaunchPlan
 from ._record import new_id
 from ._retry import Preparation, launch_of
 from ._run import run
@@ -31,9 +32,6 @@ from ._tree import Tree
 
 if TYPE_CHECKING:
     from ezpz_topo._machine import Copper
-
-    from ._plan import LaunchPlan
-
 
 # What a launch does.
 

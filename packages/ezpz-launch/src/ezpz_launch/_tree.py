@@ -12,13 +12,11 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ._archive import Source
 from ._launch import _accept, _Connection, _listen, _own_address
 from ._stage_node import is_introduced, say, serve
-
-if TYPE_CHECKING:
-    from ._archive import Source
 
 _PATIENCE = 60.0
 """Seconds without a sign of a node, or behind the others, after which it is left out."""

@@ -14,15 +14,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple
 
 from ezpz_launch._errors import CommandNotExecutableError, CommandNotFoundError, LaunchError
-from ezpz_launch._options import KINDS
-from ezpz_launch._placement import match_hosts
-from ezpz_topo import FAMILIES, Family, family
+from ezpz_launch._options import KINDS, Request
+from ezpz_launch._placement import Arrangement, Placement, match_hosts
+from ezpz_topo import FAMILIES, Family, Machine, Topology, family
 
 if TYPE_CHECKING:
-    from ezpz_launch._options import Request
-    from ezpz_launch._placement import Arrangement, Placement
     from ezpz_launch._plan import LaunchPlan
-    from ezpz_topo import Machine, Topology
 
 Words = tuple[str, ...]
 Env = Mapping[str, str]

@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING
 
 from ezpz_launch._errors import LaunchError, UsageError
 from ezpz_launch._options import read_ranges
-from ezpz_launch._placement import match_hosts, shown
+from ezpz_launch._placement import Arrangement, Placement, match_hosts, shown
 from ezpz_topo import Machine, Topology, fold_nodelist
 
 from . import Env, Flags, Kind, Words
 
 if TYPE_CHECKING:
-    from ezpz_launch._placement import Arrangement, Placement
     from ezpz_launch._plan import LaunchPlan
 
 _LONGEST_WORD = 100_000
