@@ -238,7 +238,7 @@ class _Slurm(Scheduler):
         if answer.status and "Invalid job id" in answer.stderr:
             return []
         if answer.status:
-            self._ask("squeue", *words)  # once more: it says what is wrong
+            answer = self._ask("squeue", *words)  # once more: it says what is wrong
         rows = [row.lstrip("\n").split(_SEPARATOR) for row in answer.stdout.split(_RECORD)[:-1]]
         return [_slurm_job(dict(zip(columns, map(str.strip, row), strict=True))) for row in rows]
 
