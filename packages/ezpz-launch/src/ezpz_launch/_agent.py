@@ -159,9 +159,8 @@ def _of_launch(launch_id: bytes) -> list[int]:
     found = []
     for pid, its in _environments():
         launches = [its.get(b"EZPZ_LAUNCH_ID"), *its.get(b"EZPZ_INSIDE", b"").split(b":")]
-        if launch_id in launches and all(
-            os.environb.get(job) == its[job] for job in _JOB if job in its
-        ):
+        same_job = all(os.environb.get(job) == its[job] for job in _JOB if job in its)
+        if launch_id in launches and same_job:
             found.append(pid)
     return found
 

@@ -308,8 +308,7 @@ EXAMPLES = (
 
 def help_page() -> str:
     also = " ".join(option.also.split()[0] for option in OPTIONS if option.also)
-    lines = [f"usage: {USAGE}", "", "Start COMMAND as it is on every rank.", ""]
-    lines.append("options:")
+    lines = [f"usage: {USAGE}", "", "Start COMMAND as it is on every rank.", "", "options:"]
     for option in OPTIONS:
         flags = ", ".join([*([f"-{option.short}"] if option.short else []), f"--{option.name}"])
         value = f"[={option.value}]" if option.implied else f" {option.value}".rstrip()

@@ -462,8 +462,7 @@ class _Follower:
 
     def run(self) -> Job:
         """Copy what the job writes until it is over, and return what it has come to."""
-        begun = time.monotonic()
-        due = 0.0
+        begun, due = time.monotonic(), 0.0
         while True:
             now = time.monotonic()
             if now >= due:
@@ -474,9 +473,7 @@ class _Follower:
             self._copy()
             time.sleep(_LOOK)
         until = time.monotonic() + _LATE
-        while self._copy() or self._lacks_output():
-            if time.monotonic() > until:
-                break
+        while (self._copy() or self._lacks_output()) and time.monotonic() <= until:
             time.sleep(_LOOK)
         if self._lacks_output():
             path = self._tails[0].path
@@ -484,8 +481,7 @@ class _Follower:
         return self._job
 
     def _lacks_output(self) -> bool:
-        began = bool(self._job.hosts)
-        return began and bool(self._tails) and not any(tail.found for tail in self._tails)
+        return bool(self._job.hosts and self._tails) and not any(t.found for t in self._tails)
 
     def _look(self) -> None:
         """Ask the scheduler how it stands, and say what is new."""
@@ -545,13 +541,11 @@ class Tail:
             return False
         try:
             # Opened again each time: NFS tells a file's new length to who opens it.
-            file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            opened = open(self.path, "rb")  # noqa: SIM115 - closed below
         except OSError:
             return False
-        try:
-            return self._copy(file)
-        finally:
-            os.close(file)
+        with opened:
+            return self._copy(opened.fileno())
 
     def _copy(self, file: int) -> bool:
         size, copied = os.fstat(file).st_size, False

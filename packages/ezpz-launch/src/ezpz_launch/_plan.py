@@ -240,9 +240,8 @@ def ranks_environment(
     added = {"MASTER_ADDR": (address, why), "MASTER_PORT": (str(port), why_port)}
     cores, ranks = arrangement.cores, arrangement.placement.ppn
     if "OMP_NUM_THREADS" not in own and (bound or cores):
-        why = f"{cores} cores / {ranks} ranks, at least 1"
-        if bound:
-            why = "the cores that each rank is given"
+        shared = f"{cores} cores / {ranks} ranks, at least 1"
+        why = "the cores that each rank is given" if bound else shared
         added["OMP_NUM_THREADS"] = str(bound or max(1, cores // ranks)), why
     of_others = [name for name in machine.environment if name.startswith(_OF_A_LAUNCHER)]
     is_mpiexec = machine.launcher == "mpiexec" and LAUNCHERS[launcher.kind].is_mpiexec
@@ -436,8 +435,7 @@ def explain(
     """Return the explanation of a launch, for people; the command can be pasted into a shell."""
     lines = ["would run:", *_command(plan, argv), ""]
     if hostfile:
-        long = len(hostfile) > 8
-        listed = [*hostfile[:6], "...", hostfile[-1]] if long else hostfile
+        listed = [*hostfile[:6], "...", hostfile[-1]] if len(hostfile) > 8 else hostfile
         lines += [f"with {plan.hostfile}:", *(f"  {line}" for line in listed), ""]
     lines += because(_decisions(plan), columns)
     return "\n".join([*lines, *(f"note: {note}" for note in (*plan.warnings, *plan.notes))])

@@ -8,6 +8,7 @@ import os
 import re
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -274,9 +275,9 @@ class _Slurm(Scheduler):
             if re.search(r"(?m)^PrivateData\s*=.*\bjobs\b", config):
                 return jobs
         places: dict[tuple[str, str], int] = {}
-        counts: dict[str, int] = {}
+        counts = Counter[str]()
         for job_id, queue, _ in rows:
-            counts[queue] = counts.get(queue, 0) + 1
+            counts[queue] += 1
             places[job_id, queue] = counts[queue]
         return [
             job._replace(place=places.get((job.id, job.queue)))
@@ -336,9 +337,7 @@ def array_of(tasks: Sequence[Job]) -> Job:
     """Return an array's tasks as one job, in the state of those that are not over."""
     if len(tasks) == 1:
         return tasks[0]
-    counts: dict[str, int] = {}
-    for task in tasks:
-        counts[task.state] = counts.get(task.state, 0) + 1
+    counts = Counter(task.state for task in tasks)
     order = (*RUNNING, *WAITING, *(state for state in counts if state != "completed"), "completed")
     state = next(state for state in order if state in counts)
     first = next(task for task in tasks if task.state == state)

@@ -101,9 +101,8 @@ class Staging(Preparation):
         changed = {name: value for name, value in added.items() if value != base.get(name)}
         for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
             if not base.get(name):
-                changed[name] = os.path.join(
-                    self.source.home, "caches", name.partition("_")[0].lower()
-                )
+                whose = name.partition("_")[0].lower()
+                changed[name] = os.path.join(self.source.home, "caches", whose)
         changed["EZPZ_STAGED"] = self.source.root
         staged = [f"staged: {root.path}: {root.why}" for root in what.roots]
         kept = [f"not staged: {stays}" for stays in what.stays]

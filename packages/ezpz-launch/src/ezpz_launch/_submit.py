@@ -339,9 +339,7 @@ def _check_command(request: Submission, env: Mapping[str, str]) -> None:
                     "that the nodes see; make it elsewhere, or set up another: --env-setup FILE; "
                     f"where the nodes do see it: EZPZ_SHARED_FOLDERS={path}"
                 )
-    is_python = os.path.basename(words[0]).startswith("python") and words[1:2] not in [
-        ("-m",), ("-c",)
-    ]  # fmt: skip
+    is_python = os.path.basename(words[0]).startswith("python") and not {*words[1:2]} & {"-m", "-c"}
     script = next((word for word in words[1:] if word.endswith(".py")), "") if is_python else ""
     if script and not os.path.isfile(script):
         raise UsageError(

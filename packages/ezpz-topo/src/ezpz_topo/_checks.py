@@ -148,9 +148,8 @@ def _strangers(hosts: Iterable[str], given: Iterable[str]) -> list[str]:
     return [host for host in hosts if host_key(host) not in known]
 
 
-def _some(hosts: Iterable[str]) -> str:
-    names = list(hosts)
-    return ", ".join([*names[:4], *(["..."] if len(names) > 4 else [])])
+def _some(hosts: Sequence[str]) -> str:
+    return ", ".join([*hosts[:4], *(["..."] if len(hosts) > 4 else [])])
 
 
 # Which interfaces a variable chooses: each library has a form of its own.

@@ -32,13 +32,9 @@ def allocation(env: Mapping[str, str], *, commands: bool = True) -> Allocation:
             f"PBS_NODEFILE: {error}; unset PBS_NODEFILE to ask qstat instead"
         ) from error
     if slots:
-        job = Allocation(
-            "pbs",
-            env["PBS_JOBID"],
-            tuple(slots),
-            slots=tuple(n or 1 for n in slots.values()),  # a host that is named once has one
-            sources={"hosts": "PBS_NODEFILE", "slots": "PBS_NODEFILE"},
-        )
+        counts = tuple(n or 1 for n in slots.values())  # a host that is named once has one
+        sources = dict.fromkeys(("hosts", "slots"), "PBS_NODEFILE")
+        job = Allocation("pbs", env["PBS_JOBID"], tuple(slots), counts, sources=sources)
     elif not commands:
         raise SchedulerError(
             f"{why}; expected PBS's node file; set PBS_NODEFILE to a copy of it that every node of "

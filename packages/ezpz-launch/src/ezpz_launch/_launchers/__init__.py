@@ -256,10 +256,9 @@ def find_mpiexec(env: Env, name: str = "mpiexec") -> Launcher:
     for path in found:
         try:
             chosen = identify(path)
+            break
         except LaunchError as error:
             wrong.append(error)
-        else:
-            break
     else:
         raise wrong[0]
     if wrong:
