@@ -484,9 +484,7 @@ def _stack(answer: subprocess.Popen[bytes], end: float) -> str:
 # The agent: it obeys lines of a connection, and kills the ranks when that ends without a farewell.
 
 PROTOCOL_LINE = 4096  # longest line of the protocol, in bytes
-
 _CONNECT_TIMEOUT = 5.0
-
 _SETTLED = 0.2  # seconds before it connects: a launch of `true` needs none, and pays nothing
 _TERMINATED = 1.0  # seconds that a launcher has to end its ranks by itself (srun does, on SIGTERM)
 

@@ -32,7 +32,6 @@ from ._record import aligned, dump, iso_time, make_folder, records_folder, write
 NODE, PROGRAM, UNKNOWN = "node", "program", "unknown"
 _CASCADE = "cascade"
 
-
 Failure = tuple[int, str, int]  # rank, host and status of the first that failed
 
 

@@ -159,7 +159,6 @@ def _beside_copper(listed: tuple[str, ...], machine: Machine, request: Request) 
 
 # Below Linux's and macOS's ephemeral ranges: the ranks bind it seconds later.
 _FIRST, _COUNT = 20000, 10000
-
 _reserved: list[object] = []  # sockets, until this process ends
 
 
@@ -195,7 +194,6 @@ def free_port() -> int:
 
 _OF_A_LAUNCHER = ("CCL_PROCESS_LAUNCHER", "CCL_ATL_TRANSPORT", "CCL_KVS_MODE", "PALS_")
 """True under the machine's own launcher only; others expect oneCCL's own choice (Hydra, OFI)."""
-
 
 _ROOTS = 64
 

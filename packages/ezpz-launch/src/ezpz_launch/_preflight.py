@@ -165,8 +165,6 @@ def _usual(figures: Mapping[Any, float]) -> float:
 # The launch of its programs, one a node.
 
 _TIME = 60.0  # seconds for all of it; about 5 on idle nodes, of which most is importing torch
-
-
 _MARK = "preflight "  # begins the line that a node's program prints
 
 

@@ -163,7 +163,6 @@ _NEVER = (
 )  # fmt: skip
 """Reasons for which a job waits that no waiting changes (squeue's manual page)."""
 
-
 _NO_REASON = ("completed", "cancelled", "preempted", "time limit")
 """States of which the reason is an old one, or says the same again."""
 
@@ -359,8 +358,6 @@ _PBS_ENDS = {
 """By Exit_status (OpenPBS 23.06, job.h); other negative ones: it could not be started."""
 
 _GONE = (0, 35, 153)  # exit statuses of qdel: done, has finished, is unknown
-
-
 _PBS_HISTORY = 1000  # so many jobs that are over are asked for, the newest
 
 

@@ -365,7 +365,6 @@ examples:
   ezpz stage                          once, at the job's start
   ezpz stage --status"""
 
-
 _OPTIONS = (*OPTIONS, Option("to", "", "FOLDER"), Option("status", ""), Option("clean", ""))
 
 

@@ -51,7 +51,6 @@ _BLOCK = 4096  # bytes that a file takes in multiples of
 _WAIT = 60  # seconds for another node to prove who it is
 _YOUNG = 600.0  # seconds after its last use for which a tree is not removed to make room
 _OLD = 7 * 86400.0  # seconds after its last use from which it always is
-
 _HEADER = struct.Struct(">iII")
 
 
@@ -70,7 +69,6 @@ Folder = tuple[str, int, list[File], list[tuple[str, str]]]
 """Path below the tree's root (the original's without its first slash), mode, files, links."""
 
 Piece = tuple[int, int, int]  # a part of a chunk: the file's number, where in it, how many bytes
-
 Chunk = tuple[int, bytes, bytes]  # its number, its pieces' checksums one after the other, its bytes
 
 

@@ -22,7 +22,6 @@ _PATIENCE = 60.0
 """Seconds without a sign of a node, or behind the others, after which it is left out."""
 
 _TURN = 5  # times that, without a sign of any node, before all are left out
-
 _ROOT = -1  # ezpz-launch itself, as a parent
 _PARENTS = 8  # so many parents are tried before a node is the one that fails
 

@@ -42,9 +42,7 @@ _MOST_AFTER = 1 << 20
 _PASSED_ON = {
     signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2,
 }  # fmt: skip
-
 _PR_SET_PDEATHSIG = 1
-
 _ERASE = b"\x1b[K"  # to the end of the line
 _DEBUG = bool(os.environ.get("EZPZ_DEBUG"))
 

@@ -166,7 +166,6 @@ LAUNCHERS: tuple[Family, ...] = (
 """In order of trust: MPI ranks inside a Slurm step carry the SLURM_PROCID of their *proxy*."""
 
 FAMILIES: tuple[Family, ...] = (EZPZ, TORCHRUN, *LAUNCHERS)
-
 _BY_NAME = {each.name: each for each in FAMILIES}
 
 

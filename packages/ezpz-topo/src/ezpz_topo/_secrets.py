@@ -13,7 +13,6 @@ from functools import lru_cache
 from typing import Any, TypeVar
 
 Value = TypeVar("Value")
-
 REDACTED = "***"
 
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
@@ -75,7 +74,6 @@ _FORMS = (
     ),
     (re.compile(r"(-----BEGIN [A-Z ]*PRIVATE KEY-----).*", re.DOTALL), r"\1***"),
 )
-
 
 _ROOTS = (
     "token", "auth", "bearer", "cookie", "session", "jwt", "pass", "pw", "signature", "webhook",
