@@ -9,6 +9,7 @@ import stat
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -79,11 +80,7 @@ def find_schedulers(env: Mapping[str, str] | None = None) -> tuple[str, ...]:
 
 
 def module_of(scheduler: str) -> ModuleType:
-    if scheduler == "slurm":
-        from . import _slurm as module  # noqa: PLC0415 - see above
-    else:
-        from . import _pbs as module  # type: ignore[no-redef]  # noqa: PLC0415 - see above
-    return module
+    return import_module(f"._{scheduler}", __package__)  # most processes need neither
 
 
 def _job_of_this_host(env: Mapping[str, str]) -> Allocation | None:
