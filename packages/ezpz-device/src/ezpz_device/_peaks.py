@@ -77,8 +77,14 @@ def get_peak_flops(
         if not 0 < peak_flops < math.inf:
             raise ValueError(f"peak_flops={peak_flops}; expected FLOP/s above 0, such as 312e12")
         return float(peak_flops)
-    if env.get(OVERRIDE):
-        return _override(env[OVERRIDE])
+    if text := env.get(OVERRIDE):
+        with suppress(ValueError):
+            if 0 < float(text) < math.inf:
+                return float(text)
+        raise DeviceError(
+            f"{OVERRIDE}={text!r} is no number above 0; expected FLOP/s of one device, such as "
+            "312e12, or nothing"
+        )
     here = device_in_use(device, env)
     if here.type not in {"cuda", "xpu"}:
         return None
@@ -110,13 +116,3 @@ def read_peaks() -> list[dict[str, Any]]:
     text = files(__package__).joinpath("peaks.toml").read_text(encoding="utf-8")
     rows: list[dict[str, Any]] = tomllib.loads(text)["device"]
     return rows
-
-
-def _override(text: str) -> float:
-    with suppress(ValueError):
-        if 0 < float(text) < math.inf:
-            return float(text)
-    raise DeviceError(
-        f"{OVERRIDE}={text!r} is no number above 0; expected FLOP/s of one device, such as "
-        "312e12, or nothing"
-    )

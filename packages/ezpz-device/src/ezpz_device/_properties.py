@@ -165,7 +165,12 @@ def get_device_properties(
     """
     here = device_in_use(device, env)
     if here.type == "cpu":
-        return _cpu()
+        usable = getattr(os, "sched_getaffinity", None)  # not on macOS
+        return {
+            "type": "cpu", "index": None, "name": cpu_name(), "architecture": platform.machine(),
+            "compute_units": len(usable(0)) if usable else os.cpu_count(),
+            "total_memory": host_total(),
+        }  # fmt: skip
     if here.type == "mps":
         return {
             "type": "mps", "index": None, "name": f"Apple {platform.machine()}",
@@ -182,15 +187,6 @@ def get_device_properties(
         "type": here.type, "index": here.index, "name": properties.name,
         "architecture": architecture, "total_memory": int(properties.total_memory),
         "compute_units": compute_units(properties),
-    }  # fmt: skip
-
-
-def _cpu() -> dict[str, Any]:
-    usable = getattr(os, "sched_getaffinity", None)  # not on macOS
-    return {
-        "type": "cpu", "index": None, "name": cpu_name(), "architecture": platform.machine(),
-        "compute_units": len(usable(0)) if usable else os.cpu_count(),
-        "total_memory": host_total(),
     }  # fmt: skip
 
 
