@@ -355,7 +355,7 @@ def describe_model(model: nn.Module) -> ModelDescription:
         seen.update(unit.parameters, unit.buffers)
     found = [_unit(name, held, around) for name, held in units.items()]
     kept = tuple(unit for unit in found if unit.parameters or unit.buffer_bytes or len(found) == 1)
-    return ModelDescription(_class_of(_inside(model)), kept)
+    return ModelDescription(_class_of(model), kept)
 
 
 describe = describe_model  # its name of old
@@ -393,7 +393,7 @@ def _unit(name: str, held: _Held, around: str | None) -> WrappedUnit:
     return WrappedUnit(
         # As the bare model names it.
         name=name.replace("_fsdp_wrapped_module.", "").replace("_orig_mod.", ""),
-        kind=_class_of(_inside(module)),
+        kind=_class_of(module),
         wrapper=wrapper if wrapper in ("FSDP1", "FSDP2") else around,
         parameters=whole, trainable=trainable, held=sum(here for _, here, _ in sizes),
         bytes=sum(here * one.element_size() for _, here, one in sizes),
@@ -446,20 +446,16 @@ def _mesh(parameter: Any) -> str:
     return " x ".join(f"{name} {size}".strip() for name, size in named)
 
 
-def _inside(module: Any) -> nn.Module:
+def _class_of(module: Any) -> str:
+    """Return the class of a module, or of what it wraps."""
     while True:
-        if find_wrapper(module) not in (None, "FSDP2"):
+        wrapper = find_wrapper(module)
+        if wrapper not in (None, "FSDP2"):
             module = module.module
         elif hasattr(module, "_orig_mod"):
             module = module._orig_mod  # noqa: SLF001 - torch.compile's
-        else:
-            return module  # type: ignore[no-any-return]
-
-
-def _class_of(module: nn.Module) -> str:
-    if find_wrapper(module) == "FSDP2":  # it has made a class of its own, FSDPLinear
-        return type(module).__mro__[2].__name__
-    return type(module).__name__
+        else:  # FSDP2 has made a class of its own, FSDPLinear
+            return type(module).__mro__[2 if wrapper else 0].__name__
 
 
 def _other(dtype: torch.dtype | None, than: str) -> str | None:
