@@ -385,34 +385,6 @@ class StragglerReport:
         return math.inf if mean > 0 else 1.0
 
 
-class BackwardWaits:  # from a backward's last gradient to the end of the wait
-    # DDP waits for its all-reduces in a callback that autograd's engine runs after the backward
-    # (torch 2.6 to 2.13: reducer.cpp, finalize_backward). A callback of ours that is queued when
-    # the backward begins runs before it; one that this one queues, after it.
-
-    def __init__(self, model: torch.nn.Module, waits: list[Span]) -> None:
-        self._waits, self._is_queued = waits, False
-        self.hook = model.register_forward_hook(self._after_forward)
-
-    def _after_forward(self, _model: torch.nn.Module, _arguments: Any, output: Any) -> None:
-        # A backward that failed has not run its callbacks.
-        self._is_queued = False
-        for tensor in _tensors(output):
-            if tensor.requires_grad:
-                tensor.register_hook(self._at_backward)
-
-    def _at_backward(self, _gradient: torch.Tensor) -> None:
-        if not self._is_queued:
-            self._is_queued = True
-            _at_end(self._when_computed)
-
-    def _when_computed(self) -> None:
-        self._is_queued = False
-        clock = clock_here()
-        start = clock.mark()
-        _at_end(lambda: self._waits.append((clock, start, clock.mark())))
-
-
 def _at_end(callback: Any) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # noqa: SLF001  # as FSDP does
 
@@ -500,7 +472,8 @@ class Stragglers:
         self._steps: list[_Step] = []
         self._computed: list[Span] = []
         self._waited: list[Span] = []
-        self._backward = None if model is None else BackwardWaits(model, self._waited)
+        self._is_queued = False
+        self._hook = None if model is None else model.register_forward_hook(self._after_forward)
         self._last: tuple[Clock, Any] | None = None
 
     def step(self) -> StragglerReport | None:
@@ -551,8 +524,30 @@ class Stragglers:
 
     def close(self) -> None:
         """Take our hook off the model."""
-        if self._backward is not None:
-            self._backward.hook.remove()
+        if self._hook is not None:
+            self._hook.remove()
+
+    # The wait for gradients, from a backward's last one to the end of the wait: DDP waits for its
+    # all-reduces in a callback that autograd's engine runs after the backward (torch 2.6 to 2.13:
+    # reducer.cpp, finalize_backward). A callback of ours that is queued when the backward begins
+    # runs before it; one that this one queues, after it.
+
+    def _after_forward(self, _model: torch.nn.Module, _arguments: Any, output: Any) -> None:
+        # A backward that failed has not run its callbacks.
+        self._is_queued = False
+        for tensor in _tensors(output):
+            if tensor.requires_grad:
+                tensor.register_hook(self._at_backward)
+
+    def _at_backward(self, _gradient: torch.Tensor) -> None:
+        if not self._is_queued:
+            self._is_queued = True
+            _at_end(self._when_computed)
+
+    def _when_computed(self) -> None:
+        self._is_queued = False
+        clock, start = _now()
+        _at_end(lambda: self._waited.append((clock, start, clock.mark())))
 
     def _begin(self, at: tuple[Clock, Any]) -> None:
         self._last = at
