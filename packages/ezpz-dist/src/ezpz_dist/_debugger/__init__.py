@@ -41,14 +41,6 @@ _READ = "the terminal's input is read by the launcher ({})"
 _PTS_MAJORS = range(136, 144)  # Linux: Documentation/admin-guide/devices.txt
 
 
-class _Process(NamedTuple):
-    pid: int  # the fields of ``/proc/PID/stat`` on job control; proc_pid_stat(5)
-    parent: int
-    group: int
-    terminal: int  # device number of the controlling terminal; 0: none
-    foreground: int  # the process group that the terminal listens to
-
-
 # Our own, if this process is in its foreground (a background process would be stopped by SIGTTIN).
 # Else that of the launcher above us: ezpz-launch and torchrun give each rank a session of its own,
 # without a terminal, and do not read theirs; job control concerns a terminal's own session only.
@@ -69,18 +61,20 @@ def find_terminal(launcher: str) -> tuple[str, str]:
 
 
 def _find_above(launcher: str) -> tuple[str, str]:
-    owner = _read(os.getppid())
-    while owner is not None and not owner.terminal:
-        owner = _read(owner.parent)
-    if owner is None:
-        plain = os.isatty(0) and os.isatty(1)
-        return (STDIN, "") if plain else ("", "no process above this one has a terminal")
+    above, terminal = os.getppid(), 0  # the device number of a controlling terminal; 0: none
+    while not terminal:
+        pid = above
+        try:  # what proc_pid_stat(5) has on job control; foreground: whom the terminal listens to
+            above, group, _, terminal, foreground = map(int, stat_of(pid)[1:6])
+        except (OSError, ValueError):  # it ended meanwhile, or there is no /proc (macOS)
+            plain = os.isatty(0) and os.isatty(1)
+            return (STDIN, "") if plain else ("", "no process above this one has a terminal")
     if launcher not in _QUIET:
         return "", _READ.format(launcher)
-    if owner.group != owner.foreground:
-        return "", f"process {owner.pid} above it runs in the background of its terminal"
-    path = _path(owner)
-    return path, "" if path else f"the terminal of process {owner.pid} cannot be opened here"
+    if group != foreground:
+        return "", f"process {pid} above it runs in the background of its terminal"
+    path = _path(pid, terminal)
+    return path, "" if path else f"the terminal of process {pid} cannot be opened here"
 
 
 def has_input() -> bool:
@@ -91,24 +85,16 @@ def has_input() -> bool:
         return False
 
 
-def _read(pid: int) -> _Process | None:
-    try:
-        fields = stat_of(pid)
-        return _Process(pid, int(fields[1]), int(fields[2]), int(fields[4]), int(fields[5]))
-    except (OSError, IndexError, ValueError):
-        return None  # it ended meanwhile, or there is no /proc (macOS)
-
-
-def _path(owner: _Process) -> str:
+def _path(pid: int, terminal: int) -> str:
     """Return a path by which the process's terminal can be opened; empty where there is none."""
-    paths = [f"/proc/{owner.pid}/fd/{number}" for number in (0, 2, 1)]
-    major, minor = os.major(owner.terminal), os.minor(owner.terminal)
+    paths = [f"/proc/{pid}/fd/{number}" for number in (0, 2, 1)]
+    major, minor = os.major(terminal), os.minor(terminal)
     if major in _PTS_MAJORS:
         # As devpts numbers them, 256 a major number.
         paths.insert(0, f"/dev/pts/{(major - _PTS_MAJORS[0]) * 256 + minor}")
     for path in paths:
         try:
-            if os.stat(path).st_rdev == owner.terminal:
+            if os.stat(path).st_rdev == terminal:
                 os.close(os.open(path, os.O_RDWR | os.O_NOCTTY))
                 return path
         except OSError:
