@@ -213,17 +213,15 @@ def _sum(pieces: Pieces | None, offsets: tuple[int, ...]) -> int | None:
 Copies = Sequence[tuple[str, Tensor]]  # taken for equal on the ranks of a tensor-parallel group
 
 
-class Unlike(NamedTuple):
-    members: list[int]  # whose copies are not equal
-    first: int  # of the copies
-    number: int  # of them
+Unlike = tuple[list[int], int, int]
+"""Whose copies are not equal, the first of these copies, and how many there are."""
 
 
 def _unlike(peers: Sequence[object], sums: Sequence[Sequence[int]]) -> Unlike | None:
     for members in grouped((key, rank) for rank, key in enumerate(peers)).values():
         of_each = zip(*(sums[rank] for rank in members), strict=True)
         if found := [place for place, each in enumerate(of_each) if len(set(each)) > 1]:
-            return Unlike(members, found[0], len(found))
+            return members, found[0], len(found)
     return None
 
 
