@@ -206,23 +206,14 @@ def materialize(
 def _first_ranks_draws(device: torch.device, replicas: Members) -> Iterator[None]:
     """Let all ranks draw from torch's generators as the first does; it alone is further on then."""
     # torch's functions for the CPU, whose state is 5 KB, and the device's, of 16 bytes.
-    modules = [torch.random, *([torch.get_device_module(device)] if device.type != "cpu" else [])]
-    own = [module.get_rng_state() for module in modules]
-
-    def give(states: list[torch.Tensor]) -> None:
-        for module, state in zip(modules, states, strict=True):
-            module.set_rng_state(state)
-
-    states = [state.clone() for state in own]
-    for state in states:
-        if replicas.size > 1:
+    devices = [] if device.type == "cpu" else [device]
+    modules = [torch.random, *map(torch.get_device_module, devices)]
+    with torch.random.fork_rng(devices, replicas.place > 0, device_type=device.type):
+        for module in modules if replicas.size > 1 else ():
+            state = module.get_rng_state().clone()
             replicas.send(state, replicas.ranks[0], "the state of the first rank's generators")
-    give(states)
-    try:
+            module.set_rng_state(state)
         yield
-    finally:
-        if replicas.place > 0:
-            give(own)
 
 
 def _children_first(
