@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from ._backend import is_backend_available as is_backend_available
     from ._clock import Clock as Clock
     from ._clock import find_clock as find_clock
-    from ._errors import DeviceError as DeviceError
     from ._flops import count_flops as count_flops
     from ._peaks import get_peak_flops as get_peak_flops
     from ._properties import Memory as Memory
     from ._properties import get_device_properties as get_device_properties
     from ._properties import get_memory as get_memory
     from ._properties import reset_peak_memory as reset_peak_memory
+    from ._select import DeviceError as DeviceError
     from ._select import get_torch_device as get_torch_device
     from ._select import get_torch_device_type as get_torch_device_type
 else:

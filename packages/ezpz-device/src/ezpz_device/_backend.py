@@ -10,8 +10,7 @@ from types import MappingProxyType
 import torch
 import torch.distributed as dist
 
-from ._errors import DeviceError
-from ._select import get_torch_device_type
+from ._select import DeviceError, get_torch_device_type
 
 # Which communication backend goes with a device.
 

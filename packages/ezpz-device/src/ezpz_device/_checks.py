@@ -16,8 +16,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # torch e
 from ezpz_topo import Accelerators, CheckResult, TopoError, get_accelerators
 
 from ._backend import ONECCL_MODULE, available_backends, get_torch_backend
-from ._errors import DeviceError
-from ._select import get_torch_device_type
+from ._select import DeviceError, get_torch_device_type
 
 _SIZE = 256
 

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from ._backend import TORCH_DTYPES_MAP
-from ._errors import DeviceError
-from ._select import device_in_use
+from ._select import DeviceError, device_in_use
 
 OVERRIDE = "EZPZ_PEAK_FLOPS"
 

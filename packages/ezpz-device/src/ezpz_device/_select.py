@@ -9,7 +9,10 @@ import torch
 
 from ezpz_topo import get_local_device
 
-from ._errors import DeviceError
+
+class DeviceError(Exception):
+    """A device or backend was requested that this process cannot use."""
+
 
 DEVICE_TYPES: Mapping[str, Callable[[], bool]] = {
     "xpu": torch.xpu.is_available,
