@@ -63,11 +63,8 @@ def get_peak_flops(
         ValueError: ``dtype`` is none of these, or ``peak_flops`` is no number above 0.
     """
     env = os.environ if env is None else env
-    if isinstance(dtype, str) and dtype in KINDS:
-        kind: str | None = dtype
-    else:
-        found = TORCH_DTYPES_MAP.get(dtype) if isinstance(dtype, str) else dtype
-        kind = None if found is None else _KIND_OF.get(found)
+    said: Any = dtype
+    kind = said if said in KINDS else _KIND_OF.get(TORCH_DTYPES_MAP.get(said, said))
     if kind is None:
         raise ValueError(
             f"dtype {dtype!r}; expected one of {', '.join(KINDS)}, or a torch.dtype of these"
