@@ -8,7 +8,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import IO, Any, TypeVar, cast
 
@@ -193,19 +193,15 @@ def share_on_node(read: Callable[[], Tensors], *, private: bool = False) -> Tens
         NotSetUpError: There are several ranks and `setup_torch` was not called.
     """
     members = find_members("share_on_node()", node_group())
-    made: list[str] = []
+    with ExitStack() as ends:
 
-    def put() -> tuple[str, list[Place]]:
-        path, places = _put(read())
-        made.append(path)
-        return path, places
+        def put() -> tuple[str, list[Place]]:
+            path, places = _put(read())
+            ends.callback(os.unlink, path)  # once all have mapped it, its name can go
+            return path, places
 
-    try:
         found = read_for_all(put, members, *_first("share_on_node()", members))
-        tensors = _map_on_all(*found, members, shared=not private)  # now its name can go
-    finally:
-        for path in made:
-            os.unlink(path)
+        tensors = _map_on_all(*found, members, shared=not private)
     result: Any = tensors.get(None, tensors)
     return cast("Tensors", result)
 
