@@ -599,7 +599,7 @@ class Flat:
         self.nbytes = self.elements * dtype.itemsize
         self.data = torch.empty(0)  # [elements]; for a minimum or maximum ints in the floats' order
 
-    def load(self, where: torch.device) -> Flat:
+    def load(self, where: torch.device) -> None:
         # Where they lie, if that is one place: one copy between devices, not one for each.
         self.data = torch.empty(self.elements, dtype=self._dtype, device=self._home or where)
         for part, tensor in zip(
@@ -616,7 +616,6 @@ class Flat:
             bits ^= (bits >> (limits.bits - 1)) & limits.max
             self.data = bits.masked_fill_(lost, limits.min if self._op == "min" else limits.max)
         self.data = self.data.to(where)
-        return self
 
     def combine_rows(self, every: Sequence[bytes | bytearray]) -> None:
         """Combine the bytes of all ranks here: by elements, in an order that all ranks share."""
