@@ -15,6 +15,7 @@ import time
 import traceback
 import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass, field
 from functools import cache
@@ -44,23 +45,18 @@ def within(seconds: float, request: Callable[[], T]) -> T:
     """Return what a request to a store answers; DistStoreError if it takes longer."""
     # A stopped server accepts connections and never answers, and most requests have no time-out
     # of their own (torch 2.13): the thread that waits for it is left behind.
-    answers: list[T] = []
-    errors: list[BaseException] = []
+    answer: Future[T] = Future()
 
     def run() -> None:
         try:
-            answers.append(request())
+            answer.set_result(request())
         except BaseException as error:  # noqa: BLE001 - raised by the caller's thread
-            errors.append(error)
+            answer.set_exception(error)
 
-    thread = threading.Thread(target=run, name="ezpz-asks", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if errors:
-        raise errors[0]
-    if not answers:
+    threading.Thread(target=run, name="ezpz-asks", daemon=True).start()
+    if not wait([answer], seconds).done:
         raise DistStoreError(f"the store did not answer in {seconds:g} s")
-    return answers[0]
+    return answer.result()
 
 
 def arrived(store: Store, keys: Sequence[str], seconds: float) -> list[str]:
