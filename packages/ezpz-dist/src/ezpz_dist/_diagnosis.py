@@ -222,11 +222,10 @@ def calling_line() -> str:
 def raising_line(trace: TracebackType | None) -> str:
     """Return the user's line that an exception passed last: ``"train.py:12 in step"``."""
     line = "?"
-    while trace is not None:
-        code = trace.tb_frame.f_code
+    for frame, number in traceback.walk_tb(trace):
+        code = frame.f_code
         if line == "?" or is_users(code.co_filename):
-            line = f"{os.path.basename(code.co_filename)}:{trace.tb_lineno} in {code.co_name}"
-        trace = trace.tb_next
+            line = f"{os.path.basename(code.co_filename)}:{number} in {code.co_name}"
     return line
 
 
