@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -160,9 +159,8 @@ class Target:
             left_out = {_pieces.MODEL + name for name in _pieces.frozen_names(self._args.model)}
         for key, pieces in held.items():
             if (saved := self._saved.get(key)) is None:
-                if key in left_out:
-                    continue
-                if math.prod(pieces.shape):  # of one without elements no rank had a piece to write
+                # Of one without elements no rank had a piece to write.
+                if key not in left_out and 0 not in pieces.shape:
                     missing.append(key)
             elif saved.size != pieces.shape:
                 raise CheckpointError(
