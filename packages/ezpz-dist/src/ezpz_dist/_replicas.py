@@ -66,18 +66,13 @@ def refuse_wrapped(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"{model!r} to wrap; expected a torch.nn.Module")
     for name, module in model.named_modules():
-        where = f"its part {name!r} is" if name else "it is"
         around, lives = _inside.get(module, ("", lambda: None))
-        if wrapper := find_wrapper(module):
-            found = f"{where} {wrapper}"
-        elif lives() is not None:
-            found = f"{where} inside of {around}"
-        else:
-            continue
-        raise WrapError(
-            f"{type(model).__name__} is wrapped already: {found}; expected the bare model; wrap "
-            "it once"
-        )
+        if found := find_wrapper(module) or (lives() is not None and f"inside of {around}"):
+            where = f"its part {name!r} is" if name else "it is"
+            raise WrapError(
+                f"{type(model).__name__} is wrapped already: {where} {found}; expected the bare "
+                "model; wrap it once"
+            )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
             raise WrapError(
@@ -114,9 +109,7 @@ def start_alike(tensors: Sequence[torch.Tensor], replicas: Members) -> None:
     """Move tensors to this rank's device and give all ranks the first one's values."""
     device = replicas.world.device
     with torch.no_grad():
-        for tensor in tensors:
-            if tensor.is_meta:
-                continue
+        for tensor in (one for one in tensors if not one.is_meta):
             if tensor.device != device:
                 tensor.data = tensor.data.to(device)
             # As bytes: backends send few of torch's types, and contiguous memory only.
