@@ -94,10 +94,7 @@ def _run_ranks(seconds: float) -> list[list[Outcome]]:
 
 def _receive(outcomes: dict[Connection, list[Outcome]], until: float) -> None:
     left = list(outcomes)
-    while left:
-        ready = wait(left, max(0.0, until - time.monotonic()))
-        if not ready:
-            return
+    while left and (ready := wait(left, max(0.0, until - time.monotonic()))):
         for pipe in ready:
             assert isinstance(pipe, Connection)
             own = outcomes[pipe]
