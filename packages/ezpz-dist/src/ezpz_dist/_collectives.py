@@ -433,8 +433,6 @@ _FAR = 64  # binary places by which summands are moved where their sum's steps o
 
 def as_number(value: object) -> int | float | None:
     """Return an int or a float for a number of Python's or numpy's; None for anything else."""
-    if type(value) is float:
-        return value
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.generic):
         if isinstance(value, numpy.integer):
@@ -454,8 +452,6 @@ def as_number(value: object) -> int | float | None:
 
 def like(mine: object, result: float) -> Any:
     """Return the result as the kind of number that this rank gave: numpy's dtypes, if it fits."""
-    if type(mine) in (int, float):
-        return result
     numpy = sys.modules.get("numpy")
     if numpy is None or not isinstance(mine, numpy.generic):
         return result
