@@ -408,9 +408,7 @@ def _client(address: str, port: int, timeout: timedelta) -> TCPStore:
 def _held_by(info: RankInfo, addresses: Sequence[str], port: int, job: Job) -> str:
     """Return who holds a port of this host, in words; an error if it is a rank 0 of this job."""
     why = "held by a process that does not listen"
-    for address in dict.fromkeys(addresses):
-        if not is_own(address):
-            continue
+    for address in filter(is_own, dict.fromkeys(addresses)):
         try:
             call, found = connect(address, port, _PATIENCE, job)
         except RefusedError:
@@ -454,8 +452,7 @@ def find_server(place: Place, info: RankInfo, seconds: float) -> tuple[socket.so
         time.sleep(min(_chance() * nodes * _SPREAD_A_CALL, end - start))
     while True:
         elapsed = time.monotonic() - start
-        everywhere = elapsed >= everywhere_at
-        if everywhere:
+        if everywhere := elapsed >= everywhere_at:
             everywhere_at = 2 * elapsed
         # Few seconds for an answer, but a busy server must get to answer in the end.
         limit = min(max(0.5 + nodes * 1e-4, elapsed / 10), 5.0)
