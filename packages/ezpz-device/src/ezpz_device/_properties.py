@@ -7,6 +7,7 @@ import platform
 import resource
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -122,12 +123,11 @@ def host_use(proc: Path = _PROC) -> tuple[int | None, int]:
 
 def reset_host_peak(proc: Path = _PROC) -> bool:
     """Set this process's peak back to what it has now; return whether that was possible."""
-    try:
+    with suppress(OSError):
         # proc(5): 5 resets the peak resident set size, and nothing else.
         (proc / "self" / "clear_refs").write_text("5", encoding="ascii")
-    except OSError:
-        return False
-    return True
+        return True
+    return False
 
 
 @cache
@@ -192,13 +192,10 @@ def get_device_properties(
 
 def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     """Return the CPU's name as the kernel has it, else its architecture."""
-    try:
-        lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
-    for line in lines:
-        key, _, value = line.partition(":")
-        if key.strip() == "model name" and value.strip():
-            return value.strip()
+    with suppress(OSError), cpuinfo.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            key, _, value = line.partition(":")
+            if key.strip() == "model name" and value.strip():
+                return value.strip()
     # macOS has no such file, Arm no such line.
     return platform.processor() or platform.machine()

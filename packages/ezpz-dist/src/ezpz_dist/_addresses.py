@@ -159,14 +159,12 @@ def outward_address() -> str | None:
 def _source_toward(address: str, port: int) -> str | None:
     """Return this host's address on the way to another; None if there is no way, or loopback's."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as asked:
-        try:
-            # Connecting a datagram socket asks the routing table, and sends nothing.
-            asked.connect((address, port))
-        except OSError:
-            return None
+    with socket.socket(family, socket.SOCK_DGRAM) as asked, suppress(OSError):
+        # Connecting a datagram socket asks the routing table, and sends nothing.
+        asked.connect((address, port))
         source = str(asked.getsockname()[0])
-    return None if is_loopback(source) else source
+        return None if is_loopback(source) else source
+    return None
 
 
 def interface_of(address: str) -> str | None:
@@ -183,18 +181,11 @@ def _interfaces() -> Iterator[tuple[str, str]]:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode()[:15])
-            try:
-                answer = ioctl(asked, _SIOCGIFADDR, request)
-            except OSError:
-                continue  # it has no IPv4 address
-            yield name, socket.inet_ntoa(answer[20:24])
-    try:
-        with open("/proc/net/if_inet6", encoding="ascii") as lines:
-            found = [line.split() for line in lines]
-    except OSError:
-        return  # no IPv6 here
-    for fields in found:
-        yield fields[5], socket.inet_ntop(socket.AF_INET6, bytes.fromhex(fields[0]))
+            with suppress(OSError):  # it has no IPv4 address
+                yield name, socket.inet_ntoa(ioctl(asked, _SIOCGIFADDR, request)[20:24])
+    with suppress(OSError), open("/proc/net/if_inet6", encoding="ascii") as lines:  # or no IPv6
+        for fields in map(str.split, lines):
+            yield fields[5], socket.inet_ntop(socket.AF_INET6, bytes.fromhex(fields[0]))
 
 
 # Sockets: one that listens, one that a node's processes find by name, and messages in one piece.

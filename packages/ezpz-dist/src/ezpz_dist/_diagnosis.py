@@ -102,10 +102,9 @@ _STATES = {
 
 def pid_namespace() -> int:
     """Return the number of this process's PID namespace; 0 where there is no /proc (macOS)."""
-    try:
+    with suppress(OSError):
         return os.stat("/proc/self/ns/pid").st_ino
-    except OSError:
-        return 0
+    return 0
 
 
 def stat_of(pid: int) -> list[str]:

@@ -13,7 +13,7 @@ import socket
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -273,11 +273,10 @@ class Job(NamedTuple):
 
     @classmethod
     def read(cls, written: bytes) -> Self | None:
-        try:
+        with suppress(ValueError, TypeError, AttributeError):
             facts, host, pid = json.loads(written)
             return cls({key: str(value) for key, value in facts.items()}, str(host), int(pid))
-        except (ValueError, TypeError, AttributeError):
-            return None
+        return None
 
     def written(self) -> bytes:
         return json.dumps([dict(self.facts), self.host, self.pid]).encode()

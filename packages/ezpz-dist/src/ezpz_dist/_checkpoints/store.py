@@ -173,14 +173,13 @@ _owned: dict[str, Store] = {}
 
 def read_owner(store: Store) -> Owner | None:
     """Return who saves there; None: no process, as far as can be read."""
-    try:
+    with suppress(OSError, ArithmeticError, LookupError, TypeError, ValueError):
         if store.size(OWNER) is None:
             return None
         with store.open(OWNER, "rb") as file:
             read = json.loads(file.read())
         return Owner(str(read["owner"]), str(read["run"]), int(read["step"]), int(read["sequence"]))
-    except (OSError, ArithmeticError, LookupError, TypeError, ValueError):
-        return None
+    return None
 
 
 def follow(store: Store) -> None:
@@ -252,17 +251,15 @@ class FolderStore:
 
     def entries(self) -> list[str]:
         """Return the names in the root; none if there is no root yet."""
-        try:
+        with suppress(FileNotFoundError):
             return os.listdir(self.root)
-        except FileNotFoundError:
-            return []
+        return []
 
     def size(self, path: str) -> int | None:
         """Return a file's bytes; None: there is none."""
-        try:
+        with suppress(FileNotFoundError, NotADirectoryError):
             return self._at(path).stat().st_size
-        except (FileNotFoundError, NotADirectoryError):
-            return None
+        return None
 
     def open(self, path: str, mode: str) -> IO[bytes]:
         return self._at(path).open(mode)
@@ -332,22 +329,20 @@ class FolderStore:
 
     def free(self) -> float:
         """Return the bytes that there is room for; infinity where that cannot be told."""
-        try:
+        with suppress(OSError):
             about = os.statvfs(self.root)
-        except OSError:
-            return math.inf
-        return about.f_bavail * about.f_frsize
+            return about.f_bavail * about.f_frsize
+        return math.inf
 
     def _is_abandoned(self, entry: str, owner: str, now: float) -> bool:
         if (dead := is_dead(owner)) is not None:
             return dead
         path = self._at(entry)
-        try:
+        with suppress(FileNotFoundError):
             inside = path.iterdir() if path.is_dir() else ()
             last: float = max(each.stat().st_mtime for each in (path, *inside))
             return now - last > _ABANDONED
-        except FileNotFoundError:
-            return False  # renamed or removed while we look
+        return False  # renamed or removed while we look
 
 
 def _sync(folder: Path) -> None:
@@ -378,18 +373,16 @@ class UrlStore:
     def entries(self, path: str = "") -> list[str]:
         # Another process may have written since; several file systems remember listings.
         self._fs.invalidate_cache()
-        try:
+        with suppress(FileNotFoundError):
             found = self._fs.ls(self._at(path), detail=False)
-        except FileNotFoundError:
-            return []
-        return [str(each).rstrip("/").rpartition("/")[2] for each in found]
+            return [str(each).rstrip("/").rpartition("/")[2] for each in found]
+        return []
 
     def size(self, path: str) -> int | None:
         self._fs.invalidate_cache()
-        try:
+        with suppress(FileNotFoundError):
             return int(self._fs.size(self._at(path)))
-        except FileNotFoundError:
-            return None
+        return None
 
     def open(self, path: str, mode: str) -> IO[bytes]:
         return cast("IO[bytes]", self._fs.open(self._at(path), mode))
@@ -441,11 +434,10 @@ class UrlStore:
 
     def _last_write(self, name: str, files: list[str]) -> float:
         """Return when a file was last written; infinity where that cannot be told."""
-        try:
+        with suppress(FileNotFoundError, NotImplementedError):
             times = [self._fs.modified(self._at(f"{name}/{each}")).timestamp() for each in files]
-        except (FileNotFoundError, NotImplementedError):
-            return math.inf
-        return max(times, default=math.inf)
+            return max(times, default=math.inf)
+        return math.inf
 
 
 Store = FolderStore | UrlStore

@@ -79,10 +79,9 @@ def _find_above(launcher: str) -> tuple[str, str]:
 
 def has_input() -> bool:
     """Return whether standard input holds commands: a file or pipe, not closed nor a device."""
-    try:
+    with suppress(OSError):
         return not stat.S_ISCHR(os.fstat(0).st_mode)
-    except OSError:
-        return False
+    return False
 
 
 def _path(pid: int, terminal: int) -> str:
@@ -93,12 +92,10 @@ def _path(pid: int, terminal: int) -> str:
         # As devpts numbers them, 256 a major number.
         paths.insert(0, f"/dev/pts/{(major - _PTS_MAJORS[0]) * 256 + minor}")
     for path in paths:
-        try:
+        with suppress(OSError):  # closed, another user's, or another container's
             if os.stat(path).st_rdev == terminal:
                 os.close(os.open(path, os.O_RDWR | os.O_NOCTTY))
                 return path
-        except OSError:
-            continue  # closed, another user's, or another container's
     return ""
 
 
