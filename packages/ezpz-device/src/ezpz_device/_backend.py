@@ -35,8 +35,7 @@ def get_torch_backend(env: Mapping[str, str] | None = None) -> str:
             this torch.
     """
     env = os.environ if env is None else env
-    wanted = env.get("TORCH_BACKEND")
-    if wanted:
+    if wanted := env.get("TORCH_BACKEND"):
         if not is_backend_available(wanted):
             raise DeviceError(
                 f"TORCH_BACKEND={wanted!r} is not in this torch; available: "

@@ -40,8 +40,7 @@ def get_torch_device_type(env: Mapping[str, str] | None = None) -> str:
         DeviceError: ``TORCH_DEVICE`` names no device type, or one that torch cannot use.
     """
     env = os.environ if env is None else env
-    wanted = env.get("TORCH_DEVICE")
-    if wanted:
+    if wanted := env.get("TORCH_DEVICE"):
         return _device_of(wanted).type
     return next(device_type for device_type, usable in DEVICE_TYPES.items() if usable())
 

@@ -352,12 +352,10 @@ class _Summands:
                 raise type(error)(f"{error}; it is at key {key}" if key else str(error)) from error
 
     def _take(self, at: int, leaf: object) -> str:
-        number = as_number(leaf)
-        if number is not None:
+        if (number := as_number(leaf)) is not None:
             self._numbers[at] = number
             return "number"
-        tensor = as_summand(leaf, self._op)
-        if tensor is not None:
+        if (tensor := as_summand(leaf, self._op)) is not None:
             self._tensors[at] = tensor
             return f"{str(tensor.dtype)[6:]} {list(tensor.shape)}"
         if isinstance(leaf, dict):  # an empty one

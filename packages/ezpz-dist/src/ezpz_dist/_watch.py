@@ -167,8 +167,7 @@ def install() -> None:
         try:
             previous(kind, value, trace)
         finally:
-            world = find_world()
-            if world is not None and not is_forked():
+            if (world := find_world()) is not None and not is_forked():
                 report_failure(world, value, trace)
 
     sys.excepthook = hook
@@ -258,8 +257,7 @@ def end_job(text: str, status: int) -> bool:
 
 
 def leave_word(text: str) -> None:
-    responder = _diagnosis.find_responder()
-    if responder is not None and not responder.lost:
+    if (responder := _diagnosis.find_responder()) is not None and not responder.lost:
         side = responder.side
         # The first reason is the true one: what follows is the way out.
         _try_to_tell(side, lambda: side.reach().compare_set(f"left/{side.rank}", "", text))

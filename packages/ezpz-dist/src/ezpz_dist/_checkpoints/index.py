@@ -101,8 +101,7 @@ def read_manifest(store: Store, folder: str) -> Manifest:
             manifest = decode_manifest(file.read())
     except OSError as error:
         raise ValueError(f"{MANIFEST} cannot be read ({error})") from error
-    name = _store.parse(folder)
-    if name is not None and name.step != manifest.step:
+    if (name := _store.parse(folder)) is not None and name.step != manifest.step:
         raise ValueError(f"{MANIFEST} is of step {manifest.step}")
     return manifest
 

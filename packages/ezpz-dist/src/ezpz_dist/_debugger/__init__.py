@@ -460,8 +460,7 @@ def _wait(world: World, rank: int, key: str, line: str) -> None:
                 "breakpoint(rank=%d) at %s: the other ranks wait for %.0f s; %s, %s",
                 rank, line, now - began, where, how,
             )  # fmt: skip
-    lost = store.get(f"{key}/over").decode()
-    if lost:
+    if lost := store.get(f"{key}/over").decode():
         raise LostRankError(f"breakpoint(rank={rank}) at {line}: {lost}", [rank])
 
 
