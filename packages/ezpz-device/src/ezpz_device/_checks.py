@@ -146,6 +146,8 @@ def _why_unseen(device_type: str) -> tuple[str, str]:
 
 
 def is_built_for(device_type: str) -> bool:
+    if device_type == "cuda":
+        return torch.version.cuda is not None or torch.version.hip is not None
     if device_type == "xpu":
         return bool(torch.xpu._is_compiled())  # noqa: SLF001  # there is no public word for it
-    return bool(getattr(torch.backends, device_type).is_built())
+    return bool(torch.backends.mps.is_built())
