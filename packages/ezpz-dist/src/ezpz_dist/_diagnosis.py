@@ -22,6 +22,7 @@ from functools import cache
 from types import FrameType, TracebackType
 from typing import Any, NamedTuple, TypeVar
 
+import torch
 from torch.distributed import DistNetworkError, DistStoreError, Store  # type: ignore[attr-defined]  # torch exports them so
 
 from ._addresses import message
@@ -238,8 +239,10 @@ def is_users(path: str) -> bool:
 
 @cache
 def _libraries() -> tuple[str, ...]:
-    # sysconfig would know, and looks for 30 files: each rank asks when it cleans up.
-    return (_OURS, *map(os.path.abspath, (os.path.dirname(os.__file__), *site.getsitepackages())))
+    # sysconfig would know, and looks for 30 files: each rank asks when it cleans up. torch may lie
+    # where only a .pth file points.
+    folders = os.path.dirname(os.__file__), *site.getsitepackages(), site.getusersitepackages()
+    return (_OURS, *map(os.path.abspath, (*folders, *torch.__path__)))
 
 
 def _line(frame: FrameType) -> str:
