@@ -310,7 +310,7 @@ def _apply(original: Function, function: type, *args: Any, **kwargs: Any) -> Any
     if not checkers or not operands:
         return original(function, *args, **kwargs)
     if function is CheckpointFunction:  # its first argument is looked into
-        return original(function, Rerun(args[0], operands, checkers), *args[1:], **kwargs)
+        return original(function, _rerun(args[0], operands, checkers), *args[1:], **kwargs)
     records = [_result(checker, function, args, kwargs) for checker in checkers]
     for checker in checkers:  # what is inside is not checked
         checker.paused = True
@@ -344,24 +344,22 @@ def _result(checker: Checker, function: type, args: tuple[Any, ...], kwargs: Any
     return regions.through(checker.records, function.__name__, region, operands[-1:], places)
 
 
-class Rerun:
-    """A function that torch's reentrant checkpointing runs, and in backward runs again."""
-
+def _rerun(function: Function, tensors: list[Tensor], checkers: list[Checker]) -> Function:
+    """Return what torch's reentrant checkpointing runs, and in backward runs again."""
     # The first run has no gradients, by which much of what is wrong is known: the second is
     # checked too, with the types that the arguments had.
+    known = [(one, [one.records.of(tensor) for tensor in tensors]) for one in reversed(checkers)]
 
-    def __init__(self, function: Function, tensors: list[Tensor], checkers: list[Checker]) -> None:
-        self._function = function
-        self._known = [(one, [one.records.of(t) for t in tensors]) for one in checkers]
-
-    def __call__(self, *args: Any) -> Any:
+    def run(*args: Any) -> Any:
         with ExitStack() as stack:
-            for checker, records in reversed(self._known):
+            for checker, records in known:
                 if checker.in_backward:
                     for tensor, record in zip(tensors_of(args, {}), records, strict=True):
                         checker.records.set(tensor, record)
                     stack.enter_context(checker)
-            return self._function(*args)
+            return function(*args)
+
+    return run
 
 
 def _collective(name: str, original: Function, *args: Any, **kwargs: Any) -> Any:

@@ -38,11 +38,11 @@ class Region:
     inputs: int = 1
 
 
-def _region(takes: tuple[str, ...], returns: str, **mend: str) -> Region:
+def _region(takes: tuple[str, ...], returns: str, more: Any = None, **mend: str) -> Region:
     """Return a region; the mend ``equal`` is for both types that are equal on all ranks."""
     both = dict.fromkeys(EQUAL, mend.pop("equal")) if "equal" in mend else {}
     partial = "a reduction is missing: sum it first, by reduce_from_tensor_parallel_region"
-    return Region(frozenset(takes), returns, {PARTIAL: partial, **both, **mend})
+    return Region(frozenset(takes), returns, {PARTIAL: partial, **both, **mend}, **(more or {}))
 
 
 _TWICE = (
@@ -70,43 +70,39 @@ _gather_sums = replace(_gather, returns=REPLICATED)
 _reduce = _region(_SUMS, INVARIANT, equal=_SUMMED)
 _reduce_scatter = _region(_SUMS, VARYING, equal="it is summed already: scatter it instead")
 _exchange = _region((VARYING,), VARYING, equal="scatter it instead")
+_OF_CONTEXT = {"axis": "context"}
 _shard = _region(
-    (REPLICATED, VARYING), VARYING,
+    (REPLICATED, VARYING), VARYING, _OF_CONTEXT,
     invariant="its gradient is partial: pass it through "
     "copy_to_tensor_parallel_region(x, context group) first",
     partial="sum it first, by reduce_from_tensor_parallel_region(x, context group)",
 )  # fmt: skip
 _attention = _region(
-    (VARYING,), VARYING,
+    (VARYING,), VARYING, _OF_CONTEXT | {"inputs": 3},
     equal="give this rank's part, by shard_sequence",
     partial="a reduction is missing: sum it first",
 )  # fmt: skip
-_attention = replace(_attention, axis="context", inputs=3)
 _GATHERED = "build the layer with input_is_parallel=False, or leave out the gather before it"
-_row = _region((VARYING,), INVARIANT, equal=_GATHERED)
-_row = replace(_row, weight=VARYING, bias=INVARIANT)
+_row = _region((VARYING,), INVARIANT, {"weight": VARYING, "bias": INVARIANT}, equal=_GATHERED)
 _lookup = _region((VARYING,), INVARIANT, equal=_UNSAID.format("weight"))
+_PARTS = {"weight": VARYING, "bias": VARYING}
 _column = _region(
-    (INVARIANT,), VARYING,
+    (INVARIANT,), VARYING, _PARTS,
     replicated=_TWICE + "; or clear the layer's reduce_input_gradient",
     varying="gather or reduce it first: the layer takes what is the same on all ranks",
 )  # fmt: skip
 _column_unsummed = _region(
-    (REPLICATED, VARYING), VARYING,
+    (REPLICATED, VARYING), VARYING, _PARTS,
     invariant="the layer's reduce_input_gradient is cleared, so nothing sums the gradient of "
     "its input: pass it through copy_to_tensor_parallel_region once",
 )  # fmt: skip
 _column_sequence = _region(
-    (VARYING,), VARYING,
+    (VARYING,), VARYING, _PARTS,
     invariant="the layer gathers the sequence: scatter_to_sequence_parallel_region first, or "
     "build it with sequence_parallel=False",
     replicated="the layer gathers the sequence: leave out the gather before it",
     partial="sum it by reduce_scatter_to_sequence_parallel_region first",
 )  # fmt: skip
-_column, _column_unsummed, _column_sequence = (
-    replace(one, weight=VARYING, bias=VARYING)
-    for one in (_column, _column_unsummed, _column_sequence)
-)
 
 REGIONS: dict[Callable[..., Any], Region | tuple[str, Region, Region]] = {
     # A region; or the argument that chooses, and the ones without and with it.
@@ -126,7 +122,7 @@ REGIONS: dict[Callable[..., Any], Region | tuple[str, Region, Region]] = {
     vocabulary_lookup: ("sequence_parallel", _lookup, replace(_lookup, returns=VARYING)),
     column_linear: ("sequence_parallel", _column, _column_sequence),
     row_linear: ("sequence_parallel", _row, replace(_row, returns=VARYING, bias=REPLICATED)),
-    shard_sequence: replace(_shard, axis="context"),
+    shard_sequence: _shard,
     unshard_sequence: (
         "sum_grads", replace(_gather, axis="context"), replace(_gather_sums, axis="context")
     ),
@@ -384,8 +380,8 @@ def gradients_to_finalize(records: Records, parameters: Iterable[Tensor]) -> lis
             seen, axis = [(operand, operand.record.types[0])], records.axes[0]
             reason = (
                 "Its gradient was finalized before, and no backward pass has added to it: what "
+                "is summed would be summed twice."
             )
-            reason += "is summed would be summed twice."
             mend = "call finalize_grads once a step, after the last backward pass"
             raise rules.fail(records, "finalize_grads", axis, seen, reason, mend)
         found.append(grad)
