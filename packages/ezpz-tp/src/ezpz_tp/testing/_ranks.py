@@ -5,10 +5,12 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import functools
 import gc
 import importlib.util
 import inspect
 import io
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -166,20 +168,8 @@ _AFTER_A_FAILURE = 5.0
 """Seconds in which the ranks beside one that failed notice that it is gone."""
 
 
-def run_in_threads(
-    function: Callable[..., Result], layout: RankLayout, args: Any, also: Also, timeout: float
-) -> list[Result]:
-    make_operations()
-    threads = torch.get_num_threads()
-    try:
-        return _Run(function, layout, args, also, timeout).finish()
-    finally:
-        # Each rank asked for one; later threads of this process would inherit that.
-        torch.set_num_threads(threads)
-
-
 @dataclass(eq=False)
-class _Run:
+class _Threads:
     function: Callable[..., Any]
     layout: RankLayout
     args: Any
@@ -197,8 +187,9 @@ class _Run:
         self.alone = threading.Lock()
         self.reports: queue.SimpleQueue[tuple[int, Any, BaseException | None]] = queue.SimpleQueue()
 
-    def finish(self) -> list[Any]:
-        deadline = time.monotonic() + self.timeout
+    def results(self) -> list[Any]:
+        make_operations()
+        deadline, threads = time.monotonic() + self.timeout, torch.get_num_threads()
         running = {
             rank: threading.Thread(
                 target=self._rank, args=(rank,), name=f"rank {rank}", daemon=True
@@ -212,6 +203,8 @@ class _Run:
         finally:
             # An error's traceback may live long, and leads here.
             self.groups.clear()
+            # Each rank asked for one; later threads of this process would inherit that.
+            torch.set_num_threads(threads)
 
     def _collect(self, running: dict[int, threading.Thread], deadline: float) -> list[Any]:
         results: dict[int, Any] = {}
@@ -304,11 +297,6 @@ class Job:
     modules: tuple[tuple[str, str], ...]
     payload: bytes
 
-    @property
-    def stack_file(self) -> Path:
-        """The file that faulthandler writes to, shortly before the job's time is over."""
-        return Path(f"{self.place}.stack{self.rank}")
-
 
 @dataclass(frozen=True, slots=True)
 class Report:
@@ -371,7 +359,7 @@ def _result_of(job: Job) -> bytes:
         )
     # A rank that fails closes its connections: not while its peers are still making theirs.
     dist.barrier()
-    with job.stack_file.open("w") as stack:
+    with open(f"{job.place}.stack{job.rank}", "w") as stack:
         faulthandler.dump_traceback_later(job.timeout * 0.9, file=stack)
         try:
             result = function(*args)
@@ -438,30 +426,31 @@ def run_in_processes(
             "or threads (in_processes=False)"
         ) from error
     payload, modules = buffer.getvalue(), tuple(pickler.modules.items())
-    # What is pickled by its name in the program is looked for there by the other processes.
-    if b"__main__" in payload and not _is_importable(sys.modules["__main__"]):
+    # What is pickled by its name in the program is looked for there by the other processes, to
+    # which multiprocessing gives the module that this one was started with, where it can.
+    main = sys.modules["__main__"]
+    importable = main.__spec__ is not None or Path(getattr(main, "__file__", None) or "").is_file()
+    if b"__main__" in payload and not importable:
         raise TypeError(
             f"{function!r} or an argument is defined where other processes cannot import it "
             "(python -c, standard input or a notebook): put it in a file that can be imported, "
             "or use threads (in_processes=False)"
         )
     with _lock:
-        workers = _pool.take(layout.world_size)
-        place = _pool.place()
-        jobs = [
-            Job(rank, layout, place, also, timeout, tuple(sys.path), modules, payload)
-            for rank in range(layout.world_size)
-        ]
+        workers = _take(layout.world_size)
+        place = str(Path(_directory(), str(next(_calls))))
+        how = layout, place, also, timeout, tuple(sys.path), modules, payload
         try:
-            for worker, job in zip(workers, jobs, strict=True):
-                worker.start(job)
-            reports = _collect(workers, jobs, timeout)
+            for rank, worker in enumerate(workers):
+                worker.busy = worker.owes_word = True
+                worker.connection.send(Job(rank, *how))
+            reports = _collect(workers, place, timeout)
         finally:
-            _pool.drop_busy()
+            _drop_busy()
     return [pickle.loads(r.result) for r in reports]  # noqa: S301 - from our own processes
 
 
-def _collect(workers: list[_Worker], jobs: list[Job], timeout: float) -> list[Report]:
+def _collect(workers: list[_Worker], place: str, timeout: float) -> list[Report]:
     world_size = len(workers)
     running = {worker.connection: rank for rank, worker in enumerate(workers)}
     reports: dict[int, Report] = {}
@@ -480,7 +469,7 @@ def _collect(workers: list[_Worker], jobs: list[Job], timeout: float) -> list[Re
         first = min((r for r in reports.values() if r.error is not None), key=lambda r: r.when)
         raise _unpack(first, world_size)
     if running:
-        files = {rank: jobs[rank].stack_file for rank in sorted(running.values())}
+        files = {rank: Path(f"{place}.stack{rank}") for rank in sorted(running.values())}
         stacks = {r: f.read_text() if f.exists() else "(unknown)\n" for r, f in files.items()}
         raise not_in_time(timeout, world_size, stacks)
     return [reports[rank] for rank in range(world_size)]
@@ -514,12 +503,6 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
 
-def _is_importable(program: ModuleType) -> bool:
-    """Whether multiprocessing can give a new process the module that this one was started with."""
-    file = getattr(program, "__file__", None)
-    return program.__spec__ is not None or (file is not None and Path(file).is_file())
-
-
 class _Worker:
     def __init__(self, context: BaseContext) -> None:
         self.connection, theirs = context.Pipe()
@@ -530,10 +513,6 @@ class _Worker:
         )
         self.process.start()
         theirs.close()
-
-    def start(self, job: Job) -> None:
-        self.busy = self.owes_word = True
-        self.connection.send(job)
 
     def is_ready(self) -> bool:
         """Whether it lives, and has let go of its last job; waits a moment for that."""
@@ -563,42 +542,40 @@ class _Worker:
         self.process.join(5)
 
 
-class _Pool:
-    """Processes, as many as the largest call needed; a smaller call uses the first of them."""
+_workers: list[_Worker] = []
+"""As many as the largest call needed; a smaller call uses the first of them."""
+_calls = itertools.count(1)
+_lock = threading.Lock()
 
-    def __init__(self) -> None:
-        self.workers: list[_Worker] = []
-        self.directory = ""
-        self.calls = 0
 
-    def take(self, count: int) -> list[_Worker]:
-        for worker in self.workers:
-            worker.busy = not worker.is_ready()
-        self.drop_busy()
-        while len(self.workers) < count:
-            self.workers.append(_Worker(_context()))
-        return self.workers[:count]
+def _take(count: int) -> list[_Worker]:
+    for worker in _workers:
+        worker.busy = not worker.is_ready()
+    _drop_busy()
+    while len(_workers) < count:
+        _workers.append(_Worker(_context()))
+    return _workers[:count]
 
-    def place(self) -> str:
-        # They stay until the end: a store that is let go of looks for its file once more.
-        if not self.directory:
-            self.directory = tempfile.mkdtemp(prefix="ezpz-ranks-")
-            atexit.register(self.end)
-        self.calls += 1
-        return str(Path(self.directory, str(self.calls)))
 
-    def drop_busy(self) -> None:
-        """End the processes that did not come to the end of their job."""
-        for worker in self.workers:
-            if worker.busy:
-                worker.end()
-        self.workers = [worker for worker in self.workers if not worker.busy]
+def _drop_busy() -> None:
+    """End the processes that did not come to the end of their job."""
+    for worker in [one for one in _workers if one.busy]:
+        worker.end()
+        _workers.remove(worker)
 
-    def end(self) -> None:
-        for worker in self.workers:
-            worker.end()
-        self.workers = []
-        shutil.rmtree(self.directory, ignore_errors=True)
+
+@functools.cache
+def _directory() -> str:
+    # Its files stay until the end: a store that is let go of looks for its file once more.
+    directory = tempfile.mkdtemp(prefix="ezpz-ranks-")
+    atexit.register(_end, directory)
+    return directory
+
+
+def _end(directory: str) -> None:
+    while _workers:
+        _workers.pop().end()
+    shutil.rmtree(directory, ignore_errors=True)
 
 
 def _context() -> BaseContext:
@@ -612,10 +589,6 @@ def _context() -> BaseContext:
     program = [main.name.partition(".")[0]] if main is not None else []
     context.set_forkserver_preload(["ezpz_tp.testing._ranks", "torch._dynamo", *program])
     return context
-
-
-_pool = _Pool()
-_lock = threading.Lock()
 
 
 def run_ranks(
@@ -681,6 +654,7 @@ def run_ranks(
             f"{fixed * tensor} ranks, but world_size={world_size}; leave one of tensor and data "
             "out to have it worked out"
         )
-    run = run_in_processes if in_processes else run_in_threads
     groups = tuple(tuple(axes) for axes in also) if initialize else None
-    return run(function, layout, args, groups, timeout)
+    if in_processes:
+        return run_in_processes(function, layout, args, groups, timeout)
+    return _Threads(function, layout, args, groups, timeout).results()
