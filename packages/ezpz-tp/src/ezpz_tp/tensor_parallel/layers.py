@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -52,69 +51,57 @@ __all__ = [
 _UNSUPPORTED = ("defer_embedding_wgrad_compute", "gradient_accumulation_fusion", "cpu_offloading")
 
 
-@dataclass(frozen=True, slots=True)
 class LayerSettings:
-    """A layer's part of a configuration, resolved."""
+    """A layer's part of a configuration, resolved. Collective for a layer of experts."""
 
-    tp_group: ProcessGroup | None  # to give to the layer; None is the default
-    degree: int  # ranks that share the layer
-    device: torch.device  # where its parameters are made
-    dtype: torch.dtype
-    initialize: bool  # whether its parameters are filled
-    seed: int | None  # of its weight; None draws one
-    sequence_parallel: bool  # as configured; at degree 1 too
-    leaves_communication: bool  # the layer of an expert: its caller moves the tokens
-    is_reduced_with_model: bool  # its gradients, and not over the expert-data group
-
-
-def read_settings(
-    layer: str,
-    config: object,
-    tp_group: ProcessGroup | None,
-    pg_collection: object = None,
-    is_expert: bool = False,
-) -> LayerSettings:
-    """Resolve a configuration for one layer. Collective for a layer of experts."""
-    for name in _UNSUPPORTED:
-        refuse(layer, f"config.{name}", bool(setting(config, name)), False)
-    name = "expert_gtp_weight_remat_size" if is_expert else "gtp_weight_remat_size"
-    # Only a configuration of Megatron's own has it.
-    refuse(layer, f"config.{name}", getattr(config, name, 1), 1)
-    # Looked up in the instance, as in Megatron-LM: its collections answer to every name.
-    remat = getattr(pg_collection, "__dict__", {}).get(
-        "expt_gtp_remat" if is_expert else "gtp_remat"
-    )
-    refuse(layer, "size of pg_collection's gtp_remat group", remat.size() if remat else 1, 1)
-    state = current_state()
-    if tp_group is None and is_expert and state is not None:
-        tp_group = _expert_group(state)
-    group = tensor_group(tp_group)
-    degree = 1 if group is None else group.size()
-    inner = setting(config, "expert_tensor_parallel_size")
-    outer = setting(config, "tensor_model_parallel_size")
-    _check_degree(layer, degree, inner or outer if is_expert else outer, is_expert)
-    expert_degree = setting(config, "expert_model_parallel_size") if is_expert else 1
-    experts = expert_degree > 1
-    device = _device(config, group)
-    initialize = bool(setting(config, "perform_initialization"))
-    seed = None
-    if experts:
-        index = _expert_index(layer, state, expert_degree)
-        if initialize:
-            # Experts must not start as copies of each other, and the default generator is the
-            # same on all expert ranks.
-            seed = (agree_on_seed(None, group, device) + index * 0x9E3779B97F4A7C15) % 2**63
-    return LayerSettings(
-        tp_group=tp_group,
-        degree=degree,
-        device=device,
-        dtype=setting(config, "params_dtype"),
-        initialize=initialize,
-        seed=seed,
-        sequence_parallel=bool(setting(config, "sequence_parallel")),
-        leaves_communication=is_expert and (degree > 1 or experts),
-        is_reduced_with_model=not (is_expert and (experts or (inner or outer) != outer)),
-    )
+    def __init__(
+        self,
+        layer: str,
+        config: object,
+        tp_group: ProcessGroup | None,
+        pg_collection: object = None,
+        is_expert: bool = False,
+    ) -> None:
+        for name in _UNSUPPORTED:
+            refuse(layer, f"config.{name}", bool(setting(config, name)), False)
+        name = "expert_gtp_weight_remat_size" if is_expert else "gtp_weight_remat_size"
+        # Only a configuration of Megatron's own has it.
+        refuse(layer, f"config.{name}", getattr(config, name, 1), 1)
+        # Looked up in the instance, as in Megatron-LM: its collections answer to every name.
+        remat = getattr(pg_collection, "__dict__", {}).get(
+            "expt_gtp_remat" if is_expert else "gtp_remat"
+        )
+        refuse(layer, "size of pg_collection's gtp_remat group", remat.size() if remat else 1, 1)
+        state = current_state()
+        if tp_group is None and is_expert and state is not None:
+            tp_group = _expert_group(state)
+        self.tp_group: ProcessGroup | None = tp_group  # to give to the layer; None is the default
+        group = tensor_group(tp_group)
+        self.degree: int = 1 if group is None else group.size()  # ranks that share the layer
+        inner = setting(config, "expert_tensor_parallel_size")
+        outer = setting(config, "tensor_model_parallel_size")
+        _check_degree(layer, self.degree, inner or outer if is_expert else outer, is_expert)
+        expert_degree = setting(config, "expert_model_parallel_size") if is_expert else 1
+        experts = expert_degree > 1
+        self.device: torch.device = _device(config, group)
+        self.dtype: torch.dtype = setting(config, "params_dtype")
+        self.initialize: bool = bool(setting(config, "perform_initialization"))
+        self.seed: int | None = None  # of its weight; None draws one
+        if experts:
+            index = _expert_index(layer, state, expert_degree)
+            if self.initialize:
+                # Experts must not start as copies of each other, and the default generator is the
+                # same on all expert ranks.
+                seed = agree_on_seed(None, group, self.device)
+                self.seed = (seed + index * 0x9E3779B97F4A7C15) % 2**63
+        # As configured; at degree 1 too.
+        self.sequence_parallel: bool = bool(setting(config, "sequence_parallel"))
+        # The layer of an expert: its caller moves the tokens.
+        self.leaves_communication: bool = is_expert and (self.degree > 1 or experts)
+        # Its gradients, and not over the expert-data group.
+        self.is_reduced_with_model: bool = not (
+            is_expert and (experts or (inner or outer) != outer)
+        )
 
 
 def _expert_group(state: ParallelState) -> ProcessGroup:
@@ -257,7 +244,7 @@ class VocabParallelEmbedding(ShardedStateDict, _embedding.VocabParallelEmbedding
         tp_group: ProcessGroup | None = None,
         pg_collection: Any = None,
     ) -> None:
-        settings = read_settings("VocabParallelEmbedding", config, tp_group, pg_collection)
+        settings = LayerSettings("VocabParallelEmbedding", config, tp_group, pg_collection)
         # Known before the parameters are reset, at the end of the parent's constructor.
         self.config: Any = config
         self.initialize: bool = settings.initialize
@@ -415,7 +402,7 @@ class ColumnParallelLinear(ExtraState, _layers.ColumnParallelLinear):
     ) -> None:
         del tp_comm_buffer_name, name
         layer = "ColumnParallelLinear"
-        settings = read_settings(layer, config, tp_group, pg_collection, is_expert)
+        settings = LayerSettings(layer, config, tp_group, pg_collection, is_expert)
         refuse(layer, "embedding_activation_buffer", embedding_activation_buffer, None)
         refuse(layer, "grad_output_buffer", grad_output_buffer, None)
         refuse(layer, "output_dtype", output_dtype, None, settings.dtype)
@@ -536,7 +523,7 @@ class RowParallelLinear(ExtraState, _layers.RowParallelLinear):
     ) -> None:
         del tp_comm_buffer_name, name
         layer = "RowParallelLinear"
-        settings = read_settings(layer, config, tp_group, pg_collection, is_expert)
+        settings = LayerSettings(layer, config, tp_group, pg_collection, is_expert)
         if settings.sequence_parallel and not input_is_parallel:
             raise ParallelError(
                 f"{layer}: config.sequence_parallel needs input_is_parallel=True: the input is "
