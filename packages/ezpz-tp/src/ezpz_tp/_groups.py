@@ -325,28 +325,24 @@ class Maker:
     def __init__(
         self,
         layout: RankLayout,
-        rank: int,
         backend: str | Mapping[str, str] | None,
         timeout: timedelta | None,
-        wanted: tuple[tuple[str, ...], ...],
-        stages: tuple[str, ...] = (),
         *,
-        apart: bool = False,
+        apart: bool,
     ) -> None:
         world = initialized_world(str(layout))
         self.world: weakref.ref[ProcessGroup] = weakref.ref(world)
         self._layout = layout
-        self._rank = rank
+        self.rank: int = world.rank()
         self._backend = backend
         self._timeout = timeout
         self._apart = apart  # not the world's group, where it has the same ranks
         self._default = dist.get_backend(world)
         self._known: dict[tuple[str | None, tuple[int, ...]], ProcessGroup] = {}
         self.made: list[ProcessGroup] = []
-        self._round = next_round(f"{layout} {wanted=} {stages=} {backend=}", world, timeout)
 
     def make(
-        self, wanted: Iterable[tuple[str, ...]], stages: Mapping[str, EmbeddingRanks]
+        self, wanted: tuple[tuple[str, ...], ...], stages: Mapping[str, EmbeddingRanks]
     ) -> tuple[dict[tuple[str, ...], ProcessGroup | None], dict[str, tuple[int, ...]]]:
         """Return the groups of axes, and the rank sets of groups of some stages."""
         # None stands for the group of this rank alone.
@@ -354,12 +350,15 @@ class Maker:
         # Collective: every rank makes the same calls in the same order. Groups of some stages
         # come last, and the ranks that are not in one make the group of those that are not: a
         # communicator that is split from the world's wants every rank to take part.
+        world, backend = initialized_world(str(self._layout)), self._backend
+        asked = f"{self._layout} {wanted=} stages={tuple(stages)} {backend=}"
+        self._round = next_round(asked, world, self._timeout)
         groups: dict[tuple[str, ...], ProcessGroup | None] = {}
         for axes in wanted:
             several = ordered(axis for axis in axes if self._layout.degree(axis) > 1)
             groups[axes] = groups[several] = self._of(several)
         ranks: dict[str, tuple[int, ...]] = {}
-        pipeline = self._layout.group_of("pipeline", self._rank)
+        pipeline = self._layout.group_of("pipeline", self.rank)
         for name, chosen in stages.items():
             inside = tuple(sorted(chosen(list(pipeline))))
             if not set(inside) <= set(pipeline) or len(set(inside)) < len(inside):
@@ -367,7 +366,7 @@ class Maker:
                     f"the {name} ranks are {inside}; expected some of the pipeline's, {pipeline}"
                 )
             group = self._part(name, inside, pipeline)
-            if self._rank in inside:
+            if self.rank in inside:
                 ranks[name] = inside
                 groups[(name,)] = group
         return groups, ranks
@@ -376,7 +375,7 @@ class Maker:
         """Return a group with the rank set of these axes, if there is one."""
         if self._layout.degree(axes) == self._layout.world_size:
             return self.world()
-        ranks = self._layout.group_of(axes, self._rank)
+        ranks = self._layout.group_of(axes, self.rank)
         return next((group for (_, r), group in self._known.items() if r == ranks), None)
 
     def destroy(self, *, together: bool = True) -> None:
@@ -408,7 +407,7 @@ class Maker:
             if keys:
                 store.wait(keys, _PATIENCE)
         except RuntimeError as error:  # some rank is gone: there is nothing to wait for
-            _log.debug("rank %d leaves its groups alone: %s", self._rank, error)
+            _log.debug("rank %d leaves its groups alone: %s", self.rank, error)
 
     def _of(self, axes: tuple[str, ...]) -> ProcessGroup | None:
         """Return the group of axes of degree > 1: made, or one there is with the same ranks."""
@@ -420,7 +419,7 @@ class Maker:
             world = self.world()
             assert world is not None
             return world
-        ranks = self._layout.group_of(axes, self._rank)
+        ranks = self._layout.group_of(axes, self.rank)
         if (backend, ranks) not in self._known:
             self._known[backend, ranks] = self._new(
                 ".".join(axes), ranks, backend, lambda: self._layout.groups(axes)
@@ -441,9 +440,9 @@ class Maker:
             chosen = tuple(rank for place, rank in enumerate(ranks) if place in places)
             return [chosen, tuple(rank for rank in ranks if rank not in chosen)]
 
-        mine = inside if self._rank in inside else halves(pipeline)[1]
+        mine = inside if self.rank in inside else halves(pipeline)[1]
         return self._new(
-            name if self._rank in inside else f"not-{name}",
+            name if self.rank in inside else f"not-{name}",
             mine,
             self._backend_of(("pipeline",)),
             lambda: [part for ranks in self._layout.groups("pipeline") for part in halves(ranks)],

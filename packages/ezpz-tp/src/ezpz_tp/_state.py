@@ -300,15 +300,13 @@ class ParallelState:
         apart: bool = False,
     ) -> ParallelState:
         """Make the groups of these axes only, `create` says the rest; ``apart``: not the world."""
-        rank = initialized_world(str(layout)).rank()
-        wanted = tuple(wanted)
-        maker = Maker(layout, rank, backend, timeout, wanted, tuple(stages), apart=apart)
+        maker = Maker(layout, backend, timeout, apart=apart)
         try:
-            groups, ranks = maker.make(wanted, stages)
+            groups, ranks = maker.make(tuple(wanted), stages)
         except BaseException:  # also at Ctrl-C: no half-made set of groups stays; raised again
             maker.destroy(together=False)
             raise
-        return cls(groups, rank=rank, layout=layout, maker=maker, ranks=ranks)
+        return cls(groups, rank=maker.rank, layout=layout, maker=maker, ranks=ranks)
 
     @classmethod
     def from_groups(
