@@ -59,28 +59,24 @@ def tiles(full_shape: tuple[int, ...], dim: int, box: Piece) -> Iterator[tuple[i
 
 # A tile of a weight that answers for the whole: the shape of all, the values of some.
 
-_RANDOM = frozenset(
-    {
-        *("bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_"),
-        *("random_", "uniform_"),
-    }
-)
+_RANDOM = frozenset({
+    "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_",
+    "uniform_",
+})  # fmt: skip
 # On anything but a tile they draw from torch's own generators: other numbers on every rank.
 _DRAWS = _RANDOM | {
-    *("bernoulli", "multinomial", "normal", "poisson", "rand", "rand_like", "randint"),
-    *("randint_like", "randn", "randn_like", "randperm"),
-}
+    "bernoulli", "multinomial", "normal", "poisson", "rand", "rand_like", "randint",
+    "randint_like", "randn", "randn_like", "randperm",
+}  # fmt: skip
 _LIKE = {"rand_like": "uniform_", "randn_like": "normal_"}
 
 # Elementwise without torch's tag for it.
-_UNTAGGED = frozenset(
-    {
-        *("bfloat16", "clone", "constant_", "copy_", "detach", "double", "empty_like", "fill_"),
-        *("float", "full_like", "half", "masked_fill", "masked_fill_", "ones_like"),
-        *("requires_grad_", "to", "type", "zero_", "zeros_like"),
-        *("__and__", "__invert__", "__or__", "__rdiv__", "__rpow__", "__rsub__", "__xor__"),
-    }
-)
+_UNTAGGED = frozenset({
+    "bfloat16", "clone", "constant_", "copy_", "detach", "double", "empty_like", "fill_", "float",
+    "full_like", "half", "masked_fill", "masked_fill_", "ones_like", "requires_grad_", "to",
+    "type", "zero_", "zeros_like",
+    "__and__", "__invert__", "__or__", "__rdiv__", "__rpow__", "__rsub__", "__xor__",
+})  # fmt: skip
 # They only steer: trunc_normal_ draws again while any value is out of bounds, which each tile
 # may do as often as it needs.
 _SCALAR = frozenset({"any", "new_tensor"})

@@ -242,10 +242,8 @@ def _metas(tensors: Tensors) -> Tensors:
 # torch's pipeline schedules, by the names of `ezpz_tp.Pipeline`.
 
 SCHEDULES = {
-    "gpipe": "ScheduleGPipe",
-    "1f1b": "Schedule1F1B",
-    "interleaved": "ScheduleInterleaved1F1B",
-}
+    "gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved": "ScheduleInterleaved1F1B",
+}  # fmt: skip
 
 
 def check_schedule(schedule: str, virtual: int, microbatches: int, ranks: int) -> None:

@@ -38,17 +38,10 @@ __all__ += _megatron.__all__
 # Those that Megatron's getters may ask for, on any ranks: all are made at once, where every
 # rank takes part. Most share a group.
 _GROUPS: tuple[tuple[str, ...], ...] = (
-    ("tensor", "pipeline"),
-    ("context", "data"),
-    ("tensor", "data"),
-    ("tensor", "context"),
-    ("tensor", "context", "data"),
-    ("expert",),
-    ("expert_tensor",),
-    ("expert_data",),
-    ("expert_tensor", "expert"),
-    ("expert_tensor", "expert", "pipeline"),
-)
+    ("tensor", "pipeline"), ("context", "data"), ("tensor", "data"), ("tensor", "context"),
+    ("tensor", "context", "data"), ("expert",), ("expert_tensor",), ("expert_data",),
+    ("expert_tensor", "expert"), ("expert_tensor", "expert", "pipeline"),
+)  # fmt: skip
 
 
 def initialize_model_parallel(
@@ -112,6 +105,7 @@ def initialize_model_parallel(
             "least 2 stages"
         )
     timeout = timedelta(minutes=distributed_timeout_minutes)
+    backend = pipeline_model_parallel_comm_backend or None
     state = _current.initialize_default(
         tensor=tensor_model_parallel_size,
         context=context_parallel_size,
@@ -124,9 +118,7 @@ def initialize_model_parallel(
             "embedding": get_embedding_ranks or EMBEDDING["embedding"],
             "position_embedding": get_position_embedding_ranks or EMBEDDING["position_embedding"],
         },
-        backend={"pipeline": pipeline_model_parallel_comm_backend}
-        if pipeline_model_parallel_comm_backend
-        else {},
+        backend={} if backend is None else {"pipeline": backend},
         timeout=timeout,
     )
     _set_up(state, virtual_pipeline_model_parallel_size, create_gloo_process_groups, timeout)
@@ -155,19 +147,14 @@ def _set_up(state: ParallelState, chunks: int | None, gloo: bool, timeout: timed
 _ARGUMENTS, _GLOO, _BUFFER = "megatron arguments", "gloo groups", "memory buffer"
 
 _UNSUPPORTED = {
-    "hierarchical_context_parallel_sizes": None,
-    "hybrid_context_parallel": False,
-    "gtp_remat_size": 1,
-    "expert_gtp_remat_size": 1,
-    "num_distributed_optimizer_instances": 1,
+    "hierarchical_context_parallel_sizes": None, "hybrid_context_parallel": False,
+    "gtp_remat_size": 1, "expert_gtp_remat_size": 1, "num_distributed_optimizer_instances": 1,
     "rank_offset": 0,
-}
+}  # fmt: skip
 _HINTS = (
-    "use_sharp",
-    "sharp_enabled_group",
-    "nccl_communicator_config_path",
+    "use_sharp", "sharp_enabled_group", "nccl_communicator_config_path",
     "high_priority_stream_groups",
-)
+)  # fmt: skip
 
 
 def _unsupported(name: str, value: object) -> ParallelError:

@@ -109,10 +109,9 @@ def _items(
     value = local_part(parameter.detach())
     if not sharded:
         yield _Item(name, _digest(value), mend=_advice(parameter, axis))
-    elif _is_mixed(value):
-        yield _Item(name, _digest(value), differs=True, mend=_SEEDS)
-    else:
-        yield _Item(name, 0, differs=True)
+    else:  # a constant, 0, is not compared
+        digest = _digest(value) if _is_mixed(value) else 0
+        yield _Item(name, digest, differs=True, mend=_SEEDS)
     if gradients and not sharded:
         grad = gradient(parameter)
         digest = 0 if grad is None else _digest(local_part(grad))

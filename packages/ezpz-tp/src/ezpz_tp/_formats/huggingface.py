@@ -32,7 +32,7 @@ from .safetensors import open_safetensors, write_safetensors
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 HUGGINGFACE = splits(
     vocabulary="*embed_tokens.weight *lm_head.weight *lm_head.bias",
@@ -168,14 +168,10 @@ def head_rows(number: int, size: int, *, interleaved: bool) -> list[range]:
     return [rows[::2], rows[1::2]] if interleaved else [rows]
 
 
-def layer_of(name: str) -> str:
-    return str(_NUMBER.findall(name)[0])
-
-
 def translated(name: str, table: Mapping[str, str]) -> str:
     module, _, kind = name.replace(".layer_norm_", ".layer_norm.").rpartition(".")
-    numbers = _NUMBER.findall(module)
-    if (new := table.get(_NUMBER.sub("{}", module))) is None:
+    numbers = NUMBER.findall(module)
+    if (new := table.get(NUMBER.sub("{}", module))) is None:
         raise ParallelError(
             f"tensor {name} has no counterpart in Hugging Face's Llama; keep the names "
             '(names="keep"), or give a function of names'

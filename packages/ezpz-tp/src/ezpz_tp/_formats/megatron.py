@@ -18,7 +18,7 @@ from ezpz_tp._errors import ParallelError
 from ezpz_tp._shard import Entry
 
 from . import Format, Options, Source, Stored, check_equal, join, same_names, splits
-from .huggingface import head_rows, layer_of, translated
+from .huggingface import NUMBER, head_rows, translated
 from .torch_file import TorchFile
 
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
@@ -237,7 +237,7 @@ def _as_huggingface(source: Source) -> Source:
         else:
             made.take(source, name, translated(name, FROM_MEGATRON))
             continue
-        layer, kind = layer_of(name), name.rpartition(".")[2]
+        layer, kind = NUMBER.findall(name)[0], name.rpartition(".")[2]
         for module, rows in parts.items():
             made.take(source, name, f"model.layers.{layer}.{module}.{kind}", rows)
     return made
