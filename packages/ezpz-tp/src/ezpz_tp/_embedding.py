@@ -103,13 +103,7 @@ class _Lookup(torch.autograd.Function):
 class EmbeddingTable(ParallelModule):
     """One table, split along ``partition_dim``, and what both embeddings do with it."""
 
-    num_embeddings: int
-    embedding_dim: int
     padding_idx: int | None
-    max_norm: float | None
-    norm_type: float
-    scale_grad_by_freq: bool
-    sparse: bool
 
     def __init__(
         self,
@@ -132,11 +126,14 @@ class EmbeddingTable(ParallelModule):
                 f"{type(self).__name__}: padding_idx={padding_idx} is not an id of the "
                 f"vocabulary; expected 0 to {num_embeddings - 1}, or as many from its end"
             )
-        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.num_embeddings = num_embeddings
+        self.embedding_dim = embedding_dim
         self.full_shape: tuple[int, int] = (num_embeddings, embedding_dim)
         self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
-        self.max_norm, self.norm_type = max_norm, norm_type
-        self.scale_grad_by_freq, self.sparse = scale_grad_by_freq, sparse
+        self.max_norm = max_norm
+        self.norm_type = norm_type
+        self.scale_grad_by_freq = scale_grad_by_freq
+        self.sparse = sparse
 
     def set_zeros(self) -> None:
         """Set the row of ``padding_idx``, on the rank that has it."""
