@@ -131,13 +131,9 @@ def vocab_parallel_linear_cross_entropy(
         input_: ``[..., H]``, floating point, the same on every rank of the group.
         weight: ``[V/tp, H]``, of the input's dtype: this rank's rows, as of a
             `ColumnParallelLinear` without bias, or of a tied `VocabParallelEmbedding`.
-        target: ``[...]``, int64, as of `vocab_parallel_cross_entropy`, like all that follows.
-        label_smoothing: As there.
-        tp_group: As there.
+        target: ``[...]``, int64, as of `vocab_parallel_cross_entropy`.
+        label_smoothing, tp_group, ignore_index, z_loss, vocab_size: As there.
         sequence_parallel: The input is this rank's part of dim 0, and is gathered first.
-        ignore_index: As there.
-        z_loss: As there.
-        vocab_size: As there.
         chunk_size: As there. Default: at least 256.
 
     Returns:

@@ -286,9 +286,7 @@ def clip_grad_norm_(
     Args:
         parameters: This rank's; a module stands for all of its own.
         max_norm: The largest norm to leave.
-        norm_type: See `get_grad_norm`, as the other arguments.
-        error_if_nonfinite: See `get_grad_norm`.
-        state: See `get_grad_norm`.
+        norm_type, error_if_nonfinite, state: See `get_grad_norm`.
 
     Returns:
         The norm before clipping, see `get_grad_norm`.

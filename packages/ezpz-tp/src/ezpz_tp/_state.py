@@ -326,13 +326,8 @@ class ParallelState:
         """Take groups that exist already; None is an axis of degree 1. Nothing is sent.
 
         Args:
-            tensor: The group of this rank's tensor axis, and so on for the other axes.
-            context: See ``tensor``.
-            data: See ``tensor``.
-            pipeline: See ``tensor``.
-            expert: See ``tensor``.
-            expert_tensor: See ``tensor``.
-            expert_data: See ``tensor``.
+            tensor, context, data, pipeline, expert, expert_tensor, expert_data: The group of this
+                rank's axis of that name.
             also: Groups that span several axes.
             layout: The arithmetic behind the groups, if there is one. Without it `ranks`
                 works only for groups that torch.distributed knows.
