@@ -24,11 +24,6 @@ from ._state import ParallelState
 NAMED_NODES = 16
 
 
-def shortened(ranks: Sequence[int]) -> str:
-    text = " ".join(map(str, ranks))
-    return text if len(text) <= 22 else f"{ranks[0]} {ranks[1]} ... {ranks[-1]}"
-
-
 def _remedy(axis: Axis, nodes: Nodes) -> str:
     size, words = math.gcd(*nodes.sizes), list[str]()
     if not nodes.in_blocks:
@@ -167,7 +162,10 @@ class Description:
         rows: list[tuple[str, ...]] = []
         for axis in self._several:
             number = self.world_size // axis.degree
-            group = shortened(axis.group_of(self.rank))
+            ranks = axis.group_of(self.rank)
+            group = " ".join(map(str, ranks))
+            if len(group) > 22:
+                group = f"{ranks[0]} {ranks[1]} ... {ranks[-1]}"
             row: tuple[str, ...] = (axis.name, f"{axis.degree:,}", f"{number:,}", group)
             if self._spans:
                 crossing = sum(count > 1 for count in self._spans[axis.name])

@@ -396,15 +396,11 @@ def node_map(block: Sequence[Row], nodes: Nodes | None) -> list[list[int]]:
 def beginnings(above: Sequence[int], below: Sequence[int]) -> Iterator[tuple[int, int, int]]:
     """Yield which nodes begin in a row, and so want their name written above it."""
     start = 1
-    while start < len(below) - 1:
-        end = start
-        while end < len(below) - 1 and below[end] == below[start]:
-            end += 1
-        if below[start] != OUTSIDE and below[start] not in above[start:end]:
-            clear = start + 1
-            while clear < end and above[clear] == above[clear - 1]:
-                clear += 1
-            yield start - 1, clear - start, below[start]
+    for node, run in itertools.groupby(below[1:-1]):
+        end = start + len(list(run))
+        if node != OUTSIDE and node not in above[start:end]:
+            _, clear = next(itertools.groupby(above[start:end]))
+            yield start - 1, len(list(clear)), node
         start = end
 
 

@@ -345,19 +345,6 @@ def _plan(
 # The calculator's answer as text.
 
 
-def table(answer: EinsumSharding) -> str:
-    shapes = answer.shapes
-    rows = [(answer.equation, *answer.axes, *(["local"] if shapes else []))]
-    width = max(len(name) for name, _, _ in answer.rows())
-    for name, letters, layout in answer.rows():
-        told = complete(read(layout, letters, name, answer.axes), answer.axes)
-        places = ("-" if where == REPLICATED else where for where in told.values())
-        shape = [_shape(shapes.get(name))] if shapes else []
-        rows.append((f"{name:{width}}  {letters}", *places, *shape))
-    steps = [*_steps("forward", answer.forward), *_steps("backward", answer.backward)]
-    return "\n".join([*_aligned(rows), *_aligned(steps)])
-
-
 def _steps(title: str, steps: Sequence[Step]) -> Iterable[tuple[str, ...]]:
     if not steps:
         yield title, "-"
@@ -466,7 +453,16 @@ class EinsumSharding:
         ]  # fmt: skip
 
     def __str__(self) -> str:
-        return table(self)
+        shapes, named = self.shapes, self.rows()
+        rows = [(self.equation, *self.axes, *(["local"] if shapes else []))]
+        width = max(len(name) for name, _, _ in named)
+        for name, letters, layout in named:
+            told = complete(read(layout, letters, name, self.axes), self.axes)
+            places = ("-" if where == REPLICATED else where for where in told.values())
+            shape = [_shape(shapes.get(name))] if shapes else []
+            rows.append((f"{name:{width}}  {letters}", *places, *shape))
+        steps = [*_steps("forward", self.forward), *_steps("backward", self.backward)]
+        return "\n".join([*_aligned(rows), *_aligned(steps)])
 
 
 def einsum_sharding(
