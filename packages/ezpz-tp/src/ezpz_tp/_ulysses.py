@@ -59,10 +59,8 @@ def ulysses_attention(
         k: ``[batch, kv_heads, s/n, head_dim]``; ``kv_heads`` divides ``heads``.
         v: ``[batch, kv_heads, s/n, value_dim]``.
         group: The ranks that share the sequence; default: the context-parallel group.
-        is_causal: Passed on.
+        is_causal, scale, dropout_p: Passed on.
         balanced: Which part is whose, as in `shard_sequence`.
-        scale: Passed on.
-        dropout_p: Passed on.
         attention: Called as ``attention(q, k, v, dropout_p=, is_causal=, scale=)``, and with
             ``enable_gqa=True`` where k and v have fewer heads than q. Returns
             ``[batch, heads/n, s, ...]``.
@@ -246,13 +244,9 @@ def split_context(
     """
     state = get_state() if state is None else state
     key = f"split_context {ulysses}"
-    if key not in state.notes:
-        state.notes[key] = _split(ulysses, state)
-    groups: tuple[ProcessGroup, ProcessGroup] = state.notes[key]
-    return groups
-
-
-def _split(ulysses: int, state: ParallelState) -> tuple[ProcessGroup, ProcessGroup]:
+    known: tuple[ProcessGroup, ProcessGroup] | None = state.notes.get(key)
+    if known is not None:
+        return known
     degree = state.size("context")
     if ulysses < 1 or degree % ulysses:
         raise DegreeError(
@@ -265,7 +259,10 @@ def _split(ulysses: int, state: ParallelState) -> tuple[ProcessGroup, ProcessGro
             "unified_attention two groups of your own"
         )
     stride = state.layout.stride("context")
-    return _strided(state, ulysses, stride), _strided(state, degree // ulysses, stride * ulysses)
+    heads = _strided(state, ulysses, stride)
+    ring = _strided(state, degree // ulysses, stride * ulysses)
+    state.notes[key] = heads, ring
+    return heads, ring
 
 
 def _strided(state: ParallelState, degree: int, stride: int) -> ProcessGroup:

@@ -74,13 +74,24 @@ class LayerSettings:
         refuse(layer, "size of pg_collection's gtp_remat group", remat.size() if remat else 1, 1)
         state = current_state()
         if tp_group is None and is_expert and state is not None:
-            tp_group = _expert_group(state)
+            # A state of groups that were made elsewhere may not have the same ranks' group twice.
+            same = state.layout is not None
+            same = same and state.ranks("expert_tensor") == state.ranks("tensor")
+            tp_group = state.group("tensor" if same else "expert_tensor")
         self.tp_group: ProcessGroup | None = tp_group  # to give to the layer; None is the default
         group = tensor_group(tp_group)
         self.degree: int = 1 if group is None else group.size()  # ranks that share the layer
         inner = setting(config, "expert_tensor_parallel_size")
         outer = setting(config, "tensor_model_parallel_size")
-        _check_degree(layer, self.degree, inner or outer if is_expert else outer, is_expert)
+        wanted = inner or outer if is_expert else outer
+        # 1 is also what a configuration says whose author left the degree to the groups.
+        if wanted not in {1, self.degree}:
+            name = "expert_tensor_parallel_size" if is_expert else "tensor_model_parallel_size"
+            raise DegreeError(
+                f"{layer}: config.{name}={wanted}, but its tensor-parallel group has size "
+                f"{self.degree}; call initialize_model_parallel with {wanted} before building "
+                "layers, or give the layer its tp_group"
+            )
         expert_degree = setting(config, "expert_model_parallel_size") if is_expert else 1
         experts = expert_degree > 1
         self.device: torch.device = _device(config, group)
@@ -104,30 +115,12 @@ class LayerSettings:
         )
 
 
-def _expert_group(state: ParallelState) -> ProcessGroup:
-    """Return the group that shares an expert: the tensor group where its ranks are the same."""
-    # A state of groups that were made elsewhere may not have it twice.
-    same = state.layout is not None and state.ranks("expert_tensor") == state.ranks("tensor")
-    return state.group("tensor" if same else "expert_tensor")
-
-
 def refuse(layer: str, what: str, value: object, *supported: object) -> None:
     """Raise NotImplementedError unless the value is one that this package supports."""
     if value not in supported:
         raise NotImplementedError(
             f"{layer}: {what}={value!r} is not supported; expected "
             f"{' or '.join(repr(one) for one in supported)}"
-        )
-
-
-def _check_degree(layer: str, degree: int, wanted: int, is_expert: bool) -> None:
-    # 1 is also what a configuration says whose author left the degree to the groups.
-    if wanted not in {1, degree}:
-        name = "expert_tensor_parallel_size" if is_expert else "tensor_model_parallel_size"
-        raise DegreeError(
-            f"{layer}: config.{name}={wanted}, but its tensor-parallel group has size {degree}; "
-            f"call initialize_model_parallel with {wanted} before building layers, or give the "
-            "layer its tp_group"
         )
 
 

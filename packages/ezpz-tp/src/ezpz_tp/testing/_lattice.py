@@ -152,7 +152,7 @@ def assert_matches_unsharded(
     degrees = [tensor] if isinstance(tensor, int) else list(tensor)
     if not degrees:
         raise ValueError(f"tensor={tensor!r} names no degree to compare at; expected e.g. (1, 2)")
-    whole = _Whole(build_unsharded(), inputs, seed, density, integers=tolerance is None)
+    whole = _Whole(build_unsharded(), inputs, seed, density, tolerance is None)
     counts: Counter[str] = Counter()
     for degree in degrees:
         given = whole.parameters, whole.inputs, whole.incoming, dict(names or {})
@@ -183,13 +183,7 @@ class _Whole:
     """The ordinary module's parameters, and what it computes."""
 
     def __init__(
-        self,
-        module: nn.Module,
-        inputs: tuple[Any, ...],
-        seed: int,
-        density: float,
-        *,
-        integers: bool,
+        self, module: nn.Module, inputs: tuple[Any, ...], seed: int, density: float, integers: bool
     ) -> None:
         self._seed, self._integers = seed, integers
         with torch.no_grad():

@@ -144,17 +144,11 @@ class _Watch(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func.namespace in {"c10d", "_c10d_functional"}:
-            name = name_of(func._schema.name)  # noqa: SLF001 - how torch's own CommDebugMode asks
-            if name is not None:
-                self.counter[name] += 1
+            operation: str = func._schema.name  # noqa: SLF001 - as torch's own CommDebugMode asks
+            words = operation.partition("::")[2].replace("_", "")
+            if found := [key for key in _NAMES if words.startswith(key)]:
+                self.counter[_NAMES[max(found, key=len)]] += 1
         return func(*args, **(kwargs or {}))
-
-
-def name_of(operation: str) -> str | None:
-    """Return the plain name of e.g. ``c10d::_allgather_base_``; None if it is no collective."""
-    words = operation.partition("::")[2].replace("_", "")
-    found = [key for key in _NAMES if words.startswith(key)]
-    return _NAMES[max(found, key=len)] if found else None
 
 
 # Ranks as threads of this process, joined by gloo groups of their own.
