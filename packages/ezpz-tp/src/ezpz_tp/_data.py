@@ -226,9 +226,7 @@ def unshard_sequence(
     Args:
         tensor: This rank's part.
         dim: That of the sequence.
-        group: As for `shard_sequence`.
-        ulysses_group: As for `shard_sequence`.
-        balanced: As for `shard_sequence`.
+        group, ulysses_group, balanced: As for `shard_sequence`.
         sum_grads: False where every rank goes on to compute the same, and so has the same
             gradient: each keeps its part of it. True where each computes something else (its
             queries' attention to all keys): the gradients are summed, by a reduce-scatter.
@@ -268,9 +266,7 @@ def sequence_positions(
 
     Args:
         length: Of the whole sequence, in tokens.
-        group: As for `shard_sequence`.
-        ulysses_group: As for `shard_sequence`.
-        balanced: As for `shard_sequence`.
+        group, ulysses_group, balanced: As for `shard_sequence`.
         device: Of the result; torch's default device if None.
 
     Returns:
@@ -288,15 +284,11 @@ class _Ranks:
     """Who shares a sequence: a ring, and for each of its ranks those that share the part of it."""
 
     def __init__(
-        self,
-        name: str,
-        group: ProcessGroup | None,
-        ulysses_group: ProcessGroup | None,
-        balanced: bool,
+        self, name: str, group: ProcessGroup | None, ulysses: ProcessGroup | None, balanced: bool
     ) -> None:
         self.name = name
         self.ring = context_group(group)
-        given = member(ulysses_group, "Ulysses")
+        given = member(ulysses, "Ulysses")
         self.ulysses = given if given is not None and given.size() > 1 else None
         self.balanced = balanced and self.ring is not None
         self._rings = 1 if self.ring is None else self.ring.size()

@@ -321,9 +321,7 @@ def seed_model_parallel(
         seed: At least 0, the same on the ranks of a tensor-parallel group.
         state: Whose ranks; the default's if None.
         tracker: Whose streams are replaced; those of `get_rng_tracker` if None.
-        tensor_rank: Instead of the state's; the same for the other two.
-        expert_rank: See above.
-        expert_tensor_rank: See above.
+        tensor_rank, expert_rank, expert_tensor_rank: Instead of the state's.
 
     Raises:
         NotInitializedError: There are several ranks, no state, and no ranks were given.
@@ -407,9 +405,7 @@ _checkpointing = ContextVar("_checkpointing", default=False)  # of each thread: 
 
 
 def checkpoint_activations(
-    function: Callable[..., Result],
-    *args: Any,
-    tracker: RngTracker | None = None,
+    function: Callable[..., Result], *args: Any, tracker: RngTracker | None = None
 ) -> Result:
     """Run a function without keeping its activations; backward runs it again.
 

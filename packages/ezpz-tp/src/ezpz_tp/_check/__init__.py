@@ -94,7 +94,8 @@ class Checker(TorchFunctionMode):
             self.records.set(one, record)
             if in_place and one._base is not None:  # noqa: SLF001 - its base is written to as well
                 pair = [self.records.operand(tensor) for tensor in (one._base, one)]  # noqa: SLF001
-                self.records.set(one._base, rules.combine(self.records, "__setitem__", pair))  # noqa: SLF001
+                written = rules.combine(self.records, "__setitem__", pair, False, False)
+                self.records.set(one._base, written)  # noqa: SLF001
         return output
 
     def result(

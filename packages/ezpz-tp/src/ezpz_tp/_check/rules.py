@@ -295,11 +295,7 @@ def fail(
 
 
 def combine(
-    records: Records,
-    operation: str,
-    operands: Operands,
-    contracts: bool = False,
-    shifts: bool = False,
+    records: Records, operation: str, operands: Operands, contracts: bool, shifts: bool
 ) -> Record:
     is_data = all(one.record.is_data for one in operands)
     written = [one for one in operands if not one.record.is_fresh]
