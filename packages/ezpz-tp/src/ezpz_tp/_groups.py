@@ -159,53 +159,31 @@ class Alone(_Group):  # type: ignore[misc]
 
     abort = shutdown
 
-    def allreduce(self, tensors: Tensor | Sequence[Tensor], *_: object, **__: object) -> dist.Work:
+    def allreduce(self, tensors: Any, *_: object, **__: object) -> dist.Work:
         """Leave the tensors as they are: a sum of one."""
-        return _done([tensors] if isinstance(tensors, Tensor) else list(tensors))
+        return _done(_flat(tensors))
 
-    allreduce_coalesced = allreduce
-    broadcast = allreduce
-    reduce = allreduce
+    allreduce_coalesced = broadcast = reduce = allreduce
 
     def barrier(self, *_: object, **__: object) -> dist.Work:
         return _done([])
 
     monitored_barrier = barrier
 
-    def allgather(
-        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], *_: object
-    ) -> dist.Work:
-        return _copy([each[0] for each in outputs], inputs)
+    def allgather(self, outputs: Any, inputs: Any, *_: object) -> dist.Work:
+        """Copy what is sent to where it is received, in whatever lists both are."""
+        done = _flat(outputs)
+        for output, input_ in zip(done, _flat(inputs), strict=True):
+            output.copy_(input_.reshape(output.shape))
+        return _done(done)
 
-    gather = allgather
-
-    def allgather_coalesced(
-        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], *_: object
-    ) -> dist.Work:
-        return _copy(outputs[0], inputs)
-
-    def reduce_scatter(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], *_: object
-    ) -> dist.Work:
-        return _copy(outputs, [each[0] for each in inputs])
-
-    scatter = reduce_scatter
-
-    def alltoall(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *_: object
-    ) -> dist.Work:
-        return _copy(outputs, inputs)
-
+    gather = allgather_coalesced = reduce_scatter = scatter = alltoall = allgather
+    all_to_all_single = alltoall_base = allgather
     # The newer names are those of torch 2.13; 2.6 knows the older ones only.
-    allgather_into_tensor_coalesced = all_gather_single_coalesced = alltoall
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced = alltoall
-
-    def all_to_all_single(self, output: Tensor, input_: Tensor, *_: object) -> dist.Work:
-        return _copy([output], [input_])
-
-    alltoall_base = all_to_all_single
-    _allgather_base = all_gather_single = all_to_all_single
-    _reduce_scatter_base = reduce_scatter_single = all_to_all_single
+    _allgather_base = all_gather_single = allgather
+    _reduce_scatter_base = reduce_scatter_single = allgather
+    allgather_into_tensor_coalesced = all_gather_single_coalesced = allgather
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced = allgather
 
     def send(self, *_: object) -> dist.Work:
         """Refuse: there is no one to send to."""
@@ -214,11 +192,10 @@ class Alone(_Group):  # type: ignore[misc]
     recv = recv_anysource = send
 
 
-def _copy(outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> dist.Work:
-    done = list(outputs)
-    for output, input_ in zip(done, inputs, strict=True):
-        output.copy_(input_.reshape(output.shape))
-    return _done(done)
+def _flat(tensors: Any) -> list[Tensor]:
+    if isinstance(tensors, Tensor):
+        return [tensors]
+    return [tensor for each in tensors for tensor in _flat(each)]
 
 
 def _done(tensors: list[Tensor]) -> dist.Work:
