@@ -113,8 +113,17 @@ class Description:
 
     def svg(self) -> str:
         """Return the picture as SVG: one ``svg`` element that needs nothing else."""
-        words = self._headline(), self._table(), self._notes()
-        return pictures.draw(*words, self.grids, self.nodes)
+        page, title = pictures.Page(), self._headline()
+        page.paragraph(title)
+        for grid in self.grids:
+            if grid.title:
+                page.paragraph(f"{grid.title}: {grid}")
+            picture = pictures.Drawing(page, grid, self.nodes).draw()
+            for note in pictures.elided(grid, picture, self.nodes):
+                page.paragraph(note)
+        for note in self._notes():
+            page.paragraph(note)
+        return page.svg(title, self._table())
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the SVG into a file.

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from ._errors import DegreeError
 from ._ranks import AXES, EXPERT_AXES, RankLayout
@@ -510,22 +510,6 @@ STYLE = (
 )
 
 
-def draw(
-    title: str, table: Iterable[str], notes: Iterable[str], grids: Iterable[Grid], nodes: Any
-) -> str:
-    page = Page()
-    page.paragraph(title)
-    for grid in grids:
-        if grid.title:
-            page.paragraph(f"{grid.title}: {grid}")
-        picture = Drawing(page, grid, nodes).draw()
-        for note in elided(grid, picture, nodes):
-            page.paragraph(note)
-    for note in notes:
-        page.paragraph(note)
-    return page.svg(title, table)
-
-
 class Page:
     def __init__(self) -> None:
         self.parts: list[str] = []
@@ -572,10 +556,9 @@ class Drawing:
     def draw(self) -> Picture:
         page, picture = self._page, self._picture
         page.height += GAP / 2
-        for labels in picture.block_columns:
-            self._heading(labels, [self._left + i * self._step + self._step / 2 - GAP / 2
-                                   for i in range(len(labels.positions))])  # fmt: skip
         starts = [self._left + i * self._step for i in range(len(picture.blocks[0]))]
+        for labels in picture.block_columns:
+            self._heading(labels, [start + (self._step - GAP) / 2 for start in starts])
         inner = range(len(picture.columns.positions))
         self._heading(
             Labels(picture.columns.axis, picture.columns.positions * len(starts)),
