@@ -298,9 +298,8 @@ class VocabParallelEmbedding(EmbeddingTable):
 
     def padding_row(self) -> int | None:
         """Return the row of ``padding_idx``, on the rank that has it."""
-        first, end = self.vocab_start_index, self.vocab_end_index
-        here = self.padding_idx is not None and first <= self.padding_idx < end
-        return self.padding_idx - first if self.padding_idx is not None and here else None
+        row, first = self.padding_idx, self.vocab_start_index
+        return row - first if row is not None and first <= row < self.vocab_end_index else None
 
 
 class ParallelEmbedding(EmbeddingTable):

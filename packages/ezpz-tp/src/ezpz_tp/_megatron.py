@@ -572,12 +572,8 @@ class RankGenerator:
         self.order: str = "-".join([*given, *(name for name in sizes if name not in given)])
         self.ordered_size: list[int] = [sizes.get(token, 0) for token in self.order.split("-")]
         # One axis of the two is of degree 1: the other has its place in the layout.
-        self._axes = {
-            "tp": "tensor",
-            "dp": "data",
-            "pp": "pipeline",
-            "ep" if ep > 1 else "cp": "context",
-        }
+        self._axes = {"tp": "tensor", "dp": "data", "pp": "pipeline"}
+        self._axes["ep" if ep > 1 else "cp"] = "context"
         tokens = [name for name in given if name in {"tp", "dp", "pp"} or sizes.get(name) != 1]
         self._layout = RankLayout(
             self.world_size,

@@ -52,10 +52,9 @@ class Chunk(nn.Module):
         self._targets, self.losses = iter(targets), []
 
     def forward(self, *inputs: Tensor) -> Tensors:
-        received = inputs
         if not self.is_first:
-            received = tuple(entering(one, self.module) for one in inputs)
-        output = self.module(*received)
+            inputs = tuple(entering(one, self.module) for one in inputs)
+        output = self.module(*inputs)
         if not self.is_last:
             outputs = tuple(one.contiguous() for one in self._sendable(output))
             # Without gradients it is an evaluation, in which every message tells its shape.

@@ -339,14 +339,9 @@ class ParallelState:
             DegreeError: A group's size is not the layout's.
         """
         ones = {
-            "tensor": tensor,
-            "context": context,
-            "data": data,
-            "pipeline": pipeline,
-            "expert": expert,
-            "expert_tensor": expert_tensor,
-            "expert_data": expert_data,
-        }
+            "tensor": tensor, "context": context, "data": data, "pipeline": pipeline,
+            "expert": expert, "expert_tensor": expert_tensor, "expert_data": expert_data,
+        }  # fmt: skip
         groups: Groups = {(axis,): member(group, axis) for axis, group in ones.items()}
         groups |= {axes: member(group, " x ".join(axes)) for axes, group in (also or {}).items()}
         if rank is None:
