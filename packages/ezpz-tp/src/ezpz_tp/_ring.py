@@ -276,15 +276,8 @@ class Pair:
         self.memory, self.k, self.v = memory, k.view(k_shape), v.view(v_shape)
 
     @classmethod
-    def of(cls, k: Tensor, v: Tensor) -> Pair:
-        return cls(torch.cat([k.flatten(), v.flatten()]), k.shape, v.shape)
-
-    @classmethod
     def zeros(cls, k: Tensor, v: Tensor, dtype: torch.dtype) -> Pair:
         return cls(k.new_zeros(k.numel() + v.numel(), dtype=dtype), k.shape, v.shape)
-
-    def tokens(self, span: slice) -> tuple[Tensor, Tensor]:
-        return self.k[:, :, span], self.v[:, :, span]
 
 
 class Moving:
@@ -318,7 +311,8 @@ class Round:
     # beyond its step, and there are never more than two of them.
 
     def __init__(self, k: Tensor, v: Tensor, group: ProcessGroup) -> None:
-        self.pair, self._group = Pair.of(k, v), group
+        self.pair = Pair(torch.cat([k.flatten(), v.flatten()]), k.shape, v.shape)
+        self._group = group
 
     def __iter__(self) -> Iterator[int]:
         rank, size = self._group.rank(), self._group.size()
@@ -504,7 +498,8 @@ class _Plan(NamedTuple):
         return _Seen(slice(length // 2, None), _ALL, False)
 
     def block(self, seen: _Seen, q: Tensor, pair: Pair) -> Block:
-        return Block(q[:, :, seen.queries], *pair.tokens(seen.keys), seen.causal, self.scale)
+        k, v = pair.k[:, :, seen.keys], pair.v[:, :, seen.keys]
+        return Block(q[:, :, seen.queries], k, v, seen.causal, self.scale)
 
 
 def _rows(tensor: Tensor) -> Tensor:
