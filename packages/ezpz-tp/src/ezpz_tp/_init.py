@@ -344,10 +344,9 @@ def _held(
             f"split along dim {partition_dim} over {degree} ranks; expected {expected}"
         )
     local, offsets = held_part(shard)
-    here, held = Piece(offsets, tuple(local.shape)), []
-    for at, full in wanted.boxes(index, degree):
-        if own := at.overlap(here):
-            held.append((own.within(here), own.within(at).moved(full.offsets)))
+    here = Piece(offsets, tuple(local.shape))
+    boxes = wanted.boxes(index, degree, here)
+    held = [(own.within(here), full) for own, full in boxes if 0 not in own.sizes]
     if sum(math.prod(full.sizes) for _, full in held) < local.numel():
         local.zero_()
     return local, held
