@@ -360,10 +360,6 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in zip(*columns, strict=True)]
 
 
-def _shape(shape: tuple[int, ...] | None) -> str:
-    return "" if shape is None else " x ".join(map(str, shape)) or "scalar"
-
-
 def _bytes(count: int) -> str:
     """Return a number of bytes in the units of a network, 1 kB = 1000 B."""
     value, units = float(count), ["B", "kB", "MB", "GB", "TB"]
@@ -459,8 +455,9 @@ class EinsumSharding:
         for name, letters, layout in named:
             told = complete(read(layout, letters, name, self.axes), self.axes)
             places = ("-" if where == REPLICATED else where for where in told.values())
-            shape = [_shape(shapes.get(name))] if shapes else []
-            rows.append((f"{name:{width}}  {letters}", *places, *shape))
+            local = None if shapes is None else shapes.get(name)
+            shape = "" if local is None else " x ".join(map(str, local)) or "scalar"
+            rows.append((f"{name:{width}}  {letters}", *places, shape))
         steps = [*_steps("forward", self.forward), *_steps("backward", self.backward)]
         return "\n".join([*_aligned(rows), *_aligned(steps)])
 

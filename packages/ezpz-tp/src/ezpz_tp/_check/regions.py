@@ -130,9 +130,7 @@ REGIONS: dict[Callable[..., Any], Region | tuple[str, Region, Region]] = {
 }  # fmt: skip
 
 
-@functools.cache
-def _signature(function: Callable[..., Any]) -> inspect.Signature:
-    return inspect.signature(function)
+_signature = functools.cache(inspect.signature)
 
 
 def arguments(
