@@ -213,6 +213,19 @@ def test_mpi_where_there_is_none(ranks, folder):
     ranks(2, script)
 
 
+def test_an_error_of_a_stores_own_is_every_ranks(ranks, folder):
+    script = f"""
+    import fsspec
+    class Store(fsspec.AbstractFileSystem):
+        def _open(self, path, **_):
+            raise RuntimeError("the token is over")
+    fsspec.register_implementation("odd", Store)
+    name = "odd://7" if rank else "{folder}/7"
+    raises(DataError, "the token is over", read_share, name, torch.int32, (7, 6))
+    """
+    ranks(2, PARTS + script)
+
+
 def test_in_one_process_without_set_up(folder, clean_env, monkeypatch):
     monkeypatch.setattr("os.environ", clean_env)
     row = read_share(f"file://{folder}/7", torch.int32, (7, 6), offset=5, share=(1, 3))

@@ -10,6 +10,7 @@ import pytest
 
 from ezpz_launch import main
 from ezpz_launch._jobs import Tail
+from ezpz_launch._queue import SCHEDULERS
 from ezpz_launch._record import last_record
 
 HOST = os.uname().nodename
@@ -104,6 +105,17 @@ def test_a_scheduler_that_hangs_is_an_error_that_names_the_command(launch, progr
         asked = "sinfo" if words[0] == "submit" else "squeue"
         assert f"'{asked} --noheader" in done.stderr
         assert "gave no answer in 0.5 s (1 attempt)" in done.stderr
+
+
+def test_a_squeue_that_fails_once_is_asked_again(program, clean_env, tmp_path):
+    when = ["2026-11-28T10:00:00"] * 3
+    row = ["12", "12", "RUNNING", "None", "all", "1", *when, "0", "0", "n1", "train"]
+    fails = f"[ -e {tmp_path}/asked ] || {{ touch {tmp_path}/asked; echo timed out >&2; exit 1; }}"
+    path = program("bin/squeue", f"{fails}; printf '%s\\036' '{chr(31).join(row)}'")
+    program("bin/scontrol", "exit 1")
+    env = {**clean_env, "PATH": f"{os.path.dirname(path)}:{clean_env['PATH']}"}
+    job = SCHEDULERS["slurm"](env).job("12")
+    assert (job.name, job.state, job.hosts) == ("train", "running", "n1")
 
 
 @pytest.mark.parametrize(

@@ -96,15 +96,16 @@ def read_share(
 @contextmanager
 def _all_or_none(name: str) -> Iterator[None]:
     """Raise on every rank, at the end of a block, what any of them could not do."""
-    trouble = ""
+    trouble, cause = "", None
     try:
         yield
-    except (OSError, ImportError, ValueError, DataError) as error:
+    except Exception as error:  # noqa: BLE001 - a store's own, say: the others wait for this one
+        cause = error
         who = f"rank {get_rank()} on {get_hostname()}"
         trouble = f"{who} cannot read its share of {name}: {type(error).__name__}: {error}"
     if failed := [words for words in all_gather_object(trouble) if words]:
         more = f" (and {len(failed) - 1} ranks more)" if len(failed) > 1 else ""
-        raise DataError(failed[0] + more)
+        raise DataError(failed[0] + more) from cause
 
 
 def _rows(name: str, asked: int, row: int, offset: int) -> int:
