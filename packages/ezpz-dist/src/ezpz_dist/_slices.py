@@ -99,6 +99,8 @@ def _all_or_none(name: str) -> Iterator[None]:
     trouble, cause = "", None
     try:
         yield
+    except CollectiveError:  # the others have it too
+        raise
     except Exception as error:  # noqa: BLE001 - a store's own, say: the others wait for this one
         cause = error
         who = f"rank {get_rank()} on {get_hostname()}"
