@@ -19,19 +19,102 @@ user's own layers. One implementation lies beneath them all.
 import importlib
 from typing import TYPE_CHECKING
 
-from . import _current, _errors, _linear, _mappings, _random
 from ._cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
-from ._current import *  # noqa: F403 - what they list
+from ._current import (
+    current_state,
+    destroy_model_parallel,
+    destroy_tensor_parallel,
+    get_context_parallel_group,
+    get_context_parallel_rank,
+    get_context_parallel_ranks,
+    get_context_parallel_src_rank,
+    get_context_parallel_world_size,
+    get_data_parallel_group,
+    get_data_parallel_rank,
+    get_data_parallel_ranks,
+    get_data_parallel_src_rank,
+    get_data_parallel_world_size,
+    get_expert_parallel_group,
+    get_expert_parallel_rank,
+    get_expert_parallel_ranks,
+    get_expert_parallel_src_rank,
+    get_expert_parallel_world_size,
+    get_pipeline_parallel_first_rank,
+    get_pipeline_parallel_group,
+    get_pipeline_parallel_last_rank,
+    get_pipeline_parallel_next_rank,
+    get_pipeline_parallel_prev_rank,
+    get_pipeline_parallel_rank,
+    get_pipeline_parallel_ranks,
+    get_pipeline_parallel_src_rank,
+    get_pipeline_parallel_world_size,
+    get_state,
+    get_tensor_parallel_group,
+    get_tensor_parallel_rank,
+    get_tensor_parallel_ranks,
+    get_tensor_parallel_src_rank,
+    get_tensor_parallel_world_size,
+    initialize_model_parallel,
+    initialize_tensor_parallel,
+    is_pipeline_first_stage,
+    is_pipeline_last_stage,
+    tensor_parallel_is_initialized,
+    use_state,
+)
 from ._data import broadcast_data, sequence_positions, shard_sequence, unshard_sequence
 from ._embedding import ParallelEmbedding, VocabParallelEmbedding
-from ._errors import *  # noqa: F403
+from ._errors import (
+    DegreeError,
+    NotInitializedError,
+    ParallelError,
+    ParallelTypeError,
+    ReplicaError,
+)
 from ._grads import clip_grad_norm_, finalize_grads, get_grad_norm
 from ._groups import make_group
 from ._init import initialize_shard
-from ._linear import *  # noqa: F403
-from ._mappings import *  # noqa: F403
+from ._linear import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    copy_attributes,
+    copy_tensor_model_parallel_attributes,
+    keep_attributes,
+    mark_sequence_parallel,
+    param_is_not_tensor_parallel_duplicate,
+    set_defaults_if_not_set_tensor_model_parallel_attributes,
+    set_tensor_model_parallel_attributes,
+)
+from ._mappings import (
+    VocabUtility,
+    all_gather_last_dim_from_tensor_parallel_region,
+    all_to_all,
+    all_to_all_hp2sp,
+    all_to_all_sp2hp,
+    copy_to_tensor_parallel_region,
+    divide_and_check_no_remainder,
+    ensure_divisibility,
+    gather_from_sequence_parallel_region,
+    gather_from_tensor_parallel_region,
+    gather_split_1d_tensor,
+    head_to_sequence,
+    reduce_from_tensor_parallel_region,
+    reduce_scatter_last_dim_to_tensor_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+    scatter_to_sequence_parallel_region,
+    scatter_to_tensor_parallel_region,
+    sequence_to_head,
+    split_tensor_along_last_dim,
+    split_tensor_into_1d_equal_chunks,
+)
 from ._pipeline import Pipeline, split_layers
-from ._random import *  # noqa: F403
+from ._random import (
+    RngTracker,
+    checkpoint,
+    checkpoint_activations,
+    get_rng_tracker,
+    rng_contexts,
+    seed_model_parallel,
+)
 from ._ranks import AXES, EXPERT_AXES, RankLayout
 from ._ring import ring_attention
 from ._shard import Piece, Shard, set_shard, shard_of
@@ -80,19 +163,43 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
-    "AXES", "EXPERT_AXES", "Description", "EinsumSharding", "ParallelEmbedding", "ParallelState",
-    "Piece", "Pipeline", "RankLayout", "Shard", "VocabParallelEmbedding", "__version__",
-    "apply_lora", "broadcast_data", "check", "clip_grad_norm_", "declare_type", "describe",
-    "describe_mesh", "dtensor_state_dict", "einsum_sharding", "finalize_grads", "gather_state_dict",
-    "get_grad_norm", "initialize_shard", "load_dtensor_state_dict", "load_lora", "lora_state_dict",
-    "make_group", "make_mesh", "merge_lora", "reshard", "ring_attention", "save_huggingface",
-    "save_llama", "save_lora", "sequence_positions", "set_shard", "shard_of", "shard_sequence",
-    "shard_state_dict", "split_context", "split_layers", "type_of", "ulysses_attention",
-    "unified_attention", "unshard_sequence", "verify_replicated", "vocab_parallel_cross_entropy",
-    "vocab_parallel_linear_cross_entropy",
+    "AXES", "EXPERT_AXES", "ColumnParallelLinear", "DegreeError", "Description", "EinsumSharding",
+    "NotInitializedError", "ParallelEmbedding", "ParallelError", "ParallelState",
+    "ParallelTypeError", "Piece", "Pipeline", "RankLayout", "ReplicaError", "RngTracker",
+    "RowParallelLinear", "Shard", "VocabParallelEmbedding", "VocabUtility", "__version__",
+    "all_gather_last_dim_from_tensor_parallel_region", "all_to_all", "all_to_all_hp2sp",
+    "all_to_all_sp2hp", "apply_lora", "broadcast_data", "check", "checkpoint",
+    "checkpoint_activations", "clip_grad_norm_", "copy_attributes",
+    "copy_tensor_model_parallel_attributes", "copy_to_tensor_parallel_region", "current_state",
+    "declare_type", "describe", "describe_mesh", "destroy_model_parallel",
+    "destroy_tensor_parallel", "divide_and_check_no_remainder", "dtensor_state_dict",
+    "einsum_sharding", "ensure_divisibility", "finalize_grads",
+    "gather_from_sequence_parallel_region", "gather_from_tensor_parallel_region",
+    "gather_split_1d_tensor", "gather_state_dict", "get_context_parallel_group",
+    "get_context_parallel_rank", "get_context_parallel_ranks", "get_context_parallel_src_rank",
+    "get_context_parallel_world_size", "get_data_parallel_group", "get_data_parallel_rank",
+    "get_data_parallel_ranks", "get_data_parallel_src_rank", "get_data_parallel_world_size",
+    "get_expert_parallel_group", "get_expert_parallel_rank", "get_expert_parallel_ranks",
+    "get_expert_parallel_src_rank", "get_expert_parallel_world_size", "get_grad_norm",
+    "get_pipeline_parallel_first_rank", "get_pipeline_parallel_group",
+    "get_pipeline_parallel_last_rank", "get_pipeline_parallel_next_rank",
+    "get_pipeline_parallel_prev_rank", "get_pipeline_parallel_rank", "get_pipeline_parallel_ranks",
+    "get_pipeline_parallel_src_rank", "get_pipeline_parallel_world_size", "get_rng_tracker",
+    "get_state", "get_tensor_parallel_group", "get_tensor_parallel_rank",
+    "get_tensor_parallel_ranks", "get_tensor_parallel_src_rank", "get_tensor_parallel_world_size",
+    "head_to_sequence", "initialize_model_parallel", "initialize_shard",
+    "initialize_tensor_parallel", "is_pipeline_first_stage", "is_pipeline_last_stage",
+    "keep_attributes", "load_dtensor_state_dict", "load_lora", "lora_state_dict",
+    "make_group", "make_mesh", "mark_sequence_parallel", "merge_lora",
+    "param_is_not_tensor_parallel_duplicate",
+    "reduce_from_tensor_parallel_region", "reduce_scatter_last_dim_to_tensor_parallel_region",
+    "reduce_scatter_to_sequence_parallel_region", "reshard", "ring_attention", "rng_contexts",
+    "save_huggingface", "save_llama", "save_lora", "scatter_to_sequence_parallel_region",
+    "scatter_to_tensor_parallel_region", "seed_model_parallel", "sequence_positions",
+    "sequence_to_head", "set_defaults_if_not_set_tensor_model_parallel_attributes", "set_shard",
+    "set_tensor_model_parallel_attributes", "shard_of", "shard_sequence", "shard_state_dict",
+    "split_context", "split_layers", "split_tensor_along_last_dim",
+    "split_tensor_into_1d_equal_chunks", "tensor_parallel_is_initialized", "type_of",
+    "ulysses_attention", "unified_attention", "unshard_sequence", "use_state", "verify_replicated",
+    "vocab_parallel_cross_entropy", "vocab_parallel_linear_cross_entropy",
 ]  # fmt: skip
-__all__ += _current.__all__
-__all__ += _errors.__all__
-__all__ += _linear.__all__
-__all__ += _mappings.__all__
-__all__ += _random.__all__

@@ -17,23 +17,6 @@ from ._groups import EmbeddingRanks, live_world, member
 from ._ranks import ORDER
 from ._state import ParallelState
 
-__all__ = [
-    "current_state", "destroy_model_parallel", "destroy_tensor_parallel",
-    "get_context_parallel_group", "get_context_parallel_rank", "get_context_parallel_ranks",
-    "get_context_parallel_src_rank", "get_context_parallel_world_size", "get_data_parallel_group",
-    "get_data_parallel_rank", "get_data_parallel_ranks", "get_data_parallel_src_rank",
-    "get_data_parallel_world_size", "get_expert_parallel_group", "get_expert_parallel_rank",
-    "get_expert_parallel_ranks", "get_expert_parallel_src_rank", "get_expert_parallel_world_size",
-    "get_pipeline_parallel_first_rank", "get_pipeline_parallel_group",
-    "get_pipeline_parallel_last_rank", "get_pipeline_parallel_next_rank",
-    "get_pipeline_parallel_prev_rank", "get_pipeline_parallel_rank", "get_pipeline_parallel_ranks",
-    "get_pipeline_parallel_src_rank", "get_pipeline_parallel_world_size", "get_state",
-    "get_tensor_parallel_group", "get_tensor_parallel_rank", "get_tensor_parallel_ranks",
-    "get_tensor_parallel_src_rank", "get_tensor_parallel_world_size", "initialize_model_parallel",
-    "initialize_tensor_parallel", "is_pipeline_first_stage", "is_pipeline_last_stage",
-    "tensor_parallel_is_initialized", "use_state",
-]  # fmt: skip
-
 _default: ParallelState | None = None
 _notes_without_state: dict[str, Any] = {}
 _arguments: dict[str, object] = {}

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = [
-    "DegreeError", "NotInitializedError", "ParallelError", "ParallelTypeError", "ReplicaError",
-]  # fmt: skip
-
 
 class ParallelError(RuntimeError):
     """Something about parallel groups, layers or their use is wrong."""

@@ -33,14 +33,6 @@ from ._mappings import (
 )
 from ._shard import WHOLE, Shard, set_whole
 
-__all__ = [
-    "ColumnParallelLinear", "RowParallelLinear", "copy_attributes",
-    "copy_tensor_model_parallel_attributes", "keep_attributes", "mark_sequence_parallel",
-    "param_is_not_tensor_parallel_duplicate",
-    "set_defaults_if_not_set_tensor_model_parallel_attributes",
-    "set_tensor_model_parallel_attributes",
-]  # fmt: skip
-
 # The attributes by which optimizers, gradient clipping and checkpoints know a parameter. The names
 # are Megatron-LM's (megatron/core/tensor_parallel/layers.py), which DeepSpeed and others read:
 #

@@ -47,17 +47,6 @@ from torch.overrides import handle_torch_function, has_torch_function, has_torch
 from ._current import tensor_group
 from ._errors import DegreeError
 
-__all__ = [
-    "VocabUtility", "all_gather_last_dim_from_tensor_parallel_region", "all_to_all",
-    "all_to_all_hp2sp", "all_to_all_sp2hp", "copy_to_tensor_parallel_region",
-    "divide_and_check_no_remainder", "ensure_divisibility", "gather_from_sequence_parallel_region",
-    "gather_from_tensor_parallel_region", "gather_split_1d_tensor", "head_to_sequence",
-    "reduce_from_tensor_parallel_region", "reduce_scatter_last_dim_to_tensor_parallel_region",
-    "reduce_scatter_to_sequence_parallel_region", "scatter_to_sequence_parallel_region",
-    "scatter_to_tensor_parallel_region", "sequence_to_head", "split_tensor_along_last_dim",
-    "split_tensor_into_1d_equal_chunks",
-]  # fmt: skip
-
 # Collectives on tensors, without autograd. What ends in an underscore works in place, on a tensor
 # that the caller owns; all else returns a new one.
 #

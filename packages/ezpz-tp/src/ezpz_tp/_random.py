@@ -24,11 +24,6 @@ from ._current import index_or_alone
 from ._errors import ParallelError
 from ._state import ParallelState
 
-__all__ = [
-    "RngTracker", "checkpoint", "checkpoint_activations", "get_rng_tracker", "rng_contexts",
-    "seed_model_parallel",
-]  # fmt: skip
-
 States = dict[str, Tensor]
 """The state of a default generator by the type of its device."""
 
