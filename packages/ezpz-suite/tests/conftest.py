@@ -16,5 +16,5 @@ def preloaded():
         # What some tests import on each rank, for seconds.
         "ezpz._test.rank", "ezpz.models._llama", "ezpz.models._llama_pipeline", "fire", "numpy",
         "plotext", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.optim",
-        "torch.distributed.pipelining", "transformers.models.llama.modeling_llama",
+        "torch.distributed.pipelining",
     ]  # fmt: skip
