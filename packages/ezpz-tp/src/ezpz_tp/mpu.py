@@ -108,19 +108,14 @@ class _OfAnyDialect(type):
     core: type
 
     def __instancecheck__(cls, instance: object) -> bool:
-        if "core" in vars(cls):
-            return isinstance(instance, cls.core)
-        return type.__instancecheck__(cls, instance)
+        return (
+            isinstance(instance, cls.core)
+            if "core" in vars(cls)
+            else type.__instancecheck__(cls, instance)
+        )
 
 
-class _WithBias:
-    def forward(self, input_: Tensor) -> tuple[Tensor, nn.Parameter | None]:
-        """Return the output, and the bias if it was not added, else None."""
-        output = super().forward(input_)  # type: ignore[misc]
-        return output if isinstance(output, tuple) else (output, None)
-
-
-class ColumnParallelLinear(_WithBias, _linear.ColumnParallelLinear, metaclass=_OfAnyDialect):
+class ColumnParallelLinear(_linear.ColumnParallelLinear, metaclass=_OfAnyDialect):
     """`ezpz_tp.ColumnParallelLinear` that returns the output and, if it is skipped, the bias.
 
     Args:
@@ -153,8 +148,13 @@ class ColumnParallelLinear(_WithBias, _linear.ColumnParallelLinear, metaclass=_O
         self.output_size: int = output_size
         self.output_size_per_partition: int = output_size // self.tp_size
 
+    def forward(self, input_: Tensor) -> tuple[Tensor, nn.Parameter | None]:
+        """Return the output, and the bias if it was not added, else None."""
+        output = super().forward(input_)
+        return output if isinstance(output, tuple) else (output, None)
 
-class RowParallelLinear(_WithBias, _linear.RowParallelLinear, metaclass=_OfAnyDialect):
+
+class RowParallelLinear(_linear.RowParallelLinear, metaclass=_OfAnyDialect):
     """`ezpz_tp.RowParallelLinear`; see `ColumnParallelLinear` for the arguments."""
 
     core: type = _linear.RowParallelLinear
@@ -179,6 +179,11 @@ class RowParallelLinear(_WithBias, _linear.RowParallelLinear, metaclass=_OfAnyDi
         self.input_size: int = input_size
         self.output_size: int = output_size
         self.input_size_per_partition: int = input_size // self.tp_size
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, nn.Parameter | None]:
+        """Return the output, and the bias if it was not added, else None."""
+        output = super().forward(input_)
+        return output if isinstance(output, tuple) else (output, None)
 
 
 class VocabParallelEmbedding(_embedding.VocabParallelEmbedding, metaclass=_OfAnyDialect):
