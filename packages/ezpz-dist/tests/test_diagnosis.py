@@ -8,6 +8,7 @@ import zlib
 from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed import DistNetworkError, HashStore
 
@@ -152,3 +153,13 @@ def test_no_request_grows_with_the_number_of_ranks():
     assert max(store.asked) <= 1024
     store = filled([])
     assert arrived(store, [], 1.0) == values(store, []) == store.asked == []
+
+
+def test_torch_is_not_the_users_wherever_it_is_installed(monkeypatch):
+    monkeypatch.setattr("site.getsitepackages", list)
+    _diagnosis._libraries.cache_clear()
+    try:
+        assert not _diagnosis.is_users(torch.distributed.__file__)
+        assert _diagnosis.is_users(f"{torch.__path__[0]}_train.py"), "beside it"
+    finally:
+        _diagnosis._libraries.cache_clear()

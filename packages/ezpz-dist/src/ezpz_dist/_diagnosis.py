@@ -242,7 +242,7 @@ def _libraries() -> tuple[str, ...]:
     # sysconfig would know, and looks for 30 files: each rank asks when it cleans up. torch may lie
     # where only a .pth file points.
     folders = os.path.dirname(os.__file__), *site.getsitepackages(), site.getusersitepackages()
-    return (_OURS, *map(os.path.abspath, (*folders, *torch.__path__)))
+    return tuple(f"{os.path.abspath(one)}{os.sep}" for one in (_OURS, *folders, *torch.__path__))
 
 
 def _line(frame: FrameType) -> str:

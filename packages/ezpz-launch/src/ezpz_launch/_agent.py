@@ -178,7 +178,7 @@ def _catchers(shim: int, number: int) -> list[int]:
 
 
 def _would_end(shim: int, number: int) -> bool:
-    """Return whether a signal could only end a rank: nothing there handles or blocks it."""
+    """Return whether a signal would end a rank: nothing of it handles, ignores or blocks it."""
     told = [
         pid
         for pid in _descendants(shim)
@@ -328,7 +328,7 @@ class Ranks:
         meant = {} if number == signal.SIGKILL else {p: _catchers(p, number) for p in shims}
         if number not in (signal.SIGUSR1, signal.SIGUSR2):
             self._ending = number
-        else:  # they ask for a checkpoint: a rank that imports torch still has it once it listens
+        else:  # they ask for a checkpoint: a rank that still imports torch gets them afterwards
             early = {p for p in shims if not meant[p] and _would_end(p, number)}
             if early:
                 self._early[number] = self._early.get(number, set()) | early

@@ -34,7 +34,7 @@ def allocation(env: Mapping[str, str], *, commands: bool = True) -> Allocation:
     if slots:
         counts = tuple(n or 1 for n in slots.values())  # a host that is named once has one
         sources = dict.fromkeys(("hosts", "slots"), "PBS_NODEFILE")
-        job = Allocation("pbs", env["PBS_JOBID"], tuple(slots), counts, sources=sources)
+        job = Allocation("pbs", env["PBS_JOBID"], tuple(slots), slots=counts, sources=sources)
     elif not commands:
         raise SchedulerError(
             f"{why}; expected PBS's node file; set PBS_NODEFILE to a copy of it that every node of "

@@ -80,7 +80,8 @@ def set_tensor_model_parallel_attributes(
                 f"{name} of a parameter of shape {tuple(tensor.shape)} is already {found}, "
                 f"and {value} is asked; expected it to be set once: remove one of the two calls"
             )
-    vars(tensor).update(wanted)
+    for name, value in wanted.items():
+        setattr(tensor, name, value)
 
 
 def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: Tensor) -> None:

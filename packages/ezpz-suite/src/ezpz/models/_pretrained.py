@@ -20,7 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ezpz_dist
 import ezpz_tp
-from ezpz_device import count_flops
 from ezpz_topo import get_local_world_size, get_rank
 
 from ._errors import ModelError
@@ -332,14 +331,17 @@ def flops_per_token(model: Any, length: int) -> float | None:
     Returns:
         None where the model does not run on shapes alone.
     """
+    from ezpz_device import count_flops  # noqa: PLC0415  # a second: sympy, by torch's shapes
+
     config, tokens = model.config, torch.zeros(1, length, dtype=torch.int64)
     experts = getattr(config, "_experts_implementation", None)
     try:
         if experts == "grouped_mm":  # in fp32 torch has no shapes of it
             model.set_experts_implementation("batched_mm")
-        return count_flops(model, input_ids=tokens) * degree_of("tensor") / length or None
+        return count_flops(model, input_ids=tokens) * degree_of("tensor") / length
     except Exception as error:  # noqa: BLE001  # any architecture's forward: it may ask for values
-        logger.warning("no FLOP/s: %s cannot be counted: %s", type(model).__name__, error)
+        if get_rank() == 0:
+            logger.warning("no FLOP/s: %s cannot be counted: %s", type(model).__name__, error)
         return None
     finally:
         if experts == "grouped_mm":
