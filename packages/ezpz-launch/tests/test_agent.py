@@ -238,7 +238,9 @@ def test_a_shim_that_was_killed_before_its_command_was_seen(shim, ranks):
 
 
 @pytest.mark.parametrize("is_seen", [True, False])
-def test_a_rank_that_ended_with_its_shim_is_not_lost(shim, ranks, until, is_seen):
+def test_a_rank_that_ended_with_its_shim_is_lost_if_its_end_is_not_reported(
+    shim, ranks, until, is_seen, monkeypatch
+):
     child = shim("echo ready; echo $$; exec sleep 600")
     command = int(child.stdout.readline())
     ranks.start(0, child.pid)
@@ -248,6 +250,8 @@ def test_a_rank_that_ended_with_its_shim_is_not_lost(shim, ranks, until, is_seen
     child.wait()
     assert [ranks.lost() for _ in range(3)] == [[], [], []]
     until(lambda: not is_running(command))
+    monkeypatch.setattr(module, "_UNREPORTED", 0.0)
+    assert [ranks.lost(), ranks.lost()] == [[0], []]
 
 
 def test_the_end_of_what_started_a_rank_is_seen_at_once(shim, process, until, monkeypatch):

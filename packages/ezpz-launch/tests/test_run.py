@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from ezpz_launch import LaunchError
+from ezpz_launch import LaunchError, _agent
 from ezpz_launch import _run as module
 from ezpz_launch._agent import is_running
 from ezpz_launch._launch import Control, Launch
@@ -203,6 +203,39 @@ def test_silent_ranks_are_no_success(ran, script, expected):
     killed = "was killed by SIGKILL (exit status 137)"
     said = killed if expected == 137 else f"exited with status {expected if script else 0}; ranks"
     assert f"the launcher {said}" in err
+
+
+def test_a_rank_that_was_killed_with_its_shim_is_lost(ran, monkeypatch):
+    monkeypatch.setattr(_agent, "_UNREPORTED", 0.5)
+    outcome, _, err = ran("sleep 600", ranks=1, hosts=(HERE,), on_this_host=True)
+    assert outcome.failure == (0, HERE, 137)
+    assert err.startswith(f"rank 0 on {HERE} is lost: what started it is gone\n")
+
+
+def test_an_end_that_waits_behind_output_is_no_loss(monkeypatch):
+    """As where someone has pressed Ctrl-S: nobody reads our standard error for a while."""
+    monkeypatch.setattr(_agent, "_UNREPORTED", 0.0)
+    launch_id = f"run-test.{os.urandom(8).hex()}"
+    texts = [report(what, 0, number, launch_id) for what, number in (("start", NO_PID), ("end", 0))]
+    words = ("sh", "-c", 'printf %s "$1" >&2; yes | head -c 300000 >&2; printf %s "$2" >&2', "sh")
+    control = Control(launch_id, 5)
+    launch = Launch((*words, *texts), 1, (HERE,), 1, True, dict(os.environ), control)
+    (read, write), own = os.pipe(), os.dup(2)
+    os.dup2(write, 2)
+    os.close(write)
+
+    def take_all():
+        with os.fdopen(read, "rb") as file:
+            file.read()
+
+    reader = threading.Timer(3, take_all)
+    reader.start()
+    try:
+        assert run(launch).exit_status == 0
+    finally:
+        os.dup2(own, 2)
+        os.close(own)
+        reader.join()
 
 
 def test_none_had_started_and_a_port_that_is_taken(ran, until):

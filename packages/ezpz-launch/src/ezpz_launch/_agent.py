@@ -224,6 +224,7 @@ def send(target: int, number: int) -> None:
 
 _LOOK = 0.5  # seconds between two looks for ranks that are lost
 _FIRST_LOOK = 0.05  # the same while the command of a rank is still to be found
+_UNREPORTED = 30.0  # seconds after a shim's end in which its report of the command's end arrives
 _MOMENT = 1.0  # seconds that what a rank left behind has to end
 _NAMED = 8  # so many of these are named
 _BRINGS = 5.0  # seconds for what killed ranks have written to be brought, before they are
@@ -251,7 +252,7 @@ class Ranks:
         self._late: list[int] = []
         self._early: dict[int, set[int]] = {}
         self._lost: set[int] = set()
-        self._suspects: set[int] = set()
+        self._dead: dict[int, float] = {}  # ranks whose shim has ended, and since when
 
     def start(self, rank: int, pid: int) -> None:
         self._pids[rank] = pid
@@ -294,8 +295,11 @@ class Ranks:
         if rank in self._lost:
             return False
         if not is_running(pid):
-            # Where the command has ended as well, its end is on the way to us.
-            return self._goes_on(rank)
+            # Where the command has ended as well, its end is on the way to us, or was never said:
+            # both were killed.
+            now = time.monotonic()
+            dead_for = now - self._dead.setdefault(rank, now)
+            return self._goes_on(rank, dead_for) or dead_for > _UNREPORTED
         if rank not in self._commands or not is_running(self._commands[rank][0]):
             # None yet, or something that the shim ran before it.
             for child in _children_of(pid)[:1]:
@@ -309,15 +313,14 @@ class Ranks:
         # A launcher that ends kills its ranks first.
         return is_orphan and not _is_killed(pid)
 
-    def _goes_on(self, rank: int) -> bool:
+    def _goes_on(self, rank: int, dead_for: float) -> bool:
         command, born = self._commands.get(rank, (0, ""))
         if command:
             is_same = is_running(command) and birth_of(command) == born
             return is_same and not _is_killed(command)
         # The shim died before we had seen its command. Twice: it may just be ending.
-        is_suspect, self._suspects = rank in self._suspects, self._suspects | {rank}
         marks = {b"EZPZ_LAUNCH_ID": self._launch_id, b"EZPZ_RANK": b"%d" % rank}
-        return is_suspect and any(
+        return dead_for > 0 and any(
             marks.items() <= its.items() and not _is_killed(pid) for pid, its in _environments()
         )
 
@@ -625,8 +628,9 @@ def main() -> int:
     # What started the shim that started us, and this node's other shims.
     launcher = parent_of(os.getppid())
     if os.fork():
-        # No child of the shim: it is none of the rank's processes.
-        return 0
+        # No child of the shim: it is none of the rank's processes. At once, or the first look would
+        # take this one for the rank's command.
+        os._exit(0)
     _detach(3)
     fields = os.environ["EZPZ_CONTROL"].split("\n")
     launch_id, addresses, secret, timeout = fields[0], *fields[4:6], int(fields[6])

@@ -130,13 +130,17 @@ class Output:
         self._unsaid += 1
         self._messages.put(message)
 
+    @property
+    def is_writing(self) -> bool:
+        return any(self._writing.values())
+
     def drain(self, patience: float, is_told: Callable[[], object]) -> None:
         """Wait for the ends of an ended launcher's pipes, or PATIENCE seconds without a byte."""
         began, free = time.monotonic(), 0.0
         while any(thread.is_alive() for thread in self._threads):
             self._threads[0 if self._threads[0].is_alive() else 1].join(_TICK)
             self._waited_when_told += _TICK if is_told() else 0.0
-            free += 0.0 if any(self._writing.values()) else _TICK
+            free += 0.0 if self.is_writing else _TICK
             silent = time.monotonic() - max(self.last, began) > patience and free > patience
             if silent or free > _LEFT_BEHIND or self._waited_when_told > _TOLD:
                 return
