@@ -250,8 +250,9 @@ def test_a_rank_that_ended_with_its_shim_is_lost_if_its_end_is_not_reported(
     child.wait()
     assert [ranks.lost() for _ in range(3)] == [[], [], []]
     until(lambda: not is_running(command))
+    assert ranks.unreported() == []
     monkeypatch.setattr(module, "_UNREPORTED", 0.0)
-    assert [ranks.lost(), ranks.lost()] == [[0], []]
+    assert [ranks.unreported(), ranks.unreported(), ranks.lost()] == [[0], [], []]
 
 
 def test_the_end_of_what_started_a_rank_is_seen_at_once(shim, process, until, monkeypatch):

@@ -286,7 +286,16 @@ class Ranks:
         early, self._early = self._early, {}
         for number, pids in early.items():
             self.signal(number, pids)
-        found = [rank for rank, pid in self._pids.items() if self._is_lost(rank, pid)]
+        return self._lose(rank for rank, pid in self._pids.items() if self._is_lost(rank, pid))
+
+    def unreported(self) -> list[int]:
+        """Return the ranks, once each, whose shims were killed with them: no one says their end."""
+        late = time.monotonic() - _UNREPORTED
+        missed = {rank for rank, since in self._dead.items() if since < late}
+        return self._lose(missed & self._pids.keys() - self._lost)
+
+    def _lose(self, ranks: Iterable[int]) -> list[int]:
+        found = sorted(ranks)
         self._lost.update(found)
         self.files.bring(found)
         return found
@@ -295,11 +304,8 @@ class Ranks:
         if rank in self._lost:
             return False
         if not is_running(pid):
-            # Where the command has ended as well, its end is on the way to us, or was never said:
-            # both were killed.
-            now = time.monotonic()
-            dead_for = now - self._dead.setdefault(rank, now)
-            return self._goes_on(rank, dead_for) or dead_for > _UNREPORTED
+            # Where the command has ended as well, its end is on the way to us.
+            return self._goes_on(rank)
         if rank not in self._commands or not is_running(self._commands[rank][0]):
             # None yet, or something that the shim ran before it.
             for child in _children_of(pid)[:1]:
@@ -313,14 +319,16 @@ class Ranks:
         # A launcher that ends kills its ranks first.
         return is_orphan and not _is_killed(pid)
 
-    def _goes_on(self, rank: int, dead_for: float) -> bool:
+    def _goes_on(self, rank: int) -> bool:
+        is_suspect = rank in self._dead
+        self._dead.setdefault(rank, time.monotonic())
         command, born = self._commands.get(rank, (0, ""))
         if command:
             is_same = is_running(command) and birth_of(command) == born
             return is_same and not _is_killed(command)
         # The shim died before we had seen its command. Twice: it may just be ending.
         marks = {b"EZPZ_LAUNCH_ID": self._launch_id, b"EZPZ_RANK": b"%d" % rank}
-        return dead_for > 0 and any(
+        return is_suspect and any(
             marks.items() <= its.items() and not _is_killed(pid) for pid, its in _environments()
         )
 
@@ -564,6 +572,8 @@ class Agent:
                 ends[:] = [end for end in ends if end not in come]
                 for rank in self._ranks.lost():
                     self._say(b"lost %d\n" % rank)
+                for rank in self._ranks.unreported():
+                    self._say(b"unreported %d\n" % rank)
                 self._tell_of_files()
                 continue
             chunk = self._connection.recv(1 << 16)

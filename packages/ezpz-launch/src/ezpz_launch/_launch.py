@@ -225,6 +225,7 @@ class Nodes:
         self.secret = ""  # what they know
         self.why_not = ""  # why there can be none
         self.lost: list[int] = []  # ranks whose end no one would report
+        self.unreported: list[int] = []  # those that have ended, and nobody said so
         self.silent: list[int] = []  # nodes that do not answer any more
         self.gone: list[int] = []  # nodes whose agent has ended
         self.answered: set[int] = set()  # nodes that said where their ranks are
@@ -368,11 +369,11 @@ class Nodes:
                 getattr(self, what.decode()).append(rest[:number].decode(errors="replace"))
                 self.answered.update({agent.node} if what == b"stacks" else ())
                 agent.received = rest[number:]
-            elif what == b"lost" and number >= 0:
+            elif what in (b"lost", b"unreported") and number >= 0:
                 agent.received = rest
                 # An agent speaks for the ranks of its node.
                 if number // self._launch.ppn == agent.node:
-                    self.lost.append(number)
+                    getattr(self, what.decode()).append(number)
             else:
                 self._drop(agent)
 

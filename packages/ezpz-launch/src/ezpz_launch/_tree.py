@@ -246,7 +246,8 @@ class Tree:
             self._children[peer.parent].discard(peer.node)
         while self._open and not self._has_room(self._open[0]):
             self._open.popleft()
-        candidates = (*list(self._open)[:64], _ROOT, *self._peers)
+        root = [_ROOT] * self._has_room(_ROOT)
+        candidates = (*list(self._open)[:64], *root, *self._peers)
         chosen = next((each for each in candidates if self._serves(each, peer)), _ROOT)
         peer.parent, peer.assigned = chosen, time.monotonic()
         self._children[chosen].add(peer.node)
