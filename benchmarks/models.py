@@ -48,7 +48,10 @@ made.save_pretrained(sys.argv[1])
 
 # A step with adapters of rank 8 on queries and values. What is imported is not counted.
 ADAPTERS = {
-    "ours": ("import ezpz_tp", "ezpz_tp.apply_lora(model, ('q_proj', 'v_proj'), 8, 16, seed=0)"),
+    "ours": (
+        "from ezpz_tp import apply_lora",
+        "apply_lora(model, ('q_proj', 'v_proj'), 8, 16, seed=0)",
+    ),
     "peft": (
         "from peft import LoraConfig, get_peft_model",
         """config = LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"])
