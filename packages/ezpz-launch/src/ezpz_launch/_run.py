@@ -26,7 +26,7 @@ _STACKS = 15.0  # seconds that the nodes have to tell where their ranks hang
 _REACHED = 2.0  # seconds after which the launcher signals ranks whose node has no agent yet
 _ABSENT = 60.0  # seconds after which ranks that have not started are named
 _RELEASE = 0.2  # seconds between two words to ranks that failed, to go
-_GONE = 1.0  # seconds after which ranks are lost whose node's agent has ended, or that it misses
+_GONE = 1.0  # seconds after which ranks are lost that an agent misses, or that miss their agent
 _STOPPED = 1.0  # seconds that the loop may oversleep, on a machine that is busy
 _AWAKE = 0.5  # seconds after which the loop looks around, though nothing woke it
 _ASKED = 2.0  # seconds between two looks for a request to end
@@ -155,18 +155,7 @@ class _Run:
     def take_answers(self) -> None:
         """Take what agents say: ranks and nodes that are lost, what is left running, stacks."""
         nodes, say = self.nodes, self.output.say
-        if nodes.unreported:
-            self.at.setdefault("lose the unreported", self.now + _GONE)
-        # Not while what their shims said may wait behind output that is not taken from us.
-        if self.is_due("lose the unreported") and not self.output.is_writing:
-            nodes.lost += nodes.unreported
-            nodes.unreported.clear()
-        while nodes.lost:
-            rank = nodes.lost.pop(0)
-            if self.status.take(("end", rank, 128 + signal.SIGKILL)) and not self.killed:
-                where = self.launch.host_of(rank)
-                say(f"rank {rank} on {where} is lost: what started it is gone")
-                self.facts.orphans.add(rank)
+        self.take_lost_ranks()
         silent, nodes.silent = nodes.silent, []
         if silent:
             self.facts.silent.update(silent)
@@ -186,6 +175,21 @@ class _Run:
         while nodes.unbrought:
             say(nodes.unbrought.pop(0))
         self.say_what_was_left()
+
+    def take_lost_ranks(self) -> None:
+        nodes = self.nodes
+        if nodes.unreported:
+            self.at.setdefault("lose the unreported", self.now + _GONE)
+        # Not while what their shims said may wait behind output that is not taken from us.
+        if self.is_due("lose the unreported") and not self.output.is_writing:
+            nodes.lost += nodes.unreported
+            nodes.unreported.clear()
+        while nodes.lost:
+            rank = nodes.lost.pop(0)
+            if self.status.take(("end", rank, 128 + signal.SIGKILL)) and not self.killed:
+                where = self.launch.host_of(rank)
+                self.output.say(f"rank {rank} on {where} is lost: what started it is gone")
+                self.facts.orphans.add(rank)
 
     def lose(self, nodes: Iterable[int], why: str) -> None:
         """Take the ranks of these nodes that have not ended for lost."""
