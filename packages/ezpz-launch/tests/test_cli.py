@@ -76,11 +76,14 @@ def test_a_module_and_code(launch):
     (["--machine", "atlantis", "true"], "--machine atlantis: no such machine; expected one of au"),
     (["--machine=aurra", "true"], "did you mean 'aurora'?"),
     (["--dry-run", "--machine", "aurra", "true"], "--machine aurra: no such machine"),
+    (["true", "--machine", "aurora"], "EZPZ_MACHINE=atlantis: no such machine"),
     (["--dry-run", "--machine", "aurora", "--hostfile", "f", "true"], "expected no --hostfile"),
     (["true"], "half-set pmi environment: PMI_RANK=1 without PMI_SIZE"),
 ])  # fmt: skip
 def test_what_makes_no_sense_is_one_line(launch, words, what):
-    done = launch(*words, env={"PMI_RANK": "1"} if "half" in what else {})
+    env = {"PMI_RANK": "1"} if "half" in what else {}
+    env |= {"EZPZ_MACHINE": "atlantis"} if "EZPZ_MACHINE" in what else {}
+    done = launch(*words, env=env)
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
     assert line.startswith("ezpz-launch: ")

@@ -55,9 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _main(words, os.environ)
     except (LaunchError, TopoError) as error:
-        own = any(word.partition("=")[0] == "--machine" for word in words)
-        # The option that was given, not the variable behind it.
-        say(str(error).replace("EZPZ_MACHINE=", "--machine ") if own else str(error))
+        # The option that was given, not the variable behind it, unless that is what is wrong.
+        variable = f"EZPZ_MACHINE={os.environ.get('EZPZ_MACHINE')}:"
+        text = str(error)
+        say(text if variable in text else text.replace("EZPZ_MACHINE=", "--machine "))
         return getattr(error, "exit_status", UsageError.exit_status)
     except KeyboardInterrupt:
         return 130
