@@ -324,8 +324,7 @@ class Ranks:
         self._dead.setdefault(rank, time.monotonic())
         command, born = self._commands.get(rank, (0, ""))
         if command:
-            is_same = is_running(command) and birth_of(command) == born
-            return is_same and not _is_killed(command)
+            return is_running(command) and birth_of(command) == born and not _is_killed(command)
         # The shim died before we had seen its command. Twice: it may just be ending.
         marks = {b"EZPZ_LAUNCH_ID": self._launch_id, b"EZPZ_RANK": b"%d" % rank}
         return is_suspect and any(
@@ -638,8 +637,7 @@ def main() -> int:
     # What started the shim that started us, and this node's other shims.
     launcher = parent_of(os.getppid())
     if os.fork():
-        # No child of the shim: it is none of the rank's processes. At once, or the first look would
-        # take this one for the rank's command.
+        # No child of the shim, and gone at once: no look may take it for the rank's command.
         os._exit(0)
     _detach(3)
     fields = os.environ["EZPZ_CONTROL"].split("\n")
