@@ -109,9 +109,11 @@ def test_a_group_of_several_ranks_is_signalled_once(rank, ranks):
 def test_sigusr1_waits_for_who_would_only_die_of_it(process, rank, ranks, until, tmp_path):
     imports = f"until [ -e {tmp_path}/go ]; do sleep 0.05; done"
     listens = "trap 'echo heard' USR1; echo ready; while :; do sleep 0.05; done"
-    shim = process("sh", "-c", 'trap : USR1; sh -c "$1"; :', "", f"{imports}; {listens}", stdout=-1)
+    command = ["sh", "-c", f"{imports}; {listens}"]
+    shim = process("sh", "-c", 'trap : USR1; sh -c "$1"; :', "", command[2], stdout=-1)
     other = rank(process_group=shim.pid)  # as with srun
-    until(lambda: module._children_of(shim.pid))
+    # Until it runs its own program, a child of a shell has that shell's handlers.
+    until(lambda: [module._words(pid) for pid in module._children_of(shim.pid)] == [command])
     for number, child in enumerate((shim, other)):
         ranks.start(number, child.pid)
     ranks.signal(signal.SIGUSR1)
