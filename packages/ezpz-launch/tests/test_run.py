@@ -213,7 +213,7 @@ def test_a_rank_that_was_killed_with_its_shim_is_lost(ran, monkeypatch):
 
 
 def test_an_end_that_waits_behind_output_is_no_loss(monkeypatch):
-    """As where someone has pressed Ctrl-S: nobody reads our standard error for a while."""
+    """As after Ctrl-S: our standard error is not read for three seconds."""
     monkeypatch.setattr(_agent, "_UNREPORTED", 0.0)
     launch_id = f"run-test.{os.urandom(8).hex()}"
     texts = [report(what, 0, number, launch_id) for what, number in (("start", NO_PID), ("end", 0))]

@@ -192,7 +192,7 @@ def test_64_nodes_of_which_some_are_killed_at_random_moments(*, data, disk, unti
     assert set(tree.failed()) == killed
     assert len(tree.whole) == 64 - len(killed)
     readers = 1 + sum(tree._peers[victim].parent == -1 for victim in victims)
-    assert nodes.source.bytes_read <= readers * nodes.source.size
+    assert nodes.source.bytes_read <= min(readers, 2) * nodes.source.size
     for node in set(range(64)) - set(victims):
         assert list(nodes.home(node).glob("*.part-*")) == []
     # What a killed one left is not taken for whole, and goes when it starts again.
@@ -255,7 +255,7 @@ def test_a_node_that_cannot_write_is_named_and_its_children_get_another_parent(
 
 
 class Waits(Source):
-    """A source that sends nothing to who asks first."""
+    """A source that sends nothing to the first node that asks."""
 
     is_asked = False
 

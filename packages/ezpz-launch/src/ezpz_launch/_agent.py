@@ -289,7 +289,7 @@ class Ranks:
         return self._lose(rank for rank, pid in self._pids.items() if self._is_lost(rank, pid))
 
     def unreported(self) -> list[int]:
-        """Return the ranks, once each, whose shims were killed with them: no one says their end."""
+        """Return the ranks, once each, that have ended without a report: both were killed."""
         late = time.monotonic() - _UNREPORTED
         missed = {rank for rank, since in self._dead.items() if since < late}
         return self._lose(missed & self._pids.keys() - self._lost)

@@ -225,7 +225,7 @@ class Nodes:
         self.secret = ""  # what they know
         self.why_not = ""  # why there can be none
         self.lost: list[int] = []  # ranks whose end no one would report
-        self.unreported: list[int] = []  # those that have ended, and nobody said so
+        self.unreported: list[int] = []  # ranks that have ended without a report
         self.silent: list[int] = []  # nodes that do not answer any more
         self.gone: list[int] = []  # nodes whose agent has ended
         self.answered: set[int] = set()  # nodes that said where their ranks are

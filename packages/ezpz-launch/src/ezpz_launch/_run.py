@@ -26,7 +26,7 @@ _STACKS = 15.0  # seconds that the nodes have to tell where their ranks hang
 _REACHED = 2.0  # seconds after which the launcher signals ranks whose node has no agent yet
 _ABSENT = 60.0  # seconds after which ranks that have not started are named
 _RELEASE = 0.2  # seconds between two words to ranks that failed, to go
-_GONE = 1.0  # seconds after which ranks are lost that an agent misses, or that miss their agent
+_GONE = 1.0  # seconds after which ranks without a report, or without an agent, are lost
 _STOPPED = 1.0  # seconds that the loop may oversleep, on a machine that is busy
 _AWAKE = 0.5  # seconds after which the loop looks around, though nothing woke it
 _ASKED = 2.0  # seconds between two looks for a request to end
@@ -180,7 +180,7 @@ class _Run:
         nodes = self.nodes
         if nodes.unreported:
             self.at.setdefault("lose the unreported", self.now + _GONE)
-        # Not while what their shims said may wait behind output that is not taken from us.
+        # Not while our output is not read: their reports may wait behind it.
         if self.is_due("lose the unreported") and not self.output.is_writing:
             nodes.lost += nodes.unreported
             nodes.unreported.clear()
