@@ -116,11 +116,14 @@ while not os.path.exists(os.environ["TOLD"]):  # whose ranks agree stay until th
         assert said.format(HOST=HOST) in ends[rank][2]
 
 
-@pytest.mark.parametrize(("n", "nodes"), [(3, 1), (3, 3), (4, 2)])
-def test_a_rank_that_is_there_twice(programs, tmp_path, n, nodes):
+@pytest.mark.parametrize(
+    ("n", "nodes", "late"), [(3, 1, None), (3, 3, None), (4, 2, None), (4, 1, 1), (4, 2, 1)]
+)
+def test_a_rank_that_is_there_twice(programs, tmp_path, n, nodes, late):
     began = time.monotonic()
     env, twice = {"MEETING": str(tmp_path), "SIZE": str(n)}, n - 2
-    ends = programs(n, COME + SET_UP, env=env, each={n - 1: {"RANK": str(twice)}}, nodes=nodes)
+    script = f"{COME}\ntime.sleep(0.3 * (os.environ['RANK'] == '{late}'))\n{SET_UP}"
+    ends = programs(n, script, env=env, each={n - 1: {"RANK": str(twice)}}, nodes=nodes)
     assert time.monotonic() - began < 120, "told at once, though the last rank is missing"
     twice = rf"rank {twice} of {n} is duplicate: process \d+ on {HOST}, and process \d+ on {HOST};"
     assert all(status == 1 and re.search(twice, errors) for status, _, errors in ends), ends

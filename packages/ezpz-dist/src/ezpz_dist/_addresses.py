@@ -316,6 +316,7 @@ class Round:
 
     said: dict[int, tuple[Process, str]] = field(default_factory=dict)  # process and facts, by rank
     calls: dict[socket.socket, list[int]] = field(default_factory=dict)  # for whom each speaks
+    there: set[Process] = field(default_factory=set)  # all who have come; two may be one rank
     trouble: str = ""
     verdict: bytes = b""
 
@@ -434,13 +435,15 @@ class Server:
         twice = ""
         if "trouble" in said:
             heard.trouble = heard.trouble or said["trouble"]
+            heard.there.add(tuple(said["process"]))
         else:
             self._forget(call, heard)
             ranks = heard.calls[call] = []
             for facts, processes in said["said"].items():
                 for rank, host, pid, namespace in processes:
+                    here = host, pid, namespace
+                    heard.there.add(here)
                     if rank < self._size:  # else of another world, as the verdict tells it
-                        here = host, pid, namespace
                         first, _ = heard.said.setdefault(rank, (here, facts))
                         if first == here:
                             ranks.append(rank)

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 AGREEMENT = "EZPZ_AGREEMENT"  # ``warn``: versions and scripts that differ are only warned of
 FIRST_WORD = 10.0  # seconds after which rank 0 says who is missing; then each time twice as long
 _GRACE = 2.0  # seconds that the others give rank 0 beyond the time-out to tell them who is missing
-_READING = 1.0  # seconds that rank 0, which may hold the store, gives the others to read it
+_READING = 3.0  # seconds that rank 0, which may hold the store, gives others to hear what is wrong
 _SOFT = ("python", "script", "packages")  # what may differ when `AGREEMENT` says so
 _SHOWN = 16
 _LIBRARIES = (  # whose versions are compared between those ranks that have imported them already
@@ -114,7 +114,7 @@ def agree(
         return Agreement(hosts, holder, store, Wakeup(call, shared=shared))
     if call is not None:
         call.close()
-    _linger(participant)
+    _linger(participant, info.world_size)
     raise SetupError(trouble)
 
 
@@ -124,12 +124,14 @@ def withdraw(participant: Participant, info: RankInfo, process: Process, why: st
     if participant.server is not None:
         heard = participant.server.rounds[participant.setup]
         heard.trouble = trouble
+        heard.there.add(process)
         participant.server.serve(lambda: len(heard.said) >= info.world_size - 1, LOOK)
         judge(participant, info, LOOK, process, "{}")
-        _linger(participant)
+        _linger(participant, info.world_size)
     else:
         with participant.call()[0] as call:
-            call.sendall(message({"setup": participant.setup, "trouble": trouble}))
+            said = {"setup": participant.setup, "trouble": trouble, "process": process}
+            call.sendall(message(said))
 
 
 def judge(
@@ -169,11 +171,13 @@ def judge(
     return told
 
 
-def _linger(participant: Participant) -> None:
-    """Stay until the others have read what is wrong, and so have closed their calls. For rank 0."""
+def _linger(participant: Participant, world_size: int) -> None:
+    """Stay until all have come, read what is wrong, and so closed their calls. For rank 0."""
     if participant.server is not None:
         heard = participant.server.rounds[participant.setup]
-        participant.server.serve(lambda: not heard.calls, _READING)
+        participant.server.serve(
+            lambda: len(heard.there) >= world_size and not heard.calls, _READING
+        )
 
 
 def fold_hosts(hosts: Sequence[str]) -> dict[str, Any]:
