@@ -37,7 +37,8 @@ logger = logging.getLogger(__name__)
 AGREEMENT = "EZPZ_AGREEMENT"  # ``warn``: versions and scripts that differ are only warned of
 FIRST_WORD = 10.0  # seconds after which rank 0 says who is missing; then each time twice as long
 _GRACE = 2.0  # seconds that the others give rank 0 beyond the time-out to tell them who is missing
-_READING = 3.0  # seconds that rank 0, which may hold the store, gives others to hear what is wrong
+_READING = 1.0  # seconds that rank 0, which may hold the store, gives the others to read it
+_COMING = 3.0  # seconds that it gives them to come, too, before the time-out is over
 _SOFT = ("python", "script", "packages")  # what may differ when `AGREEMENT` says so
 _SHOWN = 16
 _LIBRARIES = (  # whose versions are compared between those ranks that have imported them already
@@ -90,6 +91,7 @@ def agree(
     # Rank 0 compares what each has said at its server, and tells all who takes part, or what is
     # wrong: a rank is missing, duplicate, or differs.
     rank, who = info.rank, f"rank {info.rank} of {info.world_size} on {process[0]}"
+    until = time.monotonic() + timeout
     facts = json.dumps({"world_size": info.world_size, **common})
     said = {"setup": participant.setup, "said": {facts: [[rank, *process]]}}
     if participant.server is None:
@@ -114,7 +116,7 @@ def agree(
         return Agreement(hosts, holder, store, Wakeup(call, shared=shared))
     if call is not None:
         call.close()
-    _linger(participant, info.world_size)
+    _linger(participant, info.world_size if time.monotonic() < until else 0)
     raise SetupError(trouble)
 
 
@@ -171,12 +173,12 @@ def judge(
     return told
 
 
-def _linger(participant: Participant, world_size: int) -> None:
-    """Stay until all have come, read what is wrong, and so closed their calls. For rank 0."""
+def _linger(participant: Participant, size: int) -> None:
+    """Stay until so many have come, and have read what is wrong: closed their calls. For rank 0."""
     if participant.server is not None:
         heard = participant.server.rounds[participant.setup]
         participant.server.serve(
-            lambda: len(heard.there) >= world_size and not heard.calls, _READING
+            lambda: len(heard.there) >= size and not heard.calls, _COMING if size else _READING
         )
 
 
