@@ -4,11 +4,13 @@ import contextlib
 import os
 import signal
 import subprocess
+import threading
 import tty
 
 import pytest
 from waiting import all_of
 
+from ezpz_launch import _output
 from ezpz_launch._output import Output, Reports
 
 ID = "20260101T000000000001Z-42-abcdef.0"
@@ -170,6 +172,30 @@ def test_a_full_disk_is_said_once_and_ends_nothing(copied, background):
         script = "seq 300000; seq 300000 >&2; exit 3"
         launch = background("-n", "2", "sh", "-c", script, stdout=full, stderr=full)
         assert launch.wait() == 3
+
+
+def test_a_piece_of_a_line_comes_just_before_a_line_of_ours(monkeypatch):
+    read, into = os.pipe()
+    torn, shown = threading.Event(), []
+
+    def write(target, data):
+        if b"ezpz-launch: " in data:
+            os.write(into, b"torn")
+            torn.wait(0.5)
+        shown.append(data)
+        if data == b"torn":
+            torn.set()
+
+    monkeypatch.setattr(_output, "write", write)
+    output = Output("ID", lambda: None)
+    with open(read, "rb", 0) as source, open(os.devnull, "rb", 0) as nothing:
+        output.copy(nothing, source)
+        output.say("ours")
+        output.close(lambda: False)
+        assert torn.wait(60)
+        os.close(into)
+        output.drain(60, lambda: False)
+    assert b"".join(shown) == b"ezpz-launch: ours\ntorn"
 
 
 def test_standard_output_that_somebody_made_nonblocking(copied, tmp_path):

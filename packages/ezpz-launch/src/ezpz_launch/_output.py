@@ -106,10 +106,13 @@ class Output:
         self._speaker: threading.Thread | None = None
         self._unsaid = 0
         self._waited_when_told = 0.0
-        # Of each target, whether someone is writing to it just now.
-        self._writing = {1: False, 2: False}
+        self._writing = set[int]()  # the threads that write just now, or wait to
         # Then our own lines appear below what it shows.
         self.is_a_terminal = os.isatty(1)
+        # Held while standard error, and a terminal that is both, is written to: a line of ours
+        # begins where the last piece left it.
+        self._lock = threading.Lock()
+        self._is_both = self.is_a_terminal and os.isatty(2)
         self._complained = self._line_is_open = False
         self._hushed: set[int] = set()
 
@@ -132,7 +135,7 @@ class Output:
 
     @property
     def is_writing(self) -> bool:
-        return any(self._writing.values())
+        return bool(self._writing)
 
     def drain(self, patience: float, is_told: Callable[[], object]) -> None:
         """Wait for the ends of an ended launcher's pipes, or PATIENCE seconds without a byte."""
@@ -153,8 +156,8 @@ class Output:
     def _speak(self) -> None:
         while True:
             message = self._messages.get()
-            newline = "\n" if self._line_is_open else ""
-            self._write(2, f"{newline}ezpz-launch: {message}\n".encode(errors="backslashreplace"))
+            line = f"ezpz-launch: {message}\n".encode(errors="backslashreplace")
+            self._write(2, line, on_its_own=True)
             self._unsaid -= 1
 
     def _pump(self, source: IO[bytes], target: int) -> None:
@@ -182,14 +185,19 @@ class Output:
             self._wake()
         return chunk
 
-    def _write(self, target: int, data: bytes) -> None:
+    def _write(self, target: int, data: bytes, *, on_its_own: bool = False) -> None:
         if not data:
             return
-        if target == 2 or self.is_a_terminal:
-            self._line_is_open = not data.endswith(b"\n")
-        self._writing[target] = True
+        self._writing.add(threading.get_ident())
         try:
-            write(target, data)
+            if target != 2 and not self._is_both:
+                write(target, data)
+                return
+            with self._lock:
+                if on_its_own and self._line_is_open:
+                    data = b"\n" + data
+                self._line_is_open = not data.endswith(b"\n")
+                write(target, data)
         except OSError as error:
             # Go on without: training is worth more than its output; but `| head` ends a program.
             if error.errno == errno.EPIPE and target == 1:
@@ -199,4 +207,4 @@ class Output:
                 self._complained = True
                 self.say(f"cannot write the output: {error.strerror}")
         finally:
-            self._writing[target] = False
+            self._writing.discard(threading.get_ident())
