@@ -122,7 +122,15 @@ while not os.path.exists(os.environ["TOLD"]):  # whose ranks agree stay until th
 def test_a_rank_that_is_there_twice(programs, tmp_path, n, nodes, late):
     began = time.monotonic()
     env, twice = {"MEETING": str(tmp_path), "SIZE": str(n)}, n - 2
-    script = f"{COME}\ntime.sleep(0.3 * (os.environ['RANK'] == '{late}'))\n{SET_UP}"
+    script = f"""{COME}
+import ezpz_dist
+while os.environ["RANK"] == "{late}" and not (here / "told").exists():
+    time.sleep(0.01)
+try:
+    ezpz_dist.setup_torch(timeout=300)
+finally:
+    (here / "told").touch()
+"""
     ends = programs(n, script, env=env, each={n - 1: {"RANK": str(twice)}}, nodes=nodes)
     assert time.monotonic() - began < 120, "told at once, though the last rank is missing"
     twice = rf"rank {twice} of {n} is duplicate: process \d+ on {HOST}, and process \d+ on {HOST};"

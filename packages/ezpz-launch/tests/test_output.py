@@ -174,7 +174,7 @@ def test_a_full_disk_is_said_once_and_ends_nothing(copied, background):
         assert launch.wait() == 3
 
 
-def test_a_piece_of_a_line_comes_just_before_a_line_of_ours(monkeypatch):
+def test_our_line_begins_a_line_though_a_piece_of_another_comes_just_then(monkeypatch):
     read, into = os.pipe()
     torn, shown = threading.Event(), []
 

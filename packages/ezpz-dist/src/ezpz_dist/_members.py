@@ -38,7 +38,7 @@ AGREEMENT = "EZPZ_AGREEMENT"  # ``warn``: versions and scripts that differ are o
 FIRST_WORD = 10.0  # seconds after which rank 0 says who is missing; then each time twice as long
 _GRACE = 2.0  # seconds that the others give rank 0 beyond the time-out to tell them who is missing
 _READING = 1.0  # seconds that rank 0, which may hold the store, gives the others to read it
-_COMING = 3.0  # seconds that it gives them to come, too, before the time-out is over
+_COMING = 3.0  # seconds that it waits for who has not come yet, unless the time-out is over
 _SOFT = ("python", "script", "packages")  # what may differ when `AGREEMENT` says so
 _SHOWN = 16
 _LIBRARIES = (  # whose versions are compared between those ranks that have imported them already
@@ -174,7 +174,7 @@ def judge(
 
 
 def _linger(participant: Participant, size: int) -> None:
-    """Stay until so many have come, and have read what is wrong: closed their calls. For rank 0."""
+    """Stay until so many have come, and all who came have closed their calls. For rank 0."""
     if participant.server is not None:
         heard = participant.server.rounds[participant.setup]
         participant.server.serve(

@@ -109,8 +109,8 @@ class Output:
         self._writing = set[int]()  # the threads that write just now, or wait to
         # Then our own lines appear below what it shows.
         self.is_a_terminal = os.isatty(1)
-        # Held while standard error, and a terminal that is both, is written to: a line of ours
-        # begins where the last piece left it.
+        # Held while standard error is written to, and a terminal that is both streams: so that
+        # nothing comes between looking whether a line is open and our own line.
         self._lock = threading.Lock()
         self._is_both = self.is_a_terminal and os.isatty(2)
         self._complained = self._line_is_open = False
@@ -157,7 +157,7 @@ class Output:
         while True:
             message = self._messages.get()
             line = f"ezpz-launch: {message}\n".encode(errors="backslashreplace")
-            self._write(2, line, on_its_own=True)
+            self._write(2, line, on_new_line=True)
             self._unsaid -= 1
 
     def _pump(self, source: IO[bytes], target: int) -> None:
@@ -185,7 +185,7 @@ class Output:
             self._wake()
         return chunk
 
-    def _write(self, target: int, data: bytes, *, on_its_own: bool = False) -> None:
+    def _write(self, target: int, data: bytes, *, on_new_line: bool = False) -> None:
         if not data:
             return
         self._writing.add(threading.get_ident())
@@ -194,7 +194,7 @@ class Output:
                 write(target, data)
                 return
             with self._lock:
-                if on_its_own and self._line_is_open:
+                if on_new_line and self._line_is_open:
                     data = b"\n" + data
                 self._line_is_open = not data.endswith(b"\n")
                 write(target, data)
