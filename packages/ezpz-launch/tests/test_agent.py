@@ -162,6 +162,19 @@ def test_what_left_its_group_is_killed_by_its_mark(process, ranks):
     assert [child.poll() for child in (*others, plain)] == [None] * 4
 
 
+@ON_LINUX
+def test_a_program_that_starts_another_in_its_place_is_found_each_time(process, tmp_path):
+    """Meanwhile /proc shows an empty environment; one that stays empty is not waited for."""
+    script = tmp_path / "again.sh"
+    script.write_text('exec sh "$0"\n')
+    again = process("sh", str(script), env={"EZPZ_LAUNCH_ID": ID})
+    bare = process("sleep", "600", env={})
+    for _ in range(400):
+        found = dict(module._environments())
+        assert found[again.pid].get(b"EZPZ_LAUNCH_ID") == ID.encode()
+        assert not any(found[bare.pid])
+
+
 @pytest.mark.parametrize("name", ["PBS_JOBID", "SLURM_JOB_ID"])
 def test_a_job_that_a_rank_submitted_is_not_of_the_launch(process, ranks, monkeypatch, name):
     env = {**os.environ, "EZPZ_LAUNCH_ID": ID}

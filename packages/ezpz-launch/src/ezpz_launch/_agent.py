@@ -143,25 +143,22 @@ def _name(pid: int) -> str:
     return f"pid {pid} ({_printable([os.path.basename(word) for word in named], 80)})"
 
 
-_JOB = (b"PBS_JOBID", b"SLURM_JOB_ID")
-
-
 def _environments() -> Iterator[tuple[int, dict[bytes, bytes]]]:
     """Return each other process that we may look into, with what it was started with."""
     for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
         if name.isdecimal() and int(name) != os.getpid():
-            pairs = _read(int(name), "environ").split(b"\0")
+            pairs = _environment(int(name)).split(b"\0")
             yield int(name), dict(pair.partition(b"=")[::2] for pair in pairs)
 
 
-def _of_launch(launch_id: bytes) -> list[int]:
-    """Return the processes of a launch, and of launches inside its ranks; not of other jobs."""
-    found = []
-    for pid, its in _environments():
-        launches = [its.get(b"EZPZ_LAUNCH_ID"), *its.get(b"EZPZ_INSIDE", b"").split(b":")]
-        same_job = all(os.environb.get(job) == its[job] for job in _JOB if job in its)
-        if launch_id in launches and same_job:
-            found.append(pid)
+def _environment(pid: int) -> bytes:
+    """Return what a process was started with; it seems to be nothing while an exec goes on."""
+    until = time.monotonic() + _MOMENT
+    while not (found := _read(pid, "environ")) and _program(pid) and time.monotonic() < until:
+        bounds = _stat(pid)[47:49]  # proc(5): env_start and env_end; the latter is set last
+        if bounds[:1] == bounds[1:] != ["0"]:
+            break
+        time.sleep(0.001)
     return found
 
 
@@ -225,7 +222,7 @@ def send(target: int, number: int) -> None:
 _LOOK = 0.5  # seconds between two looks for ranks that are lost
 _FIRST_LOOK = 0.05  # the same while the command of a rank is still to be found
 _UNREPORTED = 30.0  # seconds after a shim's end in which its report of the command's end arrives
-_MOMENT = 1.0  # seconds that what a rank left behind has to end
+_MOMENT = 1.0  # seconds that what a rank left behind has to end, or an exec to be done
 _NAMED = 8  # so many of these are named
 _BRINGS = 5.0  # seconds for what killed ranks have written to be brought, before they are
 
@@ -369,7 +366,14 @@ class Ranks:
             self.files.drop([*self._pids])
 
     def _left(self) -> list[int]:
-        return _of_launch(self._launch_id)
+        """Return the processes of a launch, and of launches inside its ranks; not of other jobs."""
+        found, jobs = [], (b"PBS_JOBID", b"SLURM_JOB_ID")
+        for pid, its in _environments():
+            launches = [its.get(b"EZPZ_LAUNCH_ID"), *its.get(b"EZPZ_INSIDE", b"").split(b":")]
+            same_job = all(os.environb.get(job) == its[job] for job in jobs if job in its)
+            if self._launch_id in launches and same_job:
+                found.append(pid)
+        return found
 
     def end_left(self, tell: Callable[[str], None]) -> None:
         """Name what ranks that have all ended left running, of each once, and end it."""
@@ -415,9 +419,7 @@ class Ranks:
 
 # Where a rank hangs: py-spy is asked for the stacks of its Python processes.
 
-_DEEPER = 4
-"""How many children of the training processes are dumped: a few data loader workers say it all."""
-
+_DEEPER = 4  # children of the training processes that are dumped: a few workers say it all
 _BYSTANDERS = ("multiprocessing.resource_tracker", "torch/_inductor/compile_worker")
 """Python processes that libraries start beside the training, and that only ever wait."""
 
@@ -432,8 +434,7 @@ def find_py_spy(path: str, beside: str) -> str | None:
 
 def python_processes(shim: int) -> tuple[list[int], list[int]]:
     """Return the first Python process in each branch below a shim, and some of those below them."""
-    training: list[int] = []
-    deeper: list[int] = []
+    training, deeper = list[int](), list[int]()
     level = [(child, False) for child in _children_of(shim)]
     for process, below in level:
         counts = _is_training(process)
@@ -619,9 +620,8 @@ def _detach(first: int) -> None:
     """Leave the session, hear no signal, and close what is open from a descriptor on."""
     os.setsid()
     signal.set_wakeup_fd(-1)
-    ending = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-    for number in (*ending, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)
+    for name in ("INT", "TERM", "HUP", "QUIT", "USR1", "USR2"):
+        signal.signal(signal.Signals[f"SIG{name}"], signal.SIG_IGN)
     # The launcher's own pipes and sockets among them: their reader would wait for our end.
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
