@@ -17,6 +17,8 @@ SKEWED = "import time\nnow = time.time\ntime.time = lambda: now() + 10\n"
 # As a processor of half the clock: the same work takes twice the seconds.
 SLOW = "import time\nits = time.process_time\ntime.process_time = lambda: 2.5 * its()\n"
 OTHER = "import platform\nplatform.python_version = lambda: '2.7.18'\n"
+# As a file system that lets the import of torch wait.
+WAITS = "import sys, time\ntime.sleep(8 * ('-c' in sys.orig_argv))\n"
 
 
 @pytest.fixture
@@ -72,10 +74,13 @@ def throttled():
 def test_of_three_nodes_one_is_good_one_is_throttled_and_one_has_its_own_clock_and_more(
     *, look, full, throttled, tmp_path
 ):
-    (tmp_path / "sitecustomize.py").write_text(SKEWED + OTHER + SLOW)
+    for name, its in (("own", SKEWED + OTHER + SLOW), ("waits", WAITS)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "sitecustomize.py").write_text(its)
     disk, filled = full
-    own = {"PYTHONPATH": str(tmp_path), "TMPDIR": disk}
-    reports = look([({}, []), (own, filled), ({}, throttled)])
+    own = {"PYTHONPATH": str(tmp_path / "own"), "TMPDIR": disk}
+    waits = {"PYTHONPATH": str(tmp_path / "waits")}
+    reports = look([({}, []), (own, filled), (waits, throttled)])
     bad, notes = judge(reports, HOSTS), unjudged(reports)
     assert sorted(bad) == ["n1", "n2"][: 1 + bool(throttled)]
     whys = ["its clock is +10.0 s off", "python 2.7.18, most have"]
