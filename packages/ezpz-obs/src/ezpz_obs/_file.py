@@ -24,7 +24,6 @@ import weakref
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from html import escape
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -413,6 +412,8 @@ def _survey(fd: int, path: Path) -> Before:
 
 
 def html_table(rows: Iterable[tuple[str, object]]) -> str:
+    from html import escape  # only a notebook needs it; 0.4 MB
+
     cells = ((escape(name), escape(str(value))) for name, value in rows)
     return f"<table>{''.join(f'<tr><th>{n}</th><td>{v}</td></tr>' for n, v in cells)}</table>"
 
