@@ -38,7 +38,7 @@ _SLOW = 0.6
 """A device that does less than so much of its siblings' median, each time that it is tried."""
 
 _SLOW_LINK = 0.25  # the same of a link, whose rate varies more
-_THROTTLED = 0.2  # of the time in which it would work a bound on its cgroup keeps a node from it
+_THROTTLED = 0.2  # of the time that a node wants to run, its cgroup's bound may keep it waiting
 _CLOCK = 2.0  # seconds between a node's clock and the median of all
 _DISK = 100 << 20  # bytes that a node's temporary folder should have free
 _MEMORY = 0.5  # of the median: less is free where something else runs, or a module is lost
@@ -514,7 +514,7 @@ def _look(node: int, count: int) -> dict[str, object]:
     before, begin = _throttled(), sum(os.times()[:4])
     found |= _look_at_torch()
     kept, worked = _throttled() - before, sum(os.times()[:4]) - begin
-    found["throttled"] = kept / (kept + worked or 1.0)  # it also waits for files: no matter
+    found["throttled"] = kept / (kept + worked or 1.0)  # time in which it waits for files is none
     return found
 
 
