@@ -14,6 +14,7 @@ from ezpz_launch._queue import SCHEDULERS
 from ezpz_launch._record import last_record
 
 HOST = os.uname().nodename
+SAYS_UNKNOWN = "echo slurm_load_jobs error: Invalid job id specified >&2; exit 1"
 
 SAVES = (
     "import os, signal, sys, time\n"
@@ -116,6 +117,37 @@ def test_a_squeue_that_fails_once_is_asked_again(program, clean_env, tmp_path):
     env = {**clean_env, "PATH": f"{os.path.dirname(path)}:{clean_env['PATH']}"}
     job = SCHEDULERS["slurm"](env).job("12")
     assert (job.name, job.state, job.hosts) == ("train", "running", "n1")
+
+
+def test_a_followed_job_that_slurm_forgets_is_of_unknown_state(
+    launch, program, clean_env, tmp_path
+):
+    when = ["2026-11-28T10:00:00"] * 3
+    row = ["12", "12", "RUNNING", "None", "all", "1", *when, "0", "0", "n1", "train"]
+    # Whoever picks it asks once, and the follower at first.
+    forgets = (
+        f"echo >>{tmp_path}/asked; [ $(wc -l <{tmp_path}/asked) -lt 3 ] || {{ {SAYS_UNKNOWN}; }}"
+    )
+    of_one = f"*--jobs=*) {forgets}; printf '%s\036' '{chr(31).join(row)}' ;;"
+    path = program("bin/squeue", f'case "$*" in {of_one} esac')
+    program("bin/scontrol", "exit 1")
+    program("bin/sacct", "echo Slurm accounting storage is disabled >&2; exit 1")
+    env = {"PATH": f"{os.path.dirname(path)}:{clean_env['PATH']}"}
+    done = launch("follow", "12", env=env)
+    assert done.returncode == 1
+    assert "job 12 (train): running on n1" in done.stderr
+    assert "job 12 (train): unknown (its scheduler tells no more of it)" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["jobs", "follow", "kill"])
+@pytest.mark.parametrize("word", ["99999", "99999.srv", "99999[]", "99999_3"])
+def test_an_id_that_pbs_does_not_know_is_no_job(launch, program, clean_env, command, word):
+    program("bin/qselect", "")
+    path = program("bin/qstat", 'echo "qstat: Unknown Job Id $5" >&2; exit 153')
+    env = {"PATH": f"{os.path.dirname(path)}:{clean_env['PATH']}"}
+    done = launch(command, word, env=env)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"no job '{word}'; expected a name or an id of yours" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from ezpz_topo import (
     Answer,
+    InvalidVariableError,
     SchedulerError,
     ask,
     find_schedulers,
@@ -194,10 +195,12 @@ class _Slurm(Scheduler):
     def job(self, job_id: str) -> Job | None:
         found = self._squeue(f"--jobs={job_id}", columns={**_COLUMNS, **_HOSTS})
         found = found or self._sacct(0.0, job_id)
-        of_array = [job for job in found if job.id.partition("_")[0] == job_id]
-        found = [job for job in found if job.id == job_id] or [array_of(of_array)] * bool(of_array)
-        if not found:
+        tasks = [job for job in found if job.id.partition("_")[0] == job_id]
+        found = [job for job in found if job.id == job_id]
+        if not found and not tasks:
             return None
+        if not found:
+            found = [array_of(tasks)]
         if found[0].state in WAITING:
             found = self._with_places(found, {found[0].queue})
         # squeue tells other files of an array's tasks than there are (22.05.8).
@@ -386,7 +389,10 @@ class _Pbs(Scheduler):
         return [_pbs_job(job_id, job) for job_id, job in get_pbs_jobs(ids, self._env).items()]
 
     def job(self, job_id: str) -> Job | None:
-        told = get_pbs_jobs((job_id,), self._env)
+        try:
+            told = get_pbs_jobs((job_id,), self._env)
+        except InvalidVariableError:  # it has another scheduler's form, such as 12_3
+            return None
         return next((_pbs_job(key, job) for key, job in told.items()), None)
 
     def end(self, job_ids: Sequence[str], *, now: bool) -> None:
