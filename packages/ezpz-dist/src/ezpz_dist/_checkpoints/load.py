@@ -111,11 +111,13 @@ class Target:
         self._state = self._room()
         parts = _pieces.Parts(model, self._layout)
         held, self._values, _ = _pieces.held_by(parts, self._model_state, self._state)
+        held = self._named_as_saved(held)
         known = {name: pieces for name, pieces in held.items() if name in self._saved}
         self._compare(held)
         stages = sum(1 for key in self._saved if key.startswith("stage."))
         blobs = [_pieces.COMMON, *map(_pieces.stage_key, range(stages))]
         blobs += map(_pieces.rank_key, {0, rank if rank < self.manifest.world_size else 0})
+        blobs += self._replica_keys()
         if self._args.optimizers:
             blobs += [key for key in self._saved if key.startswith(_pieces.VALUES)]
         for key in blobs:
@@ -131,6 +133,19 @@ class Target:
                 wanted.setdefault(chunk.file, []).append(one)
         return wanted
 
+    def _named_as_saved(self, held: _pieces.Held) -> _pieces.Held:
+        """Return tied tensors that were saved under one of their names under that one only."""
+        names = _pieces.tied_names(self._args.model)
+        found: _pieces.Held = {}
+        for key, pieces in held.items():
+            name = key.removeprefix(_pieces.MODEL)
+            saved_as = [key]
+            if key.startswith(_pieces.MODEL) and key not in self._saved:
+                others = (_pieces.MODEL + other for other in names.get(name, ()))
+                saved_as = [other for other in others if other in self._saved] or [key]
+            found[saved_as[0]] = pieces
+        return found
+
     def _choose_contents(self) -> None:
         wanted = {"optimizer", "scheduler", "data"} & set(self._args.contents)
         lacking = ", ".join(sorted(wanted - set(self.manifest.contents)))
@@ -145,13 +160,18 @@ class Target:
     def _room(self) -> _pieces.State:
         if not self._args.optimizers or "optimizer" not in self.manifest.contents:
             return {}
-        names = {key.removeprefix(_pieces.MODEL): 0 for key in self._saved}
+        names = {
+            key.removeprefix(_pieces.MODEL): key
+            for key in self._saved
+            if key.startswith(_pieces.MODEL)
+        }
         saved: dict[str, dict[str, Any]] = {}
         for key, about in self._saved.items():
             if key.startswith(_pieces.OPTIMIZER):
                 name, entry = _pieces.split_key(key, names)
                 saved.setdefault(name, {})[entry] = about
-        return _pieces.room_for(self._args.model, self._args.optimizers, saved)
+        dtypes = {name: self._saved[key].dtype for name, key in names.items()}
+        return _pieces.room_for(self._args.model, self._args.optimizers, saved, dtypes)
 
     def _compare(self, held: _pieces.Held) -> None:
         missing, cast, left_out = [], [], set[str]()
@@ -209,7 +229,16 @@ class Target:
         missing = [name for name in self._values if name not in saved]
         self._judge("are not in it", "were left as they are", missing)
         for name in self._values.keys() & saved.keys():
-            self._model_state[name] = saved[name]
+            self._set_value(name, saved[name])
+        if here:
+            for name, value in self._replica_state().items():
+                self._set_value(name, value)
+        elif replicas := self._replica_keys():
+            names = list(self._object(replicas[0]))
+            self._notes.append(
+                f"the ranks had different buffers or extra state (of {_some(names)}): all have "
+                "those of the first"
+            )
         _pieces.set_model_state(self._args.model, self._model_state, self._strict)
         there = self.manifest.contents
         if self._args.optimizers and "optimizer" in there:
@@ -223,6 +252,25 @@ class Target:
         if rng:
             self._set_rng(own, here, world)
         return common["extra"] or {}, own["data"], self._notes
+
+    def _replica_keys(self) -> list[str]:
+        """Return the keys of the first rank's own buffers and extra state, and of this rank's."""
+        keys = sorted(key for key in self._saved if key.startswith(_pieces.REPLICA))
+        own = _pieces.replica_key(self._ranks.rank)
+        return [key for key in keys if key in (keys[0], own)]
+
+    def _replica_state(self) -> dict[str, Any]:
+        key = _pieces.replica_key(self._ranks.rank)
+        if key not in self._held:
+            return {}
+        found: dict[str, Any] = self._object(key)
+        return found
+
+    def _set_value(self, name: str, value: Any) -> None:
+        present = self._model_state.get(name)
+        if isinstance(present, Tensor) and isinstance(value, Tensor):
+            value = value.to(present.device)
+        self._model_state[name] = value
 
     def _set_optimizers(self, stages: list[Mapping[str, Any]]) -> None:
         for key in self._held:

@@ -29,6 +29,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 import ezpz_tp
 from ezpz_dist._errors import CheckpointError
@@ -114,6 +115,18 @@ def parameters_by_name(model: nn.Module) -> dict[str, Tensor]:
         plain_name(model, renamed.get(id(parameter), name)): parameter
         for name, parameter in model.named_parameters()
     }
+
+
+def tied_names(model: nn.Module) -> dict[str, set[str]]:
+    """Return for each tensor's plain name all names that the same tensor has, this one too."""
+    state = model.state_dict(keep_vars=True)
+    parameters = model.named_parameters(remove_duplicate=False)
+    buffers = model.named_buffers(remove_duplicate=False)
+    names: dict[int, set[str]] = {}
+    for name, value in chain(parameters, buffers, state.items()):
+        if isinstance(value, Tensor):
+            names.setdefault(id(value), set()).add(plain_name(model, name))
+    return {name: group for group in names.values() for name in group}
 
 
 def frozen_names(model: nn.Module) -> set[str]:
@@ -218,8 +231,12 @@ def state_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> tuple[State, 
     return state, options
 
 
+_NAMES_IN_A_GROUP = ("params", "param_names")
+"""Which parameters a group of an optimizer has: not options, and each layout has others."""
+
+
 def _options(names: list[str], group: Mapping[str, Any]) -> dict[str, Any]:
-    rest = {key: value for key, value in group.items() if key != "params"}
+    rest = {key: value for key, value in group.items() if key not in _NAMES_IN_A_GROUP}
     return {"names": names, "options": rest}
 
 
@@ -243,9 +260,15 @@ def _holder(optimizer: Optimizer) -> Optimizer:
 
 
 def room_for(
-    model: nn.Module, optimizers: Sequence[Optimizer], saved: Mapping[str, Mapping[str, Any]]
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    saved: Mapping[str, Mapping[str, Any]],
+    saved_dtypes: Mapping[str, torch.dtype],
 ) -> State:
-    """Return tensors to fill, like those that were saved, of the parameters that are here."""
+    """Return tensors to fill, like those that were saved, of the parameters that are here.
+
+    ``saved_dtypes`` are those of the parameters.
+    """
     if is_fsdp1(model):
         return _of_fsdp1(model, optimizers)[0] if saved else {}
     state: State = {}
@@ -254,24 +277,48 @@ def room_for(
         for parameter in (each for group in inner.param_groups for each in group["params"]):
             name = _name(parameter, names, model)
             before = inner.state.get(parameter, {})
-            state[name] = {
-                key: _like(f"{key!r} of {name!r}", parameter, before.get(key), said, key == "step")
-                for key, said in saved.get(name, {}).items()
-            }
+            state[name] = {}
+            for key, about in saved.get(name, {}).items():
+                present = before.get(key)
+                dtype = about.dtype
+                if key != "step" and name in saved_dtypes:
+                    dtype = _state_dtype(dtype, saved_dtypes[name], parameter.dtype, present)
+                if key == "step" and not isinstance(present, Tensor):
+                    # Optimizers count on the host, unless their state says otherwise.
+                    state[name][key] = torch.empty(about.size, dtype=dtype)
+                    continue
+                what = f"{key!r} of {name!r}"
+                state[name][key] = _like(what, parameter, present, about.size, dtype)
     return state
 
 
-def _like(what: str, parameter: Tensor, before: Any, said: Any, counts: bool) -> Tensor:
-    size, dtype = said.size, said.dtype
-    if isinstance(before, Tensor):
-        return before.detach() if before.dtype == dtype else torch.empty_like(before, dtype=dtype)
-    if counts or size.numel() == 1:
-        # Optimizers count on the host, unless their state says otherwise.
-        return torch.empty(size, dtype=dtype)
+def _state_dtype(
+    saved: torch.dtype, parameter_saved: torch.dtype, parameter: torch.dtype, present: Any
+) -> torch.dtype:
+    """Return the dtype that a state is loaded with: its own, unless its parameter is cast."""
+    if parameter == parameter_saved:
+        return saved
+    # strict=False.
+    if isinstance(present, Tensor):
+        return present.dtype
+    if saved == parameter_saved:
+        return parameter
+    return saved
+
+
+def _like(
+    what: str, parameter: Tensor, present: Any, size: torch.Size, dtype: torch.dtype
+) -> Tensor:
+    if isinstance(present, Tensor):
+        if present.dtype == dtype:
+            return present.detach()
+        return torch.empty_like(present, dtype=dtype)
     whole = getattr(parameter, "full_shape", parameter.shape)
     if tuple(size) in (tuple(parameter.shape), tuple(whole)):
         # Zeros: what pads a vocabulary is in no checkpoint.
         return torch.zeros_like(parameter.detach(), dtype=dtype)
+    if size.numel() == 1:
+        return torch.empty(size, dtype=dtype)
     if isinstance(parameter, DTensor):
         raise ValueError(
             f"{what} in the optimizer was saved with shape {tuple(size)}, the parameter has "
@@ -304,9 +351,34 @@ def set_state(
             groups.append(group | found | {"params": [numbers[each] for each in group["params"]]})
         own = {numbers[each]: state[names[each]] for each in flat if state.get(names[each])}
         inner.load_state_dict({"state": own, "param_groups": groups})
+        _restore_dtypes(inner, own)
         if inner is not optimizer:
             for group in optimizer.param_groups:
                 group.update(options_of([names[each] for each in group["params"]], options))
+
+
+def _restore_dtypes(optimizer: Optimizer, numbered: Mapping[int, dict[str, Any]]) -> None:
+    """Put back what ``load_state_dict`` cast to the dtype of its parameter (torch 2.13)."""
+    parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    for number, parameter in enumerate(parameters):
+        loaded = optimizer.state.get(parameter, {})
+        for key, value in numbered.get(number, {}).items():
+            # What "step" is depends on how the optimizer works, not on what was saved.
+            if key != "step" and key in loaded:
+                loaded[key] = _with_saved_dtype(loaded[key], value)
+
+
+def _with_saved_dtype(loaded: Any, saved: Any) -> Any:
+    if type(loaded) is not type(saved):
+        return loaded  # an optimizer with its own way of loading
+    if isinstance(saved, Tensor):
+        return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device)
+    if isinstance(saved, dict) and loaded.keys() == saved.keys():
+        return {key: _with_saved_dtype(loaded[key], value) for key, value in saved.items()}
+    if type(saved) in (list, tuple) and len(loaded) == len(saved):
+        pairs = zip(loaded, saved, strict=True)
+        return type(saved)(_with_saved_dtype(one, other) for one, other in pairs)
+    return loaded
 
 
 def options_of(named: Sequence[str], saved: Options) -> dict[str, Any]:
@@ -462,6 +534,7 @@ MODEL = "model."
 OPTIMIZER = "optimizer.state."
 VALUES = "optimizer.values."
 COMMON = "common"
+REPLICA = "replica."
 
 Held = dict[str, Pieces]
 
@@ -472,6 +545,10 @@ def stage_key(stage: int) -> str:
 
 def rank_key(rank: int) -> str:
     return f"rank.{rank:07d}"
+
+
+def replica_key(rank: int) -> str:
+    return f"{REPLICA}{rank:07d}"
 
 
 def model_state(model: nn.Module) -> dict[str, Any]:
@@ -500,6 +577,30 @@ def _sharded(model: nn.Module) -> AbstractContextManager[object]:
         kind = StateDictType.SHARDED_STATE_DICT
         return FullyShardedDataParallel.state_dict_type(model, kind)
     return nullcontext()
+
+
+def is_extra_state(name: str) -> bool:
+    """Whether a name of a state dict is that of what ``get_extra_state`` of a module returned."""
+    return name.rpartition(".")[2] == "_extra_state"
+
+
+def replica_state(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what each rank may have values of its own of: buffers, and what is no tensor.
+
+    On the host, so that it is the same bytes on ranks where it has the same values.
+    """
+    buffers = {plain_name(model, name) for name, _ in model.named_buffers(remove_duplicate=False)}
+    found: dict[str, Any] = {}
+    for name, value in state.items():
+        is_whole_buffer = name in buffers and not isinstance(value, DTensor)
+        if is_whole_buffer or not _is_in_pieces(name, value):
+            found[name] = tree_map_only(Tensor, _copy_to_host, value)
+    return found
+
+
+def _copy_to_host(tensor: Tensor) -> Tensor:
+    # A copy: of a view, torch.save writes all that it is a view of.
+    return tensor.detach().to("cpu", copy=True)
 
 
 def split_key(key: str, names: Mapping[str, Any]) -> tuple[str, str]:
@@ -543,7 +644,7 @@ class Parts:
         """Return whether it is taken for equal on the ranks of a tensor-parallel group."""
         shard = self._shards.get(name)
         split = (shard is not None and shard.dim is not None) or self._is_over_peers(value)
-        return bool(self._peers) and _has_pieces(value) and not split
+        return bool(self._peers) and _is_in_pieces(name, value) and not split
 
     def of_state(self, name: str, key: str, tensor: Tensor) -> Pieces:
         if hasattr(tensor, "local_shards"):
@@ -577,7 +678,7 @@ def held_by(
     parts: Parts, model: Mapping[str, Any], state: State
 ) -> tuple[Held, dict[str, Any], dict[str, dict[str, Any]]]:
     """Return the tensors of model and optimizer by key, and what of each is no tensor."""
-    cut = {name: value for name, value in model.items() if _has_pieces(value)}
+    cut = {name: value for name, value in model.items() if _is_in_pieces(name, value)}
     held = {MODEL + name: parts.pieces(name, value, name) for name, value in cut.items()}
     values = {name: value for name, value in model.items() if name not in cut}
     others: dict[str, dict[str, Any]] = {}
@@ -588,6 +689,16 @@ def held_by(
             else:
                 others.setdefault(name, {})[key] = value
     return held, values, others
+
+
+def _is_in_pieces(name: str, value: Any) -> bool:
+    """Return whether a value of a model's state is saved in pieces.
+
+    An extra state is not: it may have another length each time.
+    """
+    if is_extra_state(name) and not isinstance(value, DTensor):
+        return False
+    return _has_pieces(value)
 
 
 def _has_pieces(value: Any) -> bool:

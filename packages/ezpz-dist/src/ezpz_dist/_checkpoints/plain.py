@@ -22,7 +22,14 @@ from ezpz_dist._objects import as_bytes, is_plain
 from ezpz_dist._slices import open_file, read_for_all
 from ezpz_topo import get_hostname, get_rank
 
-from .pieces import is_fsdp1, model_state, pieces_of, set_model_state
+from .pieces import (
+    is_extra_state,
+    is_fsdp1,
+    model_state,
+    pieces_of,
+    set_model_state,
+    tied_names,
+)
 from .store import give_memory
 
 # Reading a file of torch.save or safetensors, on one rank.
@@ -104,10 +111,7 @@ def load_into(
     trouble, targets = "", {}
     try:
         if key is not None:
-            if not isinstance(state, Mapping) or key not in state:
-                names = list(state)[:_SHOWN] if isinstance(state, Mapping) else type(state).__name__
-                raise CheckpointError(f"it has no {key!r}; expected one of {names}")
-            state = state[key]
+            state = _get_inner(state, key)
         targets = _fit(model, state, strict=strict)
     except CheckpointError as error:
         trouble = str(error)
@@ -115,13 +119,35 @@ def load_into(
     for rank, said in enumerate(all_gather_object(trouble)):
         if said:
             raise CheckpointError(f"{os.fspath(path)} does not fit on rank {rank}: {said}")
+    rest = {name: value for name, value in state.items() if not isinstance(value, TensorInfo)}
+    extra_states = {
+        name: info.index
+        for name, info in state.items()
+        if isinstance(info, TensorInfo) and is_extra_state(name)
+    }
+    extra_tensors = {}
     with torch.no_grad():
         for info, tensor in zip(file.infos, file.tensors(), strict=True):
             for target in targets.get(info.index, ()):
-                for piece, local in pieces_of(target).held:
-                    local.copy_(tensor[piece.slices])
-    if rest := {name: value for name, value in state.items() if not isinstance(value, TensorInfo)}:
+                _fill(target, tensor)
+            if info.index in extra_states.values():
+                extra_tensors[info.index] = tensor
+    rest |= {name: extra_tensors[index] for name, index in extra_states.items()}
+    if rest:
         set_model_state(model, {**model_state(model), **rest}, strict=False)
+
+
+def _get_inner(state: object, key: str) -> Any:
+    if not isinstance(state, Mapping):
+        raise CheckpointError(f"it has no {key!r}: it holds a {type(state).__name__}")
+    if key not in state:
+        raise CheckpointError(f"it has no {key!r}; expected one of {list(state)[:_SHOWN]}")
+    return state[key]
+
+
+def _fill(target: torch.Tensor, tensor: torch.Tensor) -> None:
+    for piece, local in pieces_of(target).held:
+        local.copy_(tensor[piece.slices])
 
 
 def _fit(model: torch.nn.Module, state: object, *, strict: bool) -> dict[int, list[torch.Tensor]]:
@@ -132,17 +158,27 @@ def _fit(model: torch.nn.Module, state: object, *, strict: bool) -> dict[int, li
         raise CheckpointError("the model is wrapped by FSDP1; load the file before wrapping it")
     give_memory(model)
     mine = model_state(model)
-    missing = [name for name in mine if name not in state]
-    extra = [name for name in state if name not in mine] if strict else []
+    tied = tied_names(model)
+    named = {}  # names of the model's as the file has them
+    for name in mine:
+        there = sorted(tied.get(name, {name}) & state.keys())
+        if name in there or not there:
+            named[name] = name
+        else:
+            named[name] = there[0]
+    missing = [name for name in mine if named[name] not in state]
+    known = {*mine, *named.values()}
+    extra = [name for name in state if name not in known] if strict else []
     if missing or extra:
         raise CheckpointError(
             f"it lacks {len(missing)} of the model's tensors {missing[:_SHOWN]} and has "
-            f"{len(extra)} others {extra[:_SHOWN]}; expected the names of the unwrapped model"
+            f"{len(extra)} others {extra[:_SHOWN]}; expected the names of the unwrapped model, of "
+            "tied tensors at least one"
         )
     targets: dict[int, list[torch.Tensor]] = {}
     for name, target in mine.items():
-        info = state[name]
-        if not isinstance(target, torch.Tensor):
+        info = state[named[name]]
+        if not isinstance(target, torch.Tensor) or is_extra_state(name):
             continue
         if not isinstance(info, TensorInfo) or tuple(target.shape) != info.shape:
             shape = list(info.shape) if isinstance(info, TensorInfo) else type(info).__name__

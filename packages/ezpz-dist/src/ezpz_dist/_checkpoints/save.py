@@ -31,7 +31,7 @@ from ezpz_tp import Piece
 from . import index, pieces
 from . import store as _store
 from .index import Extent, Files, Manifest, Written, begin, encode_manifest, superseded
-from .pieces import Held, Layout, Pieces, current_layout, rank_key, rng_state
+from .pieces import Held, Layout, Pieces, current_layout, rank_key, replica_key, rng_state
 from .store import CheckpointArgs, Name, Ranks, SaveArgs, Store
 
 # Who writes what: the ranks compare what they hold, and each piece gets one that writes it.
@@ -71,18 +71,26 @@ def agree(
     # Of those that hold the same pieces, one rank sends their list: what rank 0 has to do grows
     # with the pieces of the model, not with its replicas.
     own = rank_key(ranks.rank)
-    items = items_of({key: pieces for key, pieces in held.items() if key != own})
+    replica = replica_key(ranks.rank)
+    items = items_of({key: pieces for key, pieces in held.items() if key not in (own, replica)})
     packed = pickle.dumps((items, stage))
     digest = hashlib.sha256(packed).digest()
-    replica = tuple(layout.index[axis] for axis in pieces.AXES if axis != "tensor")
-    peers = (*replica, hashlib.sha256(repr([key for key, _ in copies]).encode()).digest())
+    place = tuple(layout.index[axis] for axis in pieces.AXES if axis != "tensor")
+    peers = (*place, hashlib.sha256(repr([key for key, _ in copies]).encode()).digest())
 
-    def mine() -> tuple[bytes, list[Item], object, list[int]]:
+    def mine() -> RankSummary:
         sums = [zlib.crc32(raw_of(tensor)) for _, tensor in copies]
-        return digest, items_of({own: held[own]}), peers, sums
+        values = held.get(replica)
+        replica_items: list[Item] = []
+        replica_digest = b""
+        if values is not None:
+            replica_items = items_of({replica: values})
+            replica_digest = hashlib.sha256(raw_of(values.held[0][1])).digest()
+        own_items = items_of({own: held[own]})
+        return RankSummary(digest, own_items, peers, sums, stage, replica_items, replica_digest)
 
     gathered = ranks.everywhere(what, mine)
-    like = grouped((digest, rank) for rank, (digest, *_) in enumerate(gathered))
+    like = grouped((each.digest, rank) for rank, each in enumerate(gathered))
     first = {members[0] for members in like.values()}
     is_first = ranks.deal([rank in first for rank in range(ranks.size)])
     sent = ranks.gather(packed if is_first else None)
@@ -96,9 +104,9 @@ def agree(
             theirs = pickle.loads(sent[members[0]]) if members[0] else (items, stage)  # noqa: S301
             lists.append((*theirs, members))
         tied = _check(lists)
-        dealt = _deal(lists, [own for _, own, *_ in gathered])
+        dealt = _deal(lists, _own_items(gathered))
         _check_whole(dealt)
-        unlike = _unlike([peers for *_, peers, _ in gathered], [sums for *_, sums in gathered])
+        unlike = _unlike([each.peers for each in gathered], [each.sums for each in gathered])
         return [([item.id for item in each], tied, unlike) for each in dealt]
 
     chosen, tied, unlike = ranks.first_for_each(what, plan)
@@ -107,6 +115,33 @@ def agree(
     if unlike:
         _warn_of(ranks, what, copies, unlike)
     return [held[key].at(offsets) for key, offsets in chosen], dealt
+
+
+class RankSummary(NamedTuple):
+    digest: bytes  # of the items that it shares with its replicas
+    own_items: list[Item]
+    peers: object  # equal on ranks that should have equal copies
+    sums: list[int]  # of these copies
+    stage: int
+    replica_items: list[Item]  # buffers and extra state
+    replica_digest: bytes
+
+
+def _own_items(gathered: Sequence[RankSummary]) -> list[list[Item]]:
+    """Return what each rank writes of its own.
+
+    Its buffers and extra state are among that if not all ranks of its stage have the same.
+    """
+    digests: dict[int, set[bytes]] = {}
+    for each in gathered:
+        digests.setdefault(each.stage, set()).add(each.replica_digest)
+    own_items = []
+    for each in gathered:
+        if len(digests[each.stage]) > 1:
+            own_items.append(each.own_items + each.replica_items)
+        else:
+            own_items.append(each.own_items)
+    return own_items
 
 
 Lists = Sequence[tuple[Sequence[Item], int, Sequence[int]]]  # pieces, their stage, who holds them
@@ -245,8 +280,7 @@ def _warn_of(ranks: Ranks, what: str, copies: Copies, unlike: Unlike) -> None:
         logger.warning(
             "ranks %s share a tensor-parallel group, and their values of %s%s differ, the first by "
             "up to %.3g: one rank's are saved for all; expected equal ones; how a parameter is "
-            "split, say by ezpz_tp.set_shard; of buffers that each rank has its own of, give the "
-            "module as data=, too",
+            "split, say by ezpz_tp.set_shard",
             fold(members), key, f" and {number - 1} more" * (number > 1),
             max(_gap(first, other) for _, other in others),
         )  # fmt: skip
@@ -528,10 +562,10 @@ def save_checkpoint(
     It is written aside with checksums, synced, and then renamed to ``step-00000042``. A crash
     at any moment leaves the checkpoint before it. Tensors have the model's own names, so that
     any number of ranks, and DDP, FSDP1, FSDP2, ZeRO-1, ezpz_tp's layers or the bare model can
-    load it. The random streams of every rank are saved too. Buffers, and parameters that nothing
-    says how they are split, are taken for equal on the ranks of a tensor-parallel group; where
-    they are not, a warning names them. A failure on one rank is raised on all. Collective: every
-    rank calls this.
+    load it. The random streams of every rank are saved too, and so are buffers and extra state
+    where ranks differ in them. Parameters that nothing says how they are split are taken for equal
+    on the ranks of a tensor-parallel group; where they are not, a warning names them. A failure on
+    one rank is raised on all. Collective: every rank calls this.
 
     A step that exists already is saved beside it and then replaced. Leftovers of dead attempts
     are removed, those of this host once their process has ended, those of others after an hour
@@ -616,6 +650,7 @@ def _collect(ranks: Ranks, layout: Layout, state: CheckpointArgs) -> tuple[Held,
     states, options = pieces.state_of(model, optimizers) if optimizers else ({}, [])
     parts, at = pieces.Parts(model, layout), layout.index
     whole = pieces.model_state(model)
+    replica = pieces.replica_state(model, whole)
     if at["data"] or at["context"]:
         # Each replica has its own, as of batch norm: one rank's are saved, all together.
         for name, _ in model.named_buffers(remove_duplicate=False):
@@ -624,7 +659,8 @@ def _collect(ranks: Ranks, layout: Layout, state: CheckpointArgs) -> tuple[Held,
         for name in pieces.frozen_names(model):
             whole.pop(name, None)
     held, values, others = pieces.held_by(parts, whole, states)
-    copied = (pieces.MODEL + name for name, one in whole.items() if parts.are_copies(name, one))
+    shared = {name: value for name, value in whole.items() if name not in replica}
+    copied = (pieces.MODEL + name for name, one in shared.items() if parts.are_copies(name, one))
     copies = [(key, one) for key in copied for _, one in held[key].held if is_plain(one)]
     rng = rng_state(pieces.device_of(model, ranks.world))
     own = {"rng": rng, "data": pieces.state_dicts(state.data)}
@@ -636,6 +672,8 @@ def _collect(ranks: Ranks, layout: Layout, state: CheckpointArgs) -> tuple[Held,
     for name, each in others.items():
         held[pieces.VALUES + name] = pieces.encoded(f"the state of {name!r}", each)
     held[rank_key(ranks.rank)] = pieces.encoded("rank", own)
+    if replica:
+        held[replica_key(ranks.rank)] = pieces.encoded("model", replica)
     if not any(at[axis] for axis in pieces.AXES if axis != "pipeline"):
         about = {"model": values, "options": options}
         held[pieces.stage_key(at["pipeline"])] = pieces.encoded("model", about)
