@@ -1,6 +1,7 @@
 """Jobs of `ezpz submit` on a real Slurm: through its queue, its limits and its ends."""
 
 import itertools
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -23,15 +24,16 @@ def submit(slurm, tool, tmp_path):
         return subprocess.run(words, capture_output=True, check=False).stdout.decode()
 
     class Submitted(Chain):
-        def __init__(self, *words, expect=0):
+        def __init__(self, *words, expect=0, env=()):
             state = str(tmp_path / f"state-{next(numbers)}")
             super().__init__(read, state)
-            env = {
+            self.env = {
                 "EZPZ_STATE_DIR": state, "TORCH_DEVICE": "cpu",
                 "EZPZ_SHARED_FOLDERS": sys.prefix,  # a clone may lie below /tmp
+                **dict(env),
             }  # fmt: skip
             submit = [tool("ezpz"), "submit", "-N", "2", "--ppn", "1", *words]
-            ended = slurm.run(submit, env=env, expect=expect)
+            ended = slurm.run(submit, env=self.env, expect=expect)
             self.said = ended.stdout or ended.stderr
 
         def left(self):
@@ -112,6 +114,52 @@ def test_what_slurm_refuses_is_said_in_its_words(sandbox, submit, words, message
     if "closed" in words and not sandbox.LUA:
         lacking("this Slurm has no job_submit/lua, which refuses an account")
     assert message in submit(*words, "true", expect=2).said
+
+
+TWICE_SAVED = 'echo "here $EZPZ_ATTEMPT"; [ "$EZPZ_ATTEMPT" = 1 ] || exit 75'
+BALANCE = "Remaining balance: 497,218 hours"
+
+
+@pytest.fixture
+def site(slurm, tmp_path):
+    """Put a site's own command before Slurm's on PATH; return the variables for it."""
+
+    def make(name, *lines):
+        real = shutil.which(name, path=slurm.environment["PATH"])
+        path = tmp_path / "site" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("\n".join(["#!/bin/sh", f'real() {{ {real} "$@"; }}', *lines, ""]))
+        path.chmod(0o755)
+        return {"PATH": f"{path.parent}:{slurm.environment['PATH']}"}
+
+    return make
+
+
+@pytest.mark.parametrize("lines", [
+    [f'real "$@" && echo "{BALANCE}"'],
+    [f'echo "{BALANCE}"', 'echo 3 jobs of yours wait', 'real "$@"'],
+    ["shift", f'real "$@" && echo "{BALANCE}"'],  # without --parsable
+], ids=["after", "before", "plain"])  # fmt: skip
+def test_lines_of_a_site_beside_the_id(submit, site, lines):
+    chain = submit("--chain", "2", "sh", "-c", TWICE_SAVED, env=site("sbatch", *lines))
+    record, said = chain.ends("done", 2)
+    ids = [job["id"] for job in record["jobs"]]
+    assert chain.said.splitlines()[0] == " ".join(ids)
+    assert all(map(str.isdecimal, ids))
+    assert said.count("here") == 4
+
+
+def test_a_job_without_an_id_is_said_to_be_queued(slurm, tool, submit, site):
+    words = ["--name", "silent", "--submit-args", "--hold", "true"]
+    submitted = submit(*words, expect=2, env=site("sbatch", 'real --quiet "$@"'))
+    assert "sbatch --parsable " in submitted.said
+    assert "ended well and printed ''; expected one line that is a job's id" in submitted.said
+    assert "a job may be queued all the same: ezpz jobs shows it, and ezpz kill" in submitted.said
+    state = ["squeue", "-h", "-n", "silent", "-o", "%T"]
+    assert slurm.run(state).stdout.split() == ["PENDING"], "it is"
+    assert "silent" in slurm.run([tool("ezpz"), "jobs"], env=submitted.env).stdout
+    slurm.run([tool("ezpz"), "kill", "silent"], env=submitted.env)
+    assert slurm.run(state).stdout == ""
 
 
 def test_words_arrive_byte_for_byte(submit):

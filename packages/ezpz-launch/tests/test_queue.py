@@ -2,7 +2,36 @@
 
 import pytest
 
-from ezpz_launch._queue import _pbs_job, _slurm_job, array_of
+from ezpz_launch._queue import SCHEDULERS, _pbs_job, _slurm_job, array_of
+
+BALANCE = "Remaining balance: 497,218 hours"
+
+SUBMITTED = [
+    # of sbatch, with --parsable and without
+    ("slurm", "123\n", ("123", "")),
+    ("slurm", "123;foo\n", ("123", "foo")),
+    ("slurm", "Submitted batch job 123\n", ("123", "")),
+    ("slurm", "Submitted batch job 123 on cluster foo\n", ("123", "foo")),
+    ("slurm", f"{BALANCE}\n123;foo\n\n{BALANCE}\n", ("123", "foo")),
+    ("slurm", f"\x1b[1mWelcome\x1b[0m\n  123 \r\n{BALANCE}\n", ("123", "")),
+    ("slurm", "", None),
+    ("slurm", f"{BALANCE}\n", None),
+    ("slurm", "123\n497218\n", None),
+    # of qsub
+    ("pbs", "123.pbs-0001\n", ("123.pbs-0001", "")),
+    ("pbs", "123[].pbs-0001\n", ("123[].pbs-0001", "")),
+    ("pbs", f"{BALANCE}\n123.polaris-pbs-01.hsn.cm\n497218.50\n",
+     ("123.polaris-pbs-01.hsn.cm", "")),
+    ("pbs", "", None),
+    ("pbs", f"497218.50\n{BALANCE}\n", None),
+    ("pbs", "12.srv\n13.srv\n", None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("scheduler", "text", "found"), SUBMITTED)
+def test_the_id_in_what_a_submission_printed(scheduler, text, found):
+    assert SCHEDULERS[scheduler]({}).find_job_id(text) == found
+
 
 SLURM = {
     # state, reason, exit code, restarts; the others are seen in tests/slurm

@@ -293,6 +293,21 @@ def test_what_the_scheduler_refuses_is_said_in_its_words_and_leaves_nothing(pbs,
     assert list((pbs / "state" / "jobs").iterdir()) == []
 
 
+@pytest.mark.parametrize(("printed", "shown"), [
+    ("", "''"), ("echo Remaining balance: 497,218 hours", "'Remaining balance: 497,218 hours'"),
+    ("echo submitted >&2", "'submitted'"),
+])  # fmt: skip
+def test_an_id_that_is_not_printed_is_an_error_and_the_jobs_before_go(
+    pbs, said, program, printed, shown
+):
+    first = "[ -e number ] || { echo 12.srv | tee number; exit 0; }"
+    program("bin/qsub", f"cd {shlex.quote(str(pbs))} || exit", first, printed)
+    told = said("--chain", "3", "true", status=2)
+    assert f"ended well and printed {shown}; expected one line that is a job's id" in told
+    assert "a job may be queued all the same: ezpz jobs shows it, and ezpz kill ends it" in told
+    assert (pbs / "log").read_text() == "qdel 12.srv\n"
+
+
 def test_a_successor_that_is_refused_stops_the_chain(chain, pbs):
     submitted = chain("--until-done")
     (pbs / "refuse").write_text("qsub: would exceed queue generic's per-user limit\n")

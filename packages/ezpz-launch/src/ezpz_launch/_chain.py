@@ -49,6 +49,7 @@ class Chain(NamedTuple):
     jobs: tuple[Mapping[str, Any], ...] = ()  # in order; `job_entry` has the keys of each
     attempts: int = 0  # launches that were started, retries and requeues included
     progress_file: str = ""  # where ranks report their progress, the same for all jobs
+    cluster: str = ""  # where its jobs are, if sbatch named one: an id is of one cluster
     best: int = -1  # the highest step that a job reported; -1 for none
     idle: int = 0  # jobs in a row without progress
     end: str | None = None  # when the outcome was known
@@ -128,8 +129,12 @@ def keys_of(words: Sequence[str]) -> set[str]:
 def submit_words(chain: Chain, after: str) -> list[str]:
     """Return the words that submit one job, if any after another has ended."""
     scheduler = SCHEDULERS[chain.scheduler]({})
-    depend = [word.format(after) for word in scheduler.depend] if after else []
-    return [*scheduler.submit, *depend, chain.script]
+    words = list(scheduler.submit)
+    if after and chain.cluster:
+        words.append(f"--clusters={chain.cluster}")
+    if after:
+        words += [word.format(after) for word in scheduler.depend]
+    return [*words, chain.script]
 
 
 def choices(label: str, scheduler: Scheduler) -> str:
@@ -142,9 +147,11 @@ def choices(label: str, scheduler: Scheduler) -> str:
         return ""  # it is a help, and no more
 
 
-def queue_one(chain: Chain, after: str, env: Mapping[str, str]) -> dict[str, Any]:
-    """Submit one more job; return its entry. Raises LaunchError with the scheduler's words."""
-    words, scheduler = submit_words(chain, after), SCHEDULERS[chain.scheduler](env)
+def queue_one(chain: Chain, env: Mapping[str, str]) -> Chain:
+    """Submit one more job; return the chain with it. Raises LaunchError with the site's words."""
+    after = chain.jobs[-1]["id"] if chain.jobs else ""
+    words = submit_words(chain, after)
+    scheduler = SCHEDULERS[chain.scheduler](env)
     # A job's variables are not its successor's; and what sbatch reads there outranks the script.
     mine = {
         name: value
@@ -175,7 +182,17 @@ def queue_one(chain: Chain, after: str, env: Mapping[str, str]) -> dict[str, Any
             f"{shlex.join(words)} was refused: {said}; asked for {asked}; expected what the site "
             f"allows ({'; '.join([*hints, f'more words for {words[0]}: --submit-args'])})"
         )
-    return job_entry(told.stdout.split()[-1].partition(";")[0], iso_time(time.time()))
+    submitted = scheduler.find_job_id(told.stdout)
+    if submitted is None:
+        printed = "\n".join(filter(None, (told.stdout.strip(), told.stderr.strip())))
+        raise LaunchError(
+            f"{shlex.join(words)} ended well and printed {printed[:200]!r}; expected one line that "
+            "is a job's id; a job may be queued all the same: ezpz jobs shows it, and ezpz kill "
+            f"ends it; ask the site for a {words[0]} that prints the id"
+        )
+    job_id, cluster = submitted
+    entry = job_entry(job_id, iso_time(time.time()))
+    return chain._replace(jobs=(*chain.jobs, entry), cluster=cluster or chain.cluster)
 
 
 def delete_jobs(chain: Chain, ids: Sequence[str], env: Mapping[str, str]) -> None:
@@ -312,10 +329,10 @@ class _Link:
         if chain.kind != "until-done" or not number + 1 == len(chain.jobs) < chain.limit:
             return ""
         try:
-            entry = queue_one(chain, self._id, self._env)
+            chain = queue_one(chain, self._env)
         except (LaunchError, TopoError) as error:
             return str(error)
-        self._change(jobs=(*chain.jobs, entry))
+        self._change(jobs=chain.jobs, cluster=chain.cluster)
         return ""
 
     def _count_progress(self) -> None:

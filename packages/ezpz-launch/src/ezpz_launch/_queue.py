@@ -102,6 +102,7 @@ class Scheduler(ABC):
     submit: Sequence[str]  # words that submit a script
     depend: Sequence[str]  # those that have it wait for the end of another
     words: Mapping[str, str]  # of the batch script, by what they ask for
+    job_line: str  # matches the line in which `submit` prints a job's id: groups id and cluster
 
     def __init__(self, env: Mapping[str, str]) -> None:
         # The times that it prints, and reads, are of the zone in which it runs.
@@ -122,6 +123,13 @@ class Scheduler(ABC):
     @abstractmethod
     def queues(self) -> list[Queue]:
         """Return the queues that take jobs."""
+
+    def find_job_id(self, text: str) -> tuple[str, str] | None:
+        """Return the id that `submit` printed, and Slurm's cluster; None unless one line has it."""
+        # Sites have lines of their own before and after it, such as an account's balance.
+        matches = [re.fullmatch(self.job_line, line.strip()) for line in text.splitlines()]
+        ids = {(match["id"], match["cluster"] or "") for match in matches if match}
+        return ids.pop() if len(ids) == 1 else None
 
     def accounts(self) -> str:
         """Return the accounts that are the user's, where there is a list."""
@@ -172,6 +180,8 @@ class _Slurm(Scheduler):
     name, directive = "slurm", "#SBATCH"
     submit: Sequence[str] = ("sbatch", "--parsable")
     depend: Sequence[str] = ("--dependency=afterany:{}",)
+    # --parsable prints 12, or 12;cluster; a site's own sbatch may print as it does without.
+    job_line = "(?:Submitted batch job )?(?P<id>[0-9]+)(?:(?:;| on cluster )(?P<cluster>[^ ;]+))?"
     # By the labels of a dry run.
     words: Mapping[str, str] = {
         "name": "--job-name={}", "nodes": "--nodes={}", "sharing": "--exclusive",
@@ -369,6 +379,8 @@ class _Pbs(Scheduler):
     # -f: without a helper in the background, which would hold our pipe open.
     submit: Sequence[str] = ("qsub", "-f")
     depend: Sequence[str] = ("-W", "depend=afterany:{}")
+    # 12.server, of an array 12[].server; a number such as 12.50 is none.
+    job_line = r"(?P<id>[0-9]+(?:\[\])?\.(?=.*[A-Za-z])[0-9A-Za-z_.-]+)(?P<cluster>)"
     words: Mapping[str, str] = {
         "name": "-N {}", "nodes": "-l select={}", "sharing": "-l place=scatter",
         "time": "-l walltime={}", "queue": "-q {}", "account": "-A {}", "array": "-J {}",

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ezpz_topo import Machine, SchedulerError, find_schedulers, get_machine_info, redact
 
@@ -427,19 +427,22 @@ def _write_script(job: Job) -> None:
 
 
 def _submit(job: Job, env: Mapping[str, str]) -> str:
-    chain, entries = job.chain, list[dict[str, Any]]()
+    chain = job.chain
     try:
         for _ in range(chain.limit if chain.kind == "chain" else 1):
-            entries.append(queue_one(chain, entries[-1]["id"] if entries else "", env))
+            chain = queue_one(chain, env)
     except (LaunchError, SchedulerError):
-        delete_jobs(chain, [each["id"] for each in entries], env)
+        delete_jobs(chain, [each["id"] for each in chain.jobs], env)
         for path in (path_of(chain), chain.script):
             os.unlink(path)
         raise
     # At once, since the first may run by now: it waits until its number is there.
-    change_chain(path_of(chain), jobs=entries)
-    listed = " ".join(each["id"] for each in entries)
-    return f"{listed}\n  script {chain.script}\n  output {output_of(chain, entries[0]['id'])}"
+    change_chain(path_of(chain), jobs=chain.jobs, cluster=chain.cluster)
+    ids = [each["id"] for each in chain.jobs]
+    lines = [" ".join(ids), f"  script {chain.script}", f"  output {output_of(chain, ids[0])}"]
+    if chain.cluster:
+        lines.append(f"  cluster {chain.cluster}")
+    return "\n".join(lines)
 
 
 # The page that ``ezpz submit --help`` prints.
