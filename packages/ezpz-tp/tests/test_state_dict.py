@@ -12,7 +12,15 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import ezpz_tp
-from ezpz_tp import ColumnParallelLinear, DegreeError, ParallelError, ParallelState, Piece
+from ezpz_tp import (
+    ColumnParallelLinear,
+    DegreeError,
+    ParallelError,
+    ParallelState,
+    Piece,
+    dtensor_state_dict,
+    load_dtensor_state_dict,
+)
 from ezpz_tp._formats.safetensors import DTYPES
 from ezpz_tp._shard import Shard, set_shard, shard_of
 from ezpz_tp._state_dict import gather_state_dict, shard_state_dict
@@ -207,6 +215,66 @@ def test_extra_state_is_passed_on():
     module.seen = 5
     twin.load_state_dict(shard_state_dict(gather_state_dict(module), twin))
     assert twin.seen == 5
+
+
+class Growing(nn.Linear):
+    """Has an extra state that is a tensor, of another length each time."""
+
+    def __init__(self, length):
+        super().__init__(2, 2)
+        self.history = torch.arange(float(length))
+
+    def get_extra_state(self):
+        return self.history
+
+    def set_extra_state(self, state):
+        self.history = state
+
+
+@on_ranks(2)
+def test_an_extra_state_may_have_another_length():
+    for length in (0, 3, 9):
+        module, twin = Growing(length), Growing(5)
+        twin.load_state_dict(shard_state_dict(gather_state_dict(module), twin))
+        assert torch.equal(twin.history, module.history)
+        other = Growing(5)
+        load_dtensor_state_dict(other, dtensor_state_dict(module))
+        assert torch.equal(other.history, module.history)
+
+
+def named(count, stage):
+    layers = range(stage * 4 // count, (stage + 1) * 4 // count)
+    module = nn.ModuleDict({f"layer{number}": nn.Linear(2, 2) for number in layers})
+    return module, torch.optim.SGD(module.named_parameters(), lr=0.5)
+
+
+def gather_named():
+    state = ezpz_tp.get_state()
+    module, optimizer = named(state.size("pipeline"), state.index("pipeline"))
+    return gather_state_dict(module, optimizer=optimizer)
+
+
+def load_named(full):
+    state = ezpz_tp.get_state()
+    module, optimizer = named(state.size("pipeline"), state.index("pipeline"))
+    optimizer.param_groups[0]["lr"] = 0.1
+    optimizer.load_state_dict(shard_state_dict(full, module, optimizer=optimizer)["optimizer"])
+    (group,) = optimizer.param_groups
+    assert group["lr"] == 0.5
+    assert group["param_names"] == [name for name, _ in module.named_parameters()]
+    optimizer.param_groups[0]["lr"] = 0.1
+    other, theirs = named(state.size("pipeline"), state.index("pipeline"))
+    load_dtensor_state_dict(
+        module, dtensor_state_dict(other, optimizer=theirs), optimizer=optimizer
+    )
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    assert group["param_names"] == [name for name, _ in module.named_parameters()]
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 4)])
+def test_names_of_parameters_are_no_option_of_a_group(before, after):
+    full = run_ranks(gather_named, before, pipeline=before)[0]
+    run_ranks(load_named, after, full, pipeline=after)
 
 
 @on_ranks(2)

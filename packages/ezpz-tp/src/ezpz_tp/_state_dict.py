@@ -124,8 +124,13 @@ def names_of(optimizer: Optimizer, module: nn.Module) -> dict[nn.Parameter, str]
 
 
 def groups_of(optimizer: Optimizer, module: nn.Module) -> list[Group]:
-    names, groups = names_of(optimizer, module), optimizer.param_groups
-    return [{**group, "params": [names[one] for one in group["params"]]} for group in groups]
+    names = names_of(optimizer, module)
+    found = []
+    for group in optimizer.param_groups:
+        named = {**group, "params": [names[one] for one in group["params"]]}
+        named.pop("param_names", None)  # other ones on each pipeline stage
+        found.append(named)
+    return found
 
 
 def join_groups(stages: Sequence[Sequence[Group] | None]) -> list[Group] | None:
@@ -171,7 +176,11 @@ def groups_for(saved: Sequence[Group], optimizer: Optimizer, module: nn.Module) 
                 "optimizer with the groups that it was saved with"
             )
         taken = saved[numbers.pop() if numbers else number]
-        found.append({key: value for key, value in taken.items() if key != "params"})
+        options = {key: value for key, value in taken.items() if key != "params"}
+        own = optimizer.param_groups[number]
+        if "param_names" in own:
+            options["param_names"] = own["param_names"]
+        found.append(options)
     return found
 
 
@@ -196,7 +205,7 @@ def parts_of(module: nn.Module, optimizer: Optimizer | None, state: ParallelStat
     found: Parts[Part] = Parts({}, {}, None if optimizer is None else groups_of(optimizer, module))
     owners = owners_of(module)
     for name, value in module.state_dict().items():
-        if isinstance(value, Tensor):
+        if isinstance(value, Tensor) and not is_extra_state(name):
             found.tensors[name] = part_of(name, value, owners.get(name, value), state)
         else:
             found.values[name] = value
@@ -220,6 +229,14 @@ def parts_of(module: nn.Module, optimizer: Optimizer | None, state: ParallelStat
                     "it cannot change its degree"
                 )
     return found
+
+
+def is_extra_state(name: str) -> bool:
+    """Whether a name of a state dict is that of what ``get_extra_state`` of a module returned.
+
+    Where that is a tensor, it is no part of one, and may have another length each time.
+    """
+    return name.rpartition(".")[2] == "_extra_state"
 
 
 def owners_of(module: nn.Module) -> dict[str, Tensor]:
@@ -411,7 +428,8 @@ def shard_state_dict(
     own = module.state_dict()
     model: dict[str, Any] = {}
     for name, value in tensors.items():
-        if name in own and isinstance(value, Tensor) and isinstance(own[name], Tensor):
+        is_part = isinstance(value, Tensor) and not is_extra_state(name)
+        if name in own and is_part and isinstance(own[name], Tensor):
             model[name] = cut(name, value, owners.get(name, own[name]), state)
         elif name in own or state.size("pipeline") == 1:
             model[name] = value
