@@ -1,6 +1,7 @@
 """The sandbox for a session, and the programs that the tests start in it."""
 
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -68,3 +69,28 @@ def renamed():
         lacking("unshare --uts fails: a process may have no host name of its own here")
     script = 'hostname "$1" && shift && exec "$@"'
     return lambda node: ("unshare", "--uts", "sh", "-c", script, "sh", node)
+
+
+@pytest.fixture
+def site(slurm, tmp_path):
+    """Put a site's own command before Slurm's on PATH; return the variables for it."""
+
+    def make(name, *lines):
+        real = shutil.which(name, path=slurm.environment["PATH"])
+        path = tmp_path / "site" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("\n".join(["#!/bin/sh", f'real() {{ {real} "$@"; }}', *lines, ""]))
+        path.chmod(0o755)
+        return {"PATH": f"{path.parent}:{slurm.environment['PATH']}"}
+
+    return make
+
+
+@pytest.fixture
+def talkative(site):
+    """Slurm's commands with lines beside their answers: a cluster's header, and a site's own."""
+    balance = 'echo "Remaining balance: 497,218 hours"'
+    lines = ['echo "CLUSTER: sandbox"', balance, 'real "$@"', "status=$?", balance, "exit $status"]
+    for name in ("sinfo", "squeue", "sacct", "scontrol"):
+        env = site(name, *lines)
+    return env

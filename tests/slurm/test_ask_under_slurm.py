@@ -132,6 +132,13 @@ def test_a_shell_without_variables_on_a_node_asks_by_itself(say, renamed):
     assert row(said) == ("none", 0, 1, 0, 1, 0)
 
 
+def test_lines_of_a_site_beside_the_job(say, talkative):
+    job = ("salloc", "-Q", "-w", "nid001,nid002", "-J", "two words")
+    (said,) = say(*job, *BARE, then=("--job-of", "nid001", "--no-scontrol"), env=talkative)
+    found = said["job_of"]["nid001"]
+    assert (found["hosts"], found["name"]) == (["nid001", "nid002"], "two words")
+
+
 def test_two_jobs_on_one_node(slurm, sandbox, words, said_in):
     job = ("salloc", "-Q", "-w", "nid001", "-n", "1", "sh", "-c")
     outer = (*job, 'echo "$SLURM_JOB_ID"; unset SLURM_JOB_ID; exec "$@"', "sh")

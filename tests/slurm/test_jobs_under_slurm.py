@@ -189,6 +189,21 @@ def test_an_id_that_slurm_does_not_know_is_no_job(jobs, command):
     assert jobs.until(held, "held")["id"] == held
 
 
+def test_lines_of_a_site_beside_jobs(jobs, talkative):
+    jobs.env |= talkative
+    held = jobs.submit("true", "--hold", "-J", "a\x1fb")
+    array = jobs.submit("sleep 300", "-a", "0-1", "-J", "tasks")
+    assert jobs.until(f"{array}_1", "running")["id"] == f"{array}_1"
+    listed = {each["id"]: each for each in json.loads(jobs.ours("jobs", "--json").stdout)}
+    assert (listed[held]["name"], listed[held]["state"]) == ("a\x1fb", "held")
+    assert (listed[array]["name"], listed[array]["state"]) == ("tasks", "running")
+    for job in (held, array):
+        jobs.ours("kill", job)
+    assert "no job '99999'; expected" in jobs.ours("kill", "99999", expect=2).stderr
+    done = jobs.submit("echo done")
+    assert jobs.ours("follow", done).stdout == "done\n"
+
+
 def test_ctrl_c_leaves_the_job_alone(jobs):
     job = jobs.submit(f"echo started; {SLEEP}")
     followed = jobs.start("follow")

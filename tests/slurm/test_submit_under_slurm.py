@@ -1,7 +1,6 @@
 """Jobs of `ezpz submit` on a real Slurm: through its queue, its limits and its ends."""
 
 import itertools
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -120,21 +119,6 @@ TWICE_SAVED = 'echo "here $EZPZ_ATTEMPT"; [ "$EZPZ_ATTEMPT" = 1 ] || exit 75'
 BALANCE = "Remaining balance: 497,218 hours"
 
 
-@pytest.fixture
-def site(slurm, tmp_path):
-    """Put a site's own command before Slurm's on PATH; return the variables for it."""
-
-    def make(name, *lines):
-        real = shutil.which(name, path=slurm.environment["PATH"])
-        path = tmp_path / "site" / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_text("\n".join(["#!/bin/sh", f'real() {{ {real} "$@"; }}', *lines, ""]))
-        path.chmod(0o755)
-        return {"PATH": f"{path.parent}:{slurm.environment['PATH']}"}
-
-    return make
-
-
 @pytest.mark.parametrize("lines", [
     [f'real "$@" && echo "{BALANCE}"'],
     [f'echo "{BALANCE}"', 'echo 3 jobs of yours wait', 'real "$@"'],
@@ -147,6 +131,21 @@ def test_lines_of_a_site_beside_the_id(submit, site, lines):
     assert chain.said.splitlines()[0] == " ".join(ids)
     assert all(map(str.isdecimal, ids))
     assert said.count("here") == 4
+
+
+def test_lines_of_a_site_beside_partitions(submit, talkative):
+    chain = submit("--queue", "high", "true", env=talkative)
+    chain.ends("done", 1)
+    words = ("--queue", "high", "--time", "2h", "true")
+    assert "jobs of high may run for 1:00:00" in submit(*words, env=talkative, expect=2).said
+
+
+def test_a_sinfo_of_other_lines_alone(submit, site):
+    env = site("sinfo", 'echo "CLUSTER: sandbox"')
+    assert (
+        "sinfo --noheader --format=%P|%l|%s|%D|%a printed 'CLUSTER: sandbox\\n'; expected lines "
+        "such as all*|1:00:00|1-infinite|4|up; run it by hand"
+    ) in submit("true", env=env, expect=2).said
 
 
 def test_a_job_without_an_id_is_said_to_be_queued(slurm, tool, submit, site):

@@ -229,6 +229,20 @@ def test_what_qstat_may_say_instead(pbs, command, told, message):
         get_allocation({**env, "PBS_JOBID": "1.pbs-0001"})
 
 
+BALANCE = "Remaining balance: 497,218 hours"
+
+
+def test_lines_of_a_site_beside_jobs(tmp_path, pbs, command):
+    env = pbs(**{"1_pbs-0001": JOB})
+    for name in ("qstat", "qselect"):
+        real = (tmp_path / name).rename(tmp_path / f"real-{name}")
+        command(name, f'echo "{BALANCE}"; {real} "$@"; status=$?; echo "{BALANCE}"; exit $status')
+    assert get_allocation({**env, "PBS_JOBID": "1.pbs-0001"}).hosts == ("x1n0", "x1n1")
+    assert _pbs.job_of_this_host(env, "x1n0").job_id == "1.pbs-0001"
+    with pytest.raises(SchedulerError, match=r"8\.pbs-0001 is unknown to the server"):
+        get_allocation({**env, "PBS_JOBID": "8.pbs-0001"})
+
+
 @pytest.mark.parametrize("bad", ["-x", "1 2", "all", "1;rm", "1\n2", "--version"])
 def test_what_is_no_name_is_never_an_argument(tmp_path, pbs, bad):
     with pytest.raises(InvalidVariableError, match="job id"):

@@ -94,6 +94,12 @@ def clock(seconds: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
 
 
+def _unreadable(argv: Sequence[str], text: str, expected: str) -> SchedulerError:
+    return SchedulerError(
+        f"{' '.join(argv)} printed {text[:60]!r}; expected {expected}; run it by hand"
+    )
+
+
 class Scheduler(ABC):
     """What is asked of a scheduler, in the same words for all; each has its own answers."""
 
@@ -224,13 +230,21 @@ class _Slurm(Scheduler):
             self._ask("scancel", *words, *job_ids, good=(0, 1))
 
     def queues(self) -> list[Queue]:
-        told = self._ask("sinfo", "--noheader", "--format=%P|%l|%s|%D|%a").stdout
+        argv = ("sinfo", "--noheader", "--format=%P|%l|%s|%D|%a")
+        told = self._ask(*argv).stdout
+        # Beside partitions there are lines such as "CLUSTER: a", and a site's own.
+        lines = [line for line in told.splitlines() if line.count("|") == 4]
+        expected = "lines such as all*|1:00:00|1-infinite|4|up"
+        if told.strip() and not lines:
+            raise _unreadable(argv, told, expected)
         found = []
-        for line in told.splitlines():
+        for line in lines:
             name, limit, sizes, nodes, state = line.split("|")
             fewest, _, most = sizes.partition("-")
+            if not (fewest.isdecimal() and nodes.isdecimal()):
+                raise _unreadable(argv, line, expected)
             if state == "up":
-                most = nodes if most in ("", "infinite") else most
+                most = most if most.isdecimal() else nodes  # infinite
                 found.append(Queue(
                     name.rstrip("*"), _seconds(limit), float(fewest),
                     min(float(most), float(nodes)), name.endswith("*"),
@@ -241,19 +255,18 @@ class _Slurm(Scheduler):
         user = self._env.get("USER") or self._env.get("LOGNAME") or str(os.getuid())
         query = ("show", "associations", f"user={user}", "format=account")
         told = self._ask("sacctmgr", "--noheader", "--parsable2", *query).stdout
-        return ", ".join(sorted(set(told.split())))
+        accounts = {line.strip() for line in told.splitlines() if len(line.split()) == 1}
+        return ", ".join(sorted(accounts))
 
     def _squeue(self, whose: str, columns: Mapping[str, str]) -> list[Job]:
         columns = {**columns, **_NAME}
         form = ",".join(f"{column}{_SEPARATOR}" for column in columns.values())
         words = ("--noheader", "--states=all", whose, f"--Format={form[:-1]}{_RECORD}")
         answer = self._ask("squeue", *words, good=(0, 1))
-        if answer.status and "Invalid job id" in answer.stderr:
-            return []
-        if answer.status:
+        # Of several clusters one may know the id.
+        if answer.status and "Invalid job id" not in answer.stderr:
             answer = self._ask("squeue", *words)  # once more: it says what is wrong
-        rows = [row.lstrip("\n").split(_SEPARATOR) for row in answer.stdout.split(_RECORD)[:-1]]
-        return [_slurm_job(dict(zip(columns, map(str.strip, row), strict=True))) for row in rows]
+        return list(map(_slurm_job, _read_records(answer.stdout, tuple(columns))))
 
     def _sacct(self, since: float, job_id: str = "") -> list[Job]:
         """Return jobs that squeue tells no more of, where there is accounting."""
@@ -278,25 +291,35 @@ class _Slurm(Scheduler):
         """Say where in their partition's queue jobs are, if others' jobs are shown to us, too."""
         form = f"--Format=JobArrayID:128{_SEPARATOR},Partition:128{_SEPARATOR},UserID:16{_RECORD}"
         words = ("--noheader", "--states=PENDING", "--sort=-p", f"--partition={','.join(queues)}")
-        rows = [
-            [cell.strip() for cell in row.split(_SEPARATOR)]
-            for row in self._ask("squeue", *words, form).stdout.split(_RECORD)[:-1]
-        ]
-        if all(user == str(os.getuid()) for *_, user in rows):
+        rows = _read_records(self._ask("squeue", *words, form).stdout, ("id", "queue", "user"))
+        if all(row["user"] == str(os.getuid()) for row in rows):
             config = self._ask("scontrol", "show", "config").stdout
             if re.search(r"(?m)^PrivateData\s*=.*\bjobs\b", config):
                 return jobs
         places: dict[tuple[str, str], int] = {}
         counts = Counter[str]()
-        for job_id, queue, _ in rows:
-            counts[queue] += 1
-            places[job_id, queue] = counts[queue]
+        for row in rows:
+            counts[row["queue"]] += 1
+            places[row["id"], row["queue"]] = counts[row["queue"]]
         return [
             job._replace(place=places.get((job.id, job.queue)))
             if job.state == "queued" and "," not in job.queue  # of several it has several places
             else job
             for job in jobs
         ]
+
+
+def _read_records(text: str, columns: Sequence[str]) -> list[dict[str, str]]:
+    """Return the records that squeue printed, by column; other lines stand between them."""
+    records = []
+    for record in text.split(_RECORD)[:-1]:
+        first, *others = record.split(_SEPARATOR, len(columns) - 1)
+        # The last is the name, which may hold anything. Before the first there may be lines such
+        # as "CLUSTER: a", and a site's own.
+        cells = [first.rpartition("\n")[2], *others]
+        if len(cells) == len(columns):
+            records.append(dict(zip(columns, map(str.strip, cells), strict=True)))
+    return records
 
 
 def _slurm_job(told: Mapping[str, str]) -> Job:
@@ -370,6 +393,7 @@ _PBS_ENDS = {
 }  # fmt: skip
 """By Exit_status (OpenPBS 23.06, job.h); other negative ones: it could not be started."""
 
+_PBS_ID = r"[0-9]+(?:\[[0-9]*\])?(?:[.@][0-9A-Za-z_.@-]+)?"  # 12.srv, 40[].srv, 40[1].srv
 _GONE = (0, 35, 153)  # exit statuses of qdel: done, has finished, is unknown
 _PBS_HISTORY = 1000  # so many jobs that are over are asked for, the newest
 
@@ -391,11 +415,11 @@ class _Pbs(Scheduler):
     def jobs(self, since: float) -> list[Job]:
         # Not all that qstat would tell: others may have thousands.
         mine = ("qselect", "-u", getpass.getuser())
-        ids = self._ask(*mine).stdout.split()
+        ids = _read_ids(self._ask(*mine).stdout)
         after = time.strftime("%Y%m%d%H%M", time.gmtime(since))
         try:
-            over = self._ask(*mine, "-x", "-s", "FMX", f"-tm.gt.{after}").stdout.split()
-            ids += over[-_PBS_HISTORY:]
+            over = self._ask(*mine, "-x", "-s", "FMX", f"-tm.gt.{after}").stdout
+            ids += _read_ids(over)[-_PBS_HISTORY:]
         except SchedulerError as error:
             say(f"{error}; jobs that are over are not shown")
         return [_pbs_job(job_id, job) for job_id, job in get_pbs_jobs(ids, self._env).items()]
@@ -411,10 +435,10 @@ class _Pbs(Scheduler):
         self._ask("qdel", *["-W", "force"] * now, *job_ids, good=_GONE)
 
     def queues(self) -> list[Queue]:
-        server = self._ask_json("qstat", "-B", "-f", "-F", "json")["Server"]
+        server = self._ask_json("Server", "qstat", "-B", "-f", "-F", "json")
         default = {each.get("default_queue") for each in server.values()}
         found = []
-        for name, queue in self._ask_json("qstat", "-Q", "-f", "-F", "json")["Queue"].items():
+        for name, queue in self._ask_json("Queue", "qstat", "-Q", "-f", "-F", "json").items():
             most, least = queue.get("resources_max", {}), queue.get("resources_min", {})
             if queue.get("enabled") == "True" and queue.get("from_route_only") != "True":
                 found.append(Queue(
@@ -425,7 +449,7 @@ class _Pbs(Scheduler):
         return found
 
     def chunk(self, count: int) -> tuple[str, str]:
-        nodes = self._ask_json("pbsnodes", "-a", "-F", "json")["nodes"]
+        nodes = self._ask_json("nodes", "pbsnodes", "-a", "-F", "json")
         has = [node.get("resources_available", {}) for node in nodes.values()]
         kinds = {(int(each.get("ncpus", 0)), int(each.get("ngpus", 0))) for each in has}
         if len(kinds) != 1:
@@ -441,15 +465,20 @@ class _Pbs(Scheduler):
         ((cpus, gpus),) = kinds
         return f":ncpus={cpus}" + (f":ngpus={gpus}" if gpus else ""), "pbsnodes: all are alike"
 
-    def _ask_json(self, *argv: str) -> dict[str, Any]:
+    def _ask_json(self, key: str, *argv: str) -> dict[str, Any]:
+        """Return what stands under a key of the JSON that a command prints."""
         told = self._ask(*argv).stdout
+        # A site's lines may stand before and after it.
+        text = told[told.find("{") : told.rfind("}") + 1]
         try:
-            return dict(json.loads(told, strict=False))
-        except ValueError as error:
-            raise SchedulerError(
-                f"{' '.join(argv)} printed what is no JSON ({error}), {told[:60]!r}; expected "
-                "some; run it by hand"
-            ) from error
+            return dict(json.loads(text, strict=False)[key])
+        except (ValueError, KeyError, TypeError) as error:
+            raise _unreadable(argv, told, f"JSON with {key!r}") from error
+
+
+def _read_ids(text: str) -> list[str]:
+    """Return the ids that qselect printed, one a line; other lines are a site's own."""
+    return [line for line in text.splitlines() if re.fullmatch(_PBS_ID, line)]
 
 
 def _pbs_job(job_id: str, told: Mapping[str, Any]) -> Job:

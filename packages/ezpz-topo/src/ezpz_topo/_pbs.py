@@ -169,7 +169,8 @@ def _jobs(
     )  # fmt: skip
     found: dict[str, dict[str, Any]] = {}
     before, *parts = re.split(r"(?m)^Job Id: ", answer.stdout)
-    if before.strip():
+    # A site's lines may stand before the jobs, or alone where there is none.
+    if before.strip() and not parts and not answer.status:
         raise SchedulerError(
             f"{QSTAT} printed {before[:60]!r}; expected 'Job Id: 1.pbs-0001' and lines of its "
             "attributes; run it by hand, and ask the site which qstat this is"
@@ -231,7 +232,8 @@ def job_of_this_host(env: Mapping[str, str], hostname: str) -> Allocation | None
         return None
     # -T: the subjobs of an array, which itself never runs (manual page of 23.06; not captured).
     argv = ("qselect", "-T", "-u", _user(env), "-s", "R")
-    job_ids = _commands.ask(argv, env=env, place=get_pbs_folder(env)).stdout.split()
+    lines = _commands.ask(argv, env=env, place=get_pbs_folder(env)).stdout.splitlines()
+    job_ids = [line for line in lines if _JOB_ID.fullmatch(line)]  # others are a site's own
     if not job_ids:
         return None
     # A job that ended since qselect has no exec_host, or is not told at all.

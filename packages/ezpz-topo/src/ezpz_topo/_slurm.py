@@ -158,8 +158,9 @@ def job_of_this_host(env: Mapping[str, str], hostname: str) -> Allocation | None
         return None
     argv = ("squeue", "--noheader", "--me", "--states=R", "--format=%A %N")
     lines = _commands.ask(argv, env=_plain(env)).stdout.splitlines()
-    jobs = [words for line in lines if len(words := line.split(None, 1)) == 2]
-    here = [job_id for job_id, nodes in jobs if find_host(hostname, expand_nodelist(nodes))]
+    # Beside jobs there are lines such as "CLUSTER: a", and a site's own.
+    jobs = [match for line in lines if (match := re.fullmatch(r"([0-9]+) (\S+)", line.strip()))]
+    here = [job[1] for job in jobs if find_host(hostname, expand_nodelist(job[2]))]
     if len(here) > 1:
         raise SchedulerError(
             f"host {hostname} is in {len(here)} running jobs: {', '.join(here)}; expected one; "
@@ -217,7 +218,9 @@ def _records(job_id: str, env: Mapping[str, str]) -> list[_Record]:
     argv = (*_SCONTROL.split(), job_id)
     text = _commands.ask(argv, env={**_plain(env), "TZ": "UTC0"}).stdout
     records = []
-    for part in re.split(r"\n\n(?=JobId=)", text):
+    begin = re.search("(?m)^JobId=", text)  # a site's lines may stand before it
+    parts = re.split(r"\n\n(?=JobId=)", text[begin.start() :]) if begin else []
+    for part in parts:
         # A job's name can have lines of its own, that look like any of these.
         head, _, body = part.rpartition("\n   UserId=")
         ids = re.match(r"JobId=([0-9]+)(?: HetJobId=([0-9]+))?.*? JobName=(.*)", head, re.DOTALL)
