@@ -41,6 +41,60 @@ def test_any_values(write_run, values):
     assert "loss: last" in drawn(write_run(*lines), width=60)
 
 
+def scale(places, numbers):
+    """Return what turns a place of the picture into a number, and how far two places are apart."""
+    each = (numbers[-1] - numbers[0]) / (places[-1] - places[0])
+    return lambda place: numbers[0] + each * (place - places[0]), abs(each)
+
+
+def read_picture(text):
+    """Return the last point that is drawn, the frame's right end, and a cell's size in numbers."""
+    lines = text.splitlines()
+    bottom = next(row for row, line in enumerate(lines) if "└" in line)
+    left = lines[bottom].index("└")
+    columns = [at for at, letter in enumerate(lines[bottom]) if letter == "┬"]
+    find_x, wide = scale(columns, [float(label) for label in lines[bottom + 1].split()])
+    rows = [row for row, line in enumerate(lines[:bottom]) if line[left : left + 1] == "┤"]
+    find_y, high = scale(rows, [float(lines[row][:left]) for row in rows])
+    last, row = max(
+        (at, row)
+        for row, line in enumerate(lines[:bottom])
+        for at, letter in enumerate(line)
+        if "\u2801" <= letter <= "\u28ff"
+    )
+    return (find_x(last), find_y(row)), find_x(len(lines[bottom]) - 2), (wide, high)
+
+
+FALL = [5.0] * 26 + [1.3] * 4
+RISE = [5.0] * 26 + [9.9] * 4
+
+
+@pytest.mark.parametrize(
+    ("values", "last"),
+    [
+        (RISE, (29, 9.9)), (FALL, (29, 1.3)), (RISE * 5, (149, 9.9)), (FALL * 5, (149, 1.3)),
+        ([n / 10 for n in range(7)], (6, 0.6)), ([n / 1000 for n in range(1000)], (999, 0.999)),
+        # Where the end is no number, the axis shows it all the same.
+        ([*RISE, *["NaN"] * 27], (29, 9.9)),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("width", [60, 100])
+def test_a_run_is_drawn_to_its_end(write_run, values, last, width):
+    lines = [{"step": n, "time": 1.0, "loss": value} for n, value in enumerate(values)]
+    point, end, cell = read_picture(drawn(write_run(*lines), width=width))
+    # Ticks and points each lie in the middle of a cell, to half a cell.
+    assert point[0] == pytest.approx(last[0], abs=1.5 * cell[0])
+    assert point[1] == pytest.approx(last[1], abs=1.5 * cell[1])
+    assert end == pytest.approx(len(values) - 1, abs=1.5 * cell[0])
+
+
+def test_a_constant_is_a_line(write_run, records, capsys):
+    text = drawn(write_run(*records(range(40), loss=3.0)), width=60, height=12)
+    assert sum(any("\u2801" <= letter <= "\u28ff" for letter in line)
+               for line in text.splitlines()) == 1  # fmt: skip
+    assert capsys.readouterr() == ("", "")
+
+
 def test_names_cannot_write_to_the_terminal(write_run, records):
     folder = write_run(*records(range(9), **{"\x1b]0;title\x07loss": 1.0}), run="\x1b[31m\nred")
     text = drawn(folder, width=80)

@@ -170,7 +170,7 @@ def smooth(table: Floats) -> Floats | None:
         return None
     # The standard deviation of what has no course, from each value's two neighbours.
     noise = np.median(np.abs(np.diff(values[known], 2))) / (0.6745 * 6**0.5)
-    if noise < _LITTLE * np.ptp(values[known]):
+    if noise <= _LITTLE * np.ptp(values[known]):  # both are 0 of a constant
         return None
     places = np.arange(len(means), dtype=np.float64)
     away = np.abs(places - places[:, None]) / max(2.5, len(means) / 60)

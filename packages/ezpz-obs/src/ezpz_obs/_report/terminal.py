@@ -58,29 +58,36 @@ def plot(
     figure = plotext.figure  # plotext has one, its own
     figure.clear()
     figure.plot_size(width or shutil.get_terminal_size((80, 24)).columns, height)
-    drawn = []
+    steps: list[float] = []
+    heights: list[float] = []
     marker = "braille" if _can_write(out, "\u28ff") else "x"
     for place, name in enumerate(chosen):
         table = surveyed.series[name].curve(400)
         smoothed = smooth(table)
         curve = table[MEAN] if smoothed is None else smoothed
         known = np.isfinite(curve)
+        # Also where the end is no number: the axis shows how far the run got.
+        steps += [*table[FROM], *table[TO]]
         if known.any():
-            steps = ((table[FROM] + table[TO]) / 2)[known]
+            middles = ((table[FROM] + table[TO]) / 2)[known]
             values = np.clip(curve[known], -_LARGEST, _LARGEST)
-            drawn.append((steps, values))
+            heights += values.tolist()
             of_plot = plotext.marker(marker, (_COLOURS[place % len(_COLOURS)], "none"))
-            signal = figure.signal(steps.tolist(), values.tolist(), marker=of_plot).lines()
+            signal = figure.signal(middles.tolist(), values.tolist(), marker=of_plot).lines()
             if len(chosen) > 1:
                 signal.label(shorten(name, 30))
             figure.draw(signal)
-    if not drawn:
+    if not heights:
         wanted = ", ".join(map(shorten, chosen))
         raise ReportError(f"{wanted}: no value is a number; expected one at least")
-    for axis, parts in zip("xy", zip(*drawn, strict=True), strict=True):
-        low, high = (float(end(np.concatenate(parts))) for end in (np.min, np.max))
+    for axis, values in (("x", steps), ("y", heights)):
+        low = float(min(values))
+        high = float(max(values))
         ticks = _ticks(low, high)
-        figure.ruler(axis).ticks(ticks, list(map(compact, ticks)))
+        ruler = figure.ruler(axis).ticks(ticks, list(map(compact, ticks)))
+        if high > low:
+            # Given ticks and no limits, plotext draws nothing beyond the last tick.
+            ruler.lim(low, high)
     figure.title(shorten(f"{surveyed.label}: {', '.join(chosen)}", 70))
     picture = figure.build().string(colorless=not coloured)
     figure.clear()
