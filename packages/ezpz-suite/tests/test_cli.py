@@ -94,7 +94,7 @@ def test_words_reach_the_command_to_the_last_byte_and_its_exit_status_comes_back
         (["lanch"], "unknown command 'lanch'; did you mean 'launch'? See ezpz --help"),
         (["tset"], "unknown command 'tset'; did you mean 'test'? See ezpz --help"),
         (["python", "train.py"], "a script of yours is started by ezpz launch"),
-        (["--zzz"], "unknown command '--zzz'; expected one of launch, test, bench"),
+        (["--zzz"], "unknown command '--zzz'; expected one of launch, test, stage"),
     ],
 )
 def test_a_command_that_is_none(words, said, capfd):

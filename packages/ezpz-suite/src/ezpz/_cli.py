@@ -20,7 +20,6 @@ Train with PyTorch anywhere, from a laptop to a supercomputer.
 run:
   launch    start a command on every rank of this job or host (ezpz-launch)
   test      train a small model on all ranks: does it work here, and how fast?
-  bench     which layout of a Llama trains fastest here? as fast as last time?
   stage     bring the environment to every node's own disk, for later launches
 
 jobs:
@@ -64,7 +63,6 @@ _OF_OBS = ("report", "plot", "tail", "export", "replay")
 COMMANDS: dict[str, tuple[str, ...]] = {
     "launch": ("ezpz_launch",),
     "test": ("ezpz._test.command",),
-    "bench": ("ezpz._bench",),
     **{name: ("ezpz_launch", name) for name in _OF_LAUNCH},
     "doctor": ("ezpz.doctor",),
     "topo": ("ezpz_topo._cli",),

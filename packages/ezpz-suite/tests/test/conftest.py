@@ -1,4 +1,4 @@
-"""``ezpz test`` and ``ezpz bench`` on real ranks, as a user outside of any job."""
+"""``ezpz test`` on real ranks, as a user outside of any job."""
 
 import json
 import subprocess

@@ -91,7 +91,7 @@ class Settings:
             )
 
 
-# What the commands share that start ranks of their own: `ezpz test` and `ezpz bench`.
+# Its words, and those of the launcher.
 
 
 def options_of(settings: type[Any]) -> dict[str, Field[Any]]:
