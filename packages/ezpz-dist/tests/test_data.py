@@ -156,6 +156,94 @@ def test_workers_outlive_the_signals_that_end_a_job():
     assert sum(int(pid) == worker for pid in batches) == 49
 
 
+DRAWS = """
+import os, random, numpy, torch
+
+class Draws(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+    def __getitem__(self, index):
+        return random.random(), numpy.random.random(), float(torch.rand(()))
+
+def draw(loader):
+    return [[list(row) for row in batch] for batch in loader]
+"""
+# What draws is a module of its own, because workers that are spawned import it.
+DRAW = """
+import json
+sys.path.insert(0, os.environ["DRAWS"])
+from draws import Draws, draw
+setup_torch(seed=1, {degrees})
+make = lambda: DataLoader(Draws(), seed=1, collate_fn=list, {options})
+loader = make()
+passes = [draw(loader), draw(loader)]
+position = data_share()[1]  # one round of the first epoch
+resumed = make()
+resumed.load_state_dict({{**resumed.state_dict(), "epoch": 0, "position": position}})
+passes.append(draw(resumed))
+print(json.dumps([data_share()[0], passes]))
+del loader, resumed
+cleanup()
+"""
+
+
+@pytest.mark.parametrize(
+    ("n", "degrees", "options"),
+    [
+        (2, "", "num_workers=0"),
+        (2, "", "num_workers=1, multiprocessing_context='fork'"),
+        (2, "", "num_workers=2, multiprocessing_context='fork', persistent_workers=True"),
+        (2, "", "num_workers=1, multiprocessing_context='spawn', persistent_workers=True"),
+        (4, "tensor_parallel_size=2", "num_workers=0"),
+        (4, "tensor_parallel_size=2", "num_workers=2, multiprocessing_context='fork'"),
+        (
+            4, "tensor_parallel_size=2",
+            "num_workers=1, multiprocessing_context='fork', persistent_workers=True",
+        ),
+        (4, "context_parallel_size=2", "num_workers=1, multiprocessing_context='fork'"),
+    ],
+)  # fmt: skip
+def test_random_numbers_differ_by_data_rank_epoch_and_position(
+    ranks, tmp_path, n, degrees, options
+):
+    (tmp_path / "draws.py").write_text(DRAWS)
+    script = DRAW.format(degrees=degrees, options=options)
+    printed = ranks(n, script, env={"DRAWS": str(tmp_path)})
+    by_share = {}
+    for text in printed:
+        share, passes = json.loads(text.splitlines()[-1])
+        assert by_share.setdefault(share, passes) == passes, "the same on the ranks of a model"
+    assert sorted(by_share) == [0, 1]
+    samples = [row for passes in by_share.values() for one in passes for (row,) in one]
+    assert len(samples) == 2 * (4 + 4 + 3)
+    streams = dict(zip(("random", "numpy", "torch"), zip(*samples, strict=True), strict=True))
+    for stream, numbers in streams.items():
+        assert len(set(numbers)) == len(samples), f"{stream}: some came twice"
+
+
+class Seeds(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return torch.utils.data.get_worker_info().seed, torch.initial_seed()
+
+
+def seed_worker(worker):
+    torch.manual_seed(100 + worker)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_users_generator_and_worker_init_fn_seed_the_workers(persistent):
+    more = {"num_workers": 1, "persistent_workers": persistent, "multiprocessing_context": "fork"}
+    own = torch.Generator().manual_seed(7)
+    same = torch.Generator().manual_seed(7)
+    loader = DataLoader(Seeds(), None, generator=own, worker_init_fn=seed_worker, **more)
+    expected = torch.empty((), dtype=torch.int64).random_(generator=same).item()
+    assert list(loader) == [[expected, 100]] * 4
+    del loader
+
+
 def test_items_are_dealt_out_by_size():
     items, sizes = list("abcdefg"), [1, 9, 2, 8, 3, 7, 6]
     parts = [share_of(items, sizes=sizes, share=(which, 3)) for which in range(3)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from functools import partial
@@ -272,8 +273,14 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     has the rest of one.
 
     When all processes get SIGTERM or SIGUSR1, as before the end of a job, the workers continue
-    until their rank ends: torch's own would die, and the training before it has saved. Random
-    numbers drawn in workers, unlike the order, are not those of an uninterrupted run.
+    until their rank ends: torch's own would die, and the training before it has saved.
+
+    Workers are seeded (Python's, NumPy's and torch's generators) by ``seed``, the data-parallel
+    rank, and the epoch and position where they start. So augmentations differ there, and are the
+    same on ranks that work on the same samples. With ``persistent_workers`` they start once. A
+    resumed run goes on with other numbers than an uninterrupted one. Without workers the data set
+    draws from this rank's own generators (`seed_everything`), which are the same on
+    tensor-parallel ranks only.
 
     Tensor-, context- and pipeline-parallel ranks of one data-parallel rank need the same batch.
     With ``one_reader`` the first of them reads, and broadcasts along these axes. The others
@@ -291,6 +298,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         dataset: With a length and indices; the same length on every rank.
         batch_size: Of each data-parallel rank; None: single samples.
         shuffle, seed: See `DataParallelSampler`.
+        generator: Where torch draws the seed of the workers, in each pass, instead.
         drop_last: Leave out what does not fill a batch on every rank.
         one_reader: One rank reads for all that work on the same samples.
         device: Where tensors of a batch are wanted; as the data set makes them if None.
@@ -307,7 +315,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     def __init__(
         self, dataset: Dataset[T_co], batch_size: int | None = 1,
         *, shuffle: bool = False, seed: int = 0, drop_last: bool = False, one_reader: bool = False,
-        device: torch.device | str | None = None,
+        device: torch.device | str | None = None, generator: torch.Generator | None = None,
         worker_init_fn: Callable[[int], None] | None = None, **more: Any,
     ) -> None:  # fmt: skip
         if given := {"sampler", "batch_sampler"} & more.keys():
@@ -326,9 +334,12 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self._at = self._next = self._order.start
         self._links = _find_links(self._order.count) if one_reader else []
         self._device = None if device is None else torch.device(device)
+        self._seed = seed
+        self._data_rank = data_share()[0]
         # torch draws the workers' seed in each pass. From the default generator, a resumed run
         # would draw once more than the uninterrupted one, and have other random numbers.
-        more.setdefault("generator", torch.Generator().manual_seed(seed))
+        self._seeds_workers = generator is None
+        more["generator"] = torch.Generator() if generator is None else generator
         more |= {"sampler": self._order, "worker_init_fn": partial(_begin_worker, worker_init_fn)}
         more["drop_last"] = drop_last and batch_size is not None
         super().__init__(dataset, batch_size, **more)
@@ -360,6 +371,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         # Not the sampler's own: workers may have come to its end before the training.
         self._order.begin_at(epoch, start)
         self._next = epoch, 0
+        if self._seeds_workers:
+            workers = derive_seed(self._seed, self._data_rank, epoch, start)
+            self.generator.manual_seed(workers)
         return self._count(super().__iter__(), epoch, start)
 
     def _count(self, batches: Iterator[Any], epoch: int, start: int) -> Iterator[Any]:
@@ -416,6 +430,14 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         """
         self._order.load_state_dict(state)
         self._at = self._next = self._order.start
+
+
+def derive_seed(*numbers: int) -> int:
+    """Return a seed that depends on all of the numbers."""
+    # Of 32 bits, because torch's generators of the CPU look at no others.
+    text = " ".join(str(number) for number in numbers)
+    digest = hashlib.sha256(text.encode()).digest()
+    return int.from_bytes(digest[:4], "little")
 
 
 def _find_links(count: int) -> list[tuple[int, ProcessGroup]]:
