@@ -53,6 +53,8 @@ VALUES = {
     "TEST_SPACES": "  a  b ", "TEST_QUOTES": 'it\'s "q" \\', "TEST_LINES": "one\ntwo\n",
     "TEST_COMMAND": "$(touch executed)`touch executed`", "TEST_COMMA": "a,b=c", "TEST_EMPTY": "",
     "TEST_UTF8": "é",
+    # No sh has variables of these names: an exported function of bash, and of other programs.
+    "BASH_FUNC_module%%": "() {  echo one\n}", "my.dotted": "a 'b'", "A-B": "", "é": "1",
 }  # fmt: skip
 LEAKED = {"MASTER_ADDR": "elsewhere", "MASTER_PORT": "1", "GROUP_RANK": "7"}
 
@@ -76,6 +78,6 @@ def test_each_rank_has_its_place_its_words_and_its_values(launch, place):
         assert env["GROUP_RANK"] == env["NODE_RANK"]
         here = "localhost" if place.launcher == "torchrun" else "127.0.0.1"
         assert env["MASTER_ADDR"] == (place.hosts[0] if apart else here)
-        assert "EZPZ_CONTROL" not in env, env
+        assert not any(name.startswith("EZPZ_CONTROL") for name in env), env
     assert len({said["environment"]["MASTER_PORT"] for said in started.ranks()} - {"1"}) == 1
     assert not list(started.folder.rglob("executed"))

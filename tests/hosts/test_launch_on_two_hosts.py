@@ -64,8 +64,9 @@ WORDS = ["", "a b", "it's", '"q"', "$(touch executed)", "`touch executed`", "new
 
 
 def test_places_words_and_values(launch):
-    values = {"TEST_VALUE": "a 'b' \"c\" $(touch executed)\nnext"}
-    options = ["--env", f"TEST_TOLD={values['TEST_VALUE']}"]
+    value = "a 'b' \"c\" $(touch executed)\nnext"
+    values = {"TEST_VALUE": value, "BASH_FUNC_test%%": "() {  echo one\n}"}
+    options = ["--env", f"TEST_TOLD={value}", "--env", f"test.told={value}"]
     started = launch(options, rank_program("says", *WORDS), environment=values)
     assert started.ends(within=10) == 0, started.stderr
     said = started.ranks()
@@ -73,7 +74,8 @@ def test_places_words_and_values(launch):
     for rank, one in enumerate(said):
         env = one["environment"]
         assert one["words"][1:] == WORDS
-        assert env["TEST_VALUE"] == env["TEST_TOLD"] == values["TEST_VALUE"]
+        assert {name: env.get(name) for name in values} == values
+        assert env["TEST_TOLD"] == env.get("test.told") == value
         assert (env["RANK"], env["WORLD_SIZE"], env["LOCAL_WORLD_SIZE"]) == (str(rank), "4", "2")
         assert env["MASTER_ADDR"] == "nodeA"
         assert env["MASTER_PORT"] == said[0]["environment"]["MASTER_PORT"]

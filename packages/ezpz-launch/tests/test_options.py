@@ -148,7 +148,7 @@ def test_text_that_is_no_value_of_its_option(flag, texts, message):
     ({"only_ranks": (-1,)}, "--only-ranks"),
     ({"launcher": "mpirun"}, "--launcher mpirun: expected one of auto, mpiexec, hydra, "),
     ({"env": ("A=1", "A")}, "--env 'A': expected NAME=VALUE"),
-    ({"env": ("1A=b",)}, "--env '1A=b': expected NAME=VALUE"),
+    ({"env": ("=b",)}, "--env '=b': expected NAME=VALUE"),
     ({"tee": True}, "--tee: expected --log-dir DIR beside it"),
     ({"node_logs": True, "log_dir": "l", "idle_timeout": 9.0}, "--idle-timeout: no"),
     ({"json": True}, "--json: expected --dry-run beside it"),

@@ -12,6 +12,7 @@ import pytest
 
 from ezpz_launch._agent import is_running
 from ezpz_launch._launch import Control
+from ezpz_launch._launchers import pack_env
 from ezpz_launch._plan import SHIM
 
 NAMES = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID")
@@ -228,6 +229,33 @@ def test_attempt_job_and_progress(variables):
     assert not any(name.startswith(("ezpz_", "EZPZ_CONTROL")) for name in seen)
     leaked = {"EZPZ_JOB_ID": "1", "EZPZ_PROGRESS_FILE": "/x"}
     assert not set(leaked) & set(variables(leaked, control={"attempt": 0}))
+
+
+NOT_OF_SH = {
+    "BASH_FUNC_module%%": "() {  echo 'a  b'\n}", "my.dotted": "$HOME `id`", "A-B": "a\n\n",
+    "1": "", "é": "é", "IFS": ":", "OPTIND": "7", "PPID": "1", "PS1": "> ", "PS4": "+ ",
+    "SHELLOPTS": "errexit",
+}  # fmt: skip
+CONTROLS = {
+    "alone": {}, "under ezpz-launch": {"attempt": 0}, "pumped": {"whole_lines": True},
+    "files": {"files": "{}/files"}, "both": {"files": "{}/files", "tee": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("control", CONTROLS.values(), ids=CONTROLS)
+@pytest.mark.parametrize("folder", ["lr", "lr=0.1"])
+def test_variables_that_sh_does_not_pass_on(shim, tmp_path, control, folder):
+    control = {field: str(value).format(tmp_path) for field, value in control.items()}
+    path = tmp_path / folder / "env"
+    path.parent.mkdir()
+    path.symlink_to(shutil.which("env"))
+    done = shim(str(path), "-0", env={**NOT_OF_SH, **pack_env(NOT_OF_SH)}, control=control)
+    found = done.stdout
+    if "files" in control:
+        found = (tmp_path / "files" / "rank-1.out").read_bytes()
+    seen = dict(pair.decode().split("=", 1) for pair in found.split(b"\0") if b"=" in pair)
+    assert {each: seen.get(each) for each in NOT_OF_SH} == NOT_OF_SH, done.stderr
+    assert not any(each.startswith(("ezpz_", "EZPZ_CONTROL")) for each in seen)
 
 
 GPUS = {"device_type": "cuda", "devices": 4}

@@ -121,7 +121,7 @@ def _are_steps(text: str) -> bool:
 
 def _is_pair(pair: str) -> bool:
     name, equals, _ = pair.partition("=")
-    return bool(equals) and name.isidentifier()
+    return bool(name and equals)
 
 
 _HERE = os.path.dirname(os.path.abspath(__file__))

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from ezpz_topo import Machine, Topology, fold_nodelist
 
 from ._errors import LaunchError, UsageError
-from ._launchers import LAUNCHERS, SHIM, Flags, Launcher
+from ._launchers import LAUNCHERS, SHIM, Flags, Launcher, pack_env
 from ._options import Request, fold_ranks, read_ranges, settings
 from ._placement import Arrangement, Placement, arrange
 
@@ -322,7 +322,7 @@ class LaunchPlan:
         removed: The user's variables that would lead the launcher astray.
         as_root: Whether we are root.
         spares: Hosts that are kept aside.
-        control: Whether EZPZ_CONTROL will be in the launcher's environment, for the ranks.
+        control: Variables of ours in the launcher's environment, for the ranks' shims.
         sources: For each decision, by name, why it is so.
         notes: What people should know.
         warnings: What they are also told when the ranks are started.
@@ -350,7 +350,7 @@ class LaunchPlan:
     removed: tuple[str, ...] = ()
     as_root: bool = False
     spares: tuple[str, ...] = ()
-    control: bool = False
+    control: tuple[str, ...] = ()
     sources: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
@@ -517,7 +517,8 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 def _command(plan: LaunchPlan, argv: Sequence[str]) -> list[str]:
     """Return the command with one group of arguments a line, each but the last continued."""
-    added = [f"{name}={value}" for name, value in plan.environment.items()]
+    environment = {**plan.environment, **pack_env(plan.environment)}
+    added = [f"{name}={value}" for name, value in environment.items()]
     removed = [["-u", name] for name in plan.removed]
     groups = [["env"], *removed, *([pair] for pair in added), [argv[0]]]
     start = argv.index(SHIM) - 1

@@ -19,8 +19,18 @@ from ezpz_topo import Allocation, TopoError, Topology, get_allocation, same_host
 
 from . import _nodes
 from ._errors import LaunchError, StageError, UsageError, say
-from ._launch import NEVER, NODE_TIMEOUT, Control, Heard, Launch, Outcome, pause, signals
-from ._launchers import PROGRAMS, SHIM, hostfile_of, needs_hostfile
+from ._launch import (
+    NEVER,
+    NODE_TIMEOUT,
+    VARIABLE,
+    Control,
+    Heard,
+    Launch,
+    Outcome,
+    pause,
+    signals,
+)
+from ._launchers import PROGRAMS, SHIM, hostfile_of, needs_hostfile, pack_env
 from ._launchers import argv as argv_of
 from ._plan import LaunchPlan, free_port
 from ._record import Keeper, duration, read_progress, why_not_written
@@ -391,13 +401,15 @@ def launch_of(
     planned: LaunchPlan, env: Mapping[str, str], directory: str, shim: str = SHIM, **more: Any
 ) -> Iterator[tuple[LaunchPlan, Launch]]:
     """Return a plan as it is run, and what runs it; ``more`` is what a plan does not say."""
-    with _hostfile(replace(planned, control=True), directory) as ready:
-        kept = {name: value for name, value in env.items() if name not in ready.removed}
+    environment = {name: value for name, value in env.items() if name not in planned.removed}
+    environment |= planned.environment
+    packed = pack_env(environment)
+    with _hostfile(replace(planned, control=(VARIABLE, *packed)), directory) as ready:
         placement = ready.placement
         yield ready, Launch(
             argv=tuple(shim if word == SHIM else word for word in argv_of(ready)),
             nproc=placement.nproc, hosts=placement.hosts, ppn=placement.ppn,
-            on_this_host=ready.on_this_host, environment={**kept, **ready.environment},
+            on_this_host=ready.on_this_host, environment=environment | packed,
             scratch="" if ready.hostfile == planned.hostfile else ready.hostfile, **more,
         )  # fmt: skip
 

@@ -26,6 +26,7 @@
 #                      KEPT  where FILES are until the command ends: in KEPT-RANK, on this node's disk
 #                      RUN   a file in which a History says where its own file is
 #                      FAULT whose fault the end of the attempt before was, for History's report
+#              EZPZ_CONTROL_1, EZPZ_CONTROL_2 ...  variables that sh would not pass on: NAME=VALUE
 # exit status: the command's own, 128 + signal; 2 when the launcher told us no rank, or another
 #              place than planned
 #
@@ -204,17 +205,28 @@ ezpz_bring() {
 
 # exec in a subshell: the program of that name, never this shell's own echo or test.
 ezpz_run() {
-  if [ "$ezpz_pump" = - ] && [ "$ezpz_files" != - ]; then
-    (ezpz_close && exec "$@") >>"$ezpz_kept/rank-$RANK.out" 2>>"$ezpz_kept/rank-$RANK.err"
-  elif [ "$ezpz_pump" = - ]; then
-    (ezpz_back && exec "$@")
-  else
+  if [ "$ezpz_pump" != - ]; then
     set -- -- "$@"
     [ "$ezpz_files" = - ] || set -- --files "$ezpz_kept" "$@"
     [ "$ezpz_prefix" = - ] || set -- --prefix "$@"
     [ "$ezpz_shown" = - ] || set -- --only "$ezpz_shown" "$@"
-    set -- "$ezpz_pump" "$RANK" "${SLURMD_NODENAME:-$(uname -n)}" "$@"
-    (ezpz_back && exec "$ezpz_python" -I -S "$@")
+    set -- "$ezpz_python" -I -S "$ezpz_pump" "$RANK" "${SLURMD_NODENAME:-$(uname -n)}" "$@"
+  fi
+  if [ -n "${EZPZ_CONTROL_1-}" ]; then
+    # env would set a variable where the program's path holds "=".
+    case $1 in *=*) set -- nice -n 0 "$@" ;; esac
+    ezpz_number=1
+    while eval "ezpz_value=\${EZPZ_CONTROL_$ezpz_number-}" && [ -n "$ezpz_value" ]; do
+      set -- "$ezpz_value" "$@"
+      unset "EZPZ_CONTROL_$ezpz_number"
+      ezpz_number=$((ezpz_number + 1))
+    done
+    set -- /usr/bin/env "$@"
+  fi
+  if [ "$ezpz_pump" = - ] && [ "$ezpz_files" != - ]; then
+    (ezpz_close && exec "$@") >>"$ezpz_kept/rank-$RANK.out" 2>>"$ezpz_kept/rank-$RANK.err"
+  else
+    (ezpz_back && exec "$@")
   fi
 }
 

@@ -6,6 +6,7 @@ And which of them starts the ranks: what is installed, what it is, which one is 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -128,6 +129,26 @@ class Kind:
         if self.separator and self.separator in plan.command:
             return [*words, "--escaped", *(_ESCAPE + word for word in plan.command)]
         return [*words, "--", *plan.command]
+
+
+# The ranks' environment: the shim is a sh, which does not pass every variable on.
+
+_SET_BY_SH = (
+    "BASHOPTS", "IFS", "LINENO", "OPTERR", "OPTIND", "PPID", "PS1", "PS2", "PS4", "SHELLOPTS",
+)  # fmt: skip
+"""Variables that dash 0.5.12, or bash 5.2 as sh, sets or drops whatever its environment has."""
+
+
+def is_sh_name(name: str) -> bool:
+    """Return whether sh can hold a variable of this name; dash drops all others."""
+    return re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name) is not None
+
+
+def pack_env(env: Env) -> dict[str, str]:
+    """Return variables from which `rank_shim.sh` restores those that sh does not pass on."""
+    names = [name for name in sorted(env) if name and (not is_sh_name(name) or name in _SET_BY_SH)]
+    # One for each: Linux takes no more than 128 KiB in one.
+    return {f"EZPZ_CONTROL_{n}": f"{name}={env[name]}" for n, name in enumerate(names, 1)}
 
 
 def beside_python(env: Env) -> dict[str, str]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ezpz_topo import Machine
 
-from . import Env, Kind, Launcher, Words
+from . import Env, Kind, Launcher, Words, is_sh_name, pack_env
 
 if TYPE_CHECKING:
     from ezpz_launch._plan import LaunchPlan
@@ -36,8 +36,7 @@ class OpenMPI(Kind):
         words += self._anywhere(as_root=plan.as_root)
         if not plan.on_this_host:
             # Elsewhere it starts ranks with what a login there has, and what is named.
-            control = ["EZPZ_CONTROL"] if plan.control else []
-            for name in (*plan.exported, *control):
+            for name in dict.fromkeys((*plan.exported, *plan.control)):
                 if name not in plan.flags:
                     words += ["-x", name]
         words += plan.flags
@@ -58,9 +57,10 @@ class OpenMPI(Kind):
         own = [
             name
             for name in sorted(user_env)
-            if name.isidentifier() and name not in left_out and not name.startswith(_OF_OTHERS)
+            if is_sh_name(name) and name not in left_out and not name.startswith(_OF_OTHERS)
         ]
-        return tuple(dict.fromkeys(["PATH", *own, *environment]))
+        added = [*filter(is_sh_name, environment), *pack_env(environment)]
+        return tuple(dict.fromkeys(["PATH", *own, *added]))
 
 
 KIND = OpenMPI()
