@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 import textwrap
 import time
 from itertools import chain
@@ -154,6 +156,34 @@ def test_workers_outlive_the_signals_that_end_a_job():
         os.kill(worker, number)
     time.sleep(0.1)
     assert sum(int(pid) == worker for pid in batches) == 49
+
+
+READING = """
+import ezpz_dist, torch
+def read():
+    loader = ezpz_dist.DataLoader(range(8), num_workers=1, {options})
+    batches = iter(loader)
+    next(batches)
+    return loader, batches
+def read_in_child(rank):
+    global here
+    here = read()
+if __name__ == "__main__":
+    {call}
+    print("read")
+"""
+
+
+@pytest.mark.parametrize("call", ["here = read()", "torch.multiprocessing.spawn(read_in_child)"])
+@pytest.mark.parametrize("options", ["persistent_workers=True", "multiprocessing_context='spawn'"])
+def test_a_process_ends_while_its_loader_has_workers(user_env, tmp_path, options, call):
+    script = tmp_path / "train.py"
+    script.write_text(READING.format(options=options, call=call))
+    # Far below the ten minutes for which workers outlive SIGTERM.
+    done = subprocess.run(
+        [sys.executable, script], env=user_env, timeout=300, check=True, capture_output=True,
+    )  # fmt: skip
+    assert (done.stdout, done.stderr) == (b"read\n", b"")
 
 
 DRAWS = """

@@ -374,7 +374,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         if self._seeds_workers:
             workers = derive_seed(self._seed, self._data_rank, epoch, start)
             self.generator.manual_seed(workers)
-        return self._count(super().__iter__(), epoch, start)
+        batches = super().__iter__()
+        _let_workers_end(batches)
+        return self._count(batches, epoch, start)
 
     def _count(self, batches: Iterator[Any], epoch: int, start: int) -> Iterator[Any]:
         size = self.batch_size or 1
@@ -463,6 +465,14 @@ def _moved(batch: Any, device: torch.device) -> Any:
         values = [_moved(value, device) for value in batch]
         return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
     return batch
+
+
+def _let_workers_end(batches: Any) -> None:
+    """Let Python and torch end workers, which outlive SIGTERM, by SIGKILL."""
+    # At its end a process terminates its children and waits for them.
+    for worker in getattr(batches, "_workers", ()):  # none where the process reads itself
+        popen = worker._popen  # noqa: SLF001  # what both call, and no other process's
+        popen.terminate = popen.kill
 
 
 def _begin_worker(then: Callable[[int], None] | None, worker: int) -> None:
