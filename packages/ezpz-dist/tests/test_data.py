@@ -54,6 +54,8 @@ def test_orders_are_of_seed_and_epoch_and_nobody_elses():
     before = torch.get_rng_state()
     first, again, other = (DataParallelSampler(50, seed=seed) for seed in (1, 1, 2))
     assert run([first]) == run([again]) != run([other])
+    large = DataParallelSampler(50, seed=1 + (1 << 12))
+    assert run([large]) != run([DataParallelSampler(50, seed=1)])
     second = run([first])
     again.set_epoch(5), again.set_epoch(1)
     assert run([again]) == second

@@ -251,8 +251,11 @@ class DataParallelSampler(Sampler[int]):
     def _order(self, epoch: int) -> torch.Tensor | None:
         if not self._shuffle:
             return None
-        # Its own, so that no other random numbers change: distinct for each (seed, epoch).
-        generator = torch.Generator().manual_seed(self._seed * _MAX_EPOCHS + epoch)
+        number = self._seed * _MAX_EPOCHS + epoch
+        if number >= 1 << 32:
+            number = derive_seed(self._seed, epoch)
+        # Its own, so that no other random numbers change.
+        generator = torch.Generator().manual_seed(number)
         dtype = torch.int32 if self._length < 1 << 31 else torch.int64
         return torch.randperm(self._length, generator=generator, dtype=dtype)
 
