@@ -87,6 +87,29 @@ def site(slurm, tmp_path):
 
 
 @pytest.fixture
+def clusters(site, tmp_path):
+    """Slurm's commands as those of a login node of another cluster, from which ours is asked by
+    SLURM_CLUSTERS or --clusters: real ones would need slurmdbd. The log has what each was given.
+    """
+    # Inside a job of ours it is the local one.
+    lines = [
+        "for word; do shift; case $word in --clusters=*) SLURM_CLUSTERS=${word#*=} ;;",
+        '*) set -- "$@" "$word" ;; esac; done',
+        f'echo "${{0##*/}} ${{SLURM_CLUSTERS-none}} $*" >>{tmp_path}/log',
+        "on=${SLURM_CLUSTERS-${SLURM_CLUSTER_NAME-other}}",
+        'case $on in sandbox) ;; other) echo "slurm_load_jobs error: Invalid job id specified" >&2',
+        "exit 1 ;; *) echo \"'$on' can't be reached now\" >&2; exit 1 ;; esac",
+        "named=${SLURM_CLUSTERS:+;sandbox}",
+        "unset SLURM_CLUSTERS SBATCH_CLUSTERS",
+    ]
+    for name in ("sinfo", "squeue", "sacct", "scontrol", "scancel"):
+        site(name, *lines, 'real "$@"')
+    env = site("sbatch", *lines, 'id=$(real "$@") && echo "$id$named"')
+    (tmp_path / "setup.sh").write_text(f"PATH={env['PATH']}\n")
+    return env
+
+
+@pytest.fixture
 def talkative(site):
     """Slurm's commands with lines beside their answers: a cluster's header, and a site's own."""
     balance = 'echo "Remaining balance: 497,218 hours"'

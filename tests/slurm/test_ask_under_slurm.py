@@ -139,6 +139,12 @@ def test_lines_of_a_site_beside_the_job(say, talkative):
     assert (found["hosts"], found["name"]) == (["nid001", "nid002"], "two words")
 
 
+def test_a_job_is_asked_for_on_its_own_cluster(batch):
+    # Where the user submits to next is not where this job is.
+    (said,) = batch("SLURM_CLUSTERS=other,another say --ask --no-scontrol", "-t", "7")
+    assert said["allocation"]["sources"]["ends_at"] == "scontrol show job"
+
+
 def test_two_jobs_on_one_node(slurm, sandbox, words, said_in):
     job = ("salloc", "-Q", "-w", "nid001", "-n", "1", "sh", "-c")
     outer = (*job, 'echo "$SLURM_JOB_ID"; unset SLURM_JOB_ID; exec "$@"', "sh")

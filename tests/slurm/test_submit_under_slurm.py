@@ -1,6 +1,7 @@
 """Jobs of `ezpz submit` on a real Slurm: through its queue, its limits and its ends."""
 
 import itertools
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -130,7 +131,8 @@ def test_lines_of_a_site_beside_the_id(submit, site, lines):
     ids = [job["id"] for job in record["jobs"]]
     assert chain.said.splitlines()[0] == " ".join(ids)
     assert all(map(str.isdecimal, ids))
-    assert said.count("here") == 4
+    ranks = [line for line in said.splitlines() if line.startswith("here ")]
+    assert sorted(ranks) == ["here 0", "here 0", "here 1", "here 1"]
 
 
 def test_lines_of_a_site_beside_partitions(submit, talkative):
@@ -146,6 +148,49 @@ def test_a_sinfo_of_other_lines_alone(submit, site):
         "sinfo --noheader --format=%P|%l|%s|%D|%a printed 'CLUSTER: sandbox\\n'; expected lines "
         "such as all*|1:00:00|1-infinite|4|up; run it by hand"
     ) in submit("true", env=env, expect=2).said
+
+
+def test_a_job_of_another_cluster_is_asked_for_and_ended_there(
+    slurm, tool, submit, clusters, tmp_path
+):
+    words = ("--chain", "2", "--name", "far", "--submit-args", "--hold", "true")
+    chain = submit(*words, env={**clusters, "SLURM_CLUSTERS": "sandbox"})
+    first, second = (job["id"] for job in chain.record["jobs"])
+    assert chain.record["cluster"] == "sandbox"
+    assert chain.said.splitlines()[-1] == "  cluster sandbox"
+    log = (tmp_path / "log").read_text()
+    assert "sbatch sandbox --parsable " in log
+    assert "sinfo sandbox " in log
+
+    def ours(*words, env=(), **more):
+        return slurm.run([tool("ezpz-launch"), *words], env={**chain.env, **dict(env)}, **more)
+
+    # Here another cluster is the local one; and for who names it, too.
+    for env in ({}, {"SLURM_CLUSTERS": "sandbox"}):
+        listed = json.loads(ours("jobs", "--json", env={**clusters, **env}).stdout)
+        (told,) = [each for each in listed if each["name"] == "far"]
+        assert (told["id"], told["state"], told["cluster"]) == (first, "held", "sandbox")
+    assert "no job '99999'" in ours("kill", "99999", env=clusters, expect=2).stderr
+    (tmp_path / "log").write_text("")
+    ours("kill", "far", env=clusters)
+    assert f"scancel sandbox {second} {first}" in (tmp_path / "log").read_text()
+    assert chain.left() == []
+
+
+def test_a_chain_of_another_cluster_goes_on_there(submit, clusters, tmp_path):
+    words = ("--until-done", "3", "--env-setup", str(tmp_path / "setup.sh"))
+    env = {**clusters, "SBATCH_CLUSTERS": "sandbox", "SLURM_CLUSTERS": "sandbox"}
+    chain = submit(*words, sys.executable, "-c", ENDS, env=env)
+    record, _ = chain.ends("done", 2)
+    assert record["cluster"] == "sandbox"
+    chain.until(lambda _: not chain.left())
+
+
+ENDS = "import os, sys; sys.exit(75 * (os.environ['EZPZ_ATTEMPT'] == '0'))"
+
+
+def test_a_partition_that_sinfo_alone_is_told(submit):
+    submit("--queue", "all", "true", env={"SINFO_PARTITION": "high"}).ends("done", 1)
 
 
 def test_a_job_without_an_id_is_said_to_be_queued(slurm, tool, submit, site):

@@ -110,7 +110,7 @@ def test_a_scheduler_that_hangs_is_an_error_that_names_the_command(launch, progr
 
 def test_a_squeue_that_fails_once_is_asked_again(program, clean_env, tmp_path):
     when = ["2026-11-28T10:00:00"] * 3
-    row = ["12", "12", "RUNNING", "None", "all", "1", *when, "0", "0", "n1", "train"]
+    row = ["12", "12", "RUNNING", "None", "all", "1", *when, "0", "0", "c1", "n1", "train"]
     fails = f"[ -e {tmp_path}/asked ] || {{ touch {tmp_path}/asked; echo timed out >&2; exit 1; }}"
     path = program("bin/squeue", f"{fails}; printf '%s\\036' '{chr(31).join(row)}'")
     program("bin/scontrol", "exit 1")
@@ -119,11 +119,47 @@ def test_a_squeue_that_fails_once_is_asked_again(program, clean_env, tmp_path):
     assert (job.name, job.state, job.hosts) == ("train", "running", "n1")
 
 
+def test_of_several_clusters_one_job_is_meant(launch, program, clean_env, tmp_path):
+    when = ["2026-11-28T10:00:00"] * 3
+    for cluster, ids in {"a": ["11", "12"], "b": ["12"]}.items():
+        for form, hosts in (("list", []), ("one", ["n1"])):
+            rows = [
+                [each, each, "RUNNING", "None", "all", "1", *when, "0", "0", cluster, *hosts, each]
+                for each in ids
+            ]
+            records = [chr(31).join(row) + chr(30) for row in rows]
+            (tmp_path / f"{cluster}-{form}").write_text("\n".join(records))
+    # As squeue does: each cluster that is named; one that lacks the id is an error, and no more.
+    path = program(
+        "bin/squeue", 'case "$*" in *--jobs=*) form=one ;; *) form=list ;; esac',
+        f"for each in $(echo $SLURM_CLUSTERS | tr , ' '); do cat {tmp_path}/$each-$form; done",
+        f"[ $form = list ] || {{ {SAYS_UNKNOWN}; }}",
+    )  # fmt: skip
+    one = 'case $SLURM_CLUSTERS in *,*) echo "Only one cluster can be used at a time" >&2; exit 1'
+    program("bin/scontrol", f"{one} ;; esac", 'echo "   StdOut=/$SLURM_CLUSTERS"')
+    sacct = f"echo $* >>{tmp_path}/sacct; echo Slurm accounting storage is disabled >&2; exit 1"
+    program("bin/sacct", sacct)
+    env = {"PATH": f"{os.path.dirname(path)}:{clean_env['PATH']}", "SLURM_CLUSTERS": "a,b"}
+    listed = json.loads(launch("jobs", "--json", env=env).stdout)
+    assert sorted((job["id"], job["cluster"]) for job in listed) == [
+        ("11", "a"), ("12", "a"), ("12", "b"),
+    ]  # fmt: skip
+    assert "--clusters=a,b" in (tmp_path / "sacct").read_text()
+    for words in (["kill", "12"], ["follow", "12"], ["jobs", "12"]):
+        done = launch(*words, env=env)
+        assert done.returncode == 2
+        assert "job 12 is on clusters a, b; expected one; say which: export SLURM_CLUSTERS=a" in (
+            done.stderr
+        )
+    job = SCHEDULERS["slurm"]({**clean_env, **env}).job("11")
+    assert (job.cluster, job.stdout) == ("a", "/a")
+
+
 def test_a_followed_job_that_slurm_forgets_is_of_unknown_state(
     launch, program, clean_env, tmp_path
 ):
     when = ["2026-11-28T10:00:00"] * 3
-    row = ["12", "12", "RUNNING", "None", "all", "1", *when, "0", "0", "n1", "train"]
+    row = ["12", "12", "RUNNING", "None", "all", "1", *when, "0", "0", "c1", "n1", "train"]
     # Whoever picks it asks once, and the follower at first.
     forgets = (
         f"echo >>{tmp_path}/asked; [ $(wc -l <{tmp_path}/asked) -lt 3 ] || {{ {SAYS_UNKNOWN}; }}"

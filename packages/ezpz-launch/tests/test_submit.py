@@ -328,6 +328,32 @@ def test_what_the_scheduler_refuses_is_said_in_its_words_and_leaves_nothing(pbs,
     assert list((pbs / "state" / "jobs").iterdir()) == []
 
 
+ENVIRONMENT = {
+    # what users tell Slurm's commands
+    "SLURM_CLUSTERS": True, "SLURM_CONF": True, "SLURM_JWT": True, "SLURM_TIME_FORMAT": True,
+    "SBATCH_CLUSTERS": True, "SBATCH_QOS": True, "SALLOC_QOS": True, "SQUEUE_FORMAT": True,
+    "SBATCH_ACCOUNT": True,
+    # what is asked for in other words; that sbatch shall wait for the job's end
+    "SBATCH_TIMELIMIT": False, "SBATCH_JOB_NAME": False, "SBATCH_WAIT": False,
+    # what describes the job from which another is submitted
+    "SLURM_JOB_ID": False, "SLURM_NTASKS": False, "SLURM_CLUSTER_NAME": False, "PBS_JOBID": False,
+}  # fmt: skip
+
+
+def test_what_sbatch_is_told_is_the_users_and_not_this_jobs(folder, said, program, monkeypatch):
+    path = program("bin/sbatch", f"env >{folder}/env", "echo '12;here'")
+    program("bin/sinfo", f"env >{folder}/asked", "echo 'all*|1:00:00|1-infinite|4|up'")
+    monkeypatch.setenv("PATH", f"{os.path.dirname(path)}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("EZPZ_MACHINE", "generic-slurm")
+    for name in ENVIRONMENT:
+        monkeypatch.setenv(name, "1")
+    monkeypatch.delenv("PBS_JOBID")  # it is one job or the other
+    assert said("--time", "1h", "true").startswith("12\n")
+    names = {line.partition("=")[0] for line in (folder / "env").read_text().splitlines()}
+    assert {name: name in names for name in ENVIRONMENT} == ENVIRONMENT
+    assert "\nSLURM_CLUSTERS=1\n" in (folder / "asked").read_text()
+
+
 @pytest.mark.parametrize(("printed", "shown"), [
     ("", "''"), ("echo Remaining balance: 497,218 hours", "'Remaining balance: 497,218 hours'"),
     ("echo submitted >&2", "'submitted'"),

@@ -5,6 +5,7 @@ from datetime import UTC, datetime
 import pytest
 
 from ezpz_topo import InvalidVariableError, NodelistError, SchedulerError, get_allocation
+from ezpz_topo._checks import check_scheduler
 
 BATCH = {
     "SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "my job", "SLURM_JOB_PARTITION": "all",
@@ -64,6 +65,23 @@ def test_a_heterogeneous_job_is_all_its_components():
     assert job.hosts == ("nid001", "nid002", "nid003")
     assert (job.name, job.queue) == ("interactive", "all")
     assert job.sources["hosts"] == "SLURM_JOB_NODELIST_HET_GROUP_0 to 1"
+
+
+@pytest.mark.parametrize(("env", "asked"), [
+    ({}, "none"),
+    ({"SLURM_CLUSTERS": "a,b"}, "none"),
+    ({"SLURM_CLUSTERS": "a,b", "SLURM_CLUSTER_NAME": "c"}, "c"),  # salloc's shell, as far as we see
+    ({"SLURM_CLUSTERS": "a,b", "SLURM_CLUSTER_NAME": "c", "SLURMD_NODENAME": "nid001"}, "none"),
+    ({"SLURM_CLUSTER_NAME": "c"}, "none"),
+])  # fmt: skip
+def test_a_job_is_asked_for_on_its_own_cluster(tmp_path, command, env, asked):
+    job = "JobId=7 JobName=x\n   UserId=a(1)\n   JobState=RUNNING\n   NodeList=nid001\n"
+    note = f'echo "${{SLURM_CLUSTERS-none}}" >>{tmp_path}/asked'
+    command("scontrol", f"{note}; [ $1 = ping ] && echo is UP || printf '%s' '{job}'")
+    env = {**env, "SLURM_JOB_ID": "7", "PATH": f"{tmp_path}:/usr/bin:/bin"}
+    assert get_allocation(env).hosts == ("nid001",)
+    check_scheduler(5.0, {**env, "SLURM_JOB_NODELIST": "nid001"})
+    assert set((tmp_path / "asked").read_text().split()) == {asked}
 
 
 def test_the_end_where_slurm_tells():

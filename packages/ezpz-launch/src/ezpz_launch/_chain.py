@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from ezpz_topo import SchedulerError, TopoError, ask, get_pbs_folder
 
 from ._errors import LaunchError, StageError, UsageError, say
-from ._queue import SCHEDULERS, Scheduler
+from ._queue import CLUSTERS, SCHEDULERS, Scheduler, env_of_cluster
 from ._record import (
     Stored,
     dump,
@@ -147,6 +147,20 @@ def choices(label: str, scheduler: Scheduler) -> str:
         return ""  # it is a help, and no more
 
 
+_OF_THE_CLIENT = (
+    CLUSTERS, "SLURM_CONF", "SLURM_JWT", "SLURM_DEBUG_FLAGS", "SLURM_EXIT_ERROR",
+    "SLURM_TIME_FORMAT", "SLURM_BITSTR_LEN", "SLURM_STEP_KILLED_MSG_NODE_ID",
+    "PBS_EXEC", "PBS_CONF_FILE", "PBS_SERVER", "PBS_DEFAULT",
+)  # fmt: skip
+"""What users set for a scheduler's commands, and no job describes itself by (manual pages of
+sbatch, squeue and jwt of Slurm 22.05.8; OpenPBS 23.06)."""
+
+_NOT_OF_THE_JOB = (
+    "SBATCH_JOB_NAME", "SBATCH_OUTPUT", "SBATCH_ARRAY_INX", "SBATCH_NO_REQUEUE", "SBATCH_WAIT",
+)  # fmt: skip
+"""What sbatch reads in place of the script's lines, or waits for the job's end by."""
+
+
 def queue_one(chain: Chain, env: Mapping[str, str]) -> Chain:
     """Submit one more job; return the chain with it. Raises LaunchError with the site's words."""
     after = chain.jobs[-1]["id"] if chain.jobs else ""
@@ -156,15 +170,14 @@ def queue_one(chain: Chain, env: Mapping[str, str]) -> Chain:
     mine = {
         name: value
         for name, value in env.items()
-        if not name.startswith(("SLURM_", "PBS_", CHAIN))
-        or name in ("SLURM_CONF", "PBS_EXEC", "PBS_CONF_FILE", "PBS_SERVER", "PBS_DEFAULT")
+        if not name.startswith(("SLURM_", "PBS_", CHAIN)) or name in _OF_THE_CLIENT
     }
     for label, variable in (
         ("time", "SBATCH_TIMELIMIT"), ("queue", "SBATCH_PARTITION"), ("account", "SBATCH_ACCOUNT")
     ):  # fmt: skip
         if chain.options[label]:
             mine.pop(variable, None)
-    for variable in ("SBATCH_JOB_NAME", "SBATCH_OUTPUT", "SBATCH_ARRAY_INX", "SBATCH_NO_REQUEUE"):
+    for variable in _NOT_OF_THE_JOB:
         mine.pop(variable, None)
     place, statuses = get_pbs_folder(env), range(-64, 256)
     try:
@@ -199,7 +212,8 @@ def delete_jobs(chain: Chain, ids: Sequence[str], env: Mapping[str, str]) -> Non
     """Take jobs out of the queue; those that stay will find nothing to do."""
     if ids:
         try:
-            SCHEDULERS[chain.scheduler](env).end(ids[::-1], now=False)
+            scheduler = SCHEDULERS[chain.scheduler](env_of_cluster(chain.cluster, env))
+            scheduler.end(ids[::-1], now=False)
         except TopoError as error:
             say(f"{' '.join(ids)}: still queued, to end at once when begun ({error})")
 
@@ -344,8 +358,9 @@ class _Link:
 
     def _state_of(self, job_id: str) -> str:
         """Return how a job ended, or that it runs; empty where it is not told."""
+        env = env_of_cluster(self.chain.cluster, self._mine)
         try:
-            job = SCHEDULERS[self.chain.scheduler](self._mine).job(job_id)
+            job = SCHEDULERS[self.chain.scheduler](env).job(job_id)
         except TopoError:
             return ""  # the limit and the progress bound what follows
         return job.state if job else ""

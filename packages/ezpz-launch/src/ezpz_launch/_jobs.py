@@ -18,7 +18,17 @@ from ._agent import send
 from ._chain import Chain, change_chain, output_of, path_of, read_chain, read_chains
 from ._errors import LaunchError, UsageError, discard, say
 from ._options import Option, _number, split
-from ._queue import RUNNING, WAITING, Job, array_of, schedulers
+from ._queue import (
+    CLUSTERS,
+    RUNNING,
+    SCHEDULERS,
+    WAITING,
+    Job,
+    Scheduler,
+    array_of,
+    require_one_cluster,
+    schedulers,
+)
 from ._record import (
     ID,
     KEPT,
@@ -69,34 +79,71 @@ class Entry(NamedTuple):
 
 def survey(env: Mapping[str, str], since: float) -> list[Entry]:
     """Return what waits or runs, and what ended since then, as it was submitted."""
-    told: dict[str, Job] = {}
-    for scheduler in schedulers(env).values():
-        with contextlib.suppress(NoSchedulerError):
-            told.update((job.key, job) for job in scheduler.jobs(since))
-    begun = min([since, *(job.start or since for job in told.values() if job.state in RUNNING)])
+    chains = read_chains(env, KEPT)
+    listed = _list_jobs(chains, env, since)
+    begun = min([since, *(job.start or since for job in listed if job.state in RUNNING)])
     oldest = time.strftime("%Y%m%dT%H%M%S", time.gmtime(begun))
     records, _ = read_records(records_folder(env), KEPT, oldest)
     launches: dict[str, list[Stored]] = {}
     for stored in records:
         launches.setdefault(_of_array(stored["job_id"] or ""), []).append(stored)
-    arrays: dict[str, list[Job]] = {}
-    for job in told.values():
-        arrays.setdefault(_of_array(job.id), []).append(job)
+    arrays: dict[str, dict[str, list[Job]]] = {}  # by id and cluster
+    for job in listed:
+        arrays.setdefault(_of_array(job.id), {}).setdefault(job.cluster, []).append(job)
     entries: list[Entry] = []
     # A scheduler that was installed again has the numbers of old jobs for new ones.
-    for chain in reversed(read_chains(env, KEPT)):
+    for chain in reversed(chains):
         ids = [job["id"] for job in chain.jobs]
-        jobs = [job for job_id in ids for job in arrays.pop(job_id, ())]
+        jobs = []
+        for job_id in ids:
+            found = arrays.get(job_id, {})
+            # Where sbatch named none it was the local one, which was asked first.
+            jobs += found.pop(chain.cluster or next(iter(found), ""), [])
         if jobs or moment(chain.end or chain.start) >= since:
             keys = dict.fromkeys([*ids, *(job.key for job in jobs)])
             its = [each for key in keys for each in launches.pop(key, [])]
             entries.insert(0, Entry(_current(chain, jobs), chain, tuple(its)))
-    for jobs in arrays.values():
-        its = [each for job in jobs for each in launches.pop(job.key, [])]
-        entries.append(Entry(array_of(jobs), None, tuple(its)))
+    for found in arrays.values():
+        for jobs in found.values():
+            its = [each for job in jobs for each in launches.pop(job.key, [])]
+            entries.append(Entry(array_of(jobs), None, tuple(its)))
     launches.pop("", None)
     entries += [Entry(_recorded(its[-1]), None, tuple(its)) for its in launches.values()]
     return sorted(entries, key=lambda entry: entry.job.submitted or 0.0)
+
+
+def _list_jobs(chains: Sequence[Chain], env: Mapping[str, str], since: float) -> list[Job]:
+    """Return each job that schedulers tell of, here and on clusters that sbatch named."""
+    listed: dict[tuple[str, str], Job] = {}
+    for scheduler in schedulers(env).values():
+        with contextlib.suppress(NoSchedulerError):
+            listed.update(((job.cluster, job.key), job) for job in scheduler.jobs(since))
+    for cluster, scheduler in _other_clusters(chains, env).items():
+        try:
+            remote = scheduler.jobs(since)
+        except SchedulerError as error:
+            say(f"{error}; jobs on cluster {cluster} are not shown")
+            continue
+        for job in remote:
+            listed.setdefault((job.cluster, job.key), job)
+    return list(listed.values())
+
+
+def _other_clusters(chains: Sequence[Chain], env: Mapping[str, str]) -> dict[str, Scheduler]:
+    """Return what asks clusters that sbatch named, of jobs that may not be over, by their names."""
+    asked = env.get(CLUSTERS, "").split(",")
+    names = [chain.cluster for chain in chains if chain.cluster and chain.outcome is None]
+    if "all" in asked or "slurm" not in find_schedulers(env):
+        return {}
+    return {name: SCHEDULERS["slurm"]({**env, CLUSTERS: name}) for name in names
+            if name not in asked}  # fmt: skip
+
+
+def _scheduler_of(job: Job, env: Mapping[str, str]) -> Scheduler | None:
+    """Return what asks a job's scheduler, and no other cluster's; None without its commands."""
+    if job.is_remote:
+        env = {**env, CLUSTERS: job.cluster}
+    return schedulers(env).get(job.scheduler)
 
 
 def _of_array(job_id: str) -> str:
@@ -118,7 +165,10 @@ def _current(chain: Chain, jobs: Sequence[Job]) -> Job:
         return (job if job and not job.is_over else alive[0])._replace(why=chain.why)
     if job is None:
         end = moment(last["end"] or chain.end or chain.start)
-        job = Job(chain.scheduler, last["id"], last["id"], chain.name, "unknown", end=end)
+        job = Job(
+            chain.scheduler, last["id"], last["id"], chain.name, "unknown", end=end,
+            cluster=chain.cluster, is_remote=bool(chain.cluster),
+        )  # fmt: skip
     state = _OUTCOMES.get(chain.outcome or "", job.state)
     ended = chain.outcome is not None or chain.limit == 1
     why = chain.why or (job.why if ended else "no job of the chain is left")
@@ -206,17 +256,25 @@ def _parse(
     return options, words
 
 
+def _ids_of(entry: Entry) -> list[str]:
+    """Return the ids of an entry's jobs, whole and as numbers."""
+    ids: list[str] = [entry.job.id, entry.job.key]
+    ids += [job["id"] for job in (entry.chain.jobs if entry.chain else ())]
+    return [*ids, *(each.partition(".")[0] for each in ids)]
+
+
 def pick(entries: Sequence[Entry], word: str, env: Mapping[str, str]) -> Entry:
     """Return what is meant by a name or an id: of several of a name the newest."""
+    of_id = [entry for entry in entries if word in _ids_of(entry)]
+    require_one_cluster(word, [entry.job for entry in of_id])
     for entry in entries[::-1]:
-        job, chain = entry.job, entry.chain
-        ids: list[str] = [job.id, job.key]
-        ids += [each["id"] for each in (chain.jobs if chain else ())]
-        ids += [each.partition(".")[0] for each in ids]
-        if word in (job.name, chain.id if chain else "", *ids):
+        chain_id = entry.chain.id if entry.chain else ""
+        if entry in of_id or word in (entry.job.name, chain_id):
             return entry
     if re.fullmatch(r"[0-9]+[0-9_\[\]]*([.@].*)?", word):
-        for scheduler in schedulers(env).values():  # a task of an array; older than what it lists
+        chains = [entry.chain for entry in entries if entry.chain]
+        everywhere = [*schedulers(env).values(), *_other_clusters(chains, env).values()]
+        for scheduler in everywhere:  # a task of an array; older than what it lists
             with contextlib.suppress(NoSchedulerError):
                 if (found := scheduler.job(word)) is not None:
                     return Entry(found)
@@ -255,6 +313,7 @@ def _row(entry: Entry, env: Mapping[str, str]) -> tuple[str, ...]:
 
 def _as_json(entry: Entry, env: Mapping[str, str]) -> dict[str, Any]:
     job = entry.job._asdict()
+    del job["is_remote"]
     for key in ("submitted", "start", "end"):
         job[key] = job[key] and iso_time(job[key])
     chain = entry.chain._asdict() if entry.chain else None
@@ -268,7 +327,7 @@ def _whole(entry: Entry, env: Mapping[str, str]) -> str:
     job, chain, progress = entry.job, entry.chain, progress_of(entry, env)
     left = f" ({entry.left} left)" if entry.left else ""
     rows = [
-        ("job", f"{job.id} of {job.scheduler}"), ("name", job.name),
+        ("job", f"{job.id} of {job.scheduler}"), ("cluster", job.cluster), ("name", job.name),
         ("state", state_in_words(job)), ("why", job.why), ("queue", job.queue),
         ("nodes", f"{job.nodes or ''} {job.hosts}".strip()), ("submitted", _when(job.submitted)),
         ("starts about" if job.state in WAITING else "started", _when(job.start)),
@@ -341,14 +400,21 @@ def launches(argv: Sequence[str], env: Mapping[str, str]) -> str:
 
 def _look_for_jobs(unknown: Sequence[Stored], env: Mapping[str, str]) -> None:
     """Put ``ended by the scheduler`` on launches, killed on other hosts, whose jobs are over."""
-    for name, scheduler in schedulers({"EZPZ_SCHEDULER_TIMEOUT": "3", **env}).items():
-        with contextlib.suppress(SchedulerError):  # no answer
+    brief = {"EZPZ_SCHEDULER_TIMEOUT": "3", **env}
+    remote = _other_clusters(read_chains(env, KEPT), brief).values()
+    running: dict[str, set[str]] = {}
+    silent: set[str] = set()
+    for name, scheduler in [*schedulers(brief).items(), *(("slurm", each) for each in remote)]:
+        try:
             jobs = [job for job in scheduler.jobs(time.time()) if job.state in RUNNING]
-            ids = {each for job in jobs for each in (job.id, job.key)}
-            for stored in unknown:
-                job_id = stored["job_id"]
-                if stored["scheduler"] == name and job_id and _of_array(job_id) not in ids:
-                    stored["state"] = "ended by the scheduler"
+        except SchedulerError:
+            silent.add(name)
+            continue
+        running.setdefault(name, set()).update(each for job in jobs for each in (job.id, job.key))
+    for stored in unknown:
+        name, job_id = stored["scheduler"], stored["job_id"]
+        if job_id and name in running.keys() - silent and _of_array(job_id) not in running[name]:
+            stored["state"] = "ended by the scheduler"
 
 
 def _launch_row(stored: Stored) -> tuple[str, ...]:
@@ -456,7 +522,7 @@ class _Follower:
 
     def __init__(self, entry: Entry, env: Mapping[str, str]) -> None:
         self._entry, self._job, self._env = entry, entry.job, env
-        self._scheduler = schedulers(env).get(entry.job.scheduler)
+        self._scheduler = _scheduler_of(entry.job, env)
         self._tails: list[Tail] = []
         self._said, self._silent = "", False
 
@@ -655,7 +721,7 @@ def _end_job(entry: Entry, env: Mapping[str, str], *, now: bool) -> int:
             f"job {job.id} ({job.name}) is over: {state_in_words(job)}; expected one that waits "
             "or runs"
         )
-    if (scheduler := schedulers(env).get(job.scheduler)) is None:
+    if (scheduler := _scheduler_of(job, env)) is None:
         raise LaunchError(f"no commands of {job.scheduler} on this host; expected them on PATH")
     ids = [job.id]
     if chain is not None:

@@ -53,6 +53,8 @@ class Job(NamedTuple):
     stdout: str = ""
     stderr: str = ""
     keeper: str = ""  # the host on whose disk its output lies until it ends
+    cluster: str = ""  # Slurm's name of where it is; an id is of one cluster
+    is_remote: bool = False  # whether SLURM_CLUSTERS has to name its cluster
 
     @property
     def is_over(self) -> bool:
@@ -151,12 +153,33 @@ class Scheduler(ABC):
 
 # Slurm.
 
+CLUSTERS = "SLURM_CLUSTERS"
+"""The variable by which users say which clusters Slurm's commands ask, and submit to."""
+
+
+def env_of_cluster(cluster: str, env: Mapping[str, str]) -> Mapping[str, str]:
+    """Return an environment in which Slurm's commands ask the cluster that sbatch named, if any."""
+    if env.get("SLURMD_NODENAME") and cluster in ("", env.get("SLURM_CLUSTER_NAME")):
+        return {name: value for name, value in env.items() if name != CLUSTERS}  # it is this one
+    return {**env, CLUSTERS: cluster} if cluster else env
+
+
+def require_one_cluster(job_id: str, jobs: Iterable[Job]) -> None:
+    """Raise UsageError if jobs of this id are on several clusters."""
+    clusters = sorted({job.cluster for job in jobs if job.cluster})
+    if len(clusters) > 1:
+        raise UsageError(
+            f"job {job_id} is on clusters {', '.join(clusters)}; expected one; say which: "
+            f"export {CLUSTERS}={clusters[0]}"
+        )
+
+
 _SEPARATOR, _RECORD = "\x1f", "\x1e"
 _COLUMNS = {
     "id": "JobArrayID:128", "key": "JobID:16", "state": "State:24", "why": "Reason:128",
     "queue": "Partition:128", "nodes": "NumNodes:16", "submitted": "SubmitTime:24",
     "start": "StartTime:24", "end": "EndTime:24", "status": "exit_code:16",
-    "restarts": "RestartCnt:8",
+    "restarts": "RestartCnt:8", "cluster": "Cluster:128",
 }  # fmt: skip
 _HOSTS = {"hosts": "NodeList:65536"}  # of 10,000 nodes; too long for each of a thousand jobs
 _NAME = {"name": "Name:1024"}  # the last, as it may hold anything
@@ -198,15 +221,21 @@ class _Slurm(Scheduler):
     }  # fmt: skip
 
     def __init__(self, env: Mapping[str, str]) -> None:
-        changing = ("SLURM_TIME_FORMAT", "SLURM_BITSTR_LEN", "SQUEUE_", "SACCT_", "SCANCEL_")
+        changing = ("SLURM_TIME_FORMAT", "SLURM_BITSTR_LEN", "SQUEUE_", "SACCT_", "SCANCEL_",
+                    "SINFO_PARTITION")  # fmt: skip
         super().__init__({k: value for k, value in env.items() if not k.startswith(changing)})
+        self._clusters = env.get(CLUSTERS, "")
+
+    def _ask_on(self, cluster: str, *argv: str, good: tuple[int, ...] = (0,)) -> Answer:
+        """Ask one of several clusters alone: scontrol takes no more than one."""
+        env = {**self._env, CLUSTERS: cluster} if self._clusters and cluster else self._env
+        return ask(argv, env=env, attempts=1, good=good)
 
     def jobs(self, since: float) -> list[Job]:
         found = self._squeue("--me", columns=_COLUMNS)
-        known = {job.id for job in found}
-        found += [job for job in self._sacct(since) if job.id not in known]
-        waiting = [job for job in found if job.state in WAITING]
-        return self._with_places(found, {job.queue for job in waiting}) if waiting else found
+        known = {(job.cluster, job.id) for job in found}
+        found += [job for job in self._sacct(since) if (job.cluster, job.id) not in known]
+        return self._with_places(found)
 
     def job(self, job_id: str) -> Job | None:
         found = self._squeue(f"--jobs={job_id}", columns={**_COLUMNS, **_HOSTS})
@@ -215,12 +244,13 @@ class _Slurm(Scheduler):
         found = [job for job in found if job.id == job_id]
         if not found and not tasks:
             return None
+        require_one_cluster(job_id, [*found, *tasks])
         if not found:
             found = [array_of(tasks)]
-        if found[0].state in WAITING:
-            found = self._with_places(found, {found[0].queue})
+        found = self._with_places(found)
         # squeue tells other files of an array's tasks than there are (22.05.8).
-        told = self._ask("scontrol", "show", "job", job_id, good=(0, 1)).stdout
+        show = ("scontrol", "show", "job", job_id)
+        told = self._ask_on(found[0].cluster, *show, good=(0, 1)).stdout
         paths = [re.search(rf"(?m)^ {{3}}{key}=(.*)", told) for key in ("StdOut", "StdErr")]
         stdout, stderr = (path[1] if path else "" for path in paths)
         return found[0]._replace(stdout=stdout, stderr=stderr)
@@ -266,34 +296,45 @@ class _Slurm(Scheduler):
         # Of several clusters one may know the id.
         if answer.status and "Invalid job id" not in answer.stderr:
             answer = self._ask("squeue", *words)  # once more: it says what is wrong
-        return list(map(_slurm_job, _read_records(answer.stdout, tuple(columns))))
+        records = _read_records(answer.stdout, tuple(columns))
+        return [_slurm_job(record, is_remote=bool(self._clusters)) for record in records]
 
     def _sacct(self, since: float, job_id: str = "") -> list[Job]:
         """Return jobs that squeue tells no more of, where there is accounting."""
         fields = {
             "id": "JobID", "key": "JobIDRaw", "state": "State", "status": "ExitCode",
             "queue": "Partition", "nodes": "NNodes", "hosts": "NodeList", "submitted": "Submit",
-            "start": "Start", "end": "End", "name": "JobName",
+            "start": "Start", "end": "End", "cluster": "Cluster", "name": "JobName",
         }  # fmt: skip
         which = [f"--jobs={job_id}"] if job_id else [f"--starttime=now-{int(time.time() - since)}"]
+        if self._clusters:  # of the variable sacct takes no notice (22.05.8)
+            which.append(f"--clusters={self._clusters}")
         words = ("-X", "--noheader", "--parsable2", f"--delimiter={_SEPARATOR}", *which)
         answer = self._ask("sacct", *words, f"--format={','.join(fields.values())}", good=(0, 1))
         if answer.status and "disabled" not in answer.stderr:
             say(f"sacct: {answer.stderr.strip()}; jobs that ended some minutes ago are not shown")
         rows = [line.split(_SEPARATOR) for line in answer.stdout.splitlines()]
         return [
-            _slurm_job(dict(zip(fields, row, strict=True)))
+            _slurm_job(dict(zip(fields, row, strict=True)), is_remote=bool(self._clusters))
             for row in rows
             if len(row) == len(fields)
         ]
 
-    def _with_places(self, jobs: list[Job], queues: Iterable[str]) -> list[Job]:
+    def _with_places(self, jobs: list[Job]) -> list[Job]:
         """Say where in their partition's queue jobs are, if others' jobs are shown to us, too."""
+        waiting = [job for job in jobs if job.state in WAITING]
+        for cluster in dict.fromkeys(job.cluster for job in waiting):
+            queues = {job.queue for job in waiting if job.cluster == cluster}
+            jobs = self._with_places_on(cluster, jobs, queues)
+        return jobs
+
+    def _with_places_on(self, cluster: str, jobs: list[Job], queues: Iterable[str]) -> list[Job]:
         form = f"--Format=JobArrayID:128{_SEPARATOR},Partition:128{_SEPARATOR},UserID:16{_RECORD}"
         words = ("--noheader", "--states=PENDING", "--sort=-p", f"--partition={','.join(queues)}")
-        rows = _read_records(self._ask("squeue", *words, form).stdout, ("id", "queue", "user"))
+        told = self._ask_on(cluster, "squeue", *words, form).stdout
+        rows = _read_records(told, ("id", "queue", "user"))
         if all(row["user"] == str(os.getuid()) for row in rows):
-            config = self._ask("scontrol", "show", "config").stdout
+            config = self._ask_on(cluster, "scontrol", "show", "config").stdout
             if re.search(r"(?m)^PrivateData\s*=.*\bjobs\b", config):
                 return jobs
         places: dict[tuple[str, str], int] = {}
@@ -303,7 +344,8 @@ class _Slurm(Scheduler):
             places[row["id"], row["queue"]] = counts[row["queue"]]
         return [
             job._replace(place=places.get((job.id, job.queue)))
-            if job.state == "queued" and "," not in job.queue  # of several it has several places
+            # Of several partitions it has several places.
+            if job.state == "queued" and job.cluster == cluster and "," not in job.queue
             else job
             for job in jobs
         ]
@@ -322,7 +364,7 @@ def _read_records(text: str, columns: Sequence[str]) -> list[dict[str, str]]:
     return records
 
 
-def _slurm_job(told: Mapping[str, str]) -> Job:
+def _slurm_job(told: Mapping[str, str], *, is_remote: bool = False) -> Job:
     word, why = told["state"].partition(" ")[0], told.get("why", "")
     state, restarts = _SLURM_STATES.get(word, word.lower()), _number(told.get("restarts", ""))
     if state == "queued":
@@ -345,6 +387,7 @@ def _slurm_job(told: Mapping[str, str]) -> Job:
         end=None if state in WAITING else _slurm_moment(told["end"]), restarts=restarts,
         # Slurm tells 0 also of what ended without an exit status: cancelled, its node lost.
         exit_status=status if state == "completed" else status or None,
+        cluster=told.get("cluster", ""), is_remote=is_remote,
     )  # fmt: skip
 
 

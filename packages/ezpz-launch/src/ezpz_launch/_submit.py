@@ -44,7 +44,7 @@ from ._options import (
     split,
 )
 from ._plan import because
-from ._queue import SCHEDULERS, Scheduler, clock
+from ._queue import SCHEDULERS, Queue, Scheduler, clock
 from ._record import dump, iso_time, make_folder, name_of, new_id, prune, type_of, unwritable, write
 from ._version import __version__
 
@@ -371,22 +371,31 @@ def _check_queue(request: Submission, machine: Machine, scheduler: Scheduler) ->
     queues = scheduler.queues()
     listed = ", ".join(map(str, queues)) or "none that takes jobs"
     name = request.queue
-    queue = next((q for q in queues if (q.name == name if name else q.is_default)), None)
-    if queue is None:
+    # Of several clusters each may have one of that name; the job fits if one of them takes it.
+    meant = [q for q in queues if (q.name == name if name else q.is_default)]
+    if not meant:
         what = f"--queue {name}: no such queue" if name else "no --queue, and no default here"
         raise UsageError(f"{what}; expected one of {listed}")
+    refusals = [_why_too_much(request, queue) for queue in meant]
+    if all(refusals):
+        raise UsageError(f"{refusals[0]}, or another --queue of {listed}")
+    return meant[refusals.index("")].name
+
+
+def _why_too_much(request: Submission, queue: Queue) -> str:
+    """Say which of a queue's limits a job does not fit into; empty where it fits."""
     if request.time and request.time > queue.seconds:
-        raise UsageError(
+        return (
             f"--time {clock(request.time)}: jobs of {queue.name} may run for "
-            f"{clock(queue.seconds)}; expected less, or another --queue of {listed}"
+            f"{clock(queue.seconds)}; expected less"
         )
     nodes = request.nodes or 1
     if not queue.fewest <= nodes <= queue.most:
-        raise UsageError(
+        return (
             f"-N {nodes}: jobs of {queue.name} have from {queue.fewest:g} to {queue.most:g} nodes; "
-            f"expected such a number, or another --queue of {listed}"
+            "expected such a number"
         )
-    return queue.name
+    return ""
 
 
 def _explained(job: Job, *, as_json: bool) -> str:

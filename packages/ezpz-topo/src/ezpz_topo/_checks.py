@@ -282,6 +282,8 @@ def check_scheduler(seconds: float, env: Mapping[str, str] | None = None) -> Che
 
 def _why_silent(scheduler: str, seconds: float, env: Mapping[str, str]) -> str:
     """Return why the scheduler's server does not answer; empty where it does."""
+    if scheduler == "slurm":
+        env = module_of("slurm").env_of_own_cluster(env)
     try:
         answer = _commands.ask(
             _PING[scheduler], env=env, time_limit=seconds, attempts=1, place=_places(env)[scheduler]

@@ -157,7 +157,7 @@ def job_of_this_host(env: Mapping[str, str], hostname: str) -> Allocation | None
     if _commands.find("squeue", env) is None:
         return None
     argv = ("squeue", "--noheader", "--me", "--states=R", "--format=%A %N")
-    lines = _commands.ask(argv, env=_plain(env)).stdout.splitlines()
+    lines = _commands.ask(argv, env=env_of_own_cluster(env)).stdout.splitlines()
     # Beside jobs there are lines such as "CLUSTER: a", and a site's own.
     jobs = [match for line in lines if (match := re.fullmatch(r"([0-9]+) (\S+)", line.strip()))]
     here = [job[1] for job in jobs if find_host(hostname, expand_nodelist(job[2]))]
@@ -216,7 +216,7 @@ class _Record:
 def _records(job_id: str, env: Mapping[str, str]) -> list[_Record]:
     # Its time zone is ours to choose.
     argv = (*_SCONTROL.split(), job_id)
-    text = _commands.ask(argv, env={**_plain(env), "TZ": "UTC0"}).stdout
+    text = _commands.ask(argv, env={**env_of_own_cluster(env), "TZ": "UTC0"}).stdout
     records = []
     begin = re.search("(?m)^JobId=", text)  # a site's lines may stand before it
     parts = re.split(r"\n\n(?=JobId=)", text[begin.start() :]) if begin else []
@@ -249,7 +249,13 @@ def _moment(text: str) -> datetime | None:
         ) from error
 
 
-def _plain(env: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment in which scontrol and squeue print what is expected of them."""
-    changing = ("SLURM_TIME_FORMAT", "SQUEUE_", "SCONTROL_")
-    return {name: value for name, value in env.items() if not name.startswith(changing)}
+def env_of_own_cluster(env: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment in which scontrol and squeue tell of this job, or host, as expected."""
+    changing = ("SLURM_TIME_FORMAT", "SQUEUE_", "SCONTROL_", "SLURM_CLUSTERS")
+    plain = {name: value for name, value in env.items() if not name.startswith(changing)}
+    # SLURM_CLUSTERS is where the user submits to. A job's nodes are on its own, local cluster, and
+    # salloc's shell may be on a login node of another.
+    cluster = env.get("SLURM_CLUSTER_NAME")
+    if cluster and env.get("SLURM_CLUSTERS") and not env.get("SLURMD_NODENAME"):
+        plain["SLURM_CLUSTERS"] = cluster
+    return plain
