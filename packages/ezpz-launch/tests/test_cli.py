@@ -173,14 +173,24 @@ def test_an_error_that_cannot_be_written_is_no_output_either(shell, stderr):
 def test_a_launch_with_closed_streams(shell, tmp_path, streams, status):
     # The first that ends with 7 ends the other: both have to be there before.
     both = f"until [ -e {tmp_path}/0 ] && [ -e {tmp_path}/1 ]; do sleep 0.05; done"
-    script = f"echo hello; echo bad >&2; touch {tmp_path}/$RANK; {both}; exit {status}"
-    done = shell(f'"$@" {streams}', *SPAWN, "-n", "2", "sh", "-c", script)
-    assert done.returncode == status
+    # descriptors 0 to 2 of ezpz-launch
+    look = f"cd {tmp_path}; readlink $OURS/0 $OURS/1 $OURS/2 >new-$RANK; mv new-$RANK $RANK"
+    script = f"echo hello; echo bad >&2; {look}; {both}; exit {status}"
+    start = f'export OURS=/proc/$$/fd; exec "$@" {streams}'
+    done = shell(start, *SPAWN, "-n", "2", "sh", "-c", script)
+    assert done.returncode == status, done.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
+    closed = [word in streams.split() for word in ("<&-", ">&-", "2>&-")]
+    for path in tmp_path.iterdir():
+        ours = path.read_text().splitlines()
+        named = [name for name, is_closed in zip(ours, closed, strict=True) if is_closed]
+        assert set(named) == {"/dev/null"}, ours
     # nothing lands where it does not belong
-    assert done.stdout == ("" if ">&-" in streams.replace("2>&-", "") else "hello\n" * 2)
-    assert done.stderr.count("bad\n") == (0 if "2>&-" in streams else 2)
+    assert done.stdout == ("" if closed[1] else "hello\n" * 2)
+    assert done.stderr.count("bad\n") == (0 if closed[2] else 2)
     assert "Traceback" not in done.stderr
+    lost = "ezpz-launch: standard output is closed: what the ranks write there is lost; "
+    assert done.stderr.count(lost) == (closed[1] and not closed[2])
 
 
 # Every rank is a launch.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ezpz_topo import TopoError, Topology, detect, fold_nodelist, get_allocation, get_hosts, imagine
 
-from ._errors import LaunchError, UsageError, discard, say
+from ._errors import LaunchError, UsageError, discard, open_closed_streams, say
 from ._launchers import argv as argv_of
 from ._launchers import (
     beside_python,
@@ -52,6 +52,7 @@ HOSTFILE = "HOSTFILE"  # stands in a dry run for the file that a launch would wr
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``ezpz-launch`` with these words (default: the process's) and return its exit status."""
     words = sys.argv[1:] if argv is None else argv
+    open_closed_streams()
     try:
         return _main(words, os.environ)
     except (LaunchError, TopoError) as error:
@@ -108,6 +109,11 @@ def _prepared(
     from ._retry import Attempts  # noqa: PLC0415  # a dry run does without
 
     planned, topology, own = _looked_at(request, env)
+    if sys.stdout is None and not request.log_dir:
+        say(
+            "standard output is closed: what the ranks write there is lost; expected somewhere to "
+            "write to, or --log-dir DIR; to want none of it: >/dev/null"
+        )
     return Attempts(
         planned, topology, own, before, progress_file,
         replan=partial(_replanned, topology, request, own),

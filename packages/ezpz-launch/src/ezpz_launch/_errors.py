@@ -65,6 +65,17 @@ def say(message: str) -> None:
             discard(sys.stderr.fileno())
 
 
+def open_closed_streams() -> None:
+    """Open the null device as standard input, output or error that we were started without."""
+    # The next file or socket would take its number, and get what ranks write.
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            null = os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+            os.set_inheritable(null, True)
+
+
 def discard(fd: int) -> None:
     """Drop what is still to be written there: the interpreter's own flush would fail as well."""
     null = os.open(os.devnull, os.O_WRONLY)
