@@ -2,6 +2,7 @@ import json
 import math
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import time
@@ -66,6 +67,62 @@ def test_no_credential_reaches_the_file_or_the_report(tmp_path, python):
     written = [file.read_text() for file in (tmp_path / "run").iterdir()]
     assert "hunter2" not in "".join([*written, done.stderr])
     assert "wandb_key=*** n=3" in done.stderr
+
+
+class Rude:
+    def __repr__(self):
+        raise RuntimeError("no")
+
+
+class OddError(Exception):
+    def __str__(self):
+        raise RuntimeError("no")
+
+
+class Config(dict):
+    def items(self):
+        raise KeyError("lr")
+
+    __repr__ = __iter__ = values = items
+
+
+RUDE = "<Rude: __repr__ raised RuntimeError: no>"
+
+
+def test_a_value_that_cannot_be_shown_ends_no_training(tmp_path):
+    config = {"a": Rude(), "b": [Rude()], "c": Config(x=1), Rude(): 1}
+
+    def train():
+        with History(tmp_path, config=config) as history:
+            history.event("saved", of=Rude())
+            history.event("saved", of={"a": Config(x=1)})
+            history.table("rows", [[Rude(), 1]], ["a", "b"])
+            history.update({"loss": 1.0})
+            raise OddError
+
+    with pytest.raises(OddError):
+        train()
+    run = ezpz_obs.read_run(tmp_path)
+    broken = "<Config: items raised KeyError: 'lr'>"
+    assert run.headers[0]["config"] == {"a": RUDE, "b": [RUDE], "c": broken, RUDE: 1}
+    first, second, table, end = run.events
+    assert (first["of"], second["of"]) == (RUDE, {"a": broken})
+    assert json.loads((tmp_path / table["file"]).read_text())["data"] == [[RUDE, 1]]
+    assert end["message"] == "OddError: <OddError: __str__ raised RuntimeError: no>"
+
+
+@pytest.mark.parametrize(
+    ("metrics", "said"),
+    [
+        ({"a": Rude()}, "metric 'a' is a Rude; expected a number"),
+        ({Rude(): 1.0}, f"a metric called {RUDE}; expected its name to be a string"),
+    ],
+)
+def test_a_metric_that_is_none_and_cannot_be_shown_is_refused(metrics, said):
+    history = History()
+    with pytest.raises(TypeError, match=re.escape(said)):
+        history.update(metrics)
+    assert history.update({"a": 1.0}) == "step=0 a=1"
 
 
 def test_threads_do_not_share_a_step(tmp_path):

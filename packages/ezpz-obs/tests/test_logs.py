@@ -206,6 +206,113 @@ class Rude:
         raise RuntimeError("no")
 
 
+class OddError(Exception):
+    def __str__(self):
+        raise ValueError
+
+    __repr__ = __str__
+
+
+class Number:
+    def __repr__(self):
+        return 3
+
+
+class Config(dict):
+    """A configuration in which a value is missing."""
+
+    def items(self):
+        raise KeyError("lr")
+
+    __repr__ = __iter__ = values = items
+
+
+class Proxy:
+    """Stands for another object, which is not there yet."""
+
+    @property
+    def __class__(self):
+        raise RuntimeError("unbound")
+
+    def __getattr__(self, name):
+        raise RuntimeError("unbound")
+
+    def __repr__(self):
+        raise RuntimeError("unbound")
+
+
+RUDE = "<Rude: __repr__ raised RuntimeError: no>"
+UNSHOWABLE = {
+    "object": (Rude(), RUDE),
+    "in a list": ([1, Rude()], RUDE),
+    "in a dict of tuples": ({"a": (Rude(),)}, RUDE),
+    "a key": ({Rude(): 1}, RUDE),
+    "no text": (Number(), "<Number: __repr__ raised TypeError: .* returned non-string"),
+    "mapping": (Config(a=1), "<Config: (__repr__|items) raised KeyError: 'lr'>"),
+    "proxy": (Proxy(), "<Proxy: __repr__ raised RuntimeError: unbound>"),
+    "exception": (OddError(), "<OddError: __(str|repr)__ raised ValueError: >"),
+    "integer": (10**5000, "<int: __(str|repr)__ raised ValueError: Exceeds the limit"),
+}
+CALLS = {
+    "argument": lambda log, value: log.info("x %s", value),
+    "argument of repr": lambda log, value: log.info("x %r", value),
+    "no number": lambda log, value: log.info("x %d", [value]),
+    "one too many": lambda log, value: log.info("x", [value]),  # noqa: PLE1205
+    "one too few": lambda log, value: log.info("x %s %s", value),  # noqa: PLE1206
+    "event": lambda log, value: log.info(value),
+    "event with an argument": lambda log, value: log.info(value, 3),
+}
+OURS = {
+    "field": lambda log, value: log.info("x", value=value),
+    "field in a list": lambda log, value: log.info("x", value=[1, value]),
+    "bound value": lambda log, value: log.bind(value=value).info("x"),
+    "bulleted list": lambda log, value: log_dict_as_bulleted_list({"a": value}, logger=log),
+    "bulleted list below": lambda log, v: log_dict_as_bulleted_list({"a": {"b": v}}, logger=log),
+    "level": lambda log, value: log.log(logging.INFO, "x %s", value),
+    "exception": lambda log, value: log.info("x", exc_info=value, value=value),
+}
+THEIRS = {"extra": lambda log, value: log.info("x", extra={"value": value})}
+FORMS = pytest.mark.parametrize("form", ["console", "json"])
+
+
+@pytest.mark.parametrize(("value", "said"), UNSHOWABLE.values(), ids=UNSHOWABLE)
+@pytest.mark.parametrize("call", [*CALLS.values(), *OURS.values()], ids=[*CALLS, *OURS])
+def test_an_object_that_cannot_be_shown_ends_no_training(value, said, call, listen):
+    theirs = listen(logging.StreamHandler(io.StringIO()), "train")
+    for form in ("console", "json"):
+        text = "\n".join(lines({"EZPZ_LOG_FORMAT": form}, lambda log: call(log, value)))
+        assert re.search(said, text)
+    assert len(re.findall(said, theirs.stream.getvalue())) >= 2
+
+
+@FORMS
+@pytest.mark.parametrize("call", [*CALLS.values(), *THEIRS.values()], ids=[*CALLS, *THEIRS])
+def test_nor_does_it_in_the_standard_library(tmp_path, capsys, monkeypatch, form, call):
+    monkeypatch.setattr(logging.root, "handlers", [])  # pytest's raises what a handler must not
+    for name, (value, said) in UNSHOWABLE.items():
+        if name == "proxy":
+            continue  # at which the standard library fails before it calls a handler
+        folder = tmp_path / name
+        with configure_logs(directory=folder, as_json=form == "json", level="INFO") as logs:
+            call(logging.getLogger("mine"), value)
+        assert re.search(said, capsys.readouterr().err)
+        assert re.search(said, logs.path.read_text())
+
+
+@FORMS
+def test_an_exception_that_cannot_be_shown(form):
+    def fail_oddly(logger):
+        try:
+            raise OddError
+        except OddError:
+            logger.exception("failed")
+
+    for call in (fail_oddly, lambda log: log.error("failed", exc_info=OddError())):
+        text = "\n".join(lines({"EZPZ_LOG_FORMAT": form}, call))
+        assert "failed" in text
+        assert "OddError: <exception str() failed>" in text
+
+
 @pytest.fixture
 def listen():
     """Put a handler on a standard logger; taken off after the test."""
@@ -293,7 +400,7 @@ def test_filters_and_loggers_that_do_not_propagate(heard):
 
 def test_exceptions_reach_them(heard):
     fail(logger(), value=Rude())
-    assert heard.getvalue().startswith("failed value=<Rude, which cannot be shown>\nTraceback")
+    assert heard.getvalue().startswith(f"failed value={RUDE}\nTraceback")
     assert heard.getvalue().count("Traceback") == 1
 
 
@@ -398,7 +505,7 @@ def test_a_bare_root_is_lowered_and_a_record_that_does_not_fit_its_arguments_is_
         assert logging.root.level == logging.WARNING
         """
     )
-    assert "Logging error" in done.stderr
+    assert "%d ('no number',)" in done.stderr
     assert "next" in done.stderr
 
 

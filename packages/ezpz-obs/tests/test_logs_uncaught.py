@@ -130,7 +130,7 @@ def test_an_exception_that_cannot_say_what_it_is(run):
         raise Odd
         """
     )
-    assert line["event"] == "uncaught Odd"
+    assert line["event"] == "uncaught Odd: <Odd: __str__ raised RuntimeError: no>"
     assert err.count("Traceback") == 1
 
 

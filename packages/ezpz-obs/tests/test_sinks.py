@@ -84,6 +84,19 @@ def test_one_that_fails_is_said_once_and_the_others_go_on(where, warned, tmp_pat
         assert "100 records were not sent" in last
 
 
+def test_one_that_fails_and_cannot_say_how(warned, tmp_path):
+    class OddError(Exception):
+        def __str__(self):
+            raise RuntimeError("no")
+
+    def fail_oddly():
+        raise OddError
+
+    with History(tmp_path, sinks=[Keeping(write=fail_oddly)]) as history:
+        history.record({"loss": 1.0})
+    assert "OddError: <OddError: __str__ raised RuntimeError: no>" in warned()[0]
+
+
 def test_a_slow_one_loses_the_oldest_and_says_how_many(warned, tmp_path):
     inside, go_on = threading.Event(), threading.Event()
 

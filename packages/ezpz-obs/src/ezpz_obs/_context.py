@@ -7,11 +7,11 @@ import math
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from ezpz_topo import get_rank_info
 
@@ -80,27 +80,81 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 _DEEPEST = 20  # what goes further is a cycle, as likely as not
+_LONGEST_REASON = 200  # letters of why an object cannot be shown
+_BRACKETS: Final[Mapping[type, tuple[str, str]]] = {
+    list: ("[", "]"), tuple: ("(", ")"), dict: ("{", "}"), set: ("{", "}"),
+    frozenset: ("frozenset({", "})"),
+}  # fmt: skip
+
+
+def to_text(value: object, write: Callable[[Any], str] = str) -> str:
+    """Return what `str` or `repr` makes of an object; of one that raises its type, and why."""
+    return _to_text(value, write, ())
+
+
+def _to_text(value: object, write: Callable[[Any], str], above: tuple[int, ...]) -> str:
+    kind = type(value)  # never isinstance: it asks for __class__, which may raise, too
+    try:
+        return write(value)
+    # Somebody's own method, which may raise anything: what shows a value must not end a training.
+    except Exception as error:  # noqa: BLE001
+        if kind not in _BRACKETS or len(above) > _DEEPEST:
+            is_str = write is str and kind.__str__ is not object.__str__
+            return describe_failure(value, "__str__" if is_str else "__repr__", error)
+    # One of Python's own containers shows all but what in it cannot be shown.
+    if id(value) in above:
+        return "..."
+    inside = (*above, id(value))
+    if kind is dict:
+        pairs = cast("dict[object, object]", value).items()
+        shown = [f"{_to_text(k, repr, inside)}: {_to_text(v, repr, inside)}" for k, v in pairs]
+    else:
+        shown = [_to_text(one, repr, inside) for one in cast("Iterable[object]", value)]
+    comma = "," if kind is tuple and len(shown) == 1 else ""
+    first, last = _BRACKETS[kind]
+    return f"{first}{', '.join(shown)}{comma}{last}"
+
+
+def describe_failure(value: object, method: str, error: Exception) -> str:
+    """Return ``<Config: __repr__ raised KeyError: 'lr'>``."""
+    try:
+        reason = f": {error}".partition("\n")[0][:_LONGEST_REASON]
+    except Exception:  # noqa: BLE001  # the error's own __str__, likewise
+        reason = ""
+    return f"<{type(value).__name__}: {method} raised {type(error).__name__}{reason}>"
+
+
 _NOT_FINITE = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
+_KNOWN = (str, int, float, Mapping, list, tuple, set, frozenset, type(None))
+_HOLDERS = (Mapping, list, tuple, set, frozenset)
 
 
 def to_json(value: Any, said: Callable[[Any], object], depth: int = 0) -> Any:
     """Return what orjson takes; ``said`` gives text, or a number, of what JSON has no word for."""
-    if not isinstance(value, str | int | float | Mapping | list | tuple | set | frozenset | None):
+    # By type, not isinstance: an object that stands for another may raise when it is asked.
+    if not issubclass(type(value), _KNOWN):
         value = said(value)
-    if isinstance(value, Mapping | list | tuple | set | frozenset):
-        if depth > _DEEPEST:
-            return "..."
-        if isinstance(value, Mapping):
-            names = (key if isinstance(key, str) else str(said(key)) for key in value)
-            inner = (to_json(one, said, depth + 1) for one in value.values())
-            return dict(zip(map(_encodable, names), inner, strict=True))
-        return [to_json(one, said, depth + 1) for one in value]
+    if issubclass(type(value), _HOLDERS):
+        return "..." if depth > _DEEPEST else _to_json_inside(value, said, depth + 1)
     if isinstance(value, float):
         # Python's words for the three that JSON has none for are others'.
         return float(value) if math.isfinite(value) else _NOT_FINITE[str(float(value))]
     if value is None or (isinstance(value, int) and -(1 << 63) <= value < 1 << 64):
         return value
     return _encodable(value if isinstance(value, str) else str(said(value)))
+
+
+def _to_json_inside(value: Any, said: Callable[[Any], object], depth: int) -> Any:
+    if not issubclass(type(value), Mapping):
+        return [to_json(one, said, depth) for one in value]
+    try:
+        items = list(value.items())
+    # Somebody's mapping, such as a configuration in which a value is missing.
+    except Exception as error:  # noqa: BLE001
+        return describe_failure(value, "items", error)
+    names = (key if issubclass(type(key), str) else str(said(key)) for key, _ in items)
+    inner = (to_json(one, said, depth) for _, one in items)
+    return dict(zip(map(_encodable, names), inner, strict=True))
 
 
 def _encodable(text: str) -> str:

@@ -30,7 +30,7 @@ from typing import Any
 
 import orjson
 
-from ._context import Place, is_at, open_to_append, to_json
+from ._context import Place, is_at, open_to_append, to_json, to_text
 from ._errors import HistoryError
 
 RESERVED = frozenset({"step", "time", "replay", "event", "ezpz_obs", "crc"})
@@ -64,7 +64,9 @@ def flatten(metrics: Mapping[str, Any]) -> dict[str, Any]:
 def _leaves(metrics: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
     for key, value in metrics.items():
         if not isinstance(key, str):
-            raise TypeError(f"a metric called {key!r}; expected its name to be a string")
+            raise TypeError(
+                f"a metric called {to_text(key, repr)}; expected its name to be a string"
+            )
         if not key:
             raise ValueError(f"a metric of {prefix or 'the step'!r} has no name; expected one")
         if isinstance(value, Mapping):
@@ -77,7 +79,7 @@ def _leaves(metrics: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]
 def to_number(name: str, value: Any) -> float | int:
     """Return one number, of anything that holds one: 0-d arrays and tensors, numpy's scalars."""
     if isinstance(value, str | bytes):
-        raise TypeError(f"metric {name!r} is {value!r:.60}; expected a number")
+        raise TypeError(f"metric {name!r} is {to_text(value, repr):.60}; expected a number")
     if type(value) not in PLAIN:
         # numpy's float64 is a float to Python, and not to the encoder.
         item = getattr(value, "item", None)
@@ -160,7 +162,7 @@ def _said(value: Any) -> str:
             f"an integer of {value.bit_length():,} bits; "
             f"expected at most {_LONGEST_INTEGER:,} digits"
         )
-    return str(value)
+    return to_text(value)
 
 
 def decode(line: bytes) -> dict[str, Any]:
@@ -500,7 +502,7 @@ def _cell(value: Any) -> Any:
     try:
         return to_number("", value)
     except TypeError:
-        return str(value)
+        return to_text(value)
 
 
 _STARTED = time.time()  # when this process did, nearly

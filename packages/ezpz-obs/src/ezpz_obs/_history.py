@@ -17,7 +17,7 @@ from threading import RLock
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from . import _file
-from ._context import NOW, find_place, replacing
+from ._context import NOW, find_place, replacing, to_text
 from ._errors import HistoryError
 
 if TYPE_CHECKING:
@@ -651,5 +651,5 @@ def _chosen(sinks: Iterable[str | Sink]) -> list[Sink]:
 def _say(value: BaseException) -> str:
     if isinstance(value, SystemExit) and not value.code:
         return "exit"
-    text = str(value).partition("\n")[0]
+    text = to_text(value).partition("\n")[0]
     return f"{type(value).__name__}: {text}" if text else type(value).__name__

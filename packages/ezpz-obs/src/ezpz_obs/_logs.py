@@ -18,7 +18,7 @@ from typing import Any, Self, TextIO, cast
 
 import structlog
 
-from ._context import find_place
+from ._context import describe_failure, find_place, to_text
 from ._terminal import (
     LEVELS,
     NAME,
@@ -83,7 +83,10 @@ def tell(
 ) -> None:
     if not logger.isEnabledFor(event.level):
         return
-    shown = (f"{k}={v if isinstance(v, str) else show(v)}" for k, v in event.fields.items())
+    shown = (
+        f"{name}={to_text(value) if isinstance(value, str) else show(value)}"
+        for name, value in event.fields.items()
+    )
     text = " ".join([event.text, *shown])
     site = _find_caller(logger, "", {})
     record = logger.makeRecord(
@@ -122,6 +125,19 @@ _USUAL = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", 
 """What every record has; the rest was given as ``extra``."""
 
 
+def format_message(event: object, args: object) -> str:
+    """Return the event with its arguments put in; beside it where they do not fit, or raise."""
+    text = to_text(event)
+    if not args:
+        return text
+    try:
+        only = args[0] if isinstance(args, tuple) and len(args) == 1 else None
+        return text % (only if isinstance(only, Mapping) and only else args)
+    # Whatever is wrong with the arguments, they are shown; a log line must not end a training.
+    except Exception:  # noqa: BLE001
+        return f"{text} {to_text(args, repr)}"
+
+
 class StandardHandler(logging.Handler):
     # Not to the terminal where another's handler shows the record on the same stream.
 
@@ -136,14 +152,13 @@ class StandardHandler(logging.Handler):
         if record.levelno < output.level or is_ours:
             return
         try:
-            text = record.getMessage().rstrip("\n")
-        # The script's own mistake, a message that does not fit its arguments; as `logging` does.
+            text = record.getMessage()
+        # The script's own mistake, or an object's: the line says which, here and in the file.
         except Exception:  # noqa: BLE001
-            self.handleError(record)
-            return
+            text = format_message(record.msg, record.args)
         extra = {name: record.__dict__[name] for name in record.__dict__.keys() - _USUAL}
         event = Event(
-            record.levelno, record.levelname.lower(), record.name, text, extra,
+            record.levelno, record.levelname.lower(), record.name, text.rstrip("\n"), extra,
             exception=traceback_text(to_exc_info(record.exc_info)) or record.exc_text,
             stack=record.stack_info,
         )  # fmt: skip
@@ -186,7 +201,8 @@ def get_logger(
     rank and host in a world of several ranks, and the step that a `History` recorded last.
     ``EZPZ_LOG_FORMAT=json`` makes them JSON. Colours are used on a terminal only, and never
     with ``NO_COLOR``. What cannot be written, because standard error is closed or its disk
-    full, is no error.
+    full, is no error. Nor is a value that cannot be shown: the line names its type, as
+    ``<Config: __repr__ raised KeyError: 'lr'>``.
 
     Handlers that somebody has put on the standard library's logger of this name, or above it,
     hear the events too, as far as its level allows.
@@ -238,7 +254,7 @@ class Channel:
     def send(
         self, event: Event, exc_info: object = None, *, on_terminal: Event | None = None
     ) -> None:
-        found = to_exc_info(exc_info) if exc_info else None
+        found = to_exc_info(exc_info)
         if found is not None:
             event.exception = traceback_text(found)
         self.output.send(event, on_terminal=on_terminal)
@@ -276,7 +292,7 @@ class Logger(_Base):  # type: ignore[misc]  # structlog makes the class at run t
             # Ours are two of structlog's, which return what they are given.
             known = cast("dict[str, Any]", processor(channel, method_name, known))
         stack = known.pop("stack", None) if "stack_info" in fields else None
-        text = event if type(event) is str else str(event)
+        text = event if type(event) is str else to_text(event)
         channel.send(Event(level, method_name, channel.name, text, known, stack=stack), exc_info)
 
     def log(self, level: int, event: str, /, *args: Any, **fields: Any) -> None:
@@ -299,20 +315,11 @@ def _method(name: str) -> Callable[..., None]:
         # The first line of `wants`, without a call: most that is suppressed ends here.
         if channel.output.level > level and not channel.wants(level):
             return
-        self._proxy_to_logger(name, _interpolate(event, args) if args else event, **fields)
+        self._proxy_to_logger(name, format_message(event, args) if args else event, **fields)
 
     method.__name__ = name
     method.__doc__ = f"Log at level {name.upper()}."
     return method
-
-
-def _interpolate(event: str, args: tuple[Any, ...]) -> str:
-    one_mapping = len(args) == 1 and isinstance(args[0], Mapping) and args[0]
-    try:
-        return event % (args[0] if one_mapping else args)
-    # Whatever is wrong with the arguments, they are shown; a log line must not end a training.
-    except Exception:  # noqa: BLE001
-        return f"{event} {args!r}"
 
 
 for _name in _NUMBERS:
@@ -348,16 +355,24 @@ def log_dict_as_bulleted_list(
 
 
 def _lines(mapping: Mapping[Any, Any], indent: str, above: tuple[int, ...]) -> Iterator[str]:
-    for key, value in mapping.items():
-        if not isinstance(value, Mapping) or not value:
-            lines = str(value).splitlines() or [""]
-            yield f"{indent}- {key}={lines[0]}"
+    try:
+        items = list(mapping.items())
+    # Somebody's mapping, such as a configuration in which a value is missing.
+    except Exception as error:  # noqa: BLE001
+        yield f"{indent}- {describe_failure(mapping, 'items', error)}"
+        return
+    for key, value in items:
+        name = to_text(key)
+        if not issubclass(type(value), Mapping):
+            lines = to_text(value).splitlines() or [""]
+            yield f"{indent}- {name}={lines[0]}"
             yield from (f"{indent}  {line}" for line in lines[1:])
         elif id(value) in above or value is mapping:
-            yield f"{indent}- {key}=..."
+            yield f"{indent}- {name}=..."
         else:
-            yield f"{indent}- {key}:"
-            yield from _lines(value, f"{indent}  ", (*above, id(mapping)))
+            inner = list(_lines(value, f"{indent}  ", (*above, id(mapping))))
+            yield f"{indent}- {name}:" if inner else f"{indent}- {name}={to_text(value)}"
+            yield from inner
 
 
 _NO_ERRORS = (KeyboardInterrupt, SystemExit, GeneratorExit)
@@ -392,11 +407,7 @@ class Uncaught:
 
     def log(self, found: ExcInfo, thread: str | None = None, *, whole: bool = False) -> None:
         kind, value, _ = found
-        try:
-            lines = str(value).splitlines()
-        # An exception may be unable to say what it is; its kind is known.
-        except Exception:  # noqa: BLE001
-            lines = []
+        lines = to_text(value).splitlines()
         text = f"uncaught {kind.__name__}" + (f": {lines[0][:_LONGEST]}" if lines else "")
         fields = {} if thread is None else {"thread": thread}
         event = Event(logging.CRITICAL, "critical", NAME, text, fields)

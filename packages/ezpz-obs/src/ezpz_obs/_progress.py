@@ -13,7 +13,7 @@ from datetime import timedelta
 from functools import cached_property
 from typing import Any, Generic, TypeVar
 
-from ._context import find_place
+from ._context import find_place, to_text
 from ._logs import get_logger
 from ._terminal import process_output
 
@@ -64,6 +64,8 @@ class Progress(Generic[T]):
     def __post_init__(self) -> None:
         self._speaks = find_place().rank == 0
         self._logger = get_logger("progress")
+        if self._desc is not None:
+            self._desc = to_text(self._desc)
 
     def __len__(self) -> int:
         if self._length is None:

@@ -18,14 +18,14 @@ from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 import orjson
 from structlog.dev import BLUE, BRIGHT, CYAN, DIM, MAGENTA, RESET_ALL, ConsoleRenderer
 
 from ezpz_topo import redact
 
-from ._context import NOW, Place, find_place, is_at, open_to_append, to_json
+from ._context import NOW, Place, find_place, is_at, open_to_append, to_json, to_text
 
 LEVELS = {
     "DEBUG": logging.DEBUG, "INFO": logging.INFO, "WARNING": logging.WARNING,
@@ -89,8 +89,20 @@ class Event:
     stack: str | None = None
 
     def redact(self) -> None:
-        self.text, self.fields = redact(self.text), redact(self.fields)
-        self.exception, self.stack = redact(self.exception), redact(self.stack)
+        self.text, self.exception = redact(self.text), redact(self.exception)
+        self.stack = redact(self.stack)
+        try:
+            self.fields = redact(self.fields)
+        # Somebody's mapping, or an object that stands for another, may raise when it is looked at.
+        except Exception:  # noqa: BLE001
+            self.fields = {name: _redact_field(name, one) for name, one in self.fields.items()}
+
+
+def _redact_field(name: str, value: object) -> object:
+    try:
+        return redact({name: value})[name]
+    except Exception:  # noqa: BLE001  # as above
+        return redact({name: to_text(value, repr)})[name]
 
 
 def json_line(event: Event, place: Place, now: float) -> bytes:
@@ -156,12 +168,9 @@ def console_line(event: Event, place: Place, now: float, *, colours: bool) -> st
 
 def show(value: object) -> str:
     if isinstance(value, str):
-        return repr(value) if _NEEDS_QUOTES(value) else value
-    try:
-        return repr(value)
-    # Somebody's __repr__; a log line must not end a training.
-    except Exception:  # noqa: BLE001
-        return _text(value)
+        text = value if type(value) is str else to_text(value)
+        return repr(text) if _NEEDS_QUOTES(text) else text
+    return to_text(value, repr)
 
 
 def traceback_text(exc_info: object) -> str | None:
@@ -172,16 +181,19 @@ def traceback_text(exc_info: object) -> str | None:
         return "".join(traceback.format_exception(*found)).rstrip("\n")
     # Of an exception that cannot be formatted its kind is still worth a line.
     except Exception:  # noqa: BLE001
-        return f"{found[0].__name__}, which cannot be formatted"
+        return to_text(found[1])
 
 
 def to_exc_info(given: object) -> ExcInfo | None:
-    if isinstance(given, BaseException):
-        return type(given), given, given.__traceback__
-    found = given if isinstance(given, tuple) else sys.exc_info() if given else None
-    if found is None or len(found) != 3 or not isinstance(found[1], BaseException):
+    if issubclass(type(given), BaseException):
+        error = cast("BaseException", given)
+        return type(error), error, error.__traceback__
+    if given is None or given is False:
         return None
-    return found
+    found = given if type(given) is tuple else sys.exc_info()
+    if len(found) != 3 or not isinstance(found[1], BaseException):
+        return None
+    return cast("ExcInfo", found)
 
 
 def _fields(event: Event, place: Place | None) -> dict[str, Any]:
@@ -209,22 +221,14 @@ def _plain(value: object) -> object:
 
 
 def _item(value: Any) -> object:
-    if getattr(value, "ndim", None) == 0 and hasattr(value, "dtype"):
-        try:
-            return value.item()
-        # What only looks like one is told as text.
-        except Exception:  # noqa: BLE001, S110
-            pass
-    return _text(value)
-
-
-def _text(value: object) -> str:
     try:
-        said = str(value)
-    # Somebody's __str__; a log line must not end a training.
-    except Exception:  # noqa: BLE001
-        return f"<{type(value).__name__}, which cannot be shown>"
-    return said if len(said) <= _LONGEST else f"{said[:_LONGEST]}..."
+        if getattr(value, "ndim", None) == 0 and hasattr(value, "dtype"):
+            return value.item()
+    # What only looks like one is told as text.
+    except Exception:  # noqa: BLE001, S110
+        pass
+    text = to_text(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 class _Target:

@@ -14,6 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
+from ezpz_obs._context import to_text
 from ezpz_obs._errors import SinkError
 from ezpz_obs._run import Shown, read_run, shown_of
 
@@ -47,8 +48,8 @@ def make_sink(sink: str | Sink, *, own: bool = False, close_seconds: float | Non
     if not isinstance(sink, str):
         if not isinstance(sink, Sink):
             raise SinkError(
-                f"{sink!r:.200} as a sink; expected one of {', '.join(NAMES)}, or an object with "
-                "name, open, write and close"
+                f"{to_text(sink, repr):.200} as a sink; expected one of {', '.join(NAMES)}, or "
+                "an object with name, open, write and close"
             )
         return sink
     if sink == "csv":

@@ -15,6 +15,7 @@ from typing import Any, Final, Protocol, runtime_checkable
 
 import orjson
 
+from ezpz_obs._context import to_text
 from ezpz_obs._errors import HistoryError, SinkError
 from ezpz_obs._file import FILE_NAME, HEADER, as_float, decode
 
@@ -84,7 +85,7 @@ def markdown_table(data: bytes) -> str:
 
 
 def say_error(error: BaseException) -> str:
-    text = " ".join(str(error).split())
+    text = " ".join(to_text(error).split())
     return f"{type(error).__name__}: {text:.500}" if text else type(error).__name__
 
 

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 import orjson
 
-from ezpz_obs._context import find_place
+from ezpz_obs._context import find_place, to_text
 from ezpz_obs._errors import SinkError
 from ezpz_obs._run import Shown
 from ezpz_topo import redact
@@ -249,7 +249,7 @@ def _why_not_online() -> str | None:
 
 
 def _first_line(error: object) -> str:
-    return str(error).partition("\n")[0] or type(error).__name__
+    return to_text(error).partition("\n")[0] or type(error).__name__
 
 
 def _end_with_main() -> None:
