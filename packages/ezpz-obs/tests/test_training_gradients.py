@@ -135,14 +135,18 @@ def test_replicated_and_partial_dtensors(ranks):
         one = torch.nn.Parameter(distribute_tensor(torch.zeros(4, 3), mesh, placements))
         one.grad = distribute_tensor(whole, mesh, placements)
         say([gradient_norm([one]).item(), gradient_norm([one], math.inf).item()])
-    one = torch.nn.Parameter(distribute_tensor(torch.zeros(4, 3), mesh, [Replicate()] * 2))
-    one.grad = DTensor.from_local(whole / 2, mesh, [Partial(), Replicate()])
-    say([gradient_norm([one]).item(), gradient_norm([one], math.inf).item()])
+    for dtype in (torch.float32, torch.bfloat16):
+        one = torch.nn.Parameter(
+            distribute_tensor(torch.zeros(4, 3, dtype=dtype), mesh, [Replicate()] * 2)
+        )
+        part = (whole / 2).to(dtype)
+        one.grad = DTensor.from_local(part, mesh, [Partial(), Replicate()])
+        say([gradient_norm([one]).item(), gradient_norm([one], math.inf).item()])
     """
     expected = torch.arange(1.0, 13.0).norm().item()
     for rank in ranks(MODEL + textwrap.dedent(code), 4):
         assert rank.status == 0, rank.err
-        assert len(rank.said) == 6
+        assert len(rank.said) == 7
         for norm, largest in rank.said:
             assert norm == pytest.approx(expected)
             assert largest == 12

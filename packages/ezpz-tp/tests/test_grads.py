@@ -447,6 +447,95 @@ def test_norm_of_torchs_tensor_parallelism_inside_of_fsdp():
         torch.testing.assert_close(clipped.grad.full_tensor(), one.grad, rtol=1e-12, atol=1e-15)
 
 
+def equal_on_all_ranks(tensor):
+    everywhere = [torch.zeros_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(everywhere, tensor)
+    return all(torch.equal(one, tensor) for one in everywhere)
+
+
+@on_ranks(2, in_processes=True, initialize=False)
+def test_norm_of_torchs_sequence_parallelism():
+    """The gradients of its norms are partial sums, and the parameters replicated."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, parallel
+
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 6), nn.Linear(6, 4)).double()
+    model = copy.deepcopy(whole)
+    plan = {
+        "0": parallel.SequenceParallel(),
+        "1": parallel.ColwiseParallel(input_layouts=Shard(1)),
+        "2": parallel.RowwiseParallel(),
+    }
+    parallel.parallelize_module(model, init_device_mesh("cpu", (2,)), plan)
+    x = torch.randn(2, 4, 4, dtype=torch.float64)
+    whole(x).square().sum().backward()
+    model(x.chunk(2, 1)[dist.get_rank()]).square().sum().backward()
+    for order in (1.0, 2.0, math.inf):
+        expected = nn.utils.get_total_norm([one.grad for one in whole.parameters()], order)
+        found = tp.get_grad_norm(model, order)
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+        assert equal_on_all_ranks(found)
+    tp.verify_replicated(model, gradients=True, state=tp.ParallelState.create(2))
+    assert model[0].weight.grad.placements[0].is_partial(), "only looked at"
+    tp.clip_grad_norm_(model, 0.5)
+    nn.utils.clip_grad_norm_(whole.parameters(), 0.5)
+    for each in (model, whole):
+        torch.optim.SGD(each.parameters(), lr=1.0).step()
+    for clipped, one in zip(model.parameters(), whole.parameters(), strict=True):
+        assert clipped.grad.placements == clipped.placements
+        assert equal_on_all_ranks(clipped.grad.full_tensor())
+        torch.testing.assert_close(clipped.grad.full_tensor(), one.grad, rtol=1e-12, atol=1e-15)
+        torch.testing.assert_close(clipped.full_tensor(), one.detach(), rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("placements", "placements_of_gradient"),
+    [
+        ("R R", "P R"),
+        ("R R", "P P"),
+        ("R R", "R M"),
+        ("S R", "S P"),  # as of FSDP2 with tensor parallelism
+        ("R S", "P S"),  # as of HSDP
+        ("R R", "S R"),
+        ("S R", "R R"),
+        ("S T", "T S"),
+    ],
+)
+@on_ranks(4, in_processes=True, initialize=False)
+def test_norm_of_a_gradient_that_is_laid_out_otherwise(placements, placements_of_gradient):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+
+    kinds = {"R": Replicate(), "S": Shard(0), "T": Shard(1), "P": Partial(), "M": Partial("avg")}
+    mesh = init_device_mesh("cpu", (2, 2))
+    whole = torch.arange(1.0, 21.0, dtype=torch.float64).reshape(4, 5)
+    order_of_parameter = [kinds[letter] for letter in placements.split()]
+    one = nn.Parameter(distribute_tensor(torch.zeros_like(whole), mesh, order_of_parameter))
+    order_of_gradient = [kinds[letter] for letter in placements_of_gradient.split()]
+    one.grad = distribute_tensor(whole, mesh, order_of_gradient)
+    assert one.grad.placements == tuple(order_of_gradient)
+    expected = {order: whole.norm(order) for order in (1.0, 2.0, math.inf)}
+    for order, norm in expected.items():
+        found = tp.get_grad_norm(one, order)
+        torch.testing.assert_close(found, norm, rtol=1e-12, atol=0)
+        assert equal_on_all_ranks(found)
+    assert one.grad.placements == tuple(order_of_gradient)
+    tp.finalize_grads(one)
+    assert one.grad.placements == one.placements
+    torch.testing.assert_close(one.grad.full_tensor(), whole, rtol=1e-12, atol=0)
+    one.grad = distribute_tensor(whole, mesh, order_of_gradient)
+    tp.clip_grad_norm_(one, 0.5)
+    assert one.grad.placements == one.placements
+    clipped = whole * 0.5 / (expected[2.0] + 1e-6)
+    torch.testing.assert_close(one.grad.full_tensor(), clipped, rtol=1e-12, atol=1e-15)
+    if "P" in placements_of_gradient:
+        one.grad = distribute_tensor(whole, mesh, order_of_gradient)
+        tp.mark_sequence_parallel(one)
+        with pytest.raises(tp.ParallelError, match=r"sequence_parallel .* shape \(4, 5\).*twice"):
+            tp.finalize_grads(one, state=tp.ParallelState.create(2))
+
+
 @pytest.mark.parametrize("order", [2.0, math.inf])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @on_ranks(2)

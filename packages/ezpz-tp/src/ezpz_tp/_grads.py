@@ -63,6 +63,10 @@ def finalize_grads(
     and dtype over the group of all axes (``also=[("data", "context")]`` when groups are made), or
     without such a group one for each axis.
 
+    A DTensor's gradient that is laid out otherwise than its parameter (torch's
+    ``SequenceParallel`` leaves partial sums) first becomes as the parameter is. This replaces
+    ``grad``, by one collective or more for each such parameter.
+
     What is summed is ``main_grad`` where a parameter has one, else ``grad``; of a DTensor
     (FSDP2) this rank's shard. A rank that has no gradient of such a parameter counts as zero,
     and gets the sum if another rank had one. At tensor-parallel degree 1 nothing is sent for
@@ -80,7 +84,8 @@ def finalize_grads(
     Raises:
         ParallelError: A tied embedding is on a pipeline's stage without an embedding group. Or
             FSDP2 has dropped the parameters' attributes. Or an expert's parameter would be
-            reduced over axes that are not its own. Or a gradient to reduce is sparse.
+            reduced over axes that are not its own. Or a gradient to reduce is sparse. Or a
+            DTensor's gradient is a partial sum already, and ``sequence_parallel`` is True.
         NotInitializedError: Parameters are sharded, or axes are named, and there is neither
             ``state`` nor default.
         ValueError: An axis is neither ``data`` nor ``context``, or is named twice.
@@ -93,6 +98,8 @@ def finalize_grads(
         return
     state = state or current_state()
     check_marks(state, parameters)
+    _refuse_two_sums(parameters)
+    _lay_out_gradients(parameters)
     average = (average_over,) if isinstance(average_over, str) else tuple(average_over)
     total = (sum_over,) if isinstance(sum_over, str) else tuple(sum_over)
     if average or total:
@@ -123,6 +130,43 @@ def gradient(parameter: Tensor) -> Tensor | None:
     """Return Megatron DDP's fp32 ``main_grad`` where there is one, else ``grad``."""
     main: Tensor | None = getattr(parameter, "main_grad", None)
     return parameter.grad if main is None else main
+
+
+def laid_out_gradient(parameter: Tensor) -> Tensor | None:
+    """Return the gradient, of a DTensor with the placements of the parameter. Collective."""
+    found = gradient(parameter)
+    placements = getattr(parameter, "placements", None)
+    if placements is None or getattr(found, "placements", placements) == placements:
+        return found
+    dtensor: Any = found
+    laid_out: Tensor = dtensor.redistribute(placements=placements)
+    return laid_out
+
+
+def _refuse_two_sums(parameters: list[Tensor]) -> None:
+    """Raise for what both DTensor and ``sequence_parallel`` would sum."""
+    for one in parameters:
+        placements: tuple[Any, ...] = getattr(gradient(one), "placements", ())
+        is_partial = any(placement.is_partial() for placement in placements)
+        if is_partial and getattr(one, "sequence_parallel", False):
+            raise ParallelError(
+                f"finalize_grads: sequence_parallel is True of a parameter of shape "
+                f"{tuple(one.shape)}, whose gradient is a DTensor with {placements}; expected one "
+                "of the two, since it would be summed twice: leave the mark out"
+            )
+
+
+def _lay_out_gradients(parameters: list[Tensor]) -> None:
+    """Replace gradients of DTensors that are laid out otherwise than their parameters."""
+    for one in parameters:
+        grad = gradient(one)
+        laid_out = laid_out_gradient(one)
+        if laid_out is grad:
+            continue
+        if getattr(one, "main_grad", None) is None:
+            one.grad = laid_out
+        else:
+            one.main_grad = laid_out  # type: ignore[attr-defined]
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -278,7 +322,8 @@ def clip_grad_norm_(
     """Scale the gradients, in place, so that the norm of the whole model's is at most a bound.
 
     What ``torch.nn.utils.clip_grad_norm_`` does for a model on one device. Call it after
-    `finalize_grads`. Nothing waits for the device, unless ``error_if_nonfinite``.
+    `finalize_grads`. Nothing waits for the device, unless ``error_if_nonfinite``. Gradients of
+    DTensors get the placements of their parameters, as there.
 
     Collective: every rank of the tensor and pipeline groups (and of the groups that FSDP2
     shards over) calls this, with all of its parameters.
@@ -296,6 +341,8 @@ def clip_grad_norm_(
         ParallelError: See `get_grad_norm`.
     """
     parameters = parameters_of(parameters)
+    with torch.no_grad():
+        _lay_out_gradients(parameters)
     total = get_grad_norm(parameters, norm_type, error_if_nonfinite=error_if_nonfinite, state=state)
     # No condition on the host: that would wait for the device.
     factor = torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)
@@ -389,10 +436,10 @@ def _counted(
             groups += _several(state, "expert_tensor", "expert")
             place = state.index("expert_tensor")
         grads = counted.setdefault((is_expert, groups), [])
-        if place == 0 or getattr(one, "tensor_model_parallel", False):
-            grad = gradient(one)
-            if grad is not None:
-                grads.append(local_part(grad))
+        grad = laid_out_gradient(one)  # by all ranks, also those where it does not count
+        is_counted = place == 0 or getattr(one, "tensor_model_parallel", False)
+        if is_counted and grad is not None:
+            grads.append(local_part(grad))
     return counted
 
 

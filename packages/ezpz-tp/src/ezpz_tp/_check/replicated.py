@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 from ezpz_tp._current import get_state
 from ezpz_tp._errors import ParallelError, ReplicaError
-from ezpz_tp._grads import gradient, is_shared, is_tied, local_part
+from ezpz_tp._grads import is_shared, is_tied, laid_out_gradient, local_part
 from ezpz_tp._groups import live_world
 from ezpz_tp._init import sending_device
 from ezpz_tp._mappings import all_gather
@@ -113,7 +113,7 @@ def _items(
         digest = _digest(value) if _is_mixed(value) else 0
         yield _Item(name, digest, differs=True, mend=_SEEDS)
     if gradients and not sharded:
-        grad = gradient(parameter)
+        grad = laid_out_gradient(parameter)
         digest = 0 if grad is None else _digest(local_part(grad))
         yield _Item(f"gradient of {name}", digest, mend=_advice(parameter, axis))
 
