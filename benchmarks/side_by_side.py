@@ -40,7 +40,6 @@ SECTIONS: dict[str, Callable[[int], list[str]]] = {
     "tp": lambda runs: ["--quick", f"--seconds={runs / 10}"],
     "tp_check": lambda runs: [f"--rounds={2 * runs}"],
     "tp_context": lambda runs: [f"--runs={max(3, runs // 2)}"],
-    "models": lambda runs: [f"--rounds={runs}"],
     "accelerator": lambda runs: [f"--runs={2 * runs}"],
 }
 

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import launch
 import launch_programs
-import models
 import nodelists
 import obs
 import pytest
@@ -49,16 +48,6 @@ def test_a_peer_that_says_something_else_is_not_compared(monkeypatch):
     rows = nodelists.ten_thousand(1)
     assert len(rows) == 5
     assert all("AssertionError" in row.missing for row in rows), rows
-
-
-def test_a_peer_that_generates_other_tokens_is_not_compared(monkeypatch, tmp_path):
-    says = "def call(): return prompts[:, :{}]\n"
-    monkeypatch.setattr(models, "GENERATORS", {"ours": says.format(2), "x": says.format(1)})
-    monkeypatch.setattr(models, "present", lambda _: (dict(HERE), {}))
-    (row,) = models.generation(1, str(tmp_path))
-    assert (row.key, row.ours, row.missing) == (
-        "models/generate/x", None, "it generates other tokens",
-    )  # fmt: skip
 
 
 def test_fewer_steps_are_not_a_million(tmp_path):

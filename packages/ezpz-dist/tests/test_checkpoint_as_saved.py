@@ -412,3 +412,39 @@ if rank == 0:
 
 def test_what_is_equal_on_all_ranks_is_saved_once(ranks, tmp_path):
     ranks(2, MODELS + EQUAL, env={"FOLDER": str(tmp_path)})
+
+
+FROZEN = """
+def made(wrap, seed):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 2))
+    model[0].requires_grad_(False)
+    model = wrap(model)
+    learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return model, torch.optim.AdamW(learned, lr=0.1)
+
+for kind, wrap in (("ddp", wrap_model_for_ddp), ("fsdp2", wrap_model_for_fsdp2)):
+    model, optimizer = made(wrap, 1)
+    model(torch.randn(8, 64)).sum().backward()
+    optimizer.step()
+    for name, frozen in (("whole", True), ("part", False)):
+        path = f"{where}/{kind}-{name}"
+        save_checkpoint(path, model=model, optimizer=optimizer, step=1, frozen=frozen)
+    full, part = (latest_checkpoint(f"{where}/{kind}-{name}") for name in ("whole", "part"))
+    assert part.contents == ("trainable", "optimizer", "rng")
+    assert full.size - part.size > 64 * 64 * 4 - 2000
+    other, theirs = made(wrap, 2)
+    untouched = values(other, theirs)
+    load_checkpoint(part.folder.rpartition("/")[0], model=other, optimizer=theirs)
+    found, expected = values(other, theirs), values(model, optimizer)
+    assert found.keys() == expected.keys()
+    for key, value in found.items():
+        assert torch.equal(value, untouched[key] if key.startswith("0.") else expected[key]), key
+    learns = wrap(nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 2)))
+    path = f"{where}/{kind}-part"
+    raises(CheckpointError, "2 tensors are not in it", load_checkpoint, path, model=learns)
+"""
+
+
+def test_frozen_parameters_are_left_out_and_stay_as_they_are(ranks, tmp_path):
+    ranks(2, MODELS + FROZEN, env={"FOLDER": str(tmp_path)})

@@ -72,11 +72,6 @@ if TYPE_CHECKING:
     from ezpz_topo import get_world_size_total as get_world_size_total
     from ezpz_topo import write_hostfile_from_list_of_hosts as write_hostfile_from_list_of_hosts
     from ezpz_topo import write_localhost_to_hostfile as write_localhost_to_hostfile
-    from ezpz_tp import apply_lora as apply_lora
-    from ezpz_tp import load_lora as load_lora
-    from ezpz_tp import lora_state_dict as lora_state_dict
-    from ezpz_tp import merge_lora as merge_lora
-    from ezpz_tp import save_lora as save_lora
 
     from . import data as data
     from . import doctor as doctor

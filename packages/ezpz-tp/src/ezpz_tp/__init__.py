@@ -128,7 +128,6 @@ if TYPE_CHECKING:
     from ._formats.dcp import dtensor_state_dict, load_dtensor_state_dict, reshard
     from ._formats.huggingface import save_huggingface
     from ._formats.llama import save_llama
-    from ._lora import apply_lora, load_lora, lora_state_dict, merge_lora, save_lora
     from ._sharding import EinsumSharding, einsum_sharding
     from ._state_dict import gather_state_dict, shard_state_dict
 
@@ -142,9 +141,6 @@ _LATER = {
     **dict.fromkeys(("dtensor_state_dict", "load_dtensor_state_dict", "reshard"), "_formats.dcp"),
     "save_huggingface": "_formats.huggingface",
     "save_llama": "_formats.llama",
-    **dict.fromkeys(
-        ("apply_lora", "load_lora", "lora_state_dict", "merge_lora", "save_lora"), "_lora"
-    ),
     **dict.fromkeys(("gather_state_dict", "shard_state_dict"), "_state_dict"),
 }
 """What designs and checks, and what works on files: imported when it is first used."""
@@ -168,7 +164,7 @@ __all__ = [
     "ParallelTypeError", "Piece", "Pipeline", "RankLayout", "ReplicaError", "RngTracker",
     "RowParallelLinear", "Shard", "VocabParallelEmbedding", "VocabUtility", "__version__",
     "all_gather_last_dim_from_tensor_parallel_region", "all_to_all", "all_to_all_hp2sp",
-    "all_to_all_sp2hp", "apply_lora", "broadcast_data", "check", "checkpoint",
+    "all_to_all_sp2hp", "broadcast_data", "check", "checkpoint",
     "checkpoint_activations", "clip_grad_norm_", "copy_attributes",
     "copy_tensor_model_parallel_attributes", "copy_to_tensor_parallel_region", "current_state",
     "declare_type", "describe", "describe_mesh", "destroy_model_parallel",
@@ -189,12 +185,12 @@ __all__ = [
     "get_tensor_parallel_ranks", "get_tensor_parallel_src_rank", "get_tensor_parallel_world_size",
     "head_to_sequence", "initialize_model_parallel", "initialize_shard",
     "initialize_tensor_parallel", "is_pipeline_first_stage", "is_pipeline_last_stage",
-    "keep_attributes", "load_dtensor_state_dict", "load_lora", "lora_state_dict",
-    "make_group", "make_mesh", "mark_sequence_parallel", "merge_lora",
+    "keep_attributes", "load_dtensor_state_dict",
+    "make_group", "make_mesh", "mark_sequence_parallel",
     "param_is_not_tensor_parallel_duplicate",
     "reduce_from_tensor_parallel_region", "reduce_scatter_last_dim_to_tensor_parallel_region",
     "reduce_scatter_to_sequence_parallel_region", "reshard", "ring_attention", "rng_contexts",
-    "save_huggingface", "save_llama", "save_lora", "scatter_to_sequence_parallel_region",
+    "save_huggingface", "save_llama", "scatter_to_sequence_parallel_region",
     "scatter_to_tensor_parallel_region", "seed_model_parallel", "sequence_positions",
     "sequence_to_head", "set_defaults_if_not_set_tensor_model_parallel_attributes", "set_shard",
     "set_tensor_model_parallel_attributes", "shard_of", "shard_sequence", "shard_state_dict",

@@ -585,7 +585,7 @@ def save_checkpoint(
             time or datetime comes back as text (ISO 8601), an Enum's member as its value, and a
             namedtuple as a tuple.
         frozen: Save parameters that require no gradient, too. False leaves them out, as for
-            adapters (`ezpz_tp.apply_lora`); `load_checkpoint` then leaves them as they are.
+            adapters of peft's; `load_checkpoint` then leaves them as they are.
         keep: How many steps to keep, the newest, and those of an abandoned branch last; None: all.
             The older ones go once the new one is there; where it would not fit beside them, before,
             but never the last whole one.

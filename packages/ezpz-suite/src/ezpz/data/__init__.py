@@ -4,8 +4,6 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     # The one list of the public names: type checkers read it, and `attach` does.
     from ._digits import digits as digits
-    from ._documents import NOT_LEARNED as NOT_LEARNED
-    from ._documents import pack_documents as pack_documents
     from ._loader import loader_options as loader_options
     from ._tokens import TokenBlocks as TokenBlocks
     from ._tokens import TokenHeader as TokenHeader

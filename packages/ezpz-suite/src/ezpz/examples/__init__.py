@@ -6,7 +6,7 @@ from importlib.util import find_spec
 # What an example may import, and what to install for it.
 EXTRAS = {
     "sklearn": "ezpz-suite[examples]",
-    **dict.fromkeys(["accelerate", "transformers"], "ezpz-suite[huggingface]"),
+    **dict.fromkeys(["accelerate", "peft", "transformers"], "ezpz-suite[huggingface]"),
     **dict.fromkeys(["jinja2", "matplotlib"], "ezpz-obs[report]"),
     "deepspeed": "ezpz-suite[deepspeed]",
     "lightning_fabric": "ezpz-suite[fabric]",

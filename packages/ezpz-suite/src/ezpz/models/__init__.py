@@ -8,7 +8,6 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     # The one list of the public names: type checkers read it, and `attach` does.
     from ._errors import ModelError as ModelError
-    from ._generate import generate as generate
     from ._images import MLP as MLP
     from ._images import DiT as DiT
     from ._images import DiTConfig as DiTConfig
@@ -23,13 +22,6 @@ if TYPE_CHECKING:
     from ._llama_files import load_huggingface as load_huggingface
     from ._llama_pipeline import LlamaPipeline as LlamaPipeline
     from ._llama_pipeline import llama_pipeline as llama_pipeline
-    from ._pretrained import causal_losses as causal_losses
-    from ._pretrained import find_pretrained as find_pretrained
-    from ._pretrained import flops_per_token as flops_per_token
-    from ._pretrained import load_pretrained as load_pretrained
-    from ._pretrained import load_tokenizer as load_tokenizer
-    from ._pretrained import lora_targets as lora_targets
-    from ._pretrained import save_pretrained as save_pretrained
 else:
     from ezpz_topo import attach
 

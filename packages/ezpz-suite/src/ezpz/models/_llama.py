@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, overload
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -344,41 +344,6 @@ class SequenceShare:
         return self
 
 
-class Cache:
-    """Keys and values of the tokens so far, of all blocks, while `generate` adds some."""
-
-    # No tuple and no dataclass, as `Rotation`.
-
-    def __init__(self, length: int, starts: Tensor | None) -> None:
-        """Hold ``length`` tokens at most; before ``starts``, ``[batch]``, they are padding."""
-        self._length, self._starts, self._begin, self._end = length, starts, 0, 0
-        self._mask: Tensor | None = None
-        self._kept: dict[int, Tensor] = {}  # [2, batch, this rank's kv_heads, length, head_dim]
-
-    def advance(self, tokens: int, device: torch.device) -> Tensor:
-        """Return the positions of the next tokens: all of the prompts, then one at a time."""
-        self._begin, self._end = self._end, self._end + tokens
-        positions = torch.arange(self._begin, self._end, device=device)
-        if self._starts is not None:
-            keys, queries = torch.arange(self._end, device=device), positions.unsqueeze(-1)
-            seen = (keys >= self._starts.view(-1, 1, 1)) & (keys <= queries)
-            # Padding sees itself: a softmax of nothing would be NaN.
-            self._mask = (seen | (keys == queries)).unsqueeze(1)
-        return positions
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Keep keys and values, and return what these queries see of all so far."""
-        if layer not in self._kept:
-            self._kept[layer] = k.new_empty(2, *k.shape[:2], self._length, k.shape[-1])
-        kept = self._kept[layer]
-        kept[0, :, :, self._begin : self._end], kept[1, :, :, self._begin : self._end] = k, v
-        keys, values = kept[:, :, :, : self._end]
-        causal, grouped = self._mask is None and q.shape[2] > 1, q.shape[1] != k.shape[1]
-        return scaled_dot_product_attention(
-            q, keys, values, self._mask, is_causal=causal, enable_gqa=grouped
-        )
-
-
 class Attention(nn.Module):
     """Grouped-query attention (Ainslie et al., arXiv:2305.13245) with rotary positions."""
 
@@ -386,13 +351,12 @@ class Attention(nn.Module):
         super().__init__()
         config = build.config
         self._build, self._share, self._head_dim = build, share, config.head_dim
-        self._layer = layer
         self.q_proj = build.column(config.heads * config.head_dim, 16 * layer + 1)
         self.k_proj = build.column(config.kv_heads * config.head_dim, 16 * layer + 2)
         self.v_proj = build.column(config.kv_heads * config.head_dim, 16 * layer + 3)
         self.o_proj = build.row(config.heads * config.head_dim, 16 * layer + 4)
 
-    def forward(self, hidden: Tensor, by: Rotation, cache: Cache | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, by: Rotation) -> Tensor:
         hidden = self._build.enter(hidden)
         # [b, s, heads * d], sequence parallel [s, b, heads * d], to [b, heads, s, d]
         order = (1, 2, 0, 3) if self._build.sequence_parallel else (0, 2, 1, 3)
@@ -401,8 +365,7 @@ class Attention(nn.Module):
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
         q, k = rotate(q, by), rotate(k, by)
-        attend = self._share.attend if cache is None else partial(cache.attend, self._layer)
-        mixed = attend(q, k, v)
+        mixed = self._share.attend(q, k, v)
         back = (2, 0, 1, 3) if self._build.sequence_parallel else (0, 2, 1, 3)
         added: Tensor = self.o_proj(mixed.permute(back).flatten(-2))
         return added
@@ -434,8 +397,8 @@ class Block(nn.Module):
         self.post_attention_layernorm = build.norm()
         self.mlp = FeedForward(build, layer)
 
-    def forward(self, hidden: Tensor, by: Rotation, cache: Cache | None = None) -> Tensor:
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), by, cache)
+    def forward(self, hidden: Tensor, by: Rotation) -> Tensor:
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), by)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))  # type: ignore[no-any-return]
 
 
@@ -541,13 +504,7 @@ class Llama(nn.Module):
         if config.tie_embeddings:
             self._tie()
 
-    @overload
-    def forward(self, tokens: Tensor, *, cache: Cache | None = None) -> Tensor: ...
-    @overload
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor: ...
-    def forward(
-        self, tokens: Tensor, targets: Tensor | None = None, *, cache: Cache | None = None
-    ) -> Tensor:
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """Return the logits, or with ``targets`` the loss.
 
         Collective, where parallel: every rank of the model calls this.
@@ -556,7 +513,6 @@ class Llama(nn.Module):
             tokens: ``[batch, s]``, int64; of a stage that is not the first, what the stage before
                 returned. Where the sequence is shared, this rank's part (`shard_sequence`).
             targets: ``[batch, s]``, int64: the token after each; -100 is left out.
-            cache: What `generate` gives: the logits are of the last token alone.
 
         Returns:
             ``[batch, s, vocab_size]``, parallel ``[batch, s, ceil(vocab_size / tp)]``; the
@@ -568,21 +524,16 @@ class Llama(nn.Module):
         hidden = tokens
         if self.embed_tokens is not None:
             hidden = self.embed_tokens(tokens.t() if self._build.sequence_parallel else tokens)
-        if cache is None:
-            by = self._rotation(hidden)
-        else:
-            by = rotation(self.config, cache.advance(hidden.shape[1], hidden.device))
+        by = self._rotation(hidden)
         for layer in self.layers:
             if self.checkpoint and torch.is_grad_enabled():
                 hidden = ezpz_tp.checkpoint_activations(layer, hidden, by)
             else:
-                hidden = layer(hidden, by, cache)
+                hidden = layer(hidden, by)
         if self.lm_head is None or self.norm is None:
             if targets is not None:
                 raise ModelError("a stage without the output layer has no loss; give no targets")
             return hidden
-        if cache is not None:
-            hidden = hidden[:, -1:]
         hidden = self._build.enter(self.norm(hidden))
         if self._build.sequence_parallel:
             hidden = hidden.transpose(0, 1)
