@@ -5,6 +5,7 @@ import os
 import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -38,6 +39,25 @@ def test_a_place_to_meet_of_the_shell_is_set_aside_in_a_line_and_one_asked_for_i
     explained = launch("-n", "2", "--dry-run", "true", env=env)
     assert f"note: {line}" in explained.stdout
     assert "--env MASTER_ADDR=elsewhere --env MASTER_PORT=1" in explained.stdout
+
+
+@pytest.mark.parametrize("launcher", ["hydra", "spawn"])
+@pytest.mark.parametrize("host", ["::1", "127.0.1.1", "own address"])
+def test_this_host_by_an_address(launch, tmp_path, launcher, host):
+    if host == "own address":
+        with socket.socket(type=socket.SOCK_DGRAM) as probe:
+            try:
+                probe.connect(("203.0.113.9", 9))  # sends nothing
+            except OSError:
+                pytest.skip("no network: this host has loopback addresses only")
+            host = probe.getsockname()[0]
+    (tmp_path / "hosts").write_text(f"{host} slots=2\n")
+    words = ("--launcher", launcher, "--hostfile", str(tmp_path / "hosts"))
+    done = launch(*words, sys.executable, "-c", SHOW, timeout=120)
+    assert done.returncode == 0, done.stderr
+    names = ("RANK", "LOCAL_RANK", "MASTER_ADDR")
+    ranks = sorted([seen[name] for name in names] for _, seen in shown(done))
+    assert ranks == [["0", "0", "127.0.0.1"], ["1", "1", "127.0.0.1"]]
 
 
 def test_arguments_that_are_no_text_and_no_temporary_directory(launch, tmp_path):

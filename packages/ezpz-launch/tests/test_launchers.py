@@ -46,6 +46,15 @@ def test_what_reaches_no_other_host(kind, options, message):
         argv(planned(kind, of=2, **options))
 
 
+@pytest.mark.parametrize("options", [{}, {"nodes": 1}, {"nodes": 1, "exclude": "a", "spares": 1}])
+def test_hydra_takes_no_ipv6_address_of_another_host(options):
+    hosts = ["2001:db8::7", "a", "2001:db8::8"]
+    with pytest.raises(UsageError, match=r"2001:db8::7 \(.* no IPv6 address; expected a "):
+        planned("hydra", machine="workstation", hosts=hosts, **options)
+    told = planned("openmpi", machine="workstation", hosts=hosts)
+    assert hostfile_of(told) == hosts
+
+
 @pytest.mark.parametrize(("machine", "kind"), [("crux", "pals"), ("frontier", "srun")])
 def test_no_binding_is_said_to_a_launcher_that_binds_by_itself(machine, kind):
     told = planned(kind, machine=machine, of=1, cpu_bind="none")
@@ -102,7 +111,7 @@ def test_a_nodelist_that_is_too_long_for_one_word_goes_into_the_file():
 @pytest.mark.parametrize(("machine", "hosts", "error", "message"), [
     ("generic-slurm", ("node0001", "login1"), UsageError,
      r"login1 \(argument\): not in Slurm job hypothetical, which has node"),
-    ("generic-slurm", ("node0001", "node0001.x"), UsageError, "two of these are one node"),
+    ("generic-slurm", ("node0002", "node0002.x"), UsageError, "two of these are one node"),
     ("workstation", None, LaunchError, "srun starts ranks in a Slurm job, and there is none"),
 ])  # fmt: skip
 def test_srun_reaches_the_jobs_own_hosts_only(machine, hosts, error, message):

@@ -1,5 +1,9 @@
 """Which hosts, how many ranks, and of which cores: without any launcher."""
 
+import itertools
+import re
+import socket
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -50,6 +54,7 @@ def test_names_mean_hosts_whatever_their_suffix_case_or_spelling():
     found, unknown = match_hosts(names, hosts)
     assert list(found) == list(hosts)
     assert unknown == ["nid009", "10.0.0.2"]
+    assert match_hosts(["127.0.0.1"], ["a", "localhost"]) == ({"localhost": "127.0.0.1"}, [])
 
 
 def test_ten_thousand_of_ten_thousand():
@@ -207,9 +212,57 @@ def test_numbers_that_contradict_each_other(topology, options, message):
         arranged(topology, **options)
 
 
-def test_this_host_by_any_of_its_names():
+LOOPBACK = ["localhost", "127.0.0.1", "127.0.1.1", "127.9.8.7", "::1", "0.0.0.0", "ip6-localhost"]
+
+
+def find_address(family, elsewhere):
+    """Return an address of this host by which it would reach another; None if it has none."""
+    with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((elsewhere, 9))  # sends nothing
+        return probe.getsockname()[0]
+    return None
+
+
+@pytest.fixture
+def own_addresses():
+    """The addresses of this host that others would know; none where it has no network."""
+    pairs = ((socket.AF_INET, "203.0.113.9"), (socket.AF_INET6, "2001:db8::9"))
+    return [address for pair in pairs if (address := find_address(*pair))]
+
+
+def test_this_host_by_any_of_its_names(own_addresses):
     laptop = replace(HERE, hostname="laptop")
-    for host in ("laptop", "LAPTOP.example.org", "localhost", "127.0.0.1"):
+    own = ("laptop", "LAPTOP.example.org", *LOOPBACK, *own_addresses)
+    for host in own:
         assert arranged(laptop, [host], source="argument").on_this_host, host
-    with pytest.raises(UsageError, match="localhost among several hosts"):
-        arranged(laptop, ["localhost", "b"], source="argument")
+    assert not arranged(laptop, ["203.0.113.9"], source="argument").on_this_host
+
+
+@pytest.mark.parametrize("spares", [0, 1])
+@pytest.mark.parametrize("host", LOOPBACK)
+def test_a_loopback_name_among_several_hosts(host, spares):
+    for hosts in (["a", host, "b"], ["a", "b", host]):
+        with pytest.raises(UsageError, match=rf"{re.escape(host)} among several .* own name; corr"):
+            arranged(replace(HERE, hostname="a"), hosts, source="argument", spares=spares)
+    # where it has no rank, it does no harm
+    assert arranged(HERE, [host, "b"], source="argument", nodes=1).on_this_host
+
+
+def test_two_names_of_this_host(own_addresses):
+    laptop = replace(HERE, hostname="laptop")
+    pairs = list(itertools.combinations(["laptop", *own_addresses], 2))
+    for one, other in pairs:
+        for hosts in ([one, other], ["b", one, "c", other]):
+            with pytest.raises(UsageError, match=f"{one} and {other} are both this host .*; remo"):
+                arranged(laptop, hosts, source="argument")
+        # one after the other, as a spare is used, they may be
+        assert arranged(laptop, [one, other], source="argument", nodes=1, spares=1).on_this_host
+    assert pairs or not own_addresses
+
+
+def test_loopback_in_a_job():
+    assert arranged(job(2), ["127.0.0.1"], source="argument").on_this_host
+    login = job(2)
+    login = replace(login, allocation=replace(login.allocation, node_name=None))
+    with pytest.raises(UsageError, match=r"127.0.0.1 \(argument\): this host is no node of job"):
+        arranged(login, ["127.0.0.1"], source="argument")

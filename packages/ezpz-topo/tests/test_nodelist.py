@@ -1,6 +1,8 @@
 """Names of hosts, and Slurm's nodelists; what scontrol itself says is compared in tests/slurm."""
 
+import socket
 import tracemalloc
+from contextlib import suppress
 
 import pytest
 from hypothesis import given
@@ -12,6 +14,8 @@ from ezpz_topo import (
     expand_nodelist,
     first_host,
     fold_nodelist,
+    get_hostname,
+    is_own_address,
     same_host,
     short_name,
 )
@@ -47,7 +51,15 @@ def test_short_name(host, short):
     ("10.0.0.1", "10.0.0.2", False),
     ("10.0.0.1", "10", False),
     ("::1", "::2", False),
-    ("localhost", "127.0.0.1", False),  # nothing is looked up
+    ("::ffff:10.0.0.1", "10.0.0.1", True),
+    ("localhost", "x1n0", False),  # nothing is looked up
+    ("localhost", "10.0.0.1", False),
+    ("localhost", "127.example", False),
+    ("localhost", "localhost-1", False),
+    *(("localhost", name, True) for name in (
+        "127.0.0.1", "127.0.1.1", "127.255.0.3", "0.0.0.0", "::1", "[0:0::1]", "::",
+        "::ffff:127.0.0.1", "LOCALHOST.localdomain", "localhost4", "localhost6.localdomain6",
+        "ip6-localhost", "ip6-loopback", "ipv6-localhost", "a.localhost", "a.localhost.")),
 ])  # fmt: skip
 def test_same_host(one, other, same):
     assert same_host(one, other) == same_host(other, one) == same
@@ -58,13 +70,32 @@ NAMES = ["a", "n-1", "my_host", "1e3", "x1n0.hsn.site.gov", "x1n0.site.", "0.0.0
          "::1", "2001:db8::7", "::ffff:1.2.3.4", "a" * 254]  # fmt: skip
 NO_NAMES = ["", " ", ".", "-n", "--np=2", "#a", "a b", "a\tb", "a,b", "a\0", "a\n", "a.b..c", ".a",
             "a.-b", "n[1-2]", "h:2", "u@h", "a/b", "a;b", "$(a)", "12", "10.0.0", "1.2.3.4.5",
-            "10.0.0.256", "010.0.0.1", "10.0.0.1.", "٣", "é", "a\xa0b", "::1%eth0", "::1/64", ":",
-            "1:2", "g::1", "a" * 255]  # fmt: skip
+            "10.0.0.256", "010.0.0.1", "10.0.0.1.", "0x7f.1", "0x7f000001",
+            "127.0.0.0X1", "0x7f.0.0.1.", "٣", "é", "a\xa0b", "::1%eth0", "::1/64", ":", "1:2",
+            "g::1", "a" * 255]  # fmt: skip
 
 
 @pytest.mark.parametrize("host", NAMES + NO_NAMES)
 def test_is_host(host):
     assert is_host(host) == (host in NAMES)
+
+
+def find_address(family, elsewhere):
+    """Return an address of this host by which it would reach another; None if it has none."""
+    with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((elsewhere, 9))  # sends nothing
+        return probe.getsockname()[0]
+    return None
+
+
+def test_is_own_address():
+    own = [
+        find_address(socket.AF_INET, "203.0.113.9"), find_address(socket.AF_INET6, "2001:db8::9"),
+    ]  # fmt: skip
+    for address in (*filter(None, own), "127.0.0.1", "127.0.1.1"):
+        assert is_own_address(address), address
+    for host in ("203.0.113.9", "2001:db8::9", get_hostname(), "localhost", "0x7f.1", "", "::1%lo"):
+        assert not is_own_address(host), host
 
 
 # Slurm's nodelists.

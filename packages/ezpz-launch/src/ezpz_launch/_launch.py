@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import NamedTuple
 
+from ezpz_topo import same_host
+
 from . import rank_output
 from ._agent import PROTOCOL_LINE, fork, is_proof, keep_alive, proof
 from ._errors import UsageError
@@ -99,7 +101,7 @@ class Launch(NamedTuple):
 
     def host_of(self, rank: int) -> str:
         host = self.hosts[rank // self.ppn]
-        return os.uname().nodename if host in ("localhost", "127.0.0.1") else host
+        return os.uname().nodename if same_host(host, "localhost") else host
 
 
 @dataclass

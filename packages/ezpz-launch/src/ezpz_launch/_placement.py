@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from ezpz_topo import NodelistError, Topology, expand_nodelist, same_host, short_name
+from ezpz_topo import (
+    NodelistError,
+    Topology,
+    expand_nodelist,
+    is_own_address,
+    same_host,
+    short_name,
+)
 
 from ._errors import LaunchError, UsageError
 from ._options import Request
@@ -58,8 +65,8 @@ def match_hosts(names: Iterable[str], hosts: Sequence[str]) -> tuple[dict[str, s
     unknown: list[str] = []
     for name in names:
         host: str | None = name if name in exact else None
-        if host is None and ":" in name:
-            # IPv6 has several spellings, and only same_host knows them.
+        if host is None and (":" in name or same_host(name, "localhost")):
+            # IPv6 and loopback have several spellings, and only same_host knows them.
             host = next((each for each in hosts if same_host(each, name)), None)
         elif host is None:
             by_short = by_short or {short_name(each).lower(): each for each in reversed(hosts)}
@@ -176,20 +183,41 @@ def arrange(
     here = alone or (len(used) == 1 and _is_this_host(topology, used[0]))
     if here and not alone:
         cores = _cores(topology, here=True)
-    if not here and any(same_host(host, "localhost") for host in used):
-        raise UsageError(
-            f"localhost among several hosts ({source}): the others would not find it; expected "
-            "this host's own name; correct the hostfile"
-        )
+    if not here:
+        _check_names_of_this_host(topology, (*used, *spares), source)
     _check(topology, request, placement)
     return Arrangement(placement, here, source, *cores, spares, warning)
 
 
 def _is_this_host(topology: Topology, host: str) -> bool:
     job = topology.allocation
+    own = topology.hostname
     if job.scheduler != "none":
-        return job.node_name is not None and same_host(host, job.node_name)
-    return any(same_host(host, name) for name in (topology.hostname, "localhost", "127.0.0.1"))
+        if job.node_name is None:
+            return False
+        own = job.node_name
+    return same_host(host, own) or same_host(host, "localhost") or is_own_address(host)
+
+
+def _check_names_of_this_host(topology: Topology, hosts: Sequence[str], source: str) -> None:
+    """Refuse a name that means another host on each host, and two names of this one."""
+    loopback = [host for host in hosts if same_host(host, "localhost")]
+    if loopback and len(hosts) == 1:
+        raise UsageError(
+            f"{loopback[0]} ({source}): this host is no node of job {topology.allocation.job_id}; "
+            "expected a node's own name; correct the hostfile"
+        )
+    if loopback:
+        raise UsageError(
+            f"{loopback[0]} among several hosts ({source}): the others would not find it; expected "
+            "this host's own name; correct the hostfile"
+        )
+    own = [host for host in hosts if _is_this_host(topology, host)]
+    if len(own) > 1:
+        raise UsageError(
+            f"{own[0]} and {own[1]} are both this host ({source}), and two ranks would have "
+            "LOCAL_RANK 0 there; expected each host once; remove one of them from the hostfile"
+        )
 
 
 def _cores(topology: Topology, *, here: bool) -> tuple[int, str]:

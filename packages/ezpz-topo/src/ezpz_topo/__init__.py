@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from ._nodelist import first_host as first_host
     from ._nodelist import fold_nodelist as fold_nodelist
     from ._nodelist import get_hostname as get_hostname
+    from ._nodelist import is_own_address as is_own_address
     from ._nodelist import same_host as same_host
     from ._nodelist import short_name as short_name
     from ._pbs import get_pbs_folder as get_pbs_folder

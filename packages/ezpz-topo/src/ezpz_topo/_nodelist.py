@@ -15,6 +15,13 @@ from ._errors import InvalidVariableError, NodelistError
 _NAME = r"[A-Za-z0-9_][A-Za-z0-9_-]*(?:\.[A-Za-z0-9_][A-Za-z0-9_-]*)*\.?"
 _MAX_NAME = 254  # DNS: 253 characters, and the final dot
 _OCTETS = frozenset(str(number) for number in range(256))
+_NUMERIC = r"(?:0[xX][0-9a-fA-F]*|[0-9]+)(?:\.(?:0[xX][0-9a-fA-F]*|[0-9]+))*\.?"
+# Of RFC 6761, and of the /etc/hosts of Debian, Fedora and SUSE; without what follows the first dot.
+_LOOPBACK = frozenset({
+    "0.0.0.0",  # noqa: S104 - connecting to it is to connect to this host
+    "localhost", "localhost4", "localhost6", "ip6-localhost", "ip6-loopback", "ipv6-localhost",
+    "ipv6-loopback",
+})  # fmt: skip
 
 
 def get_hostname() -> str:
@@ -37,25 +44,68 @@ def short_name(host: str) -> str:
 def same_host(a: str, b: str) -> bool:
     """Return whether two names mean the same host: by short name, whatever the case.
 
-    Addresses are compared whole, and never with a name: nothing is looked up.
+    Addresses are compared whole, and never with a name: nothing is looked up. All loopback
+    addresses and names are one host: that on which they are used.
 
     >>> same_host("x1n0", "X1N0.hsn.example"), same_host("10.0.0.1", "10.0.0.2")
     (True, False)
+    >>> same_host("localhost", "127.0.1.1"), same_host("::1", "ip6-localhost")
+    (True, True)
     """
     return host_key(a) == host_key(b)
 
 
 def host_key(host: str) -> str:
-    if ":" in host:
-        return _ipv6(host.removeprefix("[").removesuffix("]")) or host.lower()
-    return short_name(host).lower()
+    """Return what is equal for all spellings of a host; ``localhost`` for the loopback ones."""
+    name = host.lower()
+    if ":" in name:
+        name = _ipv6(name.removeprefix("[").removesuffix("]")) or name
+        is_loopback = name in ("::", "::1")
+    elif name.endswith((".localhost", ".localhost.")):
+        is_loopback = True
+    else:
+        name = short_name(name)
+        is_loopback = name in _LOOPBACK
+    if name.startswith("127.") and name.replace(".", "").isdigit():
+        is_loopback = True
+    return "localhost" if is_loopback else name
+
+
+def is_own_address(host: str) -> bool:
+    """Return whether a host is named by an address that an interface of this host has.
+
+    A name is none, whatever it stands for: nothing is looked up.
+
+    >>> is_own_address("127.0.0.1"), is_own_address("localhost")
+    (True, False)
+    """
+    import socket  # noqa: PLC0415 - few hosts are named by addresses
+
+    host = host.removeprefix("[").removesuffix("]")
+    is_ipv6 = ":" in host
+    if not is_host(host) or (not is_ipv6 and not host.replace(".", "").isdigit()):
+        return False
+    family = socket.AF_INET6 if is_ipv6 else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind((host, 0))
+    except OSError:
+        return False
+    # Where this is set, every address can be bound.
+    setting = f"/proc/sys/net/{'ipv6' if is_ipv6 else 'ipv4'}/ip_nonlocal_bind"
+    try:
+        with open(setting, encoding="ascii") as file:
+            return file.read().strip() == "0"
+    except OSError:
+        return True
 
 
 def find_host(host: str, hosts: Sequence[str]) -> str | None:
     """Return the first of these names that means this host, as it stands there."""
     key = host_key(host)
-    # Few of ten thousand begin alike, and only those are compared. IPv6 has several spellings.
-    start = "" if ":" in key else key
+    # Few of ten thousand begin alike, and only those are compared. Addresses and loopback names
+    # have several spellings.
+    start = "" if ":" in key or key[:1].isdigit() or key == "localhost" else key
     alike = (each for each in hosts if each.lower().startswith(start))
     return next((each for each in alike if host_key(each) == key), None)
 
@@ -64,8 +114,9 @@ def is_host(text: str) -> bool:
     """Return whether this is a host's name, an IPv4 or an IPv6 address (without brackets)."""
     if ":" in text:
         return _ipv6(text) is not None
-    if text.replace(".", "").isdigit():
-        # The resolver would take "12" for 0.0.0.12; "010" is 8 to some and 10 to others.
+    if text.replace(".", "").isdigit() or re.fullmatch(_NUMERIC, text):
+        # The resolver would take "12" for 0.0.0.12, and "0x7f.1" for 127.0.0.1; "010" is 8 to some
+        # and 10 to others.
         octets = text.split(".")
         return len(octets) == 4 and all(octet in _OCTETS for octet in octets)
     return len(text) <= _MAX_NAME and re.fullmatch(_NAME, text) is not None
@@ -76,10 +127,14 @@ def _ipv6(text: str) -> str | None:
     import ipaddress  # noqa: PLC0415 - 1 ms, and few hosts are named so
 
     # A zone (fe80::1%eth0) holds on one host only, and may have any character in it.
+    if "%" in text:
+        return None
     try:
-        return None if "%" in text else str(ipaddress.IPv6Address(text))
+        address = ipaddress.IPv6Address(text)
     except ValueError:
         return None
+    # ::ffff:10.0.0.1 is the IPv4 address 10.0.0.1.
+    return str(address.ipv4_mapped or address)
 
 
 # Slurm's nodelists: ``nid[001-004,9],login1`` to host names and back.

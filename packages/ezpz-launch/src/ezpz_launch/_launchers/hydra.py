@@ -6,12 +6,13 @@ import os
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from ezpz_launch._errors import CommandNotFoundError, LaunchError
-from ezpz_topo import get_pbs_folder
+from ezpz_launch._errors import CommandNotFoundError, LaunchError, UsageError
+from ezpz_topo import Topology, get_pbs_folder
 
 from . import PROGRAMS, Env, Kind, Launcher, Words, find_command
 
 if TYPE_CHECKING:
+    from ezpz_launch._placement import Arrangement
     from ezpz_launch._plan import LaunchPlan
 
 _PBS_RSH = os.path.join(PROGRAMS, "pbs_rsh.sh")
@@ -43,6 +44,20 @@ class Hydra(Kind):
                 words += ["-launcher", "rsh", "-launcher-exec", _PBS_RSH]
             words += ["-hostfile", plan.hostfile]
         return [*words, *plan.launcher_args, *self.shim(plan)]
+
+    def fit_hosts(
+        self, topology: Topology, arrangement: Arrangement
+    ) -> tuple[Arrangement, str, bool]:
+        """Refuse IPv6 addresses: it cuts them at the first colon, and waits for that host."""
+        hosts = (*arrangement.placement.hosts, *arrangement.spares)
+        address = next((host for host in hosts if ":" in host), None)
+        if address is not None and not arrangement.on_this_host:
+            raise UsageError(
+                f"{address} ({arrangement.source}): Hydra's mpiexec takes no IPv6 address; "
+                "expected a host's name, or its IPv4 address; correct the hostfile, or choose "
+                "--launcher openmpi"
+            )
+        return arrangement, "", False
 
     def two_ranks(self, launcher: Launcher) -> list[str]:
         # Inside a Slurm step Hydra would start its proxy by another srun, which waits for
