@@ -79,6 +79,8 @@ def test_a_module_and_code(launch):
     (["true", "--machine", "aurora"], "EZPZ_MACHINE=atlantis: no such machine"),
     (["--dry-run", "--machine", "aurora", "--hostfile", "f", "true"], "expected no --hostfile"),
     (["true"], "half-set pmi environment: PMI_RANK=1 without PMI_SIZE"),
+    (["python", "-"], "'python -': python without a program; expected one, such as: python -c "),
+    (["--dry-run", "bash", "-s"], "'bash -s': bash without a program; "),
 ])  # fmt: skip
 def test_what_makes_no_sense_is_one_line(launch, words, what):
     env = {"PMI_RANK": "1"} if "half" in what else {}
@@ -93,7 +95,7 @@ def test_what_makes_no_sense_is_one_line(launch, words, what):
 @pytest.mark.parametrize(("words", "status", "what"), [
     (["no-such-program"], 127, "'no-such-program': not found on PATH"),
     (["./train.py"], 126, "try: ezpz-launch python ./train.py"),
-    (["--launcher", "srun", sys.executable], 127, "no srun on PATH"),
+    (["--launcher", "srun", sys.executable, "-V"], 127, "no srun on PATH"),
 ])  # fmt: skip
 def test_what_cannot_be_started_is_one_line(launch, tmp_path, words, status, what):
     (tmp_path / "train.py").touch()

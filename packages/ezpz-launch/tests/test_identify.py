@@ -7,7 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from ezpz_launch import CommandNotExecutableError, CommandNotFoundError, LaunchError, Request
+from ezpz_launch import (
+    CommandNotExecutableError,
+    CommandNotFoundError,
+    LaunchError,
+    Request,
+    UsageError,
+)
 from ezpz_launch._launchers import (
     beside_python,
     choose_launcher,
@@ -16,6 +22,7 @@ from ezpz_launch._launchers import (
     imagine_launcher,
     outside_of_launch,
     require_command,
+    require_program,
 )
 from ezpz_launch._placement import arrange
 from ezpz_topo import FAMILIES, get_rank_info, imagine
@@ -249,6 +256,60 @@ def test_where_a_relative_path_is_looked_for(folder):
         with pytest.raises(CommandNotFoundError) as caught:
             require_command(program, {"PBS_O_WORKDIR": str(folder / "elsewhere")})
         assert str(caught.value) == f"{program!r}: no such file in {folder}; {hint}"
+
+
+@pytest.mark.parametrize(("command", "remedy"), [
+    *((line, "python -c CODE") for line in (
+        "python", "/usr/bin/python -", "python - --lr 1", "python -u", "python -X dev -Wignore",
+        "python -Iu -W ignore -", "python -- -", "python -i", "python /dev/stdin", "env python",
+        "env -u A B=1 C= python -", "env - python", "nice -n 5 nohup python",
+        "timeout -k 5 60 python", "stdbuf -oL python", "taskset -c 0-3 python",
+        "numactl -N 0 --membind=0 python -", "time -p env A=1 python", "conda run -n x python -",
+        "uv run python -",
+        "apptainer exec --nv -B a:b image.sif python -",
+    )),
+    ("python3.11 -", "python3.11 -c CODE"),
+    ("pypy3 -E", "pypy3 -c CODE"),
+    *((line, "bash -c CODE") for line in (
+        "bash", "bash -", "bash -s", "bash -s a b", "bash -xs a", "bash -euo pipefail",
+        "bash --norc -l", "bash +x -O extglob", "bash /dev/fd/0", "env A=1 bash -s",
+    )),
+    ("sh -s -- a", "sh -c CODE"),
+    ("zsh -f", "zsh -c CODE"),
+    ("dash", "dash -c CODE"),
+    ("perl -I lib -", "perl -e CODE"),
+    ("perl -Mstrict -w", "perl -e CODE"),
+    ("ruby -rjson", "ruby -e CODE"),
+    ("julia -t 4 --project=.", "julia -e CODE"),
+    ("Rscript -", "Rscript -e CODE"),
+    ("R --no-save", "R -e CODE"),
+    ("node -", "node -e CODE"),
+])  # fmt: skip
+def test_an_interpreter_without_a_program(command, remedy):
+    with pytest.raises(UsageError) as caught:
+        require_program(command.split())
+    text = str(caught.value)
+    assert text.startswith(
+        f"{command!r}: {remedy.split()[0]} without a program; expected one, such "
+    )
+    assert f" {remedy}, or: {remedy.split()[0]} FILE; every rank reads /dev/null" in text
+
+
+@pytest.mark.parametrize("command", [
+    "python train.py", "python -u train.py -", "python -c 0", "python -c0", "python -um pdb",
+    "python -X dev -m a", "python -V", "python -VV", "python --version", "python --help",
+    "python -W ignore train.py", "python -Wignore train.py", "python -- train.py", "python folder",
+    "bash x.sh -s", "bash -c true", "bash -lc true", "bash -euo pipefail x.sh", "bash - x.sh",
+    "bash -o pipefail x.sh", "bash --version", "bash --rcfile a x.sh", "sh -x x.sh", "bash -s -c 0",
+    "perl -e 1", "perl -ne 1", "perl -Mstrict x.pl", "perl -v", "julia -t 4 x.jl", "julia -e 1",
+    "Rscript x.R", "R -f x.R", "R CMD BATCH x.R", "node -p 1", "ruby x.rb",
+    "env A=1 python x.py", "env -S python", "env", "env A=1", "nice python -c 0", "timeout 5",
+    "timeout 60 python x.py", "taskset -p 1", "apptainer exec image.sif python x.py", "uv run x.py",
+    # no wrapper that is known: the word is an argument of it
+    "echo python", "which bash", "uv pip install python", "./bash_me", "pythonic", "grep -r x sh",
+])  # fmt: skip
+def test_a_command_that_has_its_program(command):
+    require_program(command.split())
 
 
 # A launch inside a rank of another.

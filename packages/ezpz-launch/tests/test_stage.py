@@ -595,7 +595,7 @@ def test_a_staged_environment_is_used_again_listed_and_cleaned(environment, tmp_
         again = run(prefix, env, "-n", "1", *logs, "--stage", "python", "-c", "0")
     assert "0 nodes got 0 MB" in again.stderr
     assert ", 1 had it already" in again.stderr
-    dry = run(prefix, env, "--stage", "--dry-run", "--json", "python")
+    dry = run(prefix, env, "--stage", "--dry-run", "--json", "python", "-V")
     assert json.loads(dry.stdout)["environment"]["PATH"].startswith(f"{tmp_path}/local/")
     status = run(prefix, env, "--status", first=["stage"])
     assert f"1 of 1 nodes  last used 0.0 h ago  {prefix}" in status.stdout

@@ -153,6 +153,7 @@ LISTED = "expected one of workq, short (1 to 2 nodes, up to 1:00:00)"
 @pytest.mark.parametrize(("words", "message"), [
     (["python", "no.py"], "no.py: no such file in "),
     (["no-such-program"], "'no-such-program': not found on PATH"),
+    (["bash", "-s"], "'bash -s': bash without a program; expected one"),
     (["--queue", "inner", "true"], f"--queue inner: no such queue; {LISTED}"),
     (["--queue", "short", "--time", "2h", "true"], "jobs of short may run for 1:00:00; expected"),
     (["--queue", "short", "-N", "3", "true"], "-N 3: jobs of short have from 1 to 2 nodes"),

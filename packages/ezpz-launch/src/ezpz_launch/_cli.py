@@ -23,6 +23,7 @@ from ._launchers import (
     needs_hostfile,
     outside_of_launch,
     require_command,
+    require_program,
 )
 from ._options import OPTIONS, Request, help_row, request_of, split
 from ._plan import LaunchPlan, explain, explain_json, free_port, plan
@@ -84,6 +85,7 @@ def _main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     if "help" in options or "version" in options:
         return _print(help_page() if "help" in options else __version__)
     request: Request = request_of(options, command)
+    require_program(request.command)
     if request.dry_run and request.machine:
         if request.hostfile:
             why = "its hosts are hypothetical; expected no --hostfile"

@@ -29,7 +29,7 @@ from ._chain import (
     submit_words,
 )
 from ._errors import LaunchError, UsageError
-from ._launchers import require_command
+from ._launchers import require_command, require_program
 from ._options import (
     OPTIONS,
     Options,
@@ -123,6 +123,7 @@ def command(argv: Sequence[str], env: Mapping[str, str]) -> str:
     if "version" in options:
         return __version__
     request = request_of(options, user, Submission)
+    require_program(request.command)
     _refuse_contradictions(request)
     machine = _machine(request, env)
     job = _make_job(request, options, machine, env)
