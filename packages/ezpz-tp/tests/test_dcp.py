@@ -14,8 +14,14 @@ from torch.distributed.checkpoint import state_dict as torchs
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import ezpz_tp
-from ezpz_tp import ColumnParallelLinear, DegreeError, ParallelError, RowParallelLinear
-from ezpz_tp._formats.dcp import dtensor_state_dict, load_dtensor_state_dict
+from ezpz_tp import (
+    ColumnParallelLinear,
+    DegreeError,
+    ParallelError,
+    RowParallelLinear,
+    dtensor_state_dict,
+    load_dtensor_state_dict,
+)
 from ezpz_tp._state_dict import gather_state_dict
 from ezpz_tp.testing import run_ranks
 

@@ -21,10 +21,20 @@ from ezpz_tp import (
     dtensor_state_dict,
     load_dtensor_state_dict,
 )
-from ezpz_tp._formats.safetensors import DTYPES
 from ezpz_tp._shard import Shard, set_shard, shard_of
 from ezpz_tp._state_dict import gather_state_dict, shard_state_dict
 from ezpz_tp.testing import assert_matches_unsharded, run_ranks
+
+# Some are newer than the oldest torch that is supported.
+DTYPES = {
+    name: getattr(torch, name)
+    for name in (
+        "float64", "float32", "float16", "bfloat16", "complex64", "bool", "int64", "int32",
+        "int16", "int8", "uint64", "uint32", "uint16", "uint8", "float8_e4m3fn", "float8_e5m2",
+        "float8_e8m0fnu", "float8_e4m3fnuz", "float8_e5m2fnuz",
+    )
+    if hasattr(torch, name)
+}  # fmt: skip
 
 
 class Model(nn.Module):
@@ -184,7 +194,7 @@ class Wide(nn.Module):
             pieces = [full[:, at : at + n] for _, at, n in shard.pieces(index, degree)]
             part = torch.cat([piece.view(torch.uint8) for piece in pieces], 1).view(dtype)
             set_shard(part, shard)
-            self.register_buffer(name, part)
+            self.register_buffer(f"of_{name}", part)
         self.register_buffer("empty", torch.zeros(0, 8 // degree))
         set_shard(self.empty, Shard((0, 8), 1), degree)
 

@@ -125,9 +125,7 @@ if TYPE_CHECKING:
     from ._check import check, declare_type, type_of
     from ._check.replicated import verify_replicated
     from ._describe import Description, describe, describe_mesh
-    from ._formats.dcp import dtensor_state_dict, load_dtensor_state_dict, reshard
-    from ._formats.huggingface import save_huggingface
-    from ._formats.llama import save_llama
+    from ._dtensor_state import dtensor_state_dict, load_dtensor_state_dict
     from ._sharding import EinsumSharding, einsum_sharding
     from ._state_dict import gather_state_dict, shard_state_dict
 
@@ -138,9 +136,7 @@ _LATER = {
     "verify_replicated": "_check.replicated",
     **dict.fromkeys(("Description", "describe", "describe_mesh"), "_describe"),
     **dict.fromkeys(("EinsumSharding", "einsum_sharding"), "_sharding"),
-    **dict.fromkeys(("dtensor_state_dict", "load_dtensor_state_dict", "reshard"), "_formats.dcp"),
-    "save_huggingface": "_formats.huggingface",
-    "save_llama": "_formats.llama",
+    **dict.fromkeys(("dtensor_state_dict", "load_dtensor_state_dict"), "_dtensor_state"),
     **dict.fromkeys(("gather_state_dict", "shard_state_dict"), "_state_dict"),
 }
 """What designs and checks, and what works on files: imported when it is first used."""
@@ -189,8 +185,8 @@ __all__ = [
     "make_group", "make_mesh", "mark_sequence_parallel",
     "param_is_not_tensor_parallel_duplicate",
     "reduce_from_tensor_parallel_region", "reduce_scatter_last_dim_to_tensor_parallel_region",
-    "reduce_scatter_to_sequence_parallel_region", "reshard", "ring_attention", "rng_contexts",
-    "save_huggingface", "save_llama", "scatter_to_sequence_parallel_region",
+    "reduce_scatter_to_sequence_parallel_region", "ring_attention", "rng_contexts",
+    "scatter_to_sequence_parallel_region",
     "scatter_to_tensor_parallel_region", "seed_model_parallel", "sequence_positions",
     "sequence_to_head", "set_defaults_if_not_set_tensor_model_parallel_attributes", "set_shard",
     "set_tensor_model_parallel_attributes", "shard_of", "shard_sequence", "shard_state_dict",

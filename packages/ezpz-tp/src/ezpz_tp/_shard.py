@@ -303,10 +303,6 @@ class Entry:
     dtype: torch.dtype
     shard: Shard
 
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shard.full_shape) * self.dtype.itemsize
-
     def local_shape(self, index: int, degree: int) -> tuple[int, ...]:
         """Return the shape of a rank's part; an error names the tensor."""
         try:

@@ -138,8 +138,7 @@ def load_huggingface(model: nn.Module, source: str | Path | Mapping[str, Tensor]
 def huggingface_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """Return the weights as transformers' ``LlamaForCausalLM`` names them, whole, on every rank.
 
-    Collective, where parallel: every rank of the model calls this. For models of any size
-    ``ezpz_tp.save_huggingface`` writes files of a checkpoint without making all tensors whole.
+    Collective, where parallel: every rank of the model calls this.
 
     Args:
         model: A `Llama`, plain or parallel, or a pipeline's part (``pipeline.module``).
