@@ -83,12 +83,16 @@ def test_a_job_that_no_scheduler_knows_is_told_from_its_launches(in_job, launch,
          {"step": 7, "loss": "NaN", "time": 1}),
         ('{"step":7,"time":1,"val_loss":3,"lr":1}\n', {"step": 7, "loss": 3, "time": 1}),
         ('{"step":7,"time":1,"lossless":3}\n', {"step": 7, "time": 1}),
+        # A damaged line: the record before it is the last one.
+        ('{"step":1,"time":1}\n{"step":2,"lo\n', {"step": 1, "time": 1}),
+        ('{"step":1,"time":1}\n{"step":2}\n', {"step": 1, "time": 1}),
+        ('{"step":1,"time":1}\n{"step":2,"a\udcff":1,"time":1}\n\0\0\n', {"step": 1, "time": 1}),
         ('{"ezpz_obs":1}\n', {}),
     ],
 )  # fmt: skip
 def test_the_last_record_of_a_run(tmp_path, lines, found):
     path = tmp_path / "metrics.jsonl"
-    path.write_text("x" * 100_000 + "\n" + lines)
+    path.write_text("x" * 100_000 + "\n" + lines, errors="surrogateescape")
     assert last_record(str(path)) == (found and {**found, "run": str(path)})
 
 

@@ -323,10 +323,13 @@ def last_record(path: str) -> dict[str, Any]:
         lines = file.read().split(b"\n")[:-1]
     for line in reversed(lines):
         if line.startswith(b'{"step":'):
-            record = json.loads(line)
-            losses = [name for name in record if re.split("[/_]", name)[-1] == "loss"]
-            loss = {"loss": record[losses[0]]} if losses else {}
-            return {"step": record["step"], **loss, "time": record["time"], "run": path}
+            try:
+                record = json.loads(line)
+                losses = [name for name in record if re.split("[/_]", name)[-1] == "loss"]
+                loss = {"loss": record[losses[0]]} if losses else {}
+                return {"step": record["step"], **loss, "time": record["time"], "run": path}
+            except (KeyError, ValueError):
+                continue  # a damaged line: the record before it
     return {}
 
 

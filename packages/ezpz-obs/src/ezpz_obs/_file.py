@@ -382,12 +382,15 @@ def _claim(fd: int, path: Path) -> None:
         return  # a file system without locks: nothing can be known
 
 
+_RECORD = re.compile(rb'\{"step": ?(-?\d+), ?"time"').match  # how each record begins
+
+
 def _survey(fd: int, path: Path) -> Before:
     """Cut off a torn last line; return how many attempts there were, and how far they got."""
     attempts, place = 0, 0
     last: int | None = None
     torn = b""
-    refused = f"{path} holds {{!r}}; expected lines that a History wrote: give another outdir"
+    damaged: list[bytes] = []  # how each damaged line begins
     while block := os.pread(fd, _BLOCK, place):
         place += len(block)
         *lines, torn = (torn + block).split(b"\n")
@@ -397,20 +400,31 @@ def _survey(fd: int, path: Path) -> Before:
                 "History wrote: give another outdir"
             )
         for line in lines:
-            if line.startswith(RECORD):
-                step = _step_of(line)
+            record = _RECORD(line)
+            if record:
+                step = int(record[1])
                 last = step if last is None else max(last, step)
             elif line.startswith(HEADER):
                 attempts += 1
             elif not line.startswith(EVENT):
-                raise HistoryError(refused.format(line[:40]))
+                damaged.append(line[:40])
+    before = Before(attempts, last)
+    # A host that crashes leaves zeros where it had no time to write.
+    begun = torn.rstrip(b"\0")
+    is_torn = any(begun.startswith(kind[: len(begun)]) for kind in (HEADER, RECORD, EVENT))
+    if before == Before() and (damaged or not is_torn):
+        raise HistoryError(
+            f"{path} holds {(damaged or [begun[:40]])[0]!r}; expected lines that a History wrote: "
+            "give another outdir"
+        )
+    if damaged:
+        logger.warning(
+            "%s: damaged lines stay as they are, and readers leave them out: %d, the first %r",
+            path, len(damaged), damaged[0],
+        )  # fmt: skip
     if torn:
-        # A host that crashes leaves zeros where it had no time to write.
-        begun = torn.rstrip(b"\0")
-        if not any(begun.startswith(kind[: len(begun)]) for kind in (HEADER, RECORD, EVENT)):
-            raise HistoryError(refused.format(torn[:40]))
         os.ftruncate(fd, os.fstat(fd).st_size - len(torn))
-    return Before(attempts, last)
+    return before
 
 
 def html_table(rows: Iterable[tuple[str, object]]) -> str:
@@ -549,18 +563,6 @@ def _end_of(path: Path) -> dict[str, Any]:
         return {} if rest else decode(line)
     except (OSError, ValueError, HistoryError):  # the writer says what is wrong
         return {}
-
-
-def _step_of(line: bytes) -> int:
-    """Return the step of a record's line without reading the rest of it."""
-    digits = line[len(RECORD) : line.find(b",", len(RECORD))]
-    try:
-        return int(digits)
-    except ValueError:
-        step = decode(line)["step"]
-    if type(step) is not int:
-        raise HistoryError(f"{line[:60]!r}; expected a step that is an integer")
-    return step
 
 
 _WORTH_KNOWING = (

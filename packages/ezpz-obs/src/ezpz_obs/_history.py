@@ -455,7 +455,7 @@ class History:
         """Return the records of a run: of each step the latest attempt's.
 
         Raises:
-            HistoryError: There is no run, or a line other than the last is damaged.
+            HistoryError: There is no run, or no line of it is a History's.
         """
         from ._run import read_run  # only who reads needs it
 

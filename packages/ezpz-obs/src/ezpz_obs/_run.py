@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+logger = logging.getLogger("ezpz_obs")
 _OF_RANKS = "metrics-rank*.jsonl"
 _BUFFER = 1 << 20
 _AT_ONCE = 1024
@@ -52,12 +54,20 @@ class Block:
 class Run:
     """A run's file. Nothing is read before it is asked for, and records never all at once.
 
+    A damaged line (cut, overwritten by a file system, of another program) is left out, and a
+    warning says how many there are.
+
     Attributes:
         path: The JSONL file.
+        damaged: Why each damaged line was left out, by its number; of the lines read so far: all,
+            once `records` came to its end.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, warn: bool = True) -> None:
         self.path = path
+        self.damaged: dict[int, str] = {}
+        self._warn = warn
+        self._warned = 0  # of how many lines
 
     def _repr_html_(self) -> str:
         ends = [event.get("message", "") for event in self.events if event.get("event") == "end"]
@@ -92,61 +102,124 @@ class Run:
         of an earlier one, the steps from which a later one began again are left out.
 
         Raises:
-            HistoryError: A line is damaged.
+            HistoryError: No line is a History's, or one is longer than 64 MiB.
         """
-        ends = self._overview[2]
-        attempt, waiting = 0, []
-        for number, line in chain(_lines(self.path), [(0, HEADER)]):  # as before another attempt
+        _, _, ends, begins = self._overview
+        attempt = 0
+        waiting: list[tuple[int, bytes]] = []
+        for number, line in chain(_lines(self.path), [(0, b"")]):
+            if number in begins or not number or len(waiting) == _AT_ONCE:
+                found = self._decode_many(waiting)
+                yield from (one for one in found if one["step"] < ends[attempt])
+                waiting = []
+                attempt += number in begins
             if line.startswith(RECORD):
                 waiting.append((number, line))
-                if len(waiting) < _AT_ONCE:
-                    continue
-            elif not line.startswith(HEADER):
-                continue
-            found = _decode_many(waiting, self.path)
-            yield from (one for one in found if one["step"] < ends[attempt])
-            waiting = []
-            attempt += line.startswith(HEADER)
+        self.warn_of_damage()
 
     def blocks(self, rows: int = 16_384) -> Iterator[Block]:
         """Read the records as arrays, at most so many rows at once; fewer of many metrics.
 
         Raises:
-            HistoryError: A line is damaged.
+            HistoryError: As for `records`.
         """
         return to_blocks(self.records(), rows)
 
+    def beside(self, name: str) -> Run:
+        """Return a file of the same format in the same folder."""
+        return Run(self.path.with_name(name), warn=self._warn)
+
+    def warn_of_damage(self) -> None:
+        """Log how many lines are damaged, and the first; of the same ones once."""
+        count = len(self.damaged)
+        if self._warn and count > self._warned:
+            number, why = min(self.damaged.items())
+            logger.warning("%s: %s (line %d: %s)", self.path, say_damaged(count), number, why)
+            self._warned = count
+
+    def refuse_damage(self) -> None:
+        """Raise an error that names the first damaged line, if there is one."""
+        if self.damaged:
+            number, why = min(self.damaged.items())
+            raise HistoryError(
+                f"line {number} of {self.path} is damaged ({why}), and so is all before it; "
+                "expected a line that a History wrote"
+            )
+
+    def decode(self, number: int, line: bytes) -> dict[str, Any] | None:
+        """Return what a line says; None where it is damaged, which is noted."""
+        try:
+            found = decode(line)
+            if line.startswith(RECORD) and not _is_record(found):
+                raise HistoryError(f"{line[:60]!r}; expected an integer step, a time and numbers")
+            if not line.startswith((HEADER, RECORD, EVENT)):
+                raise HistoryError(f"{line[:60]!r}; expected a line that a History wrote")
+        except HistoryError as error:
+            self.damaged[number] = str(error)
+            return None
+        return found
+
+    def _decode_many(self, lines: list[tuple[int, bytes]]) -> list[dict[str, Any]]:
+        """Decode records together: half the time of one by one, which what is odd still takes."""
+        together = b"[%b]" % b",".join(line for _, line in lines)
+        if b':"' not in together and b': "' not in together:  # no number in words, no checksum
+            try:
+                found: list[dict[str, Any]] = orjson.loads(together)
+            except orjson.JSONDecodeError:
+                pass  # one by one says which
+            else:
+                if len(found) == len(lines) and all(map(_is_record, found)):
+                    return found
+        each = (self.decode(number, line) for number, line in lines)
+        return [record for record in each if record is not None]
+
+    def _check_schema(self, schema: object) -> None:
+        if not isinstance(schema, int) or schema > SCHEMA:
+            raise HistoryError(
+                f"{self.path} is of schema {schema!r}; expected at most {SCHEMA}: "
+                "read it with a newer ezpz-obs"
+            )
+
     @cached_property
-    def _overview(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[float]]:
-        """Headers, events, and for each attempt the step from which a later one took over."""
+    def _overview(
+        self,
+    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[float], set[int]]:
+        """Headers, events, the step from which a later attempt took over, where attempts begin."""
         headers: list[dict[str, Any]] = []
         events: list[dict[str, Any]] = []
         firsts: list[float] = [float("inf")]  # before any header: a file whose first line is lost
+        begins: set[int] = set()
+        latest = b""  # record
+        is_lost = False  # whether there is a line since then of which nothing is known
         for number, line in _lines(self.path):
             if line.startswith(RECORD):
+                if is_lost and _goes_back(latest, line):
+                    firsts.append(float("inf"))  # it was a header
+                    begins.add(number)
+                latest = line
+                is_lost = False
                 if firsts[-1] == float("inf"):
-                    firsts[-1] = _record(line, number, self.path)["step"]
-            elif line.startswith(HEADER):
-                header = _decoded(line, number, self.path)
-                schema = header["ezpz_obs"]
-                if not isinstance(schema, int) or schema > SCHEMA:
-                    raise HistoryError(
-                        f"{self.path} is of schema {schema!r}; expected at most {SCHEMA}: "
-                        "read it with a newer ezpz-obs"
-                    )
-                headers.append(redact(header))  # an older version wrote them
+                    record = self.decode(number, line)
+                    firsts[-1] = float("inf") if record is None else record["step"]
+                continue
+            found = self.decode(number, line)
+            if line.startswith(HEADER):
                 firsts.append(float("inf"))
-            elif line.startswith(EVENT):
-                events.append(_decoded(line, number, self.path))
-            else:
-                raise HistoryError(
-                    f"line {number} of {self.path} is {line[:60]!r}; expected a line that a "
-                    "History wrote"
-                )
+                begins.add(number)
+            if found is None:
+                is_lost = is_lost or not line.startswith((HEADER, EVENT))
+                continue
+            if line.startswith(EVENT):
+                events.append(found)
+                continue
+            self._check_schema(found["ezpz_obs"])
+            headers.append(redact(found))  # an older version wrote them
+        if not headers and not events and min(firsts) == float("inf"):
+            self.refuse_damage()
         ends = [float("inf")] * len(firsts)
         for later, earlier in pairwise(reversed(range(len(firsts)))):
             ends[earlier] = min(ends[later], firsts[later])
-        return headers, events, ends
+        return headers, events, ends, begins
 
 
 class Shown(NamedTuple):
@@ -194,21 +267,40 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     return Run(found)
 
 
-def follow(path: str | os.PathLike[str], *, stop: Callable[[], bool]) -> Iterator[dict[str, Any]]:
+def say_damaged(count: int) -> str:
+    return "1 damaged line is left out" if count == 1 else f"{count:,} damaged lines are left out"
+
+
+def _goes_back(earlier: bytes, later: bytes) -> bool:
+    """Say whether the later record replays a step before the earlier one."""
+    try:
+        before = decode(earlier)
+        after = decode(later)
+    except HistoryError:
+        return False
+    return bool(after.get("replay")) and after["step"] < before["step"]
+
+
+def follow(run: Run, *, stop: Callable[[], bool]) -> Iterator[dict[str, Any]]:
     """Read a run's file as it is written; ``stop`` is asked whenever there is nothing new."""
-    run = read_run(path)
     line, number = b"", 1
+    is_history = False  # one line at least is
     with open(run.path, "rb", buffering=_BUFFER) as file:
         while True:
             line += file.readline(LONGEST_LINE)
             if line.endswith(b"\n"):
-                yield _decoded(line[:-1], number, run.path)
+                found = run.decode(number, line[:-1])
+                if found is not None:
+                    is_history = True
+                    yield found
                 line, number = b"", number + 1
             elif len(line) >= LONGEST_LINE:
                 raise _too_long(number, run.path)
             elif stop():
                 return
             else:
+                if not is_history:
+                    run.refuse_damage()
                 time.sleep(0.2)  # a file on a shared file system tells nobody that it grew
 
 
@@ -228,13 +320,6 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
                 yield number, line
 
 
-def _decoded(line: bytes, number: int, path: Path) -> dict[str, Any]:
-    try:
-        return decode(line)
-    except HistoryError as error:
-        raise HistoryError(f"line {number} of {path}: {error}") from None
-
-
 def _too_long(number: int, path: Path) -> HistoryError:
     return HistoryError(
         f"line {number} of {path} is longer than {LONGEST_LINE >> 20} MiB; "
@@ -242,34 +327,10 @@ def _too_long(number: int, path: Path) -> HistoryError:
     )
 
 
-def _decode_many(lines: list[tuple[int, bytes]], path: Path) -> list[dict[str, Any]]:
-    """Decode records together: half the time of one by one, which whatever is odd still takes."""
-    together = b"[%b]" % b",".join(line for _, line in lines)
-    if b':"' not in together and b': "' not in together:  # no number in words, no checksum
-        try:
-            found: list[dict[str, Any]] = orjson.loads(together)
-        except orjson.JSONDecodeError:
-            pass  # one by one says which
-        else:
-            if all(map(_is_record, found)):
-                return found
-    return [_record(line, number, path) for number, line in lines]
-
-
-def _record(line: bytes, number: int, path: Path) -> dict[str, Any]:
-    found = _decoded(line, number, path)
-    if not _is_record(found):
-        raise HistoryError(
-            f"line {number} of {path} is {line[:60]!r}; expected a line that a "
-            "History wrote: an integer step, a time and numbers"
-        )
-    return found
-
-
 def _is_record(found: Any) -> bool:
     return (
         PLAIN.issuperset(map(type, found.values()))
-        and type(found["step"]) is int
+        and type(found.get("step")) is int
         and "time" in found
     )
 

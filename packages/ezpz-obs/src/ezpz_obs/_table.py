@@ -45,7 +45,7 @@ def export(
         How many records were written.
 
     Raises:
-        HistoryError: There is no such run, or it is damaged.
+        HistoryError: There is no such run, or no line of it is a History's.
         OSError: The file cannot be written.
         ReportError: No file is named, or pyarrow is not installed.
     """
@@ -129,7 +129,7 @@ def dataset_of(run: Run | Iterable[Mapping[str, Any]]) -> Any:
         Integers beyond 2^53 are rounded.
 
     Raises:
-        HistoryError: A line is damaged.
+        HistoryError: No line is a History's.
     """
     first: dict[str, Any] = {"step": 0, "time": 0.0}  # in this order, whatever the records'
     steps, times, columns, counts = _arrays(

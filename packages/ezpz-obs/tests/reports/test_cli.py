@@ -85,6 +85,44 @@ def test_tail_export_and_replay(command, run, tmp_path):
     assert (done.stdout, done.stderr) == ("30 records sent to csv\n", "")
 
 
+@pytest.mark.parametrize(
+    "words",
+    [["report"], ["plot", "loss"], ["tail", "--no-follow", "--lines=1"], ["export", "--csv=x.csv"],
+     ["export", "--parquet=x.parquet"], ["replay", "--to=csv"]],
+)  # fmt: skip
+@pytest.mark.parametrize("damage", ['{"step":7,"lo', "\0" * 100, "\xff", "[1]"])
+def test_a_damaged_line_hides_no_run(command, run, words, damage):
+    path = run / "metrics.jsonl"
+    lines = path.read_bytes().split(b"\n")
+    lines[8] = damage.encode("latin-1")
+    path.write_bytes(b"\n".join(lines))
+    done = command(words[0], run, *words[1:])
+    assert done.stderr.count("1 damaged line is left out (line 9: ") == 1
+    if words[0] == "report":
+        for name in ("index.html", "report.md"):
+            text = (run / "report" / name).read_text()
+            assert "1 damaged line is left out" in text
+            assert "29 records" in text
+            assert "line 9 of metrics.jsonl" in text.replace("\\", "")
+    elif words[0] in ("export", "replay"):
+        assert done.stdout.startswith("29 records")
+    else:
+        assert done.stdout
+
+
+def test_what_is_no_run_at_all(command, run):
+    (run / "metrics.jsonl").write_text("hello\nworld\n")
+    for words in (
+        ["report"],
+        ["plot"],
+        ["tail"],
+        ["export", "--csv=x.csv"],
+        ["replay", "--to=csv"],
+    ):
+        done = command(words[0], run, *words[1:], status=1)
+        assert "expected a line that a History wrote" in done.stderr
+
+
 @pytest.mark.parametrize(("word", "package"), [("plot", "plotext"), ("report", "matplotlib")])
 def test_a_missing_extra(run, command, word, package):
     done = command(word, run, before=f"sys.modules[{package!r}] = None", status=1)

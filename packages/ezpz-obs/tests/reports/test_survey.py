@@ -34,6 +34,19 @@ def test_cause_of_end(write_run, records, message, age, outcome):
     assert found.outcome == outcome
 
 
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [("hello\n", 0), ('{"step":0,"time":1,"cpu":0.5}\nhello\n{"step":1,"time":2,"cpu":0.5}\n', 2)],
+)
+def test_a_damaged_line_of_the_system_hides_no_run(write_run, records, text, values):
+    folder = write_run(*records(range(4), loss=1.0))
+    (folder / "system.jsonl").write_text(text)
+    found = look(folder)
+    assert (found.records, found.damaged) == (4, 1)
+    assert [series.count for series in found.system.values()] == [values] * bool(values)
+    assert "of system.jsonl is left out: no JSON" in notices(found.notices).rows[-1][4]
+
+
 # An attempt between the two may have ended before it had a History.
 @pytest.mark.parametrize(("number", "fault"), [(10, "; the fault of n1: gone"), (11, "")])
 def test_a_restart_supersedes(*, write_run, records, header, number, fault):

@@ -79,8 +79,7 @@ def test_what_fails_leaves_the_old_file(run, tmp_path):
             export(run, **where)
     target = tmp_path / "x.csv"
     target.write_text("old")
-    with open(run / "metrics.jsonl", "a") as file:
-        file.write("broken\n")
+    (run / "metrics.jsonl").write_text("broken\n")
     with pytest.raises(Exception, match="line"):
         export(run, csv=target)
     assert target.read_text() == "old"

@@ -107,7 +107,7 @@ def write_report(
         The files: the page first, then the Markdown, then the plots.
 
     Raises:
-        HistoryError: There is no such run, or it is damaged.
+        HistoryError: There is no such run, or no line of it is a History's.
         OSError: The folder cannot be written.
         ReportError: Nothing was given, or what reports need is not installed.
     """
@@ -155,7 +155,7 @@ class _Live:
     def get(self) -> tuple[str, bytes]:
         with self._lock:  # of several windows one at a time
             if (mark := self._look()) != self._mark:
-                report = _composed([Run(run.path) for run in self._runs], logger.debug)
+                report = _composed([Run(run.path, warn=False) for run in self._runs], logger.debug)
                 page = _page(report, live=True)
                 self._mark, self._page = mark, page.encode(errors="backslashreplace")
             return self._mark, self._page

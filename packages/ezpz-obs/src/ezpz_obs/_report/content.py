@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 import orjson
 
 from ezpz_obs._file import file_name
-from ezpz_obs._run import Shown
+from ezpz_obs._run import Shown, say_damaged
 from ezpz_topo import redact
 
 from .figures import Drawn, curves, step_histogram
@@ -205,6 +205,7 @@ def course(survey: Survey) -> list[str]:
         f"{ranks:,} rank{'s' if ranks != 1 else ''}" if isinstance(ranks, int) else "",
         f"on {clean(_hosts(hosts))}" if hosts else "",
         clean(header["machine"]) if header.get("machine") else "",
+        say_damaged(survey.damaged) if survey.damaged else "",
     ]
     if len(survey.attempts) > 1:
         said.append(f"{len(survey.attempts) - 1} restart{'s' if len(survey.attempts) > 2 else ''}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
@@ -16,6 +17,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
+from ezpz_obs._errors import HistoryError
 from ezpz_obs._file import FILE_NAME, LONGEST_LINE, SYSTEM_NAME
 from ezpz_obs._file import STATISTICS as ALL_STATISTICS
 from ezpz_obs._run import Block, Run, Shown, is_shown, shown_of
@@ -26,6 +28,7 @@ ROOM: Final = 200  # different messages that are kept, of the first and of the l
 GRAVE: Final = frozenset({"warning", "error", "critical", "exception", "fatal", "alarm"})
 _LIGHT: Final = (b'"level":"info"', b'"level":"debug"')
 _ENOUGH: Final = 300
+_MOST_DAMAGED: Final = 5  # lines that are named; all are counted
 
 
 @dataclass
@@ -359,6 +362,7 @@ class Survey:
     notices: Notices
     records: int
     age: float  # seconds from the last write to the file until this survey
+    damaged: int  # lines that are left out
 
     @cached_property
     def groups(self) -> dict[str, bool]:
@@ -409,17 +413,24 @@ def survey(run: Run, label: str | None = None, say: Callable[[str], None] | None
             next_word = time.monotonic() + _SPEAK
             say(f"{label}: {records:,} records read")
     system: dict[str, Series] = {}
-    beside = run.path.with_name(SYSTEM_NAME)
-    if run.path.name == FILE_NAME and beside.is_file():
-        for name, steps, values in _columns(Run(beside).blocks()):
-            if name != "time":
-                system.setdefault(name, Series(name)).add(steps, values)
+    beside = run.beside(SYSTEM_NAME)
+    if run.path.name == FILE_NAME and beside.path.is_file():
+        with suppress(HistoryError):  # no line of it is whole: the run's own file is shown
+            for name, steps, values in _columns(beside.blocks()):
+                if name != "time":
+                    system.setdefault(name, Series(name)).add(steps, values)
+    notices = collect(run.events, run.path.parent)
+    for damaged in (run, beside):
+        for number, why in sorted(damaged.damaged.items())[:_MOST_DAMAGED]:
+            text = f"line {number} of {damaged.path.name} is left out: {why}"
+            notices.put(Notice("damaged", text[:_ENOUGH], None, None, set()))
     return Survey(
         run=run, label=label, header=headers[-1] if headers else {},
         attempts=_attempts(headers, begins, run.events, times), series=series, system=system,
         shown=shown_of(run), step_times=times,
-        notices=collect(run.events, run.path.parent), records=records,
+        notices=notices, records=records,
         age=max(0.0, time.time() - run.path.stat().st_mtime),
+        damaged=len(run.damaged) + len(beside.damaged),
     )  # fmt: skip
 
 

@@ -47,7 +47,7 @@ def plot(
         height: Lines.
 
     Raises:
-        HistoryError: There is no such run, or it is damaged.
+        HistoryError: There is no such run, or no line of it is a History's.
         ReportError: There is no such metric, or plotext is not installed.
     """
     plotext = require("plotext", "a plot")
@@ -151,8 +151,9 @@ def tail(
         file: Where to write; default standard output.
 
     Raises:
-        HistoryError: There is no such run, or it is damaged.
+        HistoryError: There is no such run, or a line is longer than 64 MiB.
     """
+    found = read_run(run)
     out = sys.stdout if file is None else file
     waiting: deque[Mapping[str, Any]] | None = deque(maxlen=max(0, lines))
     width = shutil.get_terminal_size((80, 24)).columns if out.isatty() else None
@@ -170,9 +171,10 @@ def tail(
                 show(line)
             waiting = None
         out.flush()
+        found.warn_of_damage()
         return ended or not follow
 
-    for line in read_on(run, stop=caught_up):
+    for line in read_on(found, stop=caught_up):
         ended = line.get("event") == "end"
         if waiting is None:
             show(line)

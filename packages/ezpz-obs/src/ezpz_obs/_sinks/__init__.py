@@ -222,13 +222,13 @@ def replay(run: str | os.PathLike[str], sink: str | Sink) -> int:
         The number of records.
 
     Raises:
-        HistoryError: There is no run, or its file is damaged.
+        HistoryError: There is no run, or no line of its file is a History's.
         SinkError: The sink is unknown, not installed, or failed.
     """
     found = read_run(run)
-    if not found.headers:
+    if not found.headers and not found.damaged:
         raise SinkError(f"{found.path} has no header; expected a file that a History wrote")
-    header = {**found.headers[0], "replayed": time.time()}
+    header = {"run": found.name, **(found.headers or [{}])[0], "replayed": time.time()}
     target = make_sink(sink, own=True, close_seconds=_CLOSE_SECONDS)
     sent = 0
     try:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ezpz_obs._errors import SinkError
+from ezpz_obs._run import Run, read_run
 from ezpz_obs._table import export
 
 FILE_NAME = "metrics.csv"
@@ -48,6 +49,8 @@ class CsvSink:
 
     def _export(self) -> None:
         began = time.monotonic()
-        export(self._folder, csv=self._folder / FILE_NAME)
+        # Of damaged lines whoever writes or replays the run warns, and not each table.
+        run = Run(read_run(self._folder).path, warn=False)
+        export(run, csv=self._folder / FILE_NAME)
         self._is_behind = False
         self._not_before = began + _SHARE * (time.monotonic() - began)
