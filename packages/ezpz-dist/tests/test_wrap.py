@@ -262,3 +262,85 @@ def test_what_fsdp2_has_sharded_is_whole_no_longer(ranks):
     cleanup()
     """
     ranks(2, script)
+
+
+EXPANDED = """
+from torch import nn
+setup_torch(timeout=60)
+rank = dist.get_rank()
+
+class Masked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        row = torch.arange(4.0) + 100 * rank
+        self.register_buffer("row", row)
+        self.register_buffer("heads", row.expand(8, 4))
+        self.register_buffer("both", torch.full((1, 1), rank).expand(3, 2))
+        self.register_buffer("middle", torch.full((2, 1, 3), 1.5 + rank).expand(2, 5, 3).mT)
+        self.register_buffer("windows", (torch.arange(6.0) + rank).unfold(0, 3, 1))
+        self.register_buffer("strided", (torch.arange(6) + rank).as_strided((4, 3), (1, 1)))
+        self.register_buffer("bf16", torch.full((1, 2), 1.0 + rank).bfloat16().expand(2, 2))
+        self.register_buffer("empty", torch.ones(1, 0).expand(4, 0))
+        self.register_buffer("scalar", torch.tensor(3.0 + rank).expand(1))
+
+    def forward(self, x):
+        return self.linear(x) * self.heads[:2]
+
+rank0 = {name: each.clone() for name, each in Masked().named_buffers()}
+for name, each in rank0.items():
+    dist.broadcast(each, 0)
+fsdp2 = lambda model: wrap_model(model, use_fsdp=True)
+frozen = lambda model: wrap_model(model.requires_grad_(False))
+for wrap in (wrap_model, wrap_model_for_fsdp, fsdp2, frozen):
+    model = Masked()
+    identities = {name: id(each) for name, each in model.named_buffers()}
+    wrapped = wrap(model)
+    for step in range(2):
+        loss = wrapped(torch.ones(2, 4)).sum()
+        if loss.requires_grad:
+            loss.backward()
+    for name, each in model.named_buffers():
+        assert torch.equal(each, rank0[name]), (wrap, name, each)
+        assert id(each) == identities[name], (wrap, name)
+    if wrap is not wrap_model:  # DDP writes to them before each forward pass
+        model.row.fill_(7.0)
+        assert model.heads.unique().tolist() == [7.0], "one memory, as before"
+
+class Assigned(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 4, device="meta")
+        self.register_buffer("mask", torch.empty(8, 4, device="meta"))
+
+    def reset_parameters(self):
+        super().reset_parameters()
+        if hasattr(self, "mask"):
+            self.mask = torch.rand(1, 4).expand(8, 4)
+
+for wrap in (wrap_model, fsdp2):
+    model = Assigned()
+    wrap(model)(torch.ones(2, 4)).sum().backward()
+    first = model.mask.clone()
+    dist.broadcast(first, 0)
+    assert torch.equal(model.mask, first)
+    assert first.unique().numel() == 4
+
+class Expanded(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(1, 4).expand(8, 4))
+
+words = (
+    "gain has the strides [0, 1] for the shape [8, 4], so that an optimizer cannot write to it; "
+    "expected memory of its own for each element; make it so before"
+)
+for wrap in (wrap_model, wrap_model_for_ddp, wrap_model_for_fsdp, fsdp2):
+    raises(WrapError, words, wrap, Expanded())
+words = words.replace("gain", "wrap_optimizer_for_zero1(): parameter 0")
+raises(WrapError, words, wrap_optimizer_for_zero1, torch.optim.AdamW, Expanded().parameters())
+cleanup()
+"""
+
+
+def test_buffers_made_by_expand_are_every_ranks(ranks):
+    ranks(2, EXPANDED)

@@ -479,6 +479,8 @@ def wrap_model_for_horovod(
     with _replicas.agreed(call, model, given, replicas):
         _load_horovod()
         _replicas.refuse_wrapped(model)
+        for name, parameter in model.named_parameters():
+            _replicas.refuse_expanded(call, name, parameter)
         if kind.__module__.startswith("horovod."):
             raise WrapError(f"{kind.__name__} is Horovod's already; expected torch's own")
         if replicas.size < world.info.world_size:
@@ -488,7 +490,9 @@ def wrap_model_for_horovod(
             )
     horovod = _load_horovod(world.info)
     with waiting(f"Horovod's broadcasts for {call}", world):
-        horovod.broadcast_parameters(model.to(world.device).state_dict(), root_rank=0)
+        model = model.to(world.device)
+        _replicas.unexpand_buffers(model)
+        horovod.broadcast_parameters(model.state_dict(), root_rank=0)
         horovod.broadcast_optimizer_state(optimizer, root_rank=0)
     smaller = horovod.Compression.fp16 if compress else horovod.Compression.none
     return model, horovod.DistributedOptimizer(optimizer, model.named_parameters(), smaller, passes)

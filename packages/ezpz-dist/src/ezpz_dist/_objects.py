@@ -25,7 +25,8 @@ def is_plain(obj: object) -> bool:
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return the elements of a plain tensor as uint8 [bytes], on its device; copied if need be."""
     dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return dense.reshape(-1).view(torch.uint8)
+    # Not reshape: of one element it leaves a stride of 0, of which torch makes no bytes.
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
 
 
 def raw_of(tensor: torch.Tensor) -> bytearray:

@@ -117,7 +117,42 @@ def start_alike(tensors: Sequence[torch.Tensor], replicas: Members) -> None:
             if replicas.size > 1 and sent.numel():
                 replicas.send(sent, replicas.ranks[0], "the model's start values")
             if sent.data_ptr() != tensor.data_ptr() and replicas.place > 0:
-                tensor.copy_(sent.view(tensor.dtype).view(tensor.shape))
+                values = sent.view(tensor.dtype).view(tensor.shape)
+                strides = tensor.stride()
+                _without_repeats(tensor, strides).copy_(_without_repeats(values, strides))
+
+
+def is_expanded(tensor: torch.Tensor) -> bool:
+    """Whether elements along a dim are one in memory, to which torch refuses to write."""
+    if tensor.layout is not torch.strided:
+        return False
+    dims = zip(tensor.shape, tensor.stride(), strict=True)
+    return any(size > 1 and stride == 0 for size, stride in dims)
+
+
+def _without_repeats(tensor: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
+    """Return the first along each dim of stride 0."""
+    for dim, stride in enumerate(strides):
+        if stride == 0 and tensor.size(dim) > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+def unexpand_buffers(model: nn.Module) -> None:
+    """Give each element of the buffers its own memory, for wrappers that write to them."""
+    for buffer in model.buffers():
+        if is_expanded(buffer):
+            buffer.data = buffer.data.contiguous()
+
+
+def refuse_expanded(call: str, name: str, parameter: torch.Tensor) -> None:
+    if is_expanded(parameter):
+        raise WrapError(
+            f"{call}: {name} has the strides {list(parameter.stride())} for the shape "
+            f"{list(parameter.shape)}, so that an optimizer cannot write to it; expected memory of "
+            "its own for each element; make it so before: "
+            "parameter.data = parameter.data.contiguous()"
+        )
 
 
 # From the meta device to memory, one module at a time, the same on every rank.
@@ -369,6 +404,7 @@ def check_model(
     refuse_wrapped(model)
     refuse_mps(call, replicas)
     for name, parameter in model.named_parameters():
+        refuse_expanded(call, name, parameter)
         # As ezpz_tp, and Megatron, mark them.
         if not getattr(parameter, "allreduce", True):
             raise WrapError(

@@ -80,6 +80,7 @@ def wrap_model_for_ddp(
         refuse_unfillable(model, initialize)
     materialize(model, device, initialize, replicas=replicas)
     model = _compiled(model.to(device), compile)
+    _replicas.unexpand_buffers(model)
     # For one accelerator a process; on the CPU torch refuses it.
     device_ids = [device.index] if device.type in ("cuda", "xpu") else None
     with waiting("DDP's start values", replicas.world, replicas.ranks):
@@ -136,6 +137,8 @@ def wrap_optimizer_for_zero1(
             every += listed
         tensors |= {f"parameter {number}": one for number, one in enumerate(every)}
         _replicas.check_options(_ZERO1, options, _replicas.RESERVED)
+        for name, tensor in tensors.items():
+            _replicas.refuse_expanded(_ZERO1, name, tensor)
         for sharded, by in (("device_mesh", "FSDP2"), ("_fsdp_flattened", "FSDP1")):
             if any(hasattr(one, sharded) for one in every):
                 raise WrapError(
