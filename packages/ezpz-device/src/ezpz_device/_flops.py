@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,8 +16,8 @@ from torch.utils.flop_counter import FlopCounterMode
 def count_flops(model: Any, *inputs: Any, backward: bool = True, **keywords: Any) -> int:
     """Return the floating-point operations of one pass of a torch model, on this rank.
 
-    Nothing is computed and no memory taken: tensors are replaced by their shapes, so a model on
-    the meta device will do. Matrix products, convolutions and attention count (a causal mask is no
+    Nothing is computed and no memory taken: tensors are replaced by their shapes, so the model, its
+    parts or the inputs may be on the meta device, and the inputs on another than the model. Matrix products, convolutions and attention count (a causal mask is no
     discount); what is done element by element does not. The layers of ezpz_tp count this rank's
     share. With as many samples on each rank, the whole job's step is the world's size as much.
 
@@ -40,7 +41,10 @@ def count_flops(model: Any, *inputs: Any, backward: bool = True, **keywords: Any
         raise ValueError(
             f"count_flops: {sharded} is sharded; expected the model before it is wrapped"
         )
+    device = _find_device(list(state.values()), tree_leaves((inputs, keywords)))
     with (
+        # For tensors that the model makes in between.
+        nullcontext() if device is None else device,
         # With a ShapeEnv, operations whose shape depends on values have one too.
         FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()) as mode,
         FlopCounterMode(display=False) as counter,
@@ -48,7 +52,7 @@ def count_flops(model: Any, *inputs: Any, backward: bool = True, **keywords: Any
     ):
         state, inputs, keywords = tree_map_only(
             torch.Tensor,
-            lambda one: mode.from_tensor(one, static_shapes=True),
+            lambda one: _fake(one, device, mode),
             (state, inputs, keywords),
         )
         made = tree_leaves(torch.func.functional_call(model, state, inputs, keywords))
@@ -56,3 +60,22 @@ def count_flops(model: Any, *inputs: Any, backward: bool = True, **keywords: Any
         if backward and ends:
             torch.autograd.backward(ends, [torch.ones_like(one) for one in ends])
     return int(counter.get_total_flops())
+
+
+def _find_device(state: list[torch.Tensor], inputs: list[Any]) -> torch.device | None:
+    """Return where all shapes are to be; None where a model is spread over devices."""
+    tensors = state or [one for one in inputs if isinstance(one, torch.Tensor)]
+    devices = {one.device for one in tensors}
+    if len(devices) > 1:
+        devices.discard(torch.device("meta"))
+    return devices.pop() if len(devices) == 1 else None
+
+
+def _fake(tensor: torch.Tensor, device: torch.device | None, mode: FakeTensorMode) -> torch.Tensor:
+    fake = mode.from_tensor(tensor, static_shapes=True)
+    if device is None or tensor.device == device:
+        return fake
+    moved = torch.empty_like(fake, device=device)
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(moved, requires_grad=tensor.requires_grad)
+    return moved.requires_grad_(tensor.requires_grad)
