@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
 import ezpz
-from ezpz.data import TokenBlocks, loader_options, python_sources, text_files, write_tokens_once
+from ezpz.data import TokenBlocks, loader_options, python_sources, text_files
 from ezpz.examples import _settings
 from ezpz_dist import DataError
 
@@ -47,19 +47,13 @@ class Text:
 
 
 def load(settings: Settings) -> Text:
-    """Write the text as tokens into the output folder, and map it. Collective."""
-
-    def files() -> list[Path]:
-        # On the rank that writes, whose errors every rank is told.
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if settings.data:
-            return text_files(Path(settings.data).expanduser(), "")
-        return python_sources(1_000_000)  # bytes: a second to write and read
-
-    # Rank 0's: a folder named by the time is another one on a rank that began a second later.
-    path = Path(ezpz.broadcast(settings.outdir, root=0)) / "text.tokens"
-    write_tokens_once(path, files, progress=False)
-    blocks = TokenBlocks(path, settings.block)
+    """Read the text on this rank; its bytes are the tokens."""
+    if settings.data:
+        files = text_files(Path(settings.data).expanduser(), "")
+    else:
+        files = python_sources(1_000_000)  # bytes: a moment to read
+    text = bytearray(b"\0".join(file.read_bytes() for file in files))
+    blocks = TokenBlocks(torch.frombuffer(text, dtype=torch.uint8), settings.block)
     last = len(blocks) - HELD_OUT
     if last < settings.batch_size:
         raise DataError(
