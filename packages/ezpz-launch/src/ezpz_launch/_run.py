@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 
-from ._agent import send
+from ._agent import kill_launcher, send
 from ._errors import LaunchError
 from ._launch import ENDING, NEVER, VARIABLE, Facts, Heard, Launch, Nodes, Outcome, how, signals
 from ._output import Output, Report
@@ -390,7 +390,7 @@ class _Run:
         self.nodes.close(farewell=complete)
         self.say_what_was_left()
         if not complete:
-            send(-self.process.pid, signal.SIGKILL)
+            kill_launcher(self.process.pid, self.launch.control.launch_id)
             self.output.drain(_DRAINED, self.is_told)
             self.take_reports()
         late = next((number for number in self.arrived if number in ENDING), None)
