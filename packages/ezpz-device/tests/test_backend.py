@@ -1,3 +1,5 @@
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -52,5 +54,10 @@ def test_names_and_dtypes():
     assert as_dtype("bf16") is as_dtype("bfloat16") is torch.bfloat16
     assert as_dtype(torch.float64) is torch.float64
     assert all(dtype.is_floating_point for dtype in TORCH_DTYPES_MAP.values())
-    with pytest.raises(ValueError, match="dtype 'bf15'; expected one of bf16"):
-        as_dtype("bf15")
+    for name in ("torch.int32", "int32"):
+        assert as_dtype(name) is torch.int32
+    assert as_dtype("torch.bf16") is as_dtype("torch.bfloat16") is torch.bfloat16
+    for name in ("bf15", "nn", "", 16, None, ["bf16"]):
+        words = f"dtype {name!r}; expected one of bf16, bfloat16"
+        with pytest.raises(ValueError, match=re.escape(words)):
+            as_dtype(name)

@@ -98,11 +98,12 @@ def test_an_override_that_is_no_rate(text):
 
 
 RATED = [torch.bfloat16, "bf16", "bfloat16", "tf32", "int8", torch.int8, torch.float8_e4m3fn]
+RATED += ["torch.bfloat16", "float8_e4m3fn"]
 
 
 def test_the_dtypes_that_have_rates_and_a_device_that_is_none():
     assert [get_peak_flops(dtype, "cpu", env={}) for dtype in RATED] == [None] * len(RATED)
-    for dtype in ("bf15", torch.int64, torch.complex64):
+    for dtype in ("bf15", "int64", None, torch.int64, torch.complex64):
         with pytest.raises(ValueError, match=r"expected one of fp64, fp32, tf32"):
             get_peak_flops(dtype, "cpu")
     for device in ("gpu", "meta"):

@@ -1,5 +1,6 @@
 import functools
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,8 +11,11 @@ from torch.nn import init
 
 import ezpz_tp as tp
 from ezpz_tp import _init as _initialize
+from ezpz_tp import mpu
+from ezpz_tp import tensor_parallel as megatron
 from ezpz_tp._current import tensor_group
 from ezpz_tp._init import agree_on_seed
+from ezpz_tp.model_parallel_config import ModelParallelConfig
 from ezpz_tp.testing import run_ranks
 
 
@@ -305,3 +309,60 @@ def test_parameters_of_fsdp_are_initialized_where_they_are():
         pieces = full.chunk(4, dim)
         assert torch.equal(found, torch.cat([pieces[index], pieces[2 + index]], dim))
     assert torch.equal(columns, expected[3].chunk(2, 1)[index])
+
+
+def dtype_of_config(dtype):
+    config = ModelParallelConfig(params_dtype=dtype, pipeline_dtype=dtype)
+    assert config.pipeline_dtype == config.params_dtype
+    return config.params_dtype
+
+
+def dtype_of_dialect(dtype):
+    # As of a configuration that is not ours, which nothing has converted.
+    config = SimpleNamespace(params_dtype=dtype)
+    layer = megatron.ColumnParallelLinear(
+        4, 4, config=config, init_method=init.ones_, output_dtype=dtype
+    )
+    return layer.weight.dtype
+
+
+def dtype_of_product(dtype):
+    tensors = torch.ones(2, 4, dtype=torch.bfloat16), torch.ones(3, 4, dtype=torch.bfloat16)
+    modes = None, False, False, False
+    linear = megatron.linear_with_grad_accumulation_and_async_allreduce
+    return linear(*tensors, *modes, output_dtype=dtype).dtype
+
+
+def dtype_of_neox(dtype):
+    return mpu.VocabParallelEmbedding(
+        8, 4, neox_args=SimpleNamespace(params_dtype=dtype)
+    ).weight.dtype
+
+
+def dtype_of_broadcast(dtype):
+    data = {"x": torch.ones(2, dtype=torch.bfloat16)}
+    return tp.broadcast_data(["x"], data, dtype)["x"].dtype
+
+
+TAKE_DTYPES = {
+    "ColumnParallelLinear": lambda dtype: tp.ColumnParallelLinear(4, 4, dtype=dtype).weight.dtype,
+    "RowParallelLinear": lambda dtype: tp.RowParallelLinear(4, 4, dtype=dtype).weight.dtype,
+    "ParallelEmbedding": lambda dtype: tp.ParallelEmbedding(8, 4, dtype=dtype).weight.dtype,
+    "VocabParallelEmbedding": lambda dtype: (
+        tp.VocabParallelEmbedding(8, 4, dtype=dtype).weight.dtype
+    ),
+    "GlobalMemoryBuffer": lambda dtype: mpu.GlobalMemoryBuffer().get_tensor([2], dtype, "it").dtype,
+    "broadcast_data": dtype_of_broadcast,
+    "ModelParallelConfig": dtype_of_config,
+    "tensor_parallel": dtype_of_dialect,
+    "linear_with_grad_accumulation": dtype_of_product,
+    "mpu": dtype_of_neox,
+}
+
+
+@pytest.mark.parametrize("find_dtype", TAKE_DTYPES.values(), ids=TAKE_DTYPES)
+def test_dtypes_are_taken_by_name(find_dtype):
+    for name in (torch.bfloat16, "bfloat16", "torch.bfloat16", "bf16"):
+        assert find_dtype(name) is torch.bfloat16
+    with pytest.raises(ValueError, match=r"type 'bf15'; expected one of bf16.* torch\.dtype"):
+        find_dtype("bf15")

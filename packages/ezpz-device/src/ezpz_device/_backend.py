@@ -77,20 +77,25 @@ TORCH_DTYPES_MAP: Mapping[str, torch.dtype] = MappingProxyType(
         "fp64": torch.float64, "float64": torch.float64, "double": torch.float64,
     }
 )  # fmt: skip
-"""Read-only; every spelling that `as_dtype` takes."""
+"""Read-only; what `as_dtype` takes beside torch's own names."""
 
 
 def as_dtype(dtype: str | torch.dtype) -> torch.dtype:
     """Return the torch dtype of a name such as ``"bf16"``; a dtype is returned as it is.
 
+    A name is one in `TORCH_DTYPES_MAP`, or torch's own, such as ``"int32"`` or ``"torch.int32"``.
+
     Raises:
-        ValueError: The name is not in `TORCH_DTYPES_MAP`.
+        ValueError: It is none of these.
     """
     if isinstance(dtype, torch.dtype):
         return dtype
-    try:
-        return TORCH_DTYPES_MAP[dtype]
-    except KeyError:
-        raise ValueError(
-            f"dtype {dtype!r}; expected one of {', '.join(TORCH_DTYPES_MAP)} or a torch.dtype"
-        ) from None
+    if isinstance(dtype, str):
+        name = dtype.removeprefix("torch.")
+        found = TORCH_DTYPES_MAP.get(name, getattr(torch, name, None))
+        if isinstance(found, torch.dtype):
+            return found
+    raise ValueError(
+        f"dtype {dtype!r}; expected one of {', '.join(TORCH_DTYPES_MAP)}, another name of torch's "
+        "such as 'int32', or a torch.dtype"
+    )

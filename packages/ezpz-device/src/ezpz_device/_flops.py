@@ -16,10 +16,11 @@ from torch.utils.flop_counter import FlopCounterMode
 def count_flops(model: Any, *inputs: Any, backward: bool = True, **keywords: Any) -> int:
     """Return the floating-point operations of one pass of a torch model, on this rank.
 
-    Nothing is computed and no memory taken: tensors are replaced by their shapes, so the model, its
-    parts or the inputs may be on the meta device, and the inputs on another than the model. Matrix products, convolutions and attention count (a causal mask is no
-    discount); what is done element by element does not. The layers of ezpz_tp count this rank's
-    share. With as many samples on each rank, the whole job's step is the world's size as much.
+    Nothing is computed and no memory taken: tensors are replaced by their shapes. So the model, a
+    part of it or the inputs may be on the meta device, and the inputs on another device than the
+    model. Matrix products, convolutions and attention count (a causal mask is no discount); what is
+    done element by element does not. The layers of ezpz_tp count this rank's share. With as many
+    samples on each rank, the whole job's step is the world's size as much.
 
     >>> count_flops(torch.nn.Linear(64, 32), torch.empty(8, 64), backward=False)  # 2 * 8 * 64 * 32
     32768

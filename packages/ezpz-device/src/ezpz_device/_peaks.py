@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ._backend import TORCH_DTYPES_MAP
+from ._backend import as_dtype
 from ._select import DeviceError, device_in_use
 
 OVERRIDE = "EZPZ_PEAK_FLOPS"
@@ -63,8 +63,7 @@ def get_peak_flops(
         ValueError: ``dtype`` is none of these, or ``peak_flops`` is no number above 0.
     """
     env = os.environ if env is None else env
-    said: Any = dtype
-    kind = said if said in KINDS else _KIND_OF.get(TORCH_DTYPES_MAP.get(said, said))
+    kind = dtype if isinstance(dtype, str) and dtype in KINDS else _kind_of(dtype)
     if kind is None:
         raise ValueError(
             f"dtype {dtype!r}; expected one of {', '.join(KINDS)}, or a torch.dtype of these"
@@ -86,6 +85,12 @@ def get_peak_flops(
         return None
     properties = getattr(torch, here.type).get_device_properties(here)
     return peak_of(properties.name, compute_units(properties), kind)
+
+
+def _kind_of(dtype: str | torch.dtype) -> str | None:
+    with suppress(ValueError):
+        return _KIND_OF.get(as_dtype(dtype))
+    return None
 
 
 def peak_of(name: str, units: int, kind: str) -> float | None:

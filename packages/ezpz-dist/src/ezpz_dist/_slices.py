@@ -15,6 +15,7 @@ from typing import IO, Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
+from ezpz_device import as_dtype
 from ezpz_topo import get_hostname, get_rank
 
 from ._collectives import all_gather_object, broadcast
@@ -33,7 +34,7 @@ _PIECE = 1 << 30  # bytes of one read: MPI counts in 32-bit ints
 
 def read_share(
     path: str | os.PathLike[str],
-    dtype: torch.dtype,
+    dtype: str | torch.dtype,
     shape: Sequence[int],
     *,
     offset: int = 0,
@@ -48,7 +49,7 @@ def read_share(
     Args:
         path: A file in this machine's byte order, such as numpy's ``tofile`` writes; with
             ``"posix"`` also a URL that fsspec knows.
-        dtype: Of its numbers.
+        dtype: Of its numbers; also by name, such as ``"int32"``.
         shape: Of the whole array; the first may be -1: as many rows as the file has.
         offset: Bytes before the array.
         share: (which, of how many); default: `ezpz_dist.data_share`.
@@ -64,9 +65,10 @@ def read_share(
         DataError: On every rank: a rank cannot read its part, or the file is too short.
         MismatchError: The ranks chose different implementations.
         NotSetUpError: There are several ranks and `setup_torch` was not called.
-        ValueError: ``implementation`` is unknown, or ``shape`` or ``offset`` are none.
+        ValueError: ``dtype`` or ``implementation`` is unknown, or ``shape`` or ``offset`` are none.
     """
     name = os.fspath(path)
+    dtype = as_dtype(dtype)
     row = dtype.itemsize * torch.Size(shape[1:]).numel() if len(shape) else 0
     if row < 1 or shape[0] < -1 or offset < 0:
         raise ValueError(f"shape {tuple(shape)}, offset {offset}; expected rows that hold bytes")

@@ -89,7 +89,7 @@ class Throughput:
         peak_flops: FLOP/s of one device at best; default: what ezpz_device knows of this one, or
             ``EZPZ_PEAK_FLOPS``. Without it there is no ``mfu``, and a warning says so, once.
         dtype: What the matrix products are of, for the default of ``peak_flops``: "bf16", "fp16",
-            "fp32", "tf32", "fp8".
+            "fp32", "tf32", "fp8", or a torch dtype.
         world_size: Devices that share the work; default: the job's ranks.
 
     Raises:
@@ -101,7 +101,7 @@ class Throughput:
     flops_per_token: float | None = None
     flops_per_step: float | None = None
     peak_flops: float | None = None
-    dtype: str = "bf16"
+    dtype: Any = "bf16"
     world_size: int | None = None
 
     def __post_init__(self) -> None:

@@ -18,6 +18,11 @@ def batch(seed=0, size=2, length=32):
     return tokens[:, :-1], tokens[:, 1:]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, "bfloat16", "torch.bfloat16", "bf16"])
+def test_dtypes_are_taken_by_name(dtype):
+    assert {one.dtype for one in Llama(CONFIG, dtype=dtype).parameters()} == {torch.bfloat16}
+
+
 def test_logits_and_loss():
     model, (tokens, targets) = Llama(CONFIG), batch()
     logits = model(tokens)

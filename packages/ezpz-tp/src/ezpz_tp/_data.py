@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 from ._current import context_group, tensor_group
 from ._errors import DegreeError, ParallelError
 from ._groups import member
+from ._init import as_dtype
 from ._mappings import _Gather, applied, broadcast_, watchable
 
 _HEADER = 64
@@ -31,7 +32,7 @@ _DTYPES = (
 def broadcast_data(
     keys: Sequence[str],
     data: Mapping[str, Tensor] | None,
-    datatype: torch.dtype,
+    datatype: torch.dtype | str,
     tp_group: ProcessGroup | None = None,
     *,
     device: torch.device | str | None = None,
@@ -54,9 +55,10 @@ def broadcast_data(
 
     Raises:
         ValueError: On every rank: a key is missing on the first rank, or is not a tensor of
-            ``datatype``.
+            ``datatype``. Or ``datatype`` is no dtype.
         ParallelError: This rank's ``keys`` or ``datatype`` differ from the first rank's.
     """
+    datatype = as_dtype(datatype, "datatype")
     group = tensor_group(tp_group)
     place = _backend_device(group) if device is None else torch.device(device)
     first = group is None or group.rank() == 0

@@ -241,7 +241,7 @@ class VocabParallelEmbedding(EmbeddingTable):
         seed: int | None = None,
         init: str = "blocks",
         device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
     ) -> None:
         how = max_norm, norm_type, scale_grad_by_freq, sparse, init_method, tp_group, seed, init
         super().__init__(num_embeddings, embedding_dim, padding_idx, *how)
@@ -339,7 +339,7 @@ class ParallelEmbedding(EmbeddingTable):
         seed: int | None = None,
         init: str = "blocks",
         device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
     ) -> None:
         how = max_norm, norm_type, scale_grad_by_freq, sparse, init_method, tp_group, seed, init
         super().__init__(num_embeddings, embedding_dim, padding_idx, *how)

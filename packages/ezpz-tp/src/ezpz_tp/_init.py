@@ -27,6 +27,28 @@ from ._errors import DegreeError
 from ._mappings import broadcast_
 from ._shard import Piece, Shard, whole
 
+# What a weight is of.
+
+_SHORT_NAMES = {
+    "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64,
+}  # fmt: skip
+
+
+def as_dtype(dtype: str | torch.dtype, what: str = "dtype") -> torch.dtype:
+    """Return the torch dtype of a name such as ``"bf16"`` or ``"torch.float32"``."""
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if isinstance(dtype, str):
+        name = dtype.removeprefix("torch.")
+        found = _SHORT_NAMES.get(name, getattr(torch, name, None))
+        if isinstance(found, torch.dtype):
+            return found
+    raise ValueError(
+        f"{what} {dtype!r}; expected one of {', '.join(_SHORT_NAMES)}, another name of torch's "
+        "such as 'int32', or a torch.dtype"
+    )
+
+
 # The tiles that a weight is drawn in.
 
 TILE = 1 << 18

@@ -25,7 +25,14 @@ from torch.nn.init import xavier_normal_
 from ._current import current_state, tensor_group
 from ._errors import DegreeError, NotInitializedError, ParallelError
 from ._fused import column_linear, row_linear
-from ._init import InitMethod, agree_on_seed, initialize_from_whole, initialize_shard, one_generator
+from ._init import (
+    InitMethod,
+    agree_on_seed,
+    as_dtype,
+    initialize_from_whole,
+    initialize_shard,
+    one_generator,
+)
 from ._mappings import (
     all_gather,
     gather_from_tensor_parallel_region,
@@ -230,9 +237,11 @@ class ParallelModule(nn.Module):
         of: tuple[int, ...],
         padded: bool = False,
         device: torch.device | str | None,
-        dtype: torch.dtype | None,
+        dtype: torch.dtype | str | None,
     ) -> nn.Parameter:
         """Return an empty parameter that says how it is split, and what it is a part of."""
+        if dtype is not None:
+            dtype = as_dtype(dtype)
         parameter = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         blocks = self.blocks()
         set_tensor_model_parallel_attributes(
@@ -520,7 +529,7 @@ class ColumnParallelLinear(ShardedLinear):
         seed: int | None = None,
         init: str = "blocks",
         device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
     ) -> None:
         how = init_method, stride, sequence_parallel, skip_bias_add, tp_group, seed, init
         super().__init__(in_features, out_features, *how)
@@ -634,7 +643,7 @@ class RowParallelLinear(ShardedLinear):
         seed: int | None = None,
         init: str = "blocks",
         device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
     ) -> None:
         how = init_method, stride, sequence_parallel, skip_bias_add, tp_group, seed, init
         super().__init__(in_features, out_features, *how)
@@ -642,7 +651,10 @@ class RowParallelLinear(ShardedLinear):
         columns = self.stacked_shard_size("in_features", in_features)
         options: Any = {"device": device, "dtype": dtype}
         self.weight = self.part(out_features, columns, of=self.full_shape, **options)
-        own_bias = nn.Parameter(torch.empty(out_features, **options)) if bias else None
+        own_bias = None
+        if bias:
+            empty = torch.empty(out_features, device=device, dtype=self.weight.dtype)
+            own_bias = nn.Parameter(empty)
         self.register_parameter("bias", own_bias)
         if self.bias is not None and self.sequence_parallel:
             mark_sequence_parallel(self.bias)

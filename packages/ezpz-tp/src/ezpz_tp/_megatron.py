@@ -35,6 +35,7 @@ from ._current import get_pipeline_parallel_first_rank as get_pipeline_model_par
 from ._current import get_tensor_parallel_src_rank as get_tensor_model_parallel_src_rank
 from ._errors import DegreeError, NotInitializedError, ParallelError
 from ._groups import Alone
+from ._init import as_dtype
 from ._ranks import RankLayout
 from ._state import ParallelState
 
@@ -613,7 +614,7 @@ class GlobalMemoryBuffer:
     def get_tensor(
         self,
         tensor_shape: Sequence[int],
-        dtype: torch.dtype,
+        dtype: torch.dtype | str,
         name: str,
         mem_alloc_context: Callable[[], AbstractContextManager[object]] | None = None,
         *,
@@ -628,6 +629,7 @@ class GlobalMemoryBuffer:
             mem_alloc_context: In which new memory is allocated.
             device: Of the buffer; the current accelerator if None, and else the CPU.
         """
+        dtype = as_dtype(dtype)
         where = _current_device() if device is None else torch.device(device)
         key = (name, dtype, where)
         length = prod(tensor_shape)

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from ._init import as_dtype
+
 
 @dataclass
 class ModelParallelConfig:
@@ -30,7 +32,7 @@ class ModelParallelConfig:
         sequence_parallel: Activations between layers are sharded along the sequence.
         perform_initialization: False leaves weights as they were allocated, for a checkpoint.
         use_cpu_initialization: Make weights on the CPU, whatever accelerator there is.
-        params_dtype: dtype of weights and biases.
+        params_dtype: dtype of weights and biases; also by name, as in ``"bf16"``.
         fp16: Train in fp16; no layer reads it.
         bf16: Train in bf16; no layer reads it.
         deterministic_mode: No layer reads it: torch sums the gradient of an embedding in one order.
@@ -64,6 +66,9 @@ class ModelParallelConfig:
     def __post_init__(self) -> None:
         if self.expert_tensor_parallel_size is None:
             self.expert_tensor_parallel_size = self.tensor_model_parallel_size
+        self.params_dtype = as_dtype(self.params_dtype, "params_dtype")
+        if self.pipeline_dtype is not None:
+            self.pipeline_dtype = as_dtype(self.pipeline_dtype, "pipeline_dtype")
 
 
 def setting(config: object, name: str) -> Any:

@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention, silu
 
 import ezpz_tp
+from ezpz_device import as_dtype
 
 from ._errors import ModelError
 
@@ -440,7 +441,7 @@ class Llama(nn.Module):
         first: Whether the stage has the embedding.
         last: Whether the stage has the last norm and the output layer.
         device: Of the parameters; ``"meta"`` makes them without data.
-        dtype: Of the parameters.
+        dtype: Of the parameters; also by name, as in ``"bf16"``.
 
     Attributes:
         config: Sizes.
@@ -467,7 +468,7 @@ class Llama(nn.Module):
         first: bool = True,
         last: bool = True,
         device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
     ) -> None:
         super().__init__()
         if not parallel and (sequence_parallel or context_parallel):
@@ -482,6 +483,8 @@ class Llama(nn.Module):
             context_parallel = "ring"
         self._share = SequenceShare(context_parallel, ulysses)
         # With one tensor-parallel rank there is no sequence to share.
+        if dtype is not None:
+            dtype = as_dtype(dtype)
         self._build = build = Build(
             config, parallel, sequence_parallel and degree > 1, seed, device, dtype
         )

@@ -22,7 +22,7 @@ from ezpz_tp._current import current_state, index_or_alone, size_or_alone, tenso
 from ezpz_tp._data import _backend_device
 from ezpz_tp._errors import DegreeError, ParallelError
 from ezpz_tp._fused import column_linear
-from ezpz_tp._init import InitMethod, agree_on_seed, initialize_from_whole
+from ezpz_tp._init import InitMethod, agree_on_seed, as_dtype, initialize_from_whole
 from ezpz_tp._linear import (
     copy_gtp_attributes,
     copy_tensor_model_parallel_attributes,
@@ -95,7 +95,7 @@ class LayerSettings:
         expert_degree = setting(config, "expert_model_parallel_size") if is_expert else 1
         experts = expert_degree > 1
         self.device: torch.device = _device(config, group)
-        self.dtype: torch.dtype = setting(config, "params_dtype")
+        self.dtype: torch.dtype = as_dtype(setting(config, "params_dtype"), "params_dtype")
         self.initialize: bool = bool(setting(config, "perform_initialization"))
         self.seed: int | None = None  # of its weight; None draws one
         if experts:
@@ -122,6 +122,13 @@ def refuse(layer: str, what: str, value: object, *supported: object) -> None:
             f"{layer}: {what}={value!r} is not supported; expected "
             f"{' or '.join(repr(one) for one in supported)}"
         )
+
+
+def refuse_output_dtype(
+    layer: str, given: torch.dtype | str | None, supported: torch.dtype
+) -> None:
+    if given is not None:
+        refuse(layer, "output_dtype", as_dtype(given, "output_dtype"), None, supported)
 
 
 def _expert_index(layer: str, state: ParallelState | None, wanted: int) -> int:
@@ -276,7 +283,7 @@ def linear_with_grad_accumulation_and_async_allreduce(
     wgrad_deferral_limit: int | None = 0,
     tp_group: ProcessGroup | None = None,
     gtp_remat_size: int = 1,
-    output_dtype: torch.dtype | None = None,
+    output_dtype: torch.dtype | str | None = None,
 ) -> Tensor:
     """Return ``input @ weight.T + bias`` for this rank's rows of the weight.
 
@@ -305,7 +312,7 @@ def linear_with_grad_accumulation_and_async_allreduce(
     refuse(name, "gradient_accumulation_fusion", gradient_accumulation_fusion, False)
     refuse(name, "grad_output_buffer", grad_output_buffer, None)
     refuse(name, "gtp_remat_size", gtp_remat_size, 1)
-    refuse(name, "output_dtype", output_dtype, None, input.dtype)
+    refuse_output_dtype(name, output_dtype, input.dtype)
     if allreduce_dgrad and sequence_parallel:
         raise ParallelError(
             f"{name}: allreduce_dgrad and sequence_parallel are both set; under sequence "
@@ -328,7 +335,7 @@ def linear_with_frozen_weight(
     grad_output_buffer: list[Tensor] | None = None,
     wgrad_deferral_limit: None = None,
     gtp_remat_size: int = 1,
-    output_dtype: torch.dtype | None = None,
+    output_dtype: torch.dtype | str | None = None,
 ) -> Tensor:
     """Return what `linear_with_grad_accumulation_and_async_allreduce` does; the weight is frozen.
 
@@ -390,7 +397,7 @@ class ColumnParallelLinear(ExtraState, _layers.ColumnParallelLinear):
         disable_grad_reduce: bool = False,
         tp_group: ProcessGroup | None = None,
         name: str | None = None,
-        output_dtype: torch.dtype | None = None,
+        output_dtype: torch.dtype | str | None = None,
         pg_collection: Any = None,
     ) -> None:
         del tp_comm_buffer_name, name
@@ -398,7 +405,7 @@ class ColumnParallelLinear(ExtraState, _layers.ColumnParallelLinear):
         settings = LayerSettings(layer, config, tp_group, pg_collection, is_expert)
         refuse(layer, "embedding_activation_buffer", embedding_activation_buffer, None)
         refuse(layer, "grad_output_buffer", grad_output_buffer, None)
-        refuse(layer, "output_dtype", output_dtype, None, settings.dtype)
+        refuse_output_dtype(layer, output_dtype, settings.dtype)
         if settings.sequence_parallel and settings.degree == 1:
             warnings.warn(
                 f"{layer}: config.sequence_parallel is on, but the tensor-parallel degree is 1: "
@@ -584,7 +591,7 @@ def _initialize_affine_weight_cpu(
     stride: int = 1,
     return_master_weight: bool = False,
     *,
-    params_dtype: torch.dtype = torch.float32,
+    params_dtype: torch.dtype | str = torch.float32,
     rank: int | None = None,
     world_size: int | None = None,
     skip_set_tensor_parallel_attributes: bool = False,
@@ -598,4 +605,4 @@ def _initialize_affine_weight_cpu(
     place = partition_dim, rank, world_size
     options: Any = {"stride": stride, "dtype": torch.float32, "device": "cpu"}
     full = initialize_from_whole(weight, (output_size, input_size), *place, init_method, **options)
-    return full.to(params_dtype) if return_master_weight else None
+    return full.to(as_dtype(params_dtype, "params_dtype")) if return_master_weight else None
