@@ -200,7 +200,8 @@ follows(wrap_model_for_ddp(built(data)), mine)
 follows(wrap_model_for_fsdp2(built(data)), mine)
 
 from ezpz_tp import layouts
-mesh = layouts.named("fsdp+tp+cp+pp", 4, tp=2, cp=1, pp=2).to_mesh("cpu")
+axes = layouts.MESHES["fsdp+tp+cp+pp"].axes
+mesh = ezpz_tp.make_mesh("cpu", torch.arange(4).view(2, 1, 1, 2), axes)
 assert sorted(mesh.shape) == [1, 1, 2, 2], mesh
 for dim in mesh.mesh_dim_names:
     sum_ = torch.tensor(rank)

@@ -125,6 +125,7 @@ if TYPE_CHECKING:
     from ._check import check, declare_type, type_of
     from ._check.replicated import verify_replicated
     from ._describe import Description, describe, describe_mesh
+    from ._draw import draw_tensor
     from ._dtensor_state import dtensor_state_dict, load_dtensor_state_dict
     from ._sharding import EinsumSharding, einsum_sharding
     from ._state_dict import gather_state_dict, shard_state_dict
@@ -135,6 +136,7 @@ _LATER = {
     **dict.fromkeys(("check", "declare_type", "type_of"), "_check"),
     "verify_replicated": "_check.replicated",
     **dict.fromkeys(("Description", "describe", "describe_mesh"), "_describe"),
+    "draw_tensor": "_draw",
     **dict.fromkeys(("EinsumSharding", "einsum_sharding"), "_sharding"),
     **dict.fromkeys(("dtensor_state_dict", "load_dtensor_state_dict"), "_dtensor_state"),
     **dict.fromkeys(("gather_state_dict", "shard_state_dict"), "_state_dict"),
@@ -164,7 +166,7 @@ __all__ = [
     "checkpoint_activations", "clip_grad_norm_", "copy_attributes",
     "copy_tensor_model_parallel_attributes", "copy_to_tensor_parallel_region", "current_state",
     "declare_type", "describe", "describe_mesh", "destroy_model_parallel",
-    "destroy_tensor_parallel", "divide_and_check_no_remainder", "dtensor_state_dict",
+    "destroy_tensor_parallel", "divide_and_check_no_remainder", "draw_tensor", "dtensor_state_dict",
     "einsum_sharding", "ensure_divisibility", "finalize_grads",
     "gather_from_sequence_parallel_region", "gather_from_tensor_parallel_region",
     "gather_split_1d_tensor", "gather_state_dict", "get_context_parallel_group",

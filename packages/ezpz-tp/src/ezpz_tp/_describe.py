@@ -1,4 +1,4 @@
-"""`describe_mesh`: which rank is where, and which groups cross the borders of nodes."""
+"""`describe_mesh`: the groups of a mesh, and which of them cross the borders of nodes."""
 
 from __future__ import annotations
 
@@ -6,22 +6,171 @@ import math
 import os
 import textwrap
 import warnings
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import Any
+from typing import TypeAlias
 
-from . import _pictures as pictures
 from ._current import get_state
-from ._errors import ParallelError
-from ._pictures import Axis, Grid, Hosts, Nodes, PerNode
-from ._ranks import RankLayout
+from ._errors import DegreeError, ParallelError
+from ._ranks import AXES, EXPERT_AXES, RankLayout
 from ._state import ParallelState
 
-# What is said below a picture: degrees, groups, and the nodes that they cross.
+# Which ranks share a node.
 
-NAMED_NODES = 16
+VARIABLE = "LOCAL_WORLD_SIZE"
+"""The number of ranks on this node: set by torchrun and by ezpz-launch."""
+
+LAUNCHED = ("RANK", "GROUP_RANK", "WORLD_SIZE", "GROUP_WORLD_SIZE")
+"""A rank and its node, and how many there are of both; torchrun's names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """Which node each rank is on."""
+
+    of: tuple[int, ...]
+    sizes: tuple[int, ...]
+    names: tuple[str, ...] = ()
+    source: str = ""
+    in_blocks: bool = True
+
+    @property
+    def per_node(self) -> int | None:
+        """The number of ranks on a node, where nodes are alike and ranks in blocks."""
+        return self.sizes[0] if len(set(self.sizes)) == 1 and self.in_blocks else None
+
+    def __str__(self) -> str:
+        count = len(self.sizes)
+        if len(set(self.sizes)) == 1:
+            words = f"{count:,} node{'s' * (count > 1)} of {self.sizes[0]:,}"
+        elif count <= 4:
+            sizes = [str(size) for size in self.sizes]
+            words = f"{count} nodes of {', '.join(sizes[:-1])} and {sizes[-1]}"
+        else:
+            words = f"{count:,} nodes of {min(self.sizes)} to {max(self.sizes)}"
+        placed = "" if self.in_blocks else ", not numbered node by node"
+        return words + (f" ({self.source})" if self.source else "") + placed
+
+
+PerNode: TypeAlias = int | Sequence[int] | None
+Hosts: TypeAlias = Sequence[str] | None
+
+
+def find_nodes(
+    world_size: int, ranks_per_node: PerNode, hosts: Hosts, environ: Mapping[str, str]
+) -> tuple[Nodes | None, str]:
+    # `describe_mesh` says what the arguments mean.
+    if isinstance(hosts, str):
+        raise DegreeError(f"hosts={hosts!r}; expected several names, as in [{hosts!r}]")
+    if ranks_per_node is None and hosts is not None and len(hosts) == world_size:
+        counts = Counter(hosts)  # in the order of their first rank
+        numbers = {host: number for number, host in enumerate(counts)}
+        of = tuple(numbers[host] for host in hosts)
+        return Nodes(of, tuple(counts.values()), tuple(counts), in_blocks=[*of] == sorted(of)), ""
+    source = why = ""
+    if ranks_per_node is None:
+        ranks_per_node, why = _from_environ(world_size, environ)
+        source = VARIABLE
+    if ranks_per_node is None:
+        if hosts is not None:
+            raise DegreeError(
+                f"{len(hosts)} hosts for {world_size} ranks; give the host of every rank, or "
+                "ranks_per_node= too"
+            )
+        return None, why
+    sizes = _sizes(world_size, ranks_per_node)
+    if hosts is not None and (len(hosts) != len(sizes) or len(set(hosts)) < len(hosts)):
+        raise DegreeError(
+            f"{len(hosts)} hosts ({len(set(hosts))} different ones) for {len(sizes)} nodes of "
+            f"ranks_per_node={ranks_per_node}; expected one for each node, or, without "
+            "ranks_per_node, one for each rank"
+        )
+    of = tuple(node for node, size in enumerate(sizes) for _ in range(size))
+    return Nodes(of, sizes, tuple(hosts or ()), source), ""
+
+
+def _sizes(world_size: int, ranks_per_node: int | Sequence[int]) -> tuple[int, ...]:
+    if isinstance(ranks_per_node, int):
+        if ranks_per_node < 1:
+            raise DegreeError(f"ranks_per_node={ranks_per_node}; expected at least 1")
+        full, rest = divmod(world_size, ranks_per_node)
+        if rest:
+            remedy = [*[ranks_per_node] * full, rest] if full < 4 else "[...]"
+            raise DegreeError(
+                f"ranks_per_node={ranks_per_node} does not divide {world_size} ranks; if nodes "
+                f"differ give the number of each, as in ranks_per_node={remedy}"
+            )
+        return (ranks_per_node,) * full
+    if isinstance(ranks_per_node, (str, bytes)) or not isinstance(ranks_per_node, Sequence):
+        raise TypeError(
+            f"ranks_per_node={ranks_per_node!r}; expected a number, or one for each node"
+        )
+    sizes = tuple(ranks_per_node)
+    if sum(sizes) != world_size or min(sizes, default=0) < 1:
+        raise DegreeError(
+            f"ranks_per_node={list(sizes)} is {sum(sizes)} ranks; expected numbers of at least 1 "
+            f"that add up to the {world_size} ranks of the world"
+        )
+    return sizes
+
+
+def _from_environ(world_size: int, environ: Mapping[str, str]) -> tuple[int | None, str]:
+    found = environ.get(VARIABLE)
+    if found is None:
+        return None, f"{VARIABLE} is not set"
+    if not found.isdecimal() or int(found) < 1:
+        return None, f"{VARIABLE}={found!r} is no number of ranks"
+    if world_size % int(found):
+        return None, f"{VARIABLE}={found} does not divide {world_size:,} ranks"
+    why = _other_nodes(int(found), environ)
+    return None if why else int(found), why
+
+
+def _other_nodes(size: int, environ: Mapping[str, str]) -> str:
+    """Return what tells that the job's nodes do not have ``size`` ranks each, in turn."""
+    facts = {name: environ.get(name, "") for name in LAUNCHED}
+    told = {name: int(value) for name, value in facts.items() if value.isdecimal()}
+    rank, node, world, nodes = map(told.get, LAUNCHED)
+    if rank is not None and node is not None and rank // size != node:
+        return (
+            f"RANK={rank} is on GROUP_RANK={node}, not on node {rank // size} of nodes of "
+            f"{VARIABLE}={size}"
+        )
+    if world is not None and nodes is not None and world != nodes * size:
+        return (
+            f"nodes differ: {VARIABLE}={size} here, and WORLD_SIZE={world} on "
+            f"GROUP_WORLD_SIZE={nodes} nodes"
+        )
+    return ""
+
+
+# The groups along an axis, and the nodes that they cross.
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    name: str
+    degree: int
+    stride: int
+
+    def group_of(self, rank: int) -> range:
+        first = rank - rank // self.stride % self.degree * self.stride
+        return range(first, first + self.degree * self.stride, self.stride)
+
+    def groups(self, world_size: int) -> list[range]:
+        """Return every group, ordered by its first rank."""
+        span = self.stride * self.degree
+        return [
+            range(first, first + span, self.stride)
+            for start in range(0, world_size, span)
+            for first in range(start, start + self.stride)
+        ]
+
+    def nodes_spanned(self, nodes: Nodes) -> list[int]:
+        groups = self.groups(len(nodes.of))
+        return [len(set(nodes.of[each.start : each.stop : each.step])) for each in groups]
 
 
 def _remedy(axis: Axis, nodes: Nodes) -> str:
@@ -39,30 +188,28 @@ def _remedy(axis: Axis, nodes: Nodes) -> str:
     return "; ".join(words)
 
 
+_NAMED_NODES = 16
+_CLOSE = ("tensor", "expert_tensor")
+"""Axes whose collectives every layer waits for."""
+
+
 @dataclass(frozen=True, repr=False)
 class Description:
-    """Which rank is where. Its text is the picture; a notebook shows the SVG.
-
-    Made by `describe_mesh`. Its picture is a matrix of matrices: the fastest axis runs to the
-    right, the next one down, the third repeats that matrix to the right, the fourth downwards.
-    Lines are the borders of nodes.
+    """The groups of a mesh, as a table. Made by `describe_mesh`.
 
     Args:
-        grids: The model's, and its experts' where they have their own.
+        axes: The model's, and its experts' where they have their own.
+        world_size: Number of ranks in all.
         nodes: The node of every rank, or None if that is not known.
         rank: The rank whose groups are listed.
         unknown: Why the nodes are not known.
     """
 
-    grids: tuple[Grid, ...]
+    axes: tuple[Axis, ...]
+    world_size: int
     nodes: Nodes | None = None
     rank: int = 0
     unknown: str = ""
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks in all."""
-        return self.grids[0].world_size
 
     def groups(self, axis: str) -> list[tuple[int, ...]]:
         """Return every group of an axis, ordered by its first rank.
@@ -70,7 +217,7 @@ class Description:
         Raises:
             ValueError: There is no such axis.
         """
-        return [tuple(group) for group in self._axis(axis).groups(self.world_size)]
+        return [tuple(group) for group in self._find_axis(axis).groups(self.world_size)]
 
     def crossing(self, axis: str) -> list[tuple[int, ...]]:
         """Return the groups of an axis whose ranks are on several nodes.
@@ -79,7 +226,7 @@ class Description:
             ValueError: There is no such axis.
             ParallelError: It is not known which ranks share a node.
         """
-        found = self._axis(axis)
+        found = self._find_axis(axis)
         if self.nodes is None:
             raise ParallelError(
                 f"which {axis} groups cross nodes is not known: {self.unknown}; give "
@@ -88,73 +235,22 @@ class Description:
         groups = zip(self.groups(axis), found.nodes_spanned(self.nodes), strict=True)
         return [group for group, count in groups if count > 1]
 
-    def text(self, *, ascii_only: bool = False, width: int = 80) -> str:
-        """Return the picture in characters; ``str`` of it is the same.
-
-        Args:
-            ascii_only: Without characters that draw boxes, for what cannot encode them.
-            width: Columns of the terminal.
-        """
-
-        def wrapped(text: str) -> list[str]:
-            return textwrap.wrap(text, width, subsequent_indent="  ", break_on_hyphens=False)
-
-        lines = wrapped(self._headline())
-        for grid in self.grids:
-            drawn = pictures.Terminal(grid, self.nodes, width)
-            lines += ["", *([f"{grid.title}: {grid}"] if grid.title else []), *drawn.lines()]
-            for note in pictures.elided(grid, drawn.picture, self.nodes):
-                lines += wrapped(note)
-        lines += ["", *self._table()]
-        for note in self._notes():
-            lines += wrapped(note)
-        text = "\n".join(lines).rstrip()
-        return text.translate(pictures.ASCII) if ascii_only else text
-
-    def svg(self) -> str:
-        """Return the picture as SVG: one ``svg`` element that needs nothing else."""
-        page, title = pictures.Page(), self._headline()
-        page.paragraph(title)
-        for grid in self.grids:
-            if grid.title:
-                page.paragraph(f"{grid.title}: {grid}")
-            picture = pictures.Drawing(page, grid, self.nodes).draw()
-            for note in pictures.elided(grid, picture, self.nodes):
-                page.paragraph(note)
-        for note in self._notes():
-            page.paragraph(note)
-        return page.svg(title, self._table())
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the SVG into a file.
-
-        Raises:
-            ValueError: The name does not end in ``.svg``.
-        """
-        path = Path(path)
-        if path.suffix != ".svg":
-            raise ValueError(f"{path} does not end in .svg; of a Description only SVG is saved")
-        path.write_text(self.svg(), encoding="utf-8")
-
-    def _repr_svg_(self) -> str:
-        return self.svg()
-
     def __repr__(self) -> str:
-        return self.text()
+        lines = [*_wrap(self._headline()), "", *self._table()]
+        for note in self._notes():
+            lines += _wrap(note)
+        return "\n".join(lines).rstrip()
 
-    @cached_property
-    def _axes(self) -> dict[str, Axis]:
-        """The axes by name: model and experts share their pipelines."""
-        return {axis.name: axis for grid in self.grids for axis in grid.axes}
-
-    def _axis(self, name: str) -> Axis:
-        if name not in self._axes:
-            raise ValueError(f"axis {name!r}; expected one of {', '.join(self._axes)}")
-        return self._axes[name]
+    def _find_axis(self, name: str) -> Axis:
+        for axis in self.axes:
+            if axis.name == name:
+                return axis
+        names = dict.fromkeys(axis.name for axis in self.axes)
+        raise ValueError(f"axis {name!r}; expected one of {', '.join(names)}")
 
     @property
     def _several(self) -> list[Axis]:
-        return [axis for axis in self._axes.values() if axis.degree > 1]
+        return [axis for axis in self.axes if axis.degree > 1]
 
     @cached_property
     def _spans(self) -> dict[str, list[int]]:
@@ -163,9 +259,15 @@ class Description:
         return {axis.name: axis.nodes_spanned(self.nodes) for axis in self._several}
 
     def _headline(self) -> str:
-        ranks = f"{self.world_size:,} rank{'s' * (self.world_size > 1)}"
-        along = f": {self.grids[0]}" if self.grids[0].several else ""
-        return ranks + along + (f", on {self.nodes}" if self.nodes else "")
+        text = f"{self.world_size:,} rank"
+        if self.world_size > 1:
+            text += "s"
+        model = [axis for axis in self._several if axis.name in AXES]
+        if model:
+            text += ": " + " x ".join(f"{axis.name} {axis.degree:,}" for axis in model)
+        if self.nodes is not None:
+            text += f", on {self.nodes}"
+        return text
 
     def _table(self) -> list[str]:
         rows: list[tuple[str, ...]] = []
@@ -193,21 +295,27 @@ class Description:
         return ["  ".join(line).rstrip() for line in zip(*columns, strict=True)]
 
     def _notes(self) -> list[str]:
-        """Return what is to be said besides: names of nodes, warnings, and what is not known."""
-        nodes, why, found = self.nodes, self.unknown, []
-        if nodes is None:
-            note = f"Which ranks share a node is not known ({why}); give ranks_per_node=."
-            return [note] if self.world_size > 1 else []
-        if nodes.names:
-            named = [f"{number} {name}" for number, name in enumerate(nodes.names[:NAMED_NODES])]
-            more = len(nodes.names) - NAMED_NODES
-            found.append("Nodes: " + ", ".join(named) + (f", ... {more:,} more" * (more > 0)))
-        return found + [f"Warning: {warning}." for warning in self._warnings()]
+        """Return names of nodes, warnings, and what is not known."""
+        if self.nodes is None:
+            if self.world_size == 1:
+                return []
+            return [
+                f"Which ranks share a node is not known ({self.unknown}); give ranks_per_node=."
+            ]
+        notes = []
+        if self.nodes.names:
+            names = self.nodes.names[:_NAMED_NODES]
+            note = "Nodes: " + ", ".join(f"{number} {name}" for number, name in enumerate(names))
+            more = len(self.nodes.names) - len(names)
+            if more:
+                note += f", ... {more:,} more"
+            notes.append(note)
+        return notes + [f"Warning: {warning}." for warning in self._warnings()]
 
     def _warnings(self) -> list[str]:
         found = []
         for axis in self._several:
-            if self.nodes is None or axis.name not in pictures.CLOSE:
+            if self.nodes is None or axis.name not in _CLOSE:
                 continue
             spans = self._spans[axis.name]
             crossing = sum(count > 1 for count in spans)
@@ -220,6 +328,20 @@ class Description:
         return found
 
 
+def _wrap(text: str) -> list[str]:
+    return textwrap.wrap(text, 80, subsequent_indent="  ", break_on_hyphens=False)
+
+
+def _axes_of(layout: RankLayout) -> tuple[Axis, ...]:
+    """Return the axes of a layout's model, and its experts' where they have their own."""
+    names = [*AXES]
+    if layout.expert > 1 or layout.expert_tensor is not None:
+        names += [name for name in EXPERT_AXES if name not in AXES]
+    axes = [Axis(name, layout.degree(name), layout.stride(name)) for name in names]
+    # The model's first, and of each the fastest varying.
+    return tuple(sorted(axes, key=lambda axis: (axis.name not in AXES, axis.stride)))
+
+
 def describe_mesh(
     state: ParallelState | RankLayout | None = None,
     *,
@@ -227,9 +349,9 @@ def describe_mesh(
     hosts: Sequence[str] | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> Description:
-    """Picture which rank is where, and which groups cross nodes. Nothing is sent.
+    """Return the groups of each axis, and which of them cross nodes. Nothing is sent.
 
-    A `UserWarning` tells of tensor groups that cross nodes.
+    A `UserWarning` names tensor groups that cross nodes: every layer waits for their collectives.
 
     Args:
         state: Whose groups; the state in use if None. A `RankLayout` is enough to plan with.
@@ -248,21 +370,16 @@ def describe_mesh(
     >>> print(describe_mesh(RankLayout(16, tensor=2, context=2), ranks_per_node=8))
     16 ranks: tensor 2 x context 2 x data 4, on 2 nodes of 8
     <BLANKLINE>
-         data      0            1            2            3
-       tensor   0    1       0    1       0    1       0    1
-              ┌ node 0 ─┐  ┌ node 0 ─┐  ┌ node 1 ─┐  ┌ node 1 ─┐
-    context 0 │  0    1 │  │  4    5 │  │  8    9 │  │ 12   13 │
-            1 │  2    3 │  │  6    7 │  │ 10   11 │  │ 14   15 │
-              └─────────┘  └─────────┘  └─────────┘  └─────────┘
-    <BLANKLINE>
     axis     degree  groups  of rank 0  cross nodes  most nodes
     tensor        2       8  0 1               none           1
     context       2       8  0 2               none           1
     data          4       4  0 4 8 12           all           2
     """
-    state = get_state() if state is None else state
+    if state is None:
+        state = get_state()
+    rank = 0
     if isinstance(state, RankLayout):
-        layout, rank = state, 0
+        layout = state
     elif isinstance(state, ParallelState):
         if state.layout is None:
             raise ParallelError(
@@ -270,25 +387,20 @@ def describe_mesh(
                 "known; make it by ParallelState.create, or give "
                 "ParallelState.from_groups(layout=RankLayout(...))"
             )
-        layout, rank = state.layout, state.rank
+        layout = state.layout
+        rank = state.rank
     else:
         raise TypeError(
             f"describe_mesh({type(state).__name__}); expected a ParallelState or a RankLayout (of "
             "a DeviceMesh: ParallelState.from_mesh(mesh))"
         )
-    return describe_grids(pictures.grids_of_layout(layout), rank, ranks_per_node, hosts, environ)
-
-
-describe = describe_mesh  # its name of old
-
-
-def describe_grids(
-    grids: Sequence[Grid], rank: int, ranks_per_node: PerNode, hosts: Hosts, environ: Any
-) -> Description:
-    """Describe grids, and warn as `describe_mesh` does, in the name of the caller's caller."""
-    grids, environ = tuple(grids), os.environ if environ is None else environ
-    nodes, unknown = pictures.find_nodes(grids[0].world_size, ranks_per_node, hosts, environ)
-    description = Description(grids, nodes, rank, unknown)
+    if environ is None:
+        environ = os.environ
+    nodes, unknown = find_nodes(layout.world_size, ranks_per_node, hosts, environ)
+    description = Description(_axes_of(layout), layout.world_size, nodes, rank, unknown)
     for warning in description._warnings():  # noqa: SLF001 - ours
-        warnings.warn(warning, UserWarning, stacklevel=3)
+        warnings.warn(warning, UserWarning, stacklevel=2)
     return description
+
+
+describe = describe_mesh  # its former name
