@@ -127,6 +127,7 @@ def refuse(layer: str, what: str, value: object, *supported: object) -> None:
 def refuse_output_dtype(
     layer: str, given: torch.dtype | str | None, supported: torch.dtype
 ) -> None:
+    """Raise NotImplementedError unless it is None or the supported one, also by name."""
     if given is not None:
         refuse(layer, "output_dtype", as_dtype(given, "output_dtype"), None, supported)
 
