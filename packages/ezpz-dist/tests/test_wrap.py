@@ -234,7 +234,6 @@ for wrap in (wrap_model_for_ddp, wrap_model_for_fsdp2):
         assert torch.allclose(one(x), net(x), rtol=1e-5)
         one(x).sum().backward()
         assert all(p.grad is not None for p in one.parameters())
-        assert str(describe_model(one)).startswith("Sequential: 58 parameters")
     for again in (wrap_model_for_ddp, wrap_model_for_fsdp, wrap_model_for_fsdp2, wrap_model):
         for one in (compiled, within):
             raises(WrapError, "is wrapped already: it", again, one)

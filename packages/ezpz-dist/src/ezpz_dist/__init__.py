@@ -47,9 +47,6 @@ if TYPE_CHECKING:
     from ._frameworks import deepspeed_config as deepspeed_config
     from ._frameworks import wrap_model_for_deepspeed as wrap_model_for_deepspeed
     from ._frameworks import wrap_model_for_horovod as wrap_model_for_horovod
-    from ._info import ModelDescription as ModelDescription
-    from ._info import describe as describe  # of old: `describe_model`
-    from ._info import describe_model as describe_model
     from ._info import get_dist_info as get_dist_info
     from ._info import print_dist_setup as print_dist_setup
     from ._info import query_environment as query_environment

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from ezpz_dist import breakpoint as breakpoint
     from ezpz_dist import broadcast as broadcast
     from ezpz_dist import cleanup as cleanup
-    from ezpz_dist import describe as describe  # of old: `describe_model`
-    from ezpz_dist import describe_model as describe_model
     from ezpz_dist import get_dist_info as get_dist_info
     from ezpz_dist import latest_checkpoint as latest_checkpoint
     from ezpz_dist import load_checkpoint as load_checkpoint

@@ -32,7 +32,6 @@ _FOR = {
     "ezpz.breakpoint": "DistributedPdb ForkedPdb",
     "ezpz.count_flops": "estimate_model_flops try_estimate",
     "ezpz.configure_logs": "get_file_logger silence_noisy_loggers",
-    "ezpz.describe": "model_summary summarize_model",
     "ezpz.log_dict_as_bulleted_list": "print_config_tree",
     "ezpz_device.get_memory": "get_current_memory_allocated get_current_memory_reserved "
     "get_max_memory_allocated get_max_memory_reserved",
@@ -47,6 +46,7 @@ _FOR = {
     "ezpz_topo.get_allocation": "get_active_jobid get_jobid get_scheduler "
     "get_nodelist_of_active_job get_pbs_jobid_of_active_job get_pbs_nodelist_from_jobid "
     "get_slurm_jobid_of_active_job",
+    "torchinfo.summary": "model_summary summarize_model",
     "the command ezpz-launch history": "add_to_jobslog",
     "ezpz_save_env and ezpz_load_env of utils.sh": "savejobenv loadjobenv",
 }

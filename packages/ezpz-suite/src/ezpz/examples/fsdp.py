@@ -46,8 +46,6 @@ def train(settings: Settings) -> None:
     # fp16 loses gradients below 6e-8: the loss is scaled, and a step that overflows is left out.
     device = ezpz.get_torch_device_type()
     scaler = torch.amp.GradScaler(device, enabled=dtype == torch.float16)
-    if ezpz.get_rank() == 0:
-        print(ezpz.describe_model(model), flush=True)
 
     timer, rates = ezpz.StepTimer(), ezpz.Throughput()
     # With what all ranks find: metrics.jsonl shows their mean, and that they agree.
