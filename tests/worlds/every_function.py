@@ -21,7 +21,7 @@ import ezpz_dist as ez
 
 LEFT_OUT = {
     "breakpoint", "watch",  # need a person, and end the job
-    "deepspeed_config", "wrap_model_for_deepspeed", "wrap_model_for_horovod",  # of other packages
+    "deepspeed_config", "wrap_model_for_deepspeed",  # of another package
     "setup_torch", "cleanup",  # here by name
 }  # fmt: skip
 ROWS = 12  # divides by 1, 2, 3 and 4 ranks

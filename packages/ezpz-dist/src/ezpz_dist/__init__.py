@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from ._errors import WrapError as WrapError
     from ._frameworks import deepspeed_config as deepspeed_config
     from ._frameworks import wrap_model_for_deepspeed as wrap_model_for_deepspeed
-    from ._frameworks import wrap_model_for_horovod as wrap_model_for_horovod
     from ._info import get_dist_info as get_dist_info
     from ._info import print_dist_setup as print_dist_setup
     from ._info import query_environment as query_environment

@@ -1,12 +1,10 @@
-"""DeepSpeed and Horovod: imported only when requested, and made to see our ranks."""
+"""DeepSpeed: imported only when requested, and made to see our ranks."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import difflib
 import importlib
-import io
 import json
 import logging
 import os
@@ -31,24 +29,25 @@ from ._world import find_world, finish_before_leaving, parallel_state, variables
 
 logger = logging.getLogger(__name__)
 
-FRAMEWORKS = ("DDP", "deepspeed", "horovod")  # the first is torch itself
+FRAMEWORKS = ("DDP", "deepspeed")  # the first is torch itself
 
 
 def check_framework(name: str, device: torch.device) -> None:
     """Import a framework and see that it can be used here, before any rank waits for another."""
+    if name == "horovod":
+        raise SetupError(
+            "framework='horovod'; expected 'DDP', which averages gradients over the same ranks: "
+            "Horovod's last release, 0.28.1, does not build against torch 2.1 or later"
+        )
     if name not in FRAMEWORKS:
         raise SetupError(f"framework {name!r}; expected one of {', '.join(FRAMEWORKS)}")
     if name == "deepspeed":
         _check_deepspeed(device)
-    elif name == "horovod":
-        _load_horovod()
 
 
 def prepare_framework(name: str, info: RankInfo, device: torch.device, backend: str) -> None:
     if name == "deepspeed":
         _prepare_deepspeed(info, device, backend)
-    elif name == "horovod":
-        _load_horovod(info)
 
 
 # DeepSpeed on the process group that there is.
@@ -452,69 +451,3 @@ def _refuse_two(settings: Config, optimizer: object, scheduler: object) -> None:
             f"zero_stage {stage} shards the optimizer's state, and there is no optimizer; expected "
             "one: optimizer=..., or config={'optimizer': {'type': 'AdamW', 'params': {'lr': ...}}}"
         )
-
-
-def wrap_model_for_horovod(
-    model: nn.Module, optimizer: Optimizer, *,
-    gradient_accumulation_steps: int = 1, compress: bool = False,
-) -> tuple[nn.Module, Optimizer]:  # fmt: skip
-    """Make a model train by Horovod; return it, and the optimizer that averages its gradients.
-
-    All ranks start from rank 0's values and optimizer state. Collective: every rank calls this.
-
-    Args:
-        model: The bare model, the same on every rank. It is moved to this rank's device.
-        optimizer: torch's own, over the model's parameters.
-        gradient_accumulation_steps: Backward passes for one step.
-        compress: Send gradients as 16-bit floats.
-
-    Raises:
-        NotSetUpError: `setup_torch` was not called.
-        SetupError: Horovod cannot be imported, or sees another world.
-        WrapError: The model or the optimizer is wrapped already, or ezpz_tp splits the model.
-    """
-    call, passes = "wrap_model_for_horovod()", gradient_accumulation_steps
-    replicas, kind = _replicas.find_replicas(call), type(optimizer)
-    world, given = replicas.world, {"passes": passes, "compress": compress, "kind": kind}
-    with _replicas.agreed(call, model, given, replicas):
-        _load_horovod()
-        _replicas.refuse_wrapped(model)
-        for name, parameter in model.named_parameters():
-            _replicas.refuse_expanded(call, name, parameter)
-        if kind.__module__.startswith("horovod."):
-            raise WrapError(f"{kind.__name__} is Horovod's already; expected torch's own")
-        if replicas.size < world.info.world_size:
-            raise WrapError(
-                f"{call}: Horovod averages over all {world.info.world_size} ranks, and "
-                f"{replicas.size} hold the same parameters; use wrap_model_for_ddp"
-            )
-    horovod = _load_horovod(world.info)
-    with waiting(f"Horovod's broadcasts for {call}", world):
-        model = model.to(world.device)
-        _replicas.unexpand_buffers(model)
-        horovod.broadcast_parameters(model.state_dict(), root_rank=0)
-        horovod.broadcast_optimizer_state(optimizer, root_rank=0)
-    smaller = horovod.Compression.fp16 if compress else horovod.Compression.none
-    return model, horovod.DistributedOptimizer(optimizer, model.named_parameters(), smaller, passes)
-
-
-def _load_horovod(info: RankInfo | None = None) -> Any:
-    try:
-        with contextlib.redirect_stdout(io.StringIO()) as printed:
-            horovod = importlib.import_module("horovod.torch")
-        start = horovod.init  # missing where its library was not built, which it prints
-    except Exception as error:  # one that was built for another torch fails in many ways
-        raise SetupError(
-            f"Horovod cannot be imported ({' '.join((printed.getvalue() or str(error)).split())}); "
-            'expected horovod.torch with framework="horovod"; its last release, 0.28.1, does not '
-            'build against torch 2.1 or later (C++17): use framework="DDP"'
-        ) from error
-    if info is not None:
-        start()  # once; it ends at exit: in cleanup() it would wait for ranks that have failed
-        if (seen := (horovod.rank(), horovod.size())) != (info.rank, info.world_size):
-            raise SetupError(
-                f"Horovod sees rank {seen[0]} of {seen[1]}, the launcher ({info.launcher}) says "
-                f"{info.rank} of {info.world_size}; expected the same; build Horovod with the "
-                "launcher's MPI, or start with horovodrun"
-            )
-    return horovod

@@ -117,8 +117,8 @@ def setup_torch(
     holds in a forked child, such as a data loader's worker.
 
     Args:
-        framework: ``"DDP"`` for everything of torch's own, ``"deepspeed"`` or ``"horovod"``
-            to set up that one as well.
+        framework: ``"DDP"`` for everything of torch's own, ``"deepspeed"`` to set up that one
+            as well. ``"horovod"`` is refused: it does not build against torch 2.1 or later.
         backend: ``"nccl"``, ``"xccl"``, ``"ccl"``, ``"gloo"``; default: by device.
         seed: Seeds Python, numpy and torch, differently on each rank but equally within a
             tensor-parallel group (`seed_everything`); default: no seeding.
