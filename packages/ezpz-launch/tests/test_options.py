@@ -91,7 +91,7 @@ def test_every_option_reaches_the_request():
         "--machine polaris --option depth --option nccl-ofi --cpu-bind 0-3 --env A=1 --env B=[1] "
         "--one-device --log-dir 1e3 --node-logs --tee --only-ranks 2,0-1 --prefix "
         "--idle-timeout 10m --grace 2.5 --signal-before 1h --retries 3 --spares 2 --preflight "
-        "--min-nodes 1 --nested --profile 10:15 --stage=all --stage-data d "
+        "--min-nodes 1 --nested --stage=all --stage-data d "
         "--launcher-args \"-a 'b c'\" --dry-run --json"
     )
     request = request_of(*split([*shlex.split(words), "python", "t.py"]))
@@ -101,7 +101,7 @@ def test_every_option_reaches_the_request():
         cpu_bind="0-3", env=("A=1", "B=[1]"), one_device=True, log_dir="1e3", node_logs=True,
         tee=True, only_ranks=(0, 1, 2), prefix=True, idle_timeout=600.0, grace=2.5,
         signal_before=3600.0, retries=3, spares=2, preflight=True, min_nodes=1, nested=True,
-        profile="10:15", stage="all", stage_data=("d",), launcher_args=("-a", "b c"),
+        stage="all", stage_data=("d",), launcher_args=("-a", "b c"),
         dry_run=True, json=True,
     )  # fmt: skip
     plain = Request(("true",))
@@ -153,11 +153,6 @@ def test_text_that_is_no_value_of_its_option(flag, texts, message):
     ({"node_logs": True, "log_dir": "l", "idle_timeout": 9.0}, "--idle-timeout: no"),
     ({"json": True}, "--json: expected --dry-run beside it"),
     ({"command": ()}, "no command"),
-    *(({"profile": text}, f"--profile {text}: expected FIRST:LAST, from step 2 on, such as 10:15")
-      for text in ("10", "15:10", "1:5", "2:", "2-5", "٢:٣")),
-    *(({"profile": "2:3", "command": tuple(words.split())},
-       f"--profile 2:3: {words!r} is no Python program; expected one, such as: python train.py")
-      for words in ("bash run.sh", "python", "python -u -", "python -Im", "python -W ignore")),
 ])  # fmt: skip
 def test_requests_that_cannot_be(options, message):
     with pytest.raises(UsageError) as caught:

@@ -113,21 +113,12 @@ _time = partial(
 )  # fmt: skip
 
 
-def _are_steps(text: str) -> bool:
-    match = re.fullmatch("([0-9]{1,9}):([0-9]{1,9})", text)
-    # The profiler starts at the end of a step, and warms up in the next one.
-    return match is not None and 2 <= int(match[1]) <= int(match[2])
-
-
 def _is_pair(pair: str) -> bool:
     name, equals, _ = pair.partition("=")
     return bool(name and equals)
 
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
-
-PROFILE = os.path.join(_HERE, "rank_profile.py")
-"""Runs a rank's Python program, some steps of it under torch's profiler."""
 
 PYTHON = re.compile("(pypy|python)[0-9.]*t?")  # how an interpreter is called
 
@@ -207,9 +198,6 @@ class Request:
         says=("looked at first", "every host"))
     min_nodes: int | None = _count("go on with fewer hosts after a node's fault, at least N",
         expected="at least 1 host", says=("goes on with", "{0} hosts at least"))
-    profile: str = _row("record steps by torch's profiler, such as 10:15",
-        "FIRST:LAST", check=_are_steps, expected="FIRST:LAST, from step 2 on, such as 10:15",
-        says=("profile", "steps {0}, in {request.profile_folder}/LAUNCH"))
     stage: str = _row("start from the nodes' own disks: python, all or copper",
         "WHAT", default="", implied="python", check=_STAGES.__contains__,
         expected=f"one of {', '.join(_STAGES)}", says=("staged first", "{0}"))
@@ -246,36 +234,6 @@ class Request:
                 "no command; expected one after the options, such as: "
                 "ezpz-launch -n 2 python train.py"
             )
-        if self.profile:
-            _ = self.rank_command  # what cannot be profiled is refused here
-
-    @property
-    def profile_folder(self) -> str:
-        """Where ``--profile`` writes: each attempt of a launch into a folder of its own."""
-        return os.path.join(self.log_dir, "profile") if self.log_dir else "ezpz-profile"
-
-    @property
-    def rank_command(self) -> tuple[str, ...]:
-        """What each rank runs: the command, by `rank_profile.py` where steps are profiled."""
-        if not self.profile:
-            return self.command
-        (python, *words), options = self.command, list[str]()
-        while words and words[0] != "-" and words[0].startswith("-"):
-            word = words.pop(0)
-            if match := re.fullmatch("-([^-cmWX]*)([cm])(.*)", word, re.DOTALL):
-                options += [f"-{match[1]}"] if match[1] else []
-                words = [f"-{match[2]}", *filter(None, [match[3]]), *words]
-                break
-            has_value = re.fullmatch("-[^-cmWX]*[WX]|--check-hash-based-pycs", word)
-            options += [word, *(words.pop(0) for _ in words[:1] if has_value)]
-        is_python = PYTHON.fullmatch(os.path.basename(python))
-        if not is_python or words[:1] in ([], ["-"]) or words in (["-m"], ["-c"]):
-            raise UsageError(
-                f"--profile {self.profile}: {' '.join(self.command)[:80]!r} is no Python program; "
-                "expected one, such as: python train.py, or: python -m MODULE; start that itself, "
-                "or leave --profile out"
-            )
-        return (python, *options, PROFILE, self.profile, self.profile_folder, *words)
 
 
 def rows_of(kind: type[Request]) -> tuple[Option, ...]:

@@ -301,7 +301,7 @@ class LaunchPlan:
 
     Attributes:
         request: What the user requested.
-        command: The user's words, verbatim; with ``--profile`` a program of ours among them.
+        command: The user's words, verbatim.
         launcher: What starts the ranks.
         placement: How many ranks on which hosts.
         machine: The machine's flags and options.
@@ -411,7 +411,7 @@ def plan(
     aside = set_aside(environment, request, user_env)
     asks_for_devices = devices.device_type != "cpu" and machine.devices_per_node
     return LaunchPlan(
-        request=request, command=request.rank_command, launcher=launcher, placement=placement,
+        request=request, command=request.command, launcher=launcher, placement=placement,
         machine=machine, on_this_host=arrangement.on_this_host, nodelist=nodelist, by_rank=by_rank,
         in_step="SLURM_STEP_ID" in user_env, hostfile=hostfile, device_type=devices.device_type,
         devices=devices.count if asks_for_devices else 0, flags=fitted.words,

@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from itertools import pairwise
@@ -90,8 +90,6 @@ class Attempts:
         self._node_timeout = _node_timeout(given) if given else NODE_TIMEOUT
         if self._request.log_dir:
             _make_folder("--log-dir", self._request.log_dir)
-        if self._request.profile:
-            _make_folder("--profile to", self._request.profile_folder)
         self._signal_at: Callable[[], float] = lambda: NEVER
         if self._request.signal_before:
             self._signal_at = _signal_at(self._request.signal_before, topology.allocation, env)
@@ -133,9 +131,7 @@ class Attempts:
             stack.callback(self._end_preparation)
             if status := self._begin():
                 return status
-            nprocs = list[int]()  # of each attempt
             while True:
-                nprocs.append(self._planned.placement.nproc)
                 folder = self._request.log_dir
                 self._sizes = _sizes(folder) if folder else {}
                 outcome = self._attempt()
@@ -158,8 +154,6 @@ class Attempts:
                     say(f"exit status {REQUEUE} instead of {status}: the next job has other nodes")
                     status = REQUEUE
                 self._end(status, outcome)
-                if self._request.profile and not told:
-                    self._say_what_was_profiled(nprocs)
                 return status
 
     def _begin(self) -> int:
@@ -348,14 +342,6 @@ class Attempts:
         if outcome.failure and self._request.log_dir:
             return _tail(self._request.log_dir, outcome.failure[0], self._sizes)
         return outcome.tail
-
-    def _say_what_was_profiled(self, nprocs: Sequence[int]) -> None:
-        from .rank_profile import summary  # noqa: PLC0415  # only this option needs it
-
-        for number, nproc in enumerate(nprocs):
-            attempt = f"{self._keeper.launch_id}.{number}"
-            folder = os.path.join(self._request.profile_folder, attempt)
-            say(summary(folder, self._request.profile, nproc))
 
     def _say_what_is_in_the_files(self, rank: int) -> None:
         folder = self._request.log_dir

@@ -22,7 +22,7 @@ from ._archive import Source, What, ask, is_below, is_users, survey
 from ._errors import LaunchError, StageError, UsageError, say
 from ._launch import ENDING, Control, Heard, Outcome, signals
 from ._launchers import LAUNCHERS, PROGRAMS
-from ._options import OPTIONS, PROFILE, PYTHON, Option, Options, Request, split
+from ._options import OPTIONS, PYTHON, Option, Options, Request, split
 from ._plan import LaunchPlan
 from ._record import new_id
 from ._retry import Preparation, launch_of
@@ -106,11 +106,10 @@ class Staging(Preparation):
         changed["EZPZ_STAGED"] = self.source.root
         staged = [f"staged: {root.path}: {root.why}" for root in what.roots]
         kept = [f"not staged: {stays}" for stays in what.stays]
-        command = [moved(word) if word == PROFILE else word for word in planned.command]
-        command[0] = self._first_word
+        command = (self._first_word, *planned.command[1:])
         notes = f"staged to {self.folder} ({self.why}): {self._size}", *staged, *kept
         notes += tuple(filter(None, [self._missed]))
-        return _told(replace(planned, command=tuple(command)), self._env, changed, "--stage", notes)
+        return _told(replace(planned, command=command), self._env, changed, "--stage", notes)
 
     @property
     def _first_word(self) -> str:
