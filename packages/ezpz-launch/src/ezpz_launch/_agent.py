@@ -226,6 +226,7 @@ _PROGRAMS = ("rank_shim.sh", "_agent.py")
 def kill_launcher(launcher: int, launch_id: str) -> None:
     """Kill a launcher's process group, and what it started outside of it: Hydra's ssh, say."""
     send(-launcher, signal.SIGKILL)
+    _goes_away(lambda: is_running(launcher), _MOMENT)  # or it may start another
     for pid, its in _environments():
         if its.get(b"EZPZ_CONTROL", b"").partition(b"\n")[0] == launch_id.encode():
             words = _words(pid)
@@ -659,6 +660,8 @@ def main() -> int:
         return 0
     # What started the shim that started us, and this node's other shims.
     launcher = parent_of(os.getppid())
+    if launcher == 1:
+        launcher = 0  # it has gone already, and init never goes
     if os.fork():
         # No child of the shim, and gone at once: no look may take it for the rank's command.
         os._exit(0)
