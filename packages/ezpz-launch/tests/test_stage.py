@@ -657,12 +657,10 @@ def test_what_cannot_be_is_told_in_one_line(environment):
     prefix, env = environment("site")
     for words, said in (
         (["--stage", "--stage-data", "/nowhere", "true"], "/nowhere: no such file or folder"),
-        (["--stage=some", "true"], "expected one of python, all, copper"),
+        (["--stage=some", "true"], "expected one of python, all"),
         (["--stage-data", "/tmp", "true"], "expected --stage WHAT beside it"),
-        (["--stage=copper", "true"], "workstation.toml has no [copper]"),
         (["stage", "/usr/share"], "/usr/share is no environment"),
         (["stage", "one", "two"], "expected one environment"),
-        (["stage", "--stage=copper"], "expected python or all"),
         (["stage", prefix, "--to", "/nowhere"], "/nowhere/ezpz-"),
     ):
         at = words[0] == "stage"
@@ -670,40 +668,3 @@ def test_what_cannot_be_is_told_in_one_line(environment):
         assert done.returncode in (1, 2), words
         assert said in done.stderr
         assert len(done.stderr.splitlines()) == 1
-
-
-COPPER = """
-extends = "workstation"
-[copper]
-modules = ["copper"]
-start = ["start-copper"]
-stop = ["stop-copper"]
-mount = "/mount/$USER"
-cores = [2, 3]
-"""
-
-
-def test_copper_is_started_used_and_stopped(*, environment, program, tmp_path):
-    prefix, env = environment("venv")
-    (tmp_path / "machines").mkdir()
-    (tmp_path / "machines" / "here.toml").write_text(COPPER)
-    calls = tmp_path / "calls"
-    for name in ("bin/start-copper", "bin/stop-copper"):
-        program(name, f'echo "{name} $*" >> {calls}')
-    env |= {"EZPZ_MACHINES": str(tmp_path / "machines"), "EZPZ_MACHINE": "here", "USER": "alice",
-            "PATH": f"{env['PATH']}:{tmp_path}/bin"}  # fmt: skip
-    code = "import os; print(os.environ['PYTHONPATH'], open(%r).read())" % str(calls)  # noqa: UP031
-    done = run(prefix, env, "-n", "1", "--stage=copper", "python", "-c", code)
-    assert done.returncode == 0, done.stderr
-    path, first = done.stdout.split(" ", 1)
-    assert path.startswith(f"/mount/alice{prefix}/lib/")
-    logs = f"-d {env['HOME']}/copper-logs -v /mount/alice"
-    assert first.strip() == f"bin/start-copper {logs}"
-    assert calls.read_text().splitlines() == [f"bin/start-copper {logs}", f"bin/stop-copper {logs}"]
-    words = ("--dry-run", "--machine", "aurora", "--cpu-bind", "running-jobs", "true")
-    bound = [
-        run(prefix, env, *more, *words, launcher="auto").stdout
-        for more in ((), ("--stage=copper",))
-    ]
-    assert ":41-48:" in bound[0]
-    assert ":41-47:" in bound[1]

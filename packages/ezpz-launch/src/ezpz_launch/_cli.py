@@ -31,7 +31,7 @@ from ._version import __version__
 
 if TYPE_CHECKING:
     from ._retry import Attempts
-    from ._stage import CopperView, Staging
+    from ._stage import Staging
 
 COMMANDS = {
     "launches": "_jobs:launches",
@@ -187,9 +187,7 @@ def stage(argv: Sequence[str], env: Mapping[str, str]) -> int:
     return _print(staging.question(asked[-1])) if asked else staging.alone()
 
 
-def _staging(
-    planned: LaunchPlan, topology: Topology, env: Mapping[str, str]
-) -> Staging | CopperView:
+def _staging(planned: LaunchPlan, topology: Topology, env: Mapping[str, str]) -> Staging:
     from ._stage import prepare  # noqa: PLC0415  # few launches need it
 
     return prepare(planned, env, partial(_planned_on, planned.placement.hosts, topology, env))

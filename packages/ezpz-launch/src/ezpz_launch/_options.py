@@ -127,7 +127,7 @@ KINDS = tuple(sorted(f[:-3] for f in _FILES if f.endswith(".py") and not f.start
 """The kinds of launchers: each has a file of its own."""
 
 _LAUNCHERS = ("auto", "mpiexec", *KINDS)
-_STAGES = ("python", "all", "copper")
+_STAGES = ("python", "all")
 
 GRACE = 7.0
 """Seconds from SIGTERM to SIGKILL. PBS kills all of a job 8 to 10 s after SIGTERM (measured)."""
@@ -198,7 +198,7 @@ class Request:
         says=("looked at first", "every host"))
     min_nodes: int | None = _count("go on with fewer hosts after a node's fault, at least N",
         expected="at least 1 host", says=("goes on with", "{0} hosts at least"))
-    stage: str = _row("start from the nodes' own disks: python, all or copper",
+    stage: str = _row("start from the nodes' own disks: python or all",
         "WHAT", default="", implied="python", check=_STAGES.__contains__,
         expected=f"one of {', '.join(_STAGES)}", says=("staged first", "{0}"))
     stage_data: tuple[str, ...] = _row("with --stage: this file or folder as well; repeatable",

@@ -18,7 +18,7 @@ from ezpz_topo import Machine, Topology, fold_nodelist
 
 from ._errors import LaunchError, UsageError
 from ._launchers import LAUNCHERS, SHIM, Flags, Launcher, pack_env
-from ._options import Request, fold_ranks, read_ranges, settings
+from ._options import Request, read_ranges, settings
 from ._placement import Arrangement, Placement, arrange
 
 # What the machine's options bring that the user selected by name (``[options.NAME]`` of its file).
@@ -137,22 +137,7 @@ def _cores_of_ranks(
                 "expected one a rank"
             )
         return (), f"{ppn} ranks a host are more than the {len(listed)} ranges of {name}"
-    return _beside_copper(listed[:ppn], machine, request), f"{name}: {why}"
-
-
-def _beside_copper(listed: tuple[str, ...], machine: Machine, request: Request) -> tuple[str, ...]:
-    """Leave the cores out that Copper runs on, where it is to run."""
-    taken = machine.copper.cores if machine.copper and request.stage == "copper" else ()
-    if not taken:
-        return listed
-    kept = [[core for core in read_ranges(r) if core not in taken] for r in listed]
-    if not all(kept):
-        cores = fold_ranks(taken)
-        raise UsageError(
-            f"--stage=copper: it runs on cores {cores}, and a rank would have no others; expected "
-            "each to have some; choose them by --cpu-bind"
-        )
-    return tuple(map(fold_ranks, kept))
+    return listed[:ppn], f"{name}: {why}"
 
 
 # A TCP port of this host that is free now, and that no outgoing connection will be given.

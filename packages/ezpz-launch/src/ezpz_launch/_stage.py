@@ -9,18 +9,17 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ._archive import Source, What, ask, is_below, is_users, survey
+from ._archive import Source, What, ask, survey
 from ._errors import LaunchError, StageError, UsageError, say
-from ._launch import ENDING, Control, Heard, Outcome, signals
+from ._launch import Control, Heard, Outcome, signals
 from ._launchers import LAUNCHERS, PROGRAMS
 from ._options import OPTIONS, PYTHON, Option, Options, Request, split
 from ._plan import LaunchPlan
@@ -29,9 +28,6 @@ from ._retry import Preparation, launch_of
 from ._run import run
 from ._stage_node import VARIABLE
 from ._tree import Tree
-
-if TYPE_CHECKING:
-    from ezpz_topo._machine import Copper
 
 # What a launch does.
 
@@ -281,66 +277,6 @@ def _overwrite(line: str) -> None:
         print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
 
 
-# What a site has of its own: ALCF's Copper, a read-only view that the nodes share. Not run there.
-# Source: docs.alcf.anl.gov/aurora/data-management/copper: of a venv or conda environment only the
-# folders of packages go through it, by PYTHONPATH.
-
-
-class CopperView(Preparation):
-    """The site's service, as the machine's file has it: started, used by the ranks, stopped."""
-
-    def __init__(self, planned: LaunchPlan, env: Mapping[str, str], copper: Copper) -> None:
-        self._planned, self._env, self._copper = planned, env, copper
-        user = env.get("USER") or str(os.getuid())
-        self._mount = copper.mount.replace("$USER", user)
-        told = ask(_program(planned.command[0], env), env)
-        what = survey(told, env, (), everything=False)
-        self._path = [
-            path for path in told.path
-            if os.path.isdir(path) and not is_below(path, told.stdlib)
-            and any(is_below(os.path.realpath(path), root.path) for root in what.roots)
-        ]  # fmt: skip
-        site = [p for p in told.path if p == f"{told.stdlib}/site-packages"]
-        self._path += [path for path in site if is_users(path, env)]
-        self._start, self._stop = self._script(copper.start), self._script(copper.stop)
-
-    def _script(self, names: Sequence[str]) -> str:
-        for name in names:
-            if found := shutil.which(name, path=self._env.get("PATH")):
-                return found
-        raise UsageError(
-            f"--stage=copper: no {' or '.join(names)} on PATH; expected the site's module: "
-            f"module load {' '.join(self._copper.modules)}"
-        )
-
-    @property
-    def planned(self) -> LaunchPlan:
-        planned = self._planned
-        own = planned.environment.get("PYTHONPATH", self._env.get("PYTHONPATH", ""))
-        there = [self._mount + path for path in self._path]
-        path = os.pathsep.join(dict.fromkeys([*there, *filter(None, own.split(os.pathsep))]))
-        note = f"{self._start} before the ranks, {self._stop} after them"
-        return _told(planned, self._env, {"PYTHONPATH": path}, "--stage=copper", [note])
-
-    def _run(self, script: str) -> int:
-        logs = os.path.join(self._env.get("HOME") or os.getcwd(), "copper-logs")
-        words = [script, "-d", logs, "-v", self._mount]
-        done = subprocess.run(words, env=self._env, check=False, stdin=subprocess.DEVNULL,
-                              stdout=sys.stderr)  # fmt: skip
-        return done.returncode
-
-    def bring(self, heard: Heard) -> int:
-        say(f"starting {self._start}")
-        if status := self._run(self._start):
-            raise LaunchError(f"{self._start} ended with {status}; expected 0; see its output")
-        told = next((number for number in heard[0] if number in ENDING), None)
-        return 128 + told if told else 0
-
-    def end(self) -> None:
-        if status := self._run(self._stop):
-            say(f"{self._stop} ended with {status}; Copper may still run on the nodes")
-
-
 # `ezpz stage`: the same without a launch.
 
 PAGE = """\
@@ -377,8 +313,6 @@ def read_words(words: Sequence[str]) -> tuple[Options, str]:
         raise UsageError(
             f"stage: {' '.join(rest)}: expected one environment; other files: --stage-data"
         )
-    if options.get("stage") == "copper":
-        raise UsageError("stage --stage=copper: expected python or all; Copper keeps nothing")
     return {"stage": "python", **options}, "".join(found)
 
 
@@ -395,16 +329,8 @@ def python_of(folder: str) -> str:
 
 def prepare(
     planned: LaunchPlan, env: Mapping[str, str], replan: Callable[[Request], LaunchPlan]
-) -> Staging | CopperView:
+) -> Staging:
     """Return what a launch with ``--stage`` prepares; nothing is started yet."""
-    machine = planned.machine
-    if planned.request.stage != "copper":
-        staging = Staging(planned, env, replan)
-        _ = staging.what  # what is wrong with it is told before anything starts
-        return staging
-    if machine.copper is None:
-        raise UsageError(
-            f"--stage=copper: {machine.name}.toml has no [copper]; expected a machine that has it; "
-            "use --stage"
-        )
-    return CopperView(planned, env, machine.copper)
+    staging = Staging(planned, env, replan)
+    _ = staging.what  # what is wrong with it is told before anything starts
+    return staging

@@ -45,17 +45,6 @@ class Option:
 
 
 @dataclass(frozen=True, slots=True)
-class Copper:
-    """The site's read-only view of its file systems, which the nodes share (ALCF's Copper)."""
-
-    modules: tuple[str, ...]
-    start: tuple[str, ...]  # names of its script; what is on PATH is used
-    stop: tuple[str, ...]
-    mount: str  # before every path that goes through it; $USER stands for the user's name
-    cores: tuple[int, ...] = ()  # that it runs on
-
-
-@dataclass(frozen=True, slots=True)
 class Machine:
     """The facts of one machine, as its file has them; docs/machines.md explains every key.
 
@@ -86,7 +75,6 @@ class Machine:
         conda_environment: Argument of ``conda activate``, after the modules.
         proxy: HTTP proxy of the compute nodes.
         local_disk: A folder on each node's own disk or in its memory; ``""`` where none is known.
-        copper: Its service for files that all nodes read; None where there is none.
         advice: What people should know.
         inferred: Dotted keys whose values we inferred.
         predecessor: Dotted keys whose values only the predecessor project gives; ``"*"`` for all.
@@ -121,7 +109,6 @@ class Machine:
     conda_environment: str = ""
     proxy: str = ""
     local_disk: str = ""
-    copper: Copper | None = None
     advice: tuple[str, ...] = ()
     inferred: tuple[str, ...] = ()
     predecessor: tuple[str, ...] = ()
@@ -287,10 +274,6 @@ def _read_machine(path: str) -> Machine:
         reader.fail("date", date, 'when the source was read, such as "2026-08"')
     choices = tuple(binds)
     facts["default_cpu_bind"] = reader.text("default_cpu_bind", choices, required=bool(binds))
-    if "copper" in reader.document:
-        table = reader.table("copper")
-        table.only(Copper.__slots__)
-        facts["copper"] = Copper(**table.facts(Copper))
     facts["options"] = {}
     for key in reader.table("options").document:
         table = reader.table("options").table(key)
@@ -404,7 +387,7 @@ class _Reader:
             if key not in known:
                 self.fail(key, value, f"no such key, but {', '.join(known)}", key, known)
 
-    def facts(self, of: type[Machine | Option | Copper]) -> dict[str, Any]:
+    def facts(self, of: type[Machine | Option]) -> dict[str, Any]:
         """Return the values of the fields of a class, each read as its annotation says."""
         read: dict[Any, Callable[[str], object]] = {
             "str": self.text, "tuple[str, ...]": self.texts, "int | None": self.count,
