@@ -28,7 +28,7 @@ def report(what, rank, value, launch_id):
 def ran(capfd):
     """Run a launcher that says of its ranks what the test wants; return outcome and output."""
 
-    def run_it(script="", *, ranks=4, starts=None, reports=(), told=(), **more):
+    def run_it(script="", *, ranks=4, starts=None, reports=(), told=(), on_start=None, **more):
         launch_id = f"run-test.{os.urandom(8).hex()}"
         starts = range(ranks) if starts is None else starts
         said = [("start", rank, NO_PID) for rank in starts] + list(reports)
@@ -42,7 +42,7 @@ def ran(capfd):
         )  # fmt: skip
         read, write = os.pipe()
         try:
-            outcome = run(launch, (list(told), read))
+            outcome = run(launch, (list(told), read), on_start)
         finally:
             os.close(read)
             os.close(write)
@@ -307,6 +307,13 @@ def test_what_is_written_to_files_is_output(background, tmp_path, writes):
     words = ["-n", "2", "--idle-timeout", "2", "--log-dir", tmp_path, "sh", "-c"]
     launch = background(*words, f"[ $RANK = 1 ] && exit 0; {script}", stderr=-1)
     assert launch.wait() == (0 if writes else 124), launch.stderr.read()
+
+
+def test_a_launch_that_was_stopped_between_two_looks_does_not_hang(ran):
+    """It is held up, longer than it may be silent, where it does not wait for anything."""
+    script = "sleep 2.5; for i in 1 2 3; do echo $i; sleep 0.2; done"
+    outcome, *_ = ran(script, idle_timeout=1.5, on_start=lambda: time.sleep(2))
+    assert not outcome.facts.hangs
 
 
 def test_a_launch_that_was_stopped_does_not_hang(background, until, tmp_path):

@@ -111,6 +111,7 @@ class _Run:
         self.output.copy(self.process.stdout, self.process.stderr)
 
     def sleep(self) -> None:
+        before = self.now
         begun = time.monotonic()
         due = min([begun + _AWAKE, *self.at.values()])
         if not self.ending and self.launch.idle_timeout:
@@ -121,11 +122,13 @@ class _Run:
         patience = max(0.0, due - begun)
         self.serve(patience)
         self.now = time.monotonic()
+        # Time for which we were stopped (Ctrl-Z, a suspended job) does not count. What the ranks
+        # wrote meanwhile may not have been read yet: their silence begins again, also where we
+        # were stopped between two sleeps.
+        if self.now - before - patience > _STOPPED:
+            self.output.last = self.now
         stopped = self.now - begun - patience
         if stopped > _STOPPED:
-            # Time for which we were stopped (Ctrl-Z, a suspended job) does not count. What the
-            # ranks wrote meanwhile may not have been read yet: their silence begins again.
-            self.output.last = self.now
             for what in self.at.keys() & {"terminate", "kill"}:
                 self.at[what] += stopped
 
