@@ -14,11 +14,9 @@ def test_a_job_that_is_well(slurm):
     # Whatever devices this host has, they are not the sandbox's.
     env = {"GLOO_SOCKET_IFNAME": "", "FI_TCP_IFACE": "", "TORCH_DEVICE": "cpu"}
     job = ["salloc", "-Q", "-N", "2", "-n", "4", "-w", "nid[001-002]"]
-    every = "--only=scheduler,hostfile,versions,network,mpi"
+    every = "--only=scheduler,hostfile,network,mpi"
     done = slurm.run([*job, *DOCTOR, every], env=env)
     found = {each["name"]: each for each in json.loads(done.stdout)["checks"]}
     assert {each["status"] for each in found.values()} == {"ok"}
     assert "has 2 hosts: nid[001-002], ends at " in found["scheduler"]["message"]
     assert "2 of the 2 hosts of job " in found["hostfile"]["message"]
-    assert "are the same on 2 hosts" in found["versions"]["message"]
-    assert set(found["versions"]["details"]["versions"]) == {"nid001", "nid002"}

@@ -1,6 +1,5 @@
 """The checks of ``ezpz doctor``: with a real MPI and a false one, full and read-only places."""
 
-import json
 import os
 import shutil
 import signal
@@ -13,17 +12,11 @@ import pytest
 
 from ezpz_launch import _checks
 from ezpz_launch._checks import (
-    Environment,
-    check_environment,
     check_mpi,
     disk,
-    judge,
-    judge_environment,
-    look_at,
     shared_memory,
 )
-from ezpz_launch._preflight import PACKAGES, Ended, run
-from ezpz_launch._record import type_of
+from ezpz_launch._preflight import Ended, run
 
 VERSION = 'if [ "$1" = --version ]; then echo {}; exit; fi\n'
 
@@ -238,112 +231,3 @@ def test_the_shared_memory_of_a_container_and_of_this_host(tmp_path):
 
 
 # Versions.
-
-
-def told(*nodes):
-    found = dict.fromkeys(PACKAGES, "1.0") | {"python": "3.11.2"}
-    lines = [found | changes | {"node": node} for node, changes in enumerate(nodes)]
-    return "".join(f"preflight {json.dumps(line)}\n" for line in lines)
-
-
-def test_what_the_program_says_is_read():
-    words = [sys.executable, "-m", "ezpz_launch._preflight", "versions"]
-    done = run(words, {**os.environ, "RANK": "0", "WORLD_SIZE": "1"}, 60)
-    banner = done._replace(stdout=f"a launcher's banner\n{done.stdout}")
-    ((host, found),) = judge(("here",), banner, 60).details["versions"].items()
-    assert (host, found["python"]) == ("here", sys.version.split()[0])
-    assert found["ezpz-launch"]
-    assert set(found) == {"node", "python", *PACKAGES}
-    alone = _checks.check_versions(5, {"PATH": "/nonexistent"})
-    assert (alone.status, alone.message) == ("ok", "one host: nothing to compare")
-
-
-def test_a_rank_of_several_does_not_launch():
-    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "PATH": "/nonexistent"}
-    rank = {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"}
-    result = _checks.check_versions(5, {**job, **rank})
-    said = "not compared: this is one of several ranks"
-    assert (result.status, result.message) == ("ok", said)
-
-
-OTHERS = [{"torch": "2.6.0"}, {"torch": "not installed"}]
-
-
-@pytest.mark.parametrize(("hosts", "ended", "status", "message"), [
-    (4, Ended(0, told({}, {}, *OTHERS), ""), "error",
-     "n3 has torch 2.6.0, most have 1.0; n4 has torch not installed, most have 1.0"),
-    (2, Ended(None, told({}), ""), "warning", "1 of 2 hosts answered in 3.5 s"),
-    (2, Ended(1, told({}), "rank 1 on n2: exit 127\n"), "error",
-     "1 of 2 hosts told their versions, and ezpz-launch ended with 1: rank 1 on n2: exit 127"),
-    (2, Ended(0, told({}, {}), ""), "ok",
-     "Python 3.11.2, torch 1.0 and ezpz's packages are the same on 2 hosts"),
-])  # fmt: skip
-def test_hosts_that_differ_or_are_silent(hosts, ended, status, message):
-    result = judge(tuple(f"n{k + 1}" for k in range(hosts)), ended, 5)
-    assert (result.status, result.message) == (status, message)
-
-
-# The environment's files.
-
-
-def test_the_environment_of_these_tests(clean_env):
-    result = check_environment(3.7, clean_env)
-    assert result.details["folder"] in result.message
-    assert result.details["opens"] > 1
-    assert result.details["ranks"] >= 1
-
-
-def test_modules_without_bytecode_are_counted(tmp_path):
-    for number in range(4):
-        (tmp_path / f"module{number}.py").write_text(f"x = {number}\n")
-    (tmp_path / "not.py3").write_text("no Python")
-    assert look_at(str(tmp_path), 4).uncompiled == 1
-    words = [sys.executable, "-m", "compileall", "-q", tmp_path]
-    subprocess.run(words, check=True, env={"PATH": os.environ["PATH"]})
-    assert look_at(str(tmp_path), 4).uncompiled == 0
-    with pytest.raises(FileNotFoundError):
-        look_at(str(tmp_path / "absent"), 4)
-
-
-@pytest.mark.parametrize(
-    ("path", "kind"),
-    [("/", "ext4"), ("/home/me", "nfs4"), ("/homes", "ext4"), ("/lus/a b/env", "lustre"),
-     ("/lus/a b", "lustre"), ("/lus", "overlay")],
-)  # fmt: skip
-def test_the_type_of_a_file_system(tmp_path, path, kind):
-    lines = (
-        r"27 1 254:0 / / rw,relatime - ext4 /dev/vda rw",
-        r"28 27 0:40 / /home rw shared:7 master:1 - nfs4 filer:/home rw,vers=4.2",
-        r"29 27 0:41 / /lus rw - tmpfs none rw",
-        r"30 27 0:42 / /lus rw - overlay none rw",
-        r"31 27 0:43 / /lus/a\040b rw - lustre 10.0.0.1@o2ib:/lus rw,flock",
-    )
-    (tmp_path / "mountinfo").write_text("\n".join(lines) + "\n")
-    assert type_of(path, str(tmp_path / "mountinfo")) == kind
-    assert type_of(path, str(tmp_path / "absent")) == ""
-
-
-NO_BYTECODE = "90% of its modules have no bytecode of this Python: each rank compiles them, 9.0 s"
-
-
-@pytest.mark.parametrize(
-    ("seen", "env", "said", "remedy"),
-    [
-        (("ext4", 120_960, 0.0), {}, "ext4 (this node's own): one process opens 1,000", ""),
-        (("fuse.squashfuse_ll", 120_960, 0.0), {}, "this node's own", ""),
-        (("", 120_960, 0.0), {}, "an unknown file system", ""),
-        (("lustre", 12, 0.0), {}, "lustre (which nodes share)", ""),
-        (("lustre", 120_960, 0.0), {}, "would wait 11.4 hours", "ezpz-launch --stage python"),
-        (("fuse.dfuse", 12_000, 0.0), {}, "would wait 68.0 min", "ezpz-launch --stage python"),
-        (("xfs", 1, 0.1), {}, "xfs", ""),
-        (("xfs", 1, 0.9), {}, NO_BYTECODE, "once: "),
-        (("xfs", 1, 0.9), {"PYTHONDONTWRITEBYTECODE": "1"}, NO_BYTECODE, "unset PYTHONDONTWRITE"),
-        (("nfs", 120_960, 0.9), {}, NO_BYTECODE, "-m compileall -q -j 0 /env"),
-    ],
-)
-def test_what_ranks_would_wait_for(seen, env, said, remedy):
-    kind, ranks, uncompiled = seen
-    environment = Environment("/env", kind, 1000.0, uncompiled, 0.01)
-    result = judge_environment(environment, ranks, "the nodes of job 1", env)
-    assert (result.status, said in result.message) == ("warning" if remedy else "ok", True)
-    assert remedy in result.remedy

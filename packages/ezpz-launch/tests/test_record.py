@@ -22,6 +22,7 @@ from ezpz_launch._record import (
     record_of,
     records_folder,
     to_json,
+    type_of,
 )
 from ezpz_topo import get_hostname, imagine
 
@@ -247,3 +248,21 @@ def test_the_lines_of_the_readme_report_progress(tmp_path):
     subprocess.run(words, env=env, check=True)
     assert read_progress(str(path)) == 1300
     assert os.listdir(tmp_path) == [path.name]
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [("/", "ext4"), ("/home/me", "nfs4"), ("/homes", "ext4"), ("/lus/a b/env", "lustre"),
+     ("/lus/a b", "lustre"), ("/lus", "overlay")],
+)  # fmt: skip
+def test_the_type_of_a_file_system(tmp_path, path, kind):
+    lines = (
+        r"27 1 254:0 / / rw,relatime - ext4 /dev/vda rw",
+        r"28 27 0:40 / /home rw shared:7 master:1 - nfs4 filer:/home rw,vers=4.2",
+        r"29 27 0:41 / /lus rw - tmpfs none rw",
+        r"30 27 0:42 / /lus rw - overlay none rw",
+        r"31 27 0:43 / /lus/a\040b rw - lustre 10.0.0.1@o2ib:/lus rw,flock",
+    )
+    (tmp_path / "mountinfo").write_text("\n".join(lines) + "\n")
+    assert type_of(path, str(tmp_path / "mountinfo")) == kind
+    assert type_of(path, str(tmp_path / "absent")) == ""

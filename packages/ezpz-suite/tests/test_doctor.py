@@ -17,8 +17,8 @@ from ezpz.doctor import DoctorError, find_checks, main, run_checks, table
 from ezpz_topo import CheckResult
 
 OURS = {
-    "accelerator", "all-reduce", "disk", "environment", "hostfile", "mpi", "network", "scheduler",
-    "shared-memory", "versions", "wandb",
+    "accelerator", "all-reduce", "disk", "hostfile", "mpi", "network", "scheduler",
+    "shared-memory", "wandb",
 }  # fmt: skip
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="macOS has no such thing")

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import os
-import random
 import re
 import shutil
 import sys
-import sysconfig
-import tempfile
-import time
 from collections.abc import Mapping, Sequence
-from importlib.util import cache_from_source, find_spec
-from typing import NamedTuple
 
-from ezpz_topo import CheckResult, TopoError, detect, get_allocation, get_rank_info
+from ezpz_topo import CheckResult, TopoError, get_allocation
 
 from ._errors import CommandNotFoundError, LaunchError
 from ._launchers import (
@@ -27,8 +19,8 @@ from ._launchers import (
     find_mpiexec,
     outside_of_launch,
 )
-from ._preflight import Ended, differing, reports_in, run
-from ._record import records_folder, type_of, why_not_written
+from ._preflight import Ended, run
+from ._record import records_folder, why_not_written
 
 # The check ``mpi``: the library that mpi4py loads belongs to the mpiexec that starts the ranks.
 
@@ -275,195 +267,3 @@ def _size(count: int) -> str:
         if count >= 1 << power:
             return f"{count / (1 << power):.1f} {unit}"
     return f"{count >> 10} KiB"
-
-
-# The check ``environment``: for how long the environment's files keep a job's ranks waiting.
-
-CALLS, MODULES = 17_000, 1_000
-"""What a rank does that imports torch: calls that name a file, and modules (docs/scale.md)."""
-
-_SERVER = 50_000
-"""Calls a second of a metadata server that all nodes ask: assumed, as in docs/scale.md."""
-
-_SHARED = re.compile(
-    r"afs|beegfs|ceph|cifs|dvs|gpfs|kafs|lustre|nfs4?|orangefs|panfs|pvfs2|smb3|virtiofs|wekafs|9p|"
-    r"fuse(?!blk|\.(squashfuse(_ll)?|fuse-overlayfs|mergerfs)$)(\..*)?"
-)
-"""Types of file systems that a node has not for itself; an image (squashfs) is its own."""
-
-_FILES, _OF_A_FOLDER = 512, 8  # so many files are opened, and of a folder at most
-_LONG = 60.0  # seconds of waiting that are warned about
-_SHORT = 1.0  # seconds of compiling that are not worth a word
-
-
-class Environment(NamedTuple):
-    folder: str
-    type: str  # of its file system; empty where /proc does not tell
-    opens: float  # a second, by one process
-    uncompiled: float  # the part of its modules without bytecode of this Python
-    compiles: float  # seconds of CPU that a module takes
-
-
-def check_environment(seconds: float, env: Mapping[str, str] | None = None) -> CheckResult:
-    """Open files of the environment that few have opened yet, and look for their bytecode."""
-    env = os.environ if env is None else env
-    try:
-        topology = detect(env, ask=False)
-    except TopoError as error:
-        return CheckResult.of(error)
-    try:
-        seen = look_at(_slowest_folder(), seconds / 2)
-    except OSError as error:
-        message = f"{error.filename} cannot be read ({error.strerror}); expected this environment"
-        return CheckResult.error(message, "make it readable, or make another environment")
-    machine, job = topology.machine, topology.allocation
-    in_job = job.scheduler != "none" and job.num_nodes
-    nodes = job.num_nodes if in_job else machine.nodes or 1
-    whose = f"the {nodes:,} nodes of {f'job {job.job_id}' if in_job else machine.name}"
-    ranks = nodes * max(1, machine.devices_per_node or topology.accelerators.count)
-    return judge_environment(seen, ranks, whose if nodes > 1 else "this node", env)
-
-
-def _slowest_folder() -> str:
-    """Return where torch is, the environment, or the standard library: the first that is shared."""
-    torch = find_spec("torch")
-    origin = torch.origin if torch else None
-    folders = [os.path.dirname(os.path.dirname(origin))] if origin else []
-    folders += [sysconfig.get_path("platlib"), sysconfig.get_path("stdlib")]
-    return next((each for each in folders if _SHARED.fullmatch(type_of(each))), folders[0])
-
-
-def look_at(folder: str, seconds: float) -> Environment:
-    """Open a sample of a folder's files and compile some of its modules, within so many seconds."""
-    files, folders, end = list[str](), [folder], time.monotonic() + seconds / 2
-    while folders and len(files) < _FILES and time.monotonic() < end:
-        # By chance: the same files would be remembered when someone asks again.
-        random.shuffle(folders)
-        found: list[tuple[str, bool]] = []
-        with contextlib.suppress(PermissionError), os.scandir(folders.pop()) as entries:
-            found = [(each.path, each.is_dir(follow_symlinks=False)) for each in entries]
-        folders += [path for path, is_folder in found if is_folder]
-        own = [path for path, is_folder in found if not is_folder]
-        files += random.sample(own, min(len(own), _OF_A_FOLDER))
-    if not files:
-        raise FileNotFoundError(errno.ENOENT, "no file there", folder)
-    began, opened, end = time.monotonic(), 0, time.monotonic() + seconds / 4
-    for path in files:
-        with contextlib.suppress(OSError):  # a link to nothing
-            os.close(os.open(path, os.O_RDONLY))
-        opened += 1
-        if time.monotonic() > end:
-            break
-    took = time.monotonic() - began
-    modules = [path for path in files if path.endswith(".py")]
-    missing = [path for path in modules if not os.path.exists(cache_from_source(path))]
-    began, compiled, end = time.process_time(), 0, time.monotonic() + seconds / 4
-    for path in missing:
-        with open(path, "rb") as file, contextlib.suppress(SyntaxError, ValueError):
-            compile(file.read(), path, "exec", dont_inherit=True)
-        compiled += 1
-        if time.monotonic() > end:
-            break
-    return Environment(
-        folder, type_of(folder), opened / took, len(missing) / max(len(modules), 1),
-        (time.process_time() - began) / max(compiled, 1),
-    )  # fmt: skip
-
-
-def judge_environment(
-    seen: Environment, ranks: int, whose: str, env: Mapping[str, str]
-) -> CheckResult:
-    """Say what so many ranks would wait for, and what to do about it."""
-    is_shared = _SHARED.fullmatch(seen.type) is not None
-    alone = CALLS / seen.opens
-    wait = max(alone, ranks * CALLS / _SERVER if is_shared else 0.0)
-    compiling = MODULES * seen.uncompiled * seen.compiles
-    whose_disk = "which nodes share" if is_shared else "this node's own"
-    said = (
-        f"{seen.folder} is on {seen.type or 'an unknown file system'} ({whose_disk}): one process "
-        f"opens {seen.opens:,.0f} files a second"
-    )
-    remedies = []
-    if is_shared and wait > _LONG:
-        said += (
-            f"; {ranks:,} ranks on {whose} would wait {_duration(wait)} for it: a rank makes "
-            f"{CALLS:,} calls, and a metadata server is assumed to take {_SERVER:,} a second of "
-            "all ranks together"
-        )
-        remedies.append(
-            "have the environment on every node's own disk: ezpz-launch --stage python train.py"
-        )
-    if compiling > _SHORT:
-        said += (
-            f"; {seen.uncompiled:.0%} of its modules have no bytecode of this Python: each rank "
-            f"compiles them, {compiling:.1f} s of CPU"
-        )
-        writes = not env.get("PYTHONDONTWRITEBYTECODE")
-        unset = "" if writes else "unset PYTHONDONTWRITEBYTECODE, and "
-        remedies.append(f"{unset}once: {sys.executable} -m compileall -q -j 0 {seen.folder}")
-    facts = {**seen._asdict(), "shared": is_shared, "ranks": ranks, "wait_s": round(wait, 1),
-             "compiling_s": round(compiling, 1)}  # fmt: skip
-    if remedies:
-        return CheckResult.warning(said, "; ".join(remedies), **facts)
-    return CheckResult.ok(said, **facts)
-
-
-def _duration(seconds: float) -> str:
-    for unit, size in (("hours", 3600), ("minutes", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.0f} s"
-
-
-# The check ``versions``: every host of the allocation has the same Python, torch and ezpz.
-
-
-def check_versions(seconds: float, env: Mapping[str, str] | None = None) -> CheckResult:
-    """Start one process on each host of the allocation, and compare what is installed there."""
-    env = os.environ if env is None else env
-    try:
-        job, rank = get_allocation(env, ask=False), get_rank_info(env)
-    except TopoError as error:
-        return CheckResult.of(error)
-    if job.num_nodes < 2:
-        return CheckResult.ok("one host: nothing to compare")
-    if rank.world_size > 1:
-        return CheckResult.ok("not compared: this is one of several ranks", hosts=list(job.hosts))
-    words = [sys.executable, "-P", "-m", "ezpz_launch", "--ppn=1", "--grace=0.5", sys.executable,
-             "-P", "-m", "ezpz_launch._preflight", "versions"]  # fmt: skip
-    # All hosts of the job are asked, whichever a hostfile would choose.
-    mine = {name: value for name, value in env.items() if name != "HOSTFILE"}
-    with tempfile.TemporaryDirectory(prefix="ezpz-doctor-") as state:
-        # The records of launches are the user's own.
-        ended = run(words, {**mine, "EZPZ_STATE_DIR": state}, 0.7 * seconds, grace=0.15 * seconds)
-    return judge(job.hosts, ended, seconds)
-
-
-def judge(hosts: tuple[str, ...], ended: Ended, seconds: float) -> CheckResult:
-    found = reports_in(ended.stdout, hosts)
-    facts = {"hosts": list(hosts), "versions": dict(found)}
-    answered = f"{len(found)} of {len(hosts)} hosts"
-    if others := [f"{host} has {what}" for host, what in differing(found)]:
-        more = f"; and {len(others) - 4} more" if len(others) > 4 else ""
-        remedy = (
-            "use one environment on all hosts: on a file system that they share, or the same "
-            "module or container on each"
-        )
-        return CheckResult.error(f"{'; '.join(others[:4])}{more}", remedy, **facts)
-    if ended.status is None:
-        message = f"{answered} answered in {0.7 * seconds:.1f} s"
-        remedy = "give them more time: ezpz doctor --timeout=120 --only=versions"
-        return CheckResult.warning(message, remedy, **facts)
-    if ended.status or len(found) < len(hosts):
-        message = (
-            f"{answered} told their versions, and ezpz-launch ended with {ended.status}: "
-            f"{ended.last_words}"
-        )
-        remedy = f"see what is wrong there: ezpz-launch --ppn 1 {sys.executable} --version"
-        return CheckResult.error(message, remedy, **facts)
-    shown = next(iter(found.values()))
-    return CheckResult.ok(
-        f"Python {shown['python']}, torch {shown['torch']} and ezpz's packages are the same on "
-        f"{len(found)} hosts",
-        **facts,
-    )

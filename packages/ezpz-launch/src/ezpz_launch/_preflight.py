@@ -1,7 +1,6 @@
 """`ezpz preflight`: look at every node of a job at once, and name those that differ.
 
-``python -m ezpz_launch._preflight`` is what looks at one node, started as a rank, one a node; with
-the word ``versions`` at these alone.
+``python -m ezpz_launch._preflight`` is what looks at one node, started as a rank, one a node.
 """
 
 from __future__ import annotations
@@ -497,8 +496,7 @@ def _main() -> None:
         found[name] = "not installed"
         with suppress(PackageNotFoundError):
             found[name] = version(name)
-    if sys.argv[1:] != ["versions"]:
-        found |= _look(node, count)
+    found |= _look(node, count)
     print(f"\n{_MARK}{json.dumps(found)}", flush=True)
 
 

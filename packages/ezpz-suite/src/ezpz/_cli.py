@@ -32,7 +32,7 @@ jobs:
   preflight look at every node of this job, and name those that differ
 
 look:
-  doctor    check scheduler, MPI, device, network, disk, versions; with remedies
+  doctor    check scheduler, MPI, device, network, disk; with remedies
   topo      who is this process, who else is there, on what machine (ezpz-topo)
   report    write a run's metrics as a page with plots (ezpz-obs report)
   plot      draw them on the terminal
