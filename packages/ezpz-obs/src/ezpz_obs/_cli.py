@@ -15,7 +15,7 @@ from ._errors import ObsError
 from ._version import __version__
 
 HELP: Final = """\
-usage: ezpz-obs report RUN... [--out=FOLDER | --serve [--port=N]]
+usage: ezpz-obs report RUN... [--out=FOLDER]
        ezpz-obs plot RUN [METRIC...]
        ezpz-obs tail RUN [--lines=N] [--no-follow]
        ezpz-obs export RUN --csv=FILE | --parquet=FILE
@@ -26,7 +26,7 @@ Show the metrics that a History wrote. A RUN is its folder, or the file.
 commands:
   report    write report/index.html (one page that needs no network), report.md
             and plots into RUN; of several runs a comparison, into the first
-            one's comparison/; --serve shows the page on this host, live
+            one's comparison/
   plot      draw metrics on the terminal; without METRIC the losses
   tail      say what a live run records, until it ends (or Ctrl-C)
   export    write the records as a table: step, time, a column for each metric
@@ -39,7 +39,6 @@ options:
 examples:
   ezpz-obs report outputs/run
   ezpz-obs report outputs/run-a outputs/run-b --out=outputs/a-or-b
-  ezpz-obs report outputs/run-a outputs/run-b --serve
   ezpz-obs plot outputs/run loss eval/loss
   ezpz-obs tail outputs/run --lines=3
   ezpz-obs export outputs/run --parquet=run.parquet
@@ -129,18 +128,10 @@ def _meant(words: Sequence[str]) -> Callable[[], None]:
     return partial(_COMMANDS[command], *plain, **options)
 
 
-def _report(*runs: str, out: str = "", serve: bool = False, port: str = "") -> None:
+def _report(*runs: str, out: str = "") -> None:
     if not runs:
         raise UsageError("report: no RUN; expected one at least: ezpz-obs report outputs/run")
-    if (out and serve) or (port and not serve):
-        raise UsageError("report: expected --out=FOLDER, or --serve and perhaps --port=N")
-    if port and not port.isdecimal():
-        raise UsageError(f"report: --port={port}; expected a number: --port=8000")
-    from ._report import serve_report, write_report
-
-    if serve:
-        serve_report(runs, int(port or 0), partial(print, flush=True))
-        return
+    from ._report import write_report
 
     # How far it is goes to standard error; standard output is for answers.
     page, text, *_ = write_report(runs, out or None, say=_complain)

@@ -31,9 +31,6 @@ def test_help_is_one_screen(command):
         (["report", "RUN", "-o"], "unknown"), (["report", "RUN", "--", "--trace"], "unknown"),
         (["tail", "RUN", "--lines=some"], "--lines=some"), (["tail", "RUN", "more"], "too many"),
         (["export", "RUN"], "no file"),
-        (["report", "RUN", "--out=x", "--serve"], "or --serve"),
-        (["report", "RUN", "--port=80"], "or --serve"),
-        (["report", "RUN", "--port=x", "--serve"], "--port=x"),
         (["replay", "RUN"], "to"), (["tail", "RUN", "--no-follow=1"], "expected --no-follow"),
     ],
 )  # fmt: skip

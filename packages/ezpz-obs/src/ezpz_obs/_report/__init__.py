@@ -5,21 +5,15 @@ from __future__ import annotations
 import logging
 import os
 import re
-import secrets
-import threading
-import time
 from base64 import b64encode
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from hashlib import sha256
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from ezpz_obs._context import replacing
-from ezpz_obs._errors import ObsError, ReportError, require
-from ezpz_obs._file import SYSTEM_NAME
+from ezpz_obs._errors import ReportError, require
 from ezpz_obs._run import Run, read_run
 from ezpz_obs._version import __version__
 
@@ -63,16 +57,14 @@ def _row(cells: Iterable[str], limit: int = 300) -> str:
     return f"| {' | '.join(escape(cell, limit) or ' ' for cell in cells)} |"
 
 
-def _page(report: Report, *, live: bool = False) -> str:
-    """Return the page: no request but for itself, no script but ours; every name in it is text."""
+def _page(report: Report) -> str:
+    """Return the page: no request, no script but ours; every name in it is text."""
     environment = _environment(autoescape=True)
     environment.filters |= {"clean": clean, "shorten": shorten}
-    # A page in a file has nothing that could ask a network.
-    script = _text_of("page.js").replace("/* live */", _text_of("live.js") if live else "")
+    script = _text_of("page.js")
     template = environment.from_string(_text_of("page.html.j2"))
     said: str = template.render(
         report=report,
-        live=live,
         titles=SECTIONS,
         version=__version__,
         style=f"{_text_of('page.css')}{style(':root')}",
@@ -143,81 +135,6 @@ def _composed(found: Sequence[Run], say: Callable[[str], None]) -> Report:
     )
     surveys = [survey(run, label, say) for run, label in zip(found, labels, strict=True)]
     return compose(surveys, say)
-
-
-class _Live:
-    """A page that is made again when it is asked for and the runs' files have changed."""
-
-    def __init__(self, runs: Sequence[Run]) -> None:
-        self._runs, self._lock = runs, threading.Lock()
-        self._mark, self._page = "", b""
-
-    def get(self) -> tuple[str, bytes]:
-        with self._lock:  # of several windows one at a time
-            if (mark := self._look()) != self._mark:
-                report = _composed([Run(run.path, warn=False) for run in self._runs], logger.debug)
-                page = _page(report, live=True)
-                self._mark, self._page = mark, page.encode(errors="backslashreplace")
-            return self._mark, self._page
-
-    def _look(self) -> str:
-        found = []
-        for run in self._runs:
-            folder = run.path.parent
-            for path in (run.path, folder / SYSTEM_NAME, *sorted(folder.glob("logs/*.jsonl"))):
-                if path.exists():
-                    of = path.stat()
-                    # A run that says nothing for minutes is shown as one.
-                    minutes = min(10, int(time.time() - of.st_mtime) // 60)
-                    found.append((of.st_size, of.st_mtime_ns, minutes))
-        return f'"{sha256(repr(found).encode()).hexdigest()[:16]}"'
-
-
-def serve_report(
-    runs: Sequence[str | os.PathLike[str]], port: int, say: Callable[[str], None]
-) -> None:
-    """Serve the report of runs to this host's own browsers, as they grow, until Ctrl-C."""
-    # Only on 127.0.0.1, and only at an address with a random token: other users of a shared host
-    # cannot guess it.
-    live, token = _Live(_found(runs)), secrets.token_urlsafe(24)
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            if not secrets.compare_digest(self.path.encode(), f"/{token}/".encode()):
-                self._answer(404, b"not found")
-                return
-            try:
-                mark, page = live.get()
-            except (ObsError, OSError) as error:  # a run's folder that is gone: it may come back
-                self._answer(503, str(error).encode())
-                return
-            if self.headers.get("If-None-Match") == mark:
-                self._answer(304, b"", mark)
-            else:
-                self._answer(200, page, mark)
-
-        def _answer(self, status: int, body: bytes, mark: str = "") -> None:
-            kind = "text/html" if status == 200 else "text/plain"
-            with suppress(ConnectionError):  # the window was closed meanwhile
-                self.send_response(status)
-                self.send_header("Content-Type", f"{kind}; charset=utf-8")
-                self.send_header("Content-Length", str(len(body)))
-                self.send_header("Cache-Control", "no-store")
-                self.send_header("Referrer-Policy", "no-referrer")
-                self.send_header("ETag", mark)
-                self.end_headers()
-                self.wfile.write(body)
-
-        def log_message(self, *_: object) -> None:
-            """Say nothing of each request."""
-
-    try:
-        server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
-    except (OSError, OverflowError) as error:
-        raise ReportError(f"port {port}: {error}; expected one that is free") from error
-    with server, suppress(KeyboardInterrupt):
-        say(f"http://127.0.0.1:{server.server_port}/{token}/")
-        server.serve_forever()
 
 
 def _alone(svg: str) -> str:

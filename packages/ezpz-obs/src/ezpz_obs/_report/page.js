@@ -133,5 +133,4 @@
     plots[0].svg.closest("section").querySelector("h2").after(bar);
   };
   start();
-  /* live */
 })();
