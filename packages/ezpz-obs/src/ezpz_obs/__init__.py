@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from ._errors import ObsError as ObsError
     from ._errors import ReportError as ReportError
     from ._errors import SinkError as SinkError
-    from ._gradients import gradient_norm as gradient_norm
     from ._history import History as History
     from ._logs import LogSetup as LogSetup
     from ._logs import configure_logs as configure_logs

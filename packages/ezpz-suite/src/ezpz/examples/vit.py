@@ -15,10 +15,11 @@ from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import OneCycleLR
 
 import ezpz
+import ezpz_tp
 from ezpz.data import digits
 from ezpz.examples import _settings
 from ezpz.models import VisionTransformer, ViTConfig
-from ezpz_obs import gradient_norm, memory_metrics
+from ezpz_obs import memory_metrics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +82,7 @@ def train(settings: Settings) -> None:
                 with timer("backward"):
                     scaler.scale(loss).backward()
                 scaler.unscale_(optimizer)
-                norm = gradient_norm(model)
+                norm = ezpz_tp.get_grad_norm(model.parameters())
                 with timer("optimizer"):
                     scaler.step(optimizer)
                     scaler.update()
