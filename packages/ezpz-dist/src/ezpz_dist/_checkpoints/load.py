@@ -230,10 +230,11 @@ class Target:
         self._judge("are not in it", "were left as they are", missing)
         for name in self._values.keys() & saved.keys():
             self._set_value(name, saved[name])
+        replicas = self._replica_keys()
         if here:
             for name, value in self._replica_state().items():
                 self._set_value(name, value)
-        elif replicas := self._replica_keys():
+        elif replicas:
             names = list(self._object(replicas[0]))
             self._notes.append(
                 f"the ranks had different buffers or extra state (of {_some(names)}): all have "

@@ -372,7 +372,9 @@ def _with_saved_dtype(loaded: Any, saved: Any) -> Any:
     if type(loaded) is not type(saved):
         return loaded  # an optimizer with its own way of loading
     if isinstance(saved, Tensor):
-        return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device)
+        if loaded.dtype == saved.dtype:
+            return loaded
+        return saved.to(loaded.device)
     if isinstance(saved, dict) and loaded.keys() == saved.keys():
         return {key: _with_saved_dtype(loaded[key], value) for key, value in saved.items()}
     if type(saved) in (list, tuple) and len(loaded) == len(saved):
