@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
@@ -412,14 +411,17 @@ def survey(run: Run, label: str | None = None, say: Callable[[str], None] | None
         if say is not None and time.monotonic() >= next_word:
             next_word = time.monotonic() + _SPEAK
             say(f"{label}: {records:,} records read")
+    notices = collect(run.events, run.path.parent)
     system: dict[str, Series] = {}
     beside = run.beside(SYSTEM_NAME)
     if run.path.name == FILE_NAME and beside.path.is_file():
-        with suppress(HistoryError):  # no line of it is whole: the run's own file is shown
+        try:
             for name, steps, values in _columns(beside.blocks()):
                 if name != "time":
                     system.setdefault(name, Series(name)).add(steps, values)
-    notices = collect(run.events, run.path.parent)
+        except HistoryError as error:  # the run's own file is shown
+            unread = f"{SYSTEM_NAME} is left out: {error}"
+            notices.put(Notice("damaged", unread[:_ENOUGH], None, None, set()))
     for damaged in (run, beside):
         for number, why in sorted(damaged.damaged.items())[:_MOST_DAMAGED]:
             text = f"line {number} of {damaged.path.name} is left out: {why}"
