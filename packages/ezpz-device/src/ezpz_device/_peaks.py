@@ -63,7 +63,10 @@ def get_peak_flops(
         ValueError: ``dtype`` is none of these, or ``peak_flops`` is no number above 0.
     """
     env = os.environ if env is None else env
-    kind = dtype if isinstance(dtype, str) and dtype in KINDS else _kind_of(dtype)
+    if isinstance(dtype, str) and dtype in KINDS:
+        kind: str | None = dtype
+    else:
+        kind = _kind_of(dtype)
     if kind is None:
         raise ValueError(
             f"dtype {dtype!r}; expected one of {', '.join(KINDS)}, or a torch.dtype of these"

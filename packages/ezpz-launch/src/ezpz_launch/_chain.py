@@ -163,7 +163,9 @@ _NOT_OF_THE_JOB = (
 
 def queue_one(chain: Chain, env: Mapping[str, str]) -> Chain:
     """Submit one more job; return the chain with it. Raises LaunchError with the site's words."""
-    after = chain.jobs[-1]["id"] if chain.jobs else ""
+    after = ""
+    if chain.jobs:
+        after = chain.jobs[-1]["id"]
     words = submit_words(chain, after)
     scheduler = SCHEDULERS[chain.scheduler](env)
     # A job's variables are not its successor's; and what sbatch reads there outranks the script.

@@ -259,7 +259,8 @@ def _parse(
 def _ids_of(entry: Entry) -> list[str]:
     """Return the ids of an entry's jobs, whole and as numbers."""
     ids: list[str] = [entry.job.id, entry.job.key]
-    ids += [job["id"] for job in (entry.chain.jobs if entry.chain else ())]
+    if entry.chain:
+        ids += [job["id"] for job in entry.chain.jobs]
     return [*ids, *(each.partition(".")[0] for each in ids)]
 
 
@@ -268,8 +269,9 @@ def pick(entries: Sequence[Entry], word: str, env: Mapping[str, str]) -> Entry:
     of_id = [entry for entry in entries if word in _ids_of(entry)]
     require_one_cluster(word, [entry.job for entry in of_id])
     for entry in entries[::-1]:
-        chain_id = entry.chain.id if entry.chain else ""
-        if entry in of_id or word in (entry.job.name, chain_id):
+        if entry in of_id or word == entry.job.name:
+            return entry
+        if entry.chain and word == entry.chain.id:
             return entry
     if re.fullmatch(r"[0-9]+[0-9_\[\]]*([.@].*)?", word):
         chains = [entry.chain for entry in entries if entry.chain]
@@ -412,7 +414,8 @@ def _look_for_jobs(unknown: Sequence[Stored], env: Mapping[str, str]) -> None:
             continue
         running.setdefault(name, set()).update(each for job in jobs for each in (job.id, job.key))
     for stored in unknown:
-        name, job_id = stored["scheduler"], stored["job_id"]
+        name = stored["scheduler"]
+        job_id = stored["job_id"]
         if job_id and name in running.keys() - silent and _of_array(job_id) not in running[name]:
             stored["state"] = "ended by the scheduler"
 
@@ -721,7 +724,8 @@ def _end_job(entry: Entry, env: Mapping[str, str], *, now: bool) -> int:
             f"job {job.id} ({job.name}) is over: {state_in_words(job)}; expected one that waits "
             "or runs"
         )
-    if (scheduler := _scheduler_of(job, env)) is None:
+    scheduler = _scheduler_of(job, env)
+    if scheduler is None:
         raise LaunchError(f"no commands of {job.scheduler} on this host; expected them on PATH")
     ids = [job.id]
     if chain is not None:

@@ -89,7 +89,8 @@ class Event:
     stack: str | None = None
 
     def redact(self) -> None:
-        self.text, self.exception = redact(self.text), redact(self.exception)
+        self.text = redact(self.text)
+        self.exception = redact(self.exception)
         self.stack = redact(self.stack)
         try:
             self.fields = redact(self.fields)

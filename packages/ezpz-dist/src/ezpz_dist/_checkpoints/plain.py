@@ -8,7 +8,7 @@ import os
 import pickle
 import re
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -158,17 +158,12 @@ def _fit(model: torch.nn.Module, state: object, *, strict: bool) -> dict[int, li
         raise CheckpointError("the model is wrapped by FSDP1; load the file before wrapping it")
     give_memory(model)
     mine = model_state(model)
-    tied = tied_names(model)
-    named = {}  # names of the model's as the file has them
-    for name in mine:
-        there = sorted(tied.get(name, {name}) & state.keys())
-        if name in there or not there:
-            named[name] = name
-        else:
-            named[name] = there[0]
+    named = _names_in_file(model, mine, state)
     missing = [name for name in mine if named[name] not in state]
     known = {*mine, *named.values()}
-    extra = [name for name in state if name not in known] if strict else []
+    extra = []
+    if strict:
+        extra = [name for name in state if name not in known]
     if missing or extra:
         raise CheckpointError(
             f"it lacks {len(missing)} of the model's tensors {missing[:_SHOWN]} and has "
@@ -258,6 +253,21 @@ class _Pickler(pickle.Pickler):
             self.infos.append(TensorInfo(index, tensor.dtype, shape, is_parameter))
             self.tensors.append(tensor)
         return index
+
+
+def _names_in_file(
+    model: torch.nn.Module, mine: Iterable[str], state: Mapping[str, object]
+) -> dict[str, str]:
+    """Return the name in the file of each of the model's: of tied tensors one is enough."""
+    tied = tied_names(model)
+    named = {}
+    for name in mine:
+        there = sorted(tied.get(name, {name}) & state.keys())
+        if name in there or not there:
+            named[name] = name
+        else:
+            named[name] = there[0]
+    return named
 
 
 def load_on_one_rank(

@@ -455,7 +455,9 @@ def require_program(command: Sequence[str]) -> None:
     """Refuse a command that is an interpreter, or a wrapper of one, without a program."""
     name, *words = _skip_wrappers([*command])
     name = os.path.basename(name)
-    syntax = _PYTHON if PYTHON.fullmatch(name) else _INTERPRETERS.get(name)
+    syntax = _INTERPRETERS.get(name)
+    if PYTHON.fullmatch(name):
+        syntax = _PYTHON
     if syntax is None:
         return
     rest = _skip_flags(words, syntax)
@@ -477,8 +479,12 @@ def _skip_wrappers(words: list[str]) -> list[str]:
     """Return the command that wrappers such as env start in the end."""
     name = os.path.basename(words[0])
     wrapper = _WRAPPERS.get(name) or _WRAPPERS.get(" ".join([name, *words[1:2]]))
-    inner = _skip_to_command(words[1:], wrapper) if wrapper else None
-    return _skip_wrappers(inner) if inner else words
+    if wrapper is None:
+        return words
+    inner = _skip_to_command(words[1:], wrapper)
+    if not inner:
+        return words
+    return _skip_wrappers(inner)
 
 
 def _skip_to_command(words: list[str], wrapper: _Syntax) -> list[str] | None:
