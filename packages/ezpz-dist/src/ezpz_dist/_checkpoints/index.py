@@ -157,11 +157,7 @@ class _Summing:
 
     def sync(self) -> None:
         self._file.flush()
-        try:
-            descriptor = self._file.fileno()
-        except (AttributeError, OSError):
-            return  # no file of this machine: closing it sends it
-        os.fsync(descriptor)
+        os.fsync(self._file.fileno())
 
 
 class Files:

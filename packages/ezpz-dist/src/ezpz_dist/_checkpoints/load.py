@@ -73,7 +73,6 @@ class Target:
         self._judge(*about, spare, f"{self._what}: ", remedy)
         damages = (index.damage_of(store, folder, name, manifest.files[name]) for name in mine)
         who = f"rank {ranks.rank} on {ranks.hosts[ranks.rank]}: " if ranks.size > 1 else ""
-        # A URL's store raises what its makers chose, and not all of it is damage.
         listed = ranks.everywhere(self._what, lambda: [who + each for each in damages if each])
         found = ranks.tell(listed)
         return [each for problems in found for each in problems]
@@ -323,7 +322,7 @@ class Checkpoint:
 
     Attributes:
         step: The step.
-        folder: Its path, or URL.
+        folder: Its path.
         world_size: Ranks that wrote it.
         contents: Of ``model`` (``trainable``: without its frozen parameters), ``optimizer``,
             ``scheduler``, ``data``, ``extra``, ``rng``.

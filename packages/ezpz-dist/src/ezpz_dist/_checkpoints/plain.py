@@ -19,7 +19,7 @@ from ezpz_dist._collectives import all_gather_object
 from ezpz_dist._errors import CheckpointError
 from ezpz_dist._members import find_members
 from ezpz_dist._objects import as_bytes, is_plain
-from ezpz_dist._slices import open_file, read_for_all
+from ezpz_dist._slices import read_for_all
 from ezpz_topo import get_hostname, get_rank
 
 from .pieces import (
@@ -41,22 +41,15 @@ _GLOBAL = re.compile(r"GLOBAL (\S+)")
 
 def read(path: str) -> Any:
     """Return what a file holds, its tensors on the host; no code of the file's is run."""
-    is_local = "://" not in path
     if path.endswith(".safetensors"):
         try:
             safetensors = importlib.import_module("safetensors.torch")
         except ImportError as error:
             raise CheckpointError(f"{error}; pip install safetensors") from error
-        if is_local:
-            return safetensors.load_file(path)
-        with open_file(path) as file:
-            return safetensors.load(file.read())
-    if is_local:
-        # Mapped, the file is read tensor by tensor as it is sent; old formats cannot be.
-        mapped = zipfile.is_zipfile(path)
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
-    with open_file(path) as file:
-        return torch.load(file, map_location="cpu", weights_only=True)
+        return safetensors.load_file(path)
+    # Mapped, the file is read tensor by tensor as it is sent; old formats cannot be.
+    mapped = zipfile.is_zipfile(path)
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
 
 
 def explain(path: str, error: Exception) -> CheckpointError:
@@ -94,7 +87,7 @@ def load_into(
     Args:
         model: Plain, or wrapped by DDP, FSDP2 or torch.compile; not on the meta device.
         path: A file of ``torch.save`` (a state dict, by the names of the unwrapped model) or
-            safetensors, or a URL that fsspec knows.
+            safetensors.
         key: Where in the file the state dict is: ``"model"``; default: it is all there is.
         strict: Refuse a file with tensors that the model has not; those that the file has
             not are refused in any case.
@@ -284,8 +277,7 @@ def load_on_one_rank(
     it holds tensors and plain values, or it is refused.
 
     Args:
-        path: A file, or a URL that fsspec knows (``"s3://..."``). A file of safetensors ends
-            in ``.safetensors``.
+        path: A file. One of safetensors ends in ``.safetensors``.
         map_location: Where the tensors are to be in the end, on each rank.
         root: The rank that reads: its rank in the world.
         group: The ranks that take part; None: all. With `ezpz_dist.node_group` and the

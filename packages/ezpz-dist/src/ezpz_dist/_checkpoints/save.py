@@ -338,7 +338,7 @@ def _write(draft: Draft, how: str) -> None:
             size = ranks.first(what, lambda: _complete(draft, files, gathered)).size / 1e6
         except CheckpointError:
             if ranks.rank == 0:
-                with suppress(Exception):  # a URL's store that fails here, too: a later save's turn
+                with suppress(OSError):  # a later save's turn
                     store.discard(draft.working)
             raise
     if ranks.rank == 0:
@@ -387,7 +387,7 @@ def _complete(
 def _warning(step: int, otherwise: str) -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # noqa: BLE001 - a URL's store raises what its makers chose
+    except OSError as error:
         logger.warning("step %d is saved, but %s: %s", step, otherwise, error)
 
 
@@ -414,7 +414,7 @@ class Saving:
 
     Attributes:
         step: The step.
-        folder: Where it is, or will be: a path, or a URL.
+        folder: Where it is, or will be.
     """
 
     def __init__(self, step: int, folder: str) -> None:
@@ -572,8 +572,7 @@ def save_checkpoint(
     without a write.
 
     Args:
-        path: A folder that all hosts share, or a URL of fsspec's. Object stores rename nothing in
-            one go: there the manifest, written last, is what makes a checkpoint exist.
+        path: A folder that all hosts share.
         model: Wrapped or not.
         optimizer: The model's, or several.
         scheduler: Has ``state_dict()``; or several.
@@ -691,6 +690,6 @@ def report_progress(step: int) -> None:
         with suppress(FileNotFoundError, ValueError):
             before = int(Path(path).read_text(encoding="ascii"))
         if step > before:
-            _store.FolderStore(folder).put(name, f"{step}\n".encode())
+            _store.Store(folder).put(name, f"{step}\n".encode())
     except OSError as error:
         logger.warning("step %d is saved, but not reported in %s: %s", step, path, error)

@@ -1,11 +1,10 @@
-"""Where checkpoints lie: a folder or a URL, which are there, who writes now, and with whom."""
+"""Where checkpoints lie: a folder, which are there, who writes now, and with whom."""
 
 from __future__ import annotations
 
 import atexit
 import errno
 import gc
-import importlib
 import json
 import logging
 import math
@@ -225,22 +224,23 @@ def _release() -> None:
         try:
             if (owner := read_owner(store)) is not None and owner.is_me:
                 store.discard(OWNER)
-        except Exception as error:  # noqa: BLE001 - a URL's store at exit; we end, which is seen
+        except OSError as error:
             logger.debug("%s/%s is not removed: %s", root, OWNER, error)
 
 
-# Where checkpoints lie: a folder of a file system, or a URL that fsspec knows.
+# Where checkpoints lie: a folder of a file system.
 
 _ABANDONED = 3600.0  # seconds without a write: then an attempt of another host is taken for dead
-_WRITING = ".writing-"
 
 
 def open_store(path: str | os.PathLike[str]) -> Store:
     text = os.fspath(path)
-    return UrlStore(text) if "://" in text else FolderStore(text)
+    if "://" in text:
+        raise CheckpointError(f"{text} is a URL; expected a folder of a mounted file system")
+    return Store(text)
 
 
-class FolderStore:
+class Store:
     """A folder: a checkpoint is written under a temporary name, and renamed when whole."""
 
     def __init__(self, path: str) -> None:
@@ -355,93 +355,6 @@ def _sync(folder: Path) -> None:
             raise
     finally:
         os.close(descriptor)
-
-
-class UrlStore:
-    """A URL: renaming is no single act there, so the manifest, written last, makes it exist."""
-
-    def __init__(self, url: str) -> None:
-        # 60 ms, for URLs only; it has no types.
-        core: Any = importlib.import_module("fsspec.core")
-        self.root = url.rstrip("/")
-        self._fs, path = core.url_to_fs(self.root)
-        self._path = str(path).rstrip("/")
-
-    def _at(self, path: str) -> str:
-        return f"{self._path}/{path}" if path else self._path
-
-    def entries(self, path: str = "") -> list[str]:
-        # Another process may have written since; several file systems remember listings.
-        self._fs.invalidate_cache()
-        with suppress(FileNotFoundError):
-            found = self._fs.ls(self._at(path), detail=False)
-            return [str(each).rstrip("/").rpartition("/")[2] for each in found]
-        return []
-
-    def size(self, path: str) -> int | None:
-        self._fs.invalidate_cache()
-        with suppress(FileNotFoundError):
-            return int(self._fs.size(self._at(path)))
-        return None
-
-    def open(self, path: str, mode: str) -> IO[bytes]:
-        return cast("IO[bytes]", self._fs.open(self._at(path), mode))
-
-    def begin(self, name: Name) -> str:
-        self._fs.makedirs(self._at(str(name)), exist_ok=True)
-        self.put(f"{name}/{_WRITING}{owner_token()}", b"")
-        return str(name)
-
-    def publish(self, working: str, name: Name) -> None:
-        del name  # it has it already
-        for entry in self.entries(working):
-            if entry.startswith(_WRITING):
-                self._fs.rm_file(self._at(f"{working}/{entry}"))
-
-    def discard(self, working: str) -> None:
-        with suppress(FileNotFoundError):
-            self._fs.rm(self._at(working), recursive=True)
-
-    def remove(self, name: Name) -> None:
-        with suppress(FileNotFoundError):  # another job was faster
-            self._fs.rm_file(self._at(f"{name}/{MANIFEST}"))
-            self.discard(str(name))
-
-    def put(self, path: str, data: bytes) -> None:
-        with self.open(path, "wb") as file:
-            file.write(data)
-
-    def remove_leftovers(self, working: str) -> list[str]:
-        now = self._last_write(working, self.entries(working))  # by the store's own clock
-        removed = []
-        for name in map(str, names_in(self.entries())):
-            files = self.entries(name)
-            if name != working and MANIFEST not in files and self._is_abandoned(name, files, now):
-                self.discard(name)
-                removed.append(name)
-        return removed
-
-    def free(self) -> float:
-        return math.inf
-
-    def _is_abandoned(self, name: str, files: list[str], now: float) -> bool:
-        owners = [each.removeprefix(_WRITING) for each in files if each.startswith(_WRITING)]
-        if not owners:
-            return bool(files)  # being removed; its first file said who writes
-        if known := [dead for each in owners if (dead := is_dead(each)) is not None]:
-            return all(known)
-        return now - self._last_write(name, files) > _ABANDONED
-
-    def _last_write(self, name: str, files: list[str]) -> float:
-        """Return when a file was last written; infinity where that cannot be told."""
-        with suppress(FileNotFoundError, NotImplementedError):
-            times = [self._fs.modified(self._at(f"{name}/{each}")).timestamp() for each in files]
-            return max(times, default=math.inf)
-        return math.inf
-
-
-Store = FolderStore | UrlStore
-"""Where checkpoints lie. Paths are relative to its root, with slashes."""
 
 
 # What ranks tell each other about a checkpoint, so that one's failure is everyone's.
