@@ -2,8 +2,8 @@
 
 usage: ezpz-launch python -m ezpz.examples.deepspeed_zero [--stage=0..3] [--dtype=bf16]
 
-DeepSpeed's configuration is made of what is given here, and what contradicts it is refused; the
-process group is the one that `ezpz.setup_torch` made, so no `deepspeed` launcher is needed.
+DeepSpeed gets the configuration that stands here and what it lacks. The process group is the one
+that `ezpz.setup_torch` made, so no `deepspeed` launcher is needed.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def train(settings: Settings) -> None:
         logits: torch.Tensor = engine(batch.to(device, dtype))
         return logits.float()
 
-    with ezpz.History(settings.outdir, cross_rank=True, system=True) as history:
+    with ezpz.History(settings.outdir, cross_rank=True) as history:
         for epoch in range(settings.epochs):
             for batch, answers in loader:
                 loss = cross_entropy(ask(batch), answers.to(device))
