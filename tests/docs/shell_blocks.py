@@ -14,9 +14,9 @@ from tests.docs.blocks import ROOT
 # Programs of others: the shell's grammar is all that is checked of them.
 FOREIGN = {
     "accelerate", "cd", "conda", "cp", "deepspeed", "echo", "exec", "exit", "export", "fi", "git",
-    "if", "mkdir", "module", "mpiexec", "mpirun", "nohup", "pgrep", "py-spy", "qsub", "sacct",
-    "salloc", "sbatch", "sbcast", "scancel", "scontrol", "srun", "tar", "then", "torchrun",
-    "towncrier", "unset", "uv",
+    "grep", "if", "mkdir", "module", "mpiexec", "mpirun", "nohup", "pgrep", "py-spy", "qsub",
+    "sacct", "salloc", "sbatch", "sbcast", "scancel", "scontrol", "srun", "tail", "tar", "then",
+    "torchrun", "towncrier", "unset", "uv",
 }  # fmt: skip
 
 _PROJECTS = {

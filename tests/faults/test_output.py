@@ -27,23 +27,6 @@ def test_4_mb_and_any_bytes_a_rank(launch):
     assert Counter((started.folder / "err").read_bytes()) == expected(size // 10)
 
 
-@pytest.mark.parametrize("deaf", ["", "trap '' TERM; "], ids=["told to end", "killed"])
-def test_what_ranks_wrote_on_their_nodes_is_brought(launch, deaf):
-    """Of the rank that fails, and of those that end because of it."""
-    script = (
-        f"{deaf}echo out $RANK; echo err $RANK >&2; touch said/$RANK.wrote; "
-        "until [ -e said/0.wrote ] && [ -e said/2.wrote ]; do sleep 0.05; done; "
-        "[ $RANK != 1 ] || exit 3; while :; do sleep 0.05; done"
-    )
-    options = [*MEET_HERE, "--grace", "1", "--log-dir", "logs", "--node-logs"]
-    started = launch(options, ["sh", "-c", script])
-    started.ends_with(3, within=15)
-    assert "the end of logs/rank-1.err:\n  err 1\n" in started.stderr
-    logs = {file.name: file.read_text() for file in (started.folder / "logs").iterdir()}
-    ends = [(rank, end) for rank in range(3) for end in ("out", "err")]
-    assert logs == {f"rank-{rank}.{end}": f"{end} {rank}\n" for rank, end in ends}
-
-
 WORDS = [
     "--lr", "1e-4", "-n", "5", "--", "", " ", "a b", "it's", 'a "q"', "$(touch executed)",
     "`touch executed`", "$HOME", "new\nline", "*", "~", "a;touch executed", "\\", "\\n", "%s",

@@ -16,7 +16,6 @@ import pytest
 
 import ezpz_launch._agent as module
 from ezpz_launch._agent import Agent, Ranks, is_running
-from ezpz_launch.rank_output import Files
 
 ID = f"agent-test.{os.getpid()}"  # a session beside this one must not meet ours
 PUMP = str(Path(module.__file__).with_name("rank_output.py"))
@@ -26,56 +25,6 @@ ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has /p
 @pytest.fixture
 def ranks():
     return Ranks(ID)
-
-
-# the files of ranks whose shims bring them no more
-
-
-def test_what_was_written_is_brought_once_and_then_dropped(tmp_path):
-    folder, files = tmp_path / "logs", Files(str(tmp_path / "kept"), str(tmp_path / "logs"))
-    (tmp_path / "kept-3").mkdir()
-    with (tmp_path / "kept-3" / "rank-3.err").open("ab", buffering=0) as written:
-        for said in (b"one\n", b"", b"two\n"):  # it goes on
-            written.write(said)
-            files.bring([2, 3])
-        assert (folder / "rank-3.err").read_bytes() == b"one\ntwo\n"
-        written.write(b"three\n")
-    files.drop([2, 3])
-    assert (tmp_path / "kept-3" / "rank-3.err.going").exists()  # not all of it was brought
-    files.bring([3])
-    files.drop([2, 3])
-    assert (folder / "rank-3.err").read_bytes() == b"one\ntwo\nthree\n"
-    assert (files.errors, [each.name for each in tmp_path.iterdir()]) == ([], ["logs"])
-
-
-def test_what_cannot_be_brought_stays_and_is_said(tmp_path):
-    (tmp_path / "kept-3").mkdir()
-    (tmp_path / "kept-3" / "rank-3.out").write_text("kept")
-    (tmp_path / "logs").touch()
-    files = Files(str(tmp_path / "kept"), str(tmp_path / "logs"))
-    files.bring([3])
-    files.drop([2, 3])
-    left = tmp_path / "kept-3" / "rank-3.out.going"
-    assert left.read_text() == "kept"
-    assert [f"it is {left} on" in error for error in files.errors] == [True]
-    (tmp_path / "kept-4").mkdir()
-    (tmp_path / "kept-4" / "rank-4.err.going").touch()  # its shim was killed meanwhile
-    files.drop([4])
-    assert "rank-4.err is not whole: its rank was killed while" in files.errors[1]
-
-
-@pytest.mark.parametrize("done", ["", "who", "whole"])
-@pytest.mark.parametrize("before", ["", "earlier\n", "whole"])
-def test_what_a_killed_shim_had_begun_to_bring_is_brought_whole(tmp_path, before, done):
-    files = Files(str(tmp_path / "kept"), str(tmp_path / "logs"))
-    for path, text in {"kept-3/rank-3.out.going": "whole", "logs/rank-3.out": before}.items():
-        (tmp_path / path).parent.mkdir()
-        (tmp_path / path).write_text(text)
-    files.begin(3)
-    (tmp_path / "logs" / "rank-3.out").write_text(before + done)
-    files.drop([3])
-    assert (tmp_path / "logs" / "rank-3.out").read_text() == before + "whole"
-    assert (files.errors, [each.name for each in tmp_path.iterdir()]) == ([], ["logs"])
 
 
 # signals

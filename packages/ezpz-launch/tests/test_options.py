@@ -89,7 +89,7 @@ def test_every_option_reaches_the_request():
     words = (
         "-n 4 --ppn=2 -N2 --hostfile h --include a[1-2] --exclude 0007 --launcher spawn "
         "--machine polaris --option depth --option nccl-ofi --cpu-bind 0-3 --env A=1 --env B=[1] "
-        "--one-device --log-dir 1e3 --node-logs --tee --only-ranks 2,0-1 --prefix "
+        "--one-device --log-dir 1e3 --tee --prefix "
         "--idle-timeout 10m --grace 2.5 --signal-before 1h --retries 3 --spares 2 --preflight "
         "--min-nodes 1 --nested --stage=all --stage-data d "
         "--launcher-args \"-a 'b c'\" --dry-run --json"
@@ -98,8 +98,8 @@ def test_every_option_reaches_the_request():
     assert request == Request(
         command=("python", "t.py"), nproc=4, ppn=2, nodes=2, hostfile="h", include="a[1-2]",
         exclude="0007", launcher="spawn", machine="polaris", options=("depth", "nccl-ofi"),
-        cpu_bind="0-3", env=("A=1", "B=[1]"), one_device=True, log_dir="1e3", node_logs=True,
-        tee=True, only_ranks=(0, 1, 2), prefix=True, idle_timeout=600.0, grace=2.5,
+        cpu_bind="0-3", env=("A=1", "B=[1]"), one_device=True, log_dir="1e3",
+        tee=True, prefix=True, idle_timeout=600.0, grace=2.5,
         signal_before=3600.0, retries=3, spares=2, preflight=True, min_nodes=1, nested=True,
         stage="all", stage_data=("d",), launcher_args=("-a", "b c"),
         dry_run=True, json=True,
@@ -124,7 +124,6 @@ def test_times(text, seconds):
     ("--grace", ["", "s", ".", "-1", "1e3", "nan", "inf", "1_0", "10 m", "1d", "٣"],
      "expected a time of 0 or more: 90, 1.5, 90s, 10m, 2h"),
     ("-n", ["two", "", "1.5", "1_0", "٣"], "expected a whole number"),
-    ("--only-ranks", ["3-1", "", "1-", "a", "٣"], "expected ranges such as 0,4-7"),
     ("--launcher-args", ["--x 'y"], "No closing quotation; expected words quoted as in a"),
 ])  # fmt: skip
 def test_text_that_is_no_value_of_its_option(flag, texts, message):
@@ -144,13 +143,10 @@ def test_text_that_is_no_value_of_its_option(flag, texts, message):
     ({"grace": -1.0}, "--grace -1.0: expected 0 seconds or more"),
     ({"idle_timeout": float("nan")}, "--idle-timeout nan: expected 0 seconds or more"),
     ({"signal_before": float("inf")}, "--signal-before inf: expected 0 seconds or more"),
-    ({"only_ranks": ()}, "--only-ranks (): expected ranks from 0"),
-    ({"only_ranks": (-1,)}, "--only-ranks"),
     ({"launcher": "mpirun"}, "--launcher mpirun: expected one of auto, mpiexec, hydra, "),
     ({"env": ("A=1", "A")}, "--env 'A': expected NAME=VALUE"),
     ({"env": ("=b",)}, "--env '=b': expected NAME=VALUE"),
     ({"tee": True}, "--tee: expected --log-dir DIR beside it"),
-    ({"node_logs": True, "log_dir": "l", "idle_timeout": 9.0}, "--idle-timeout: no"),
     ({"json": True}, "--json: expected --dry-run beside it"),
     ({"command": ()}, "no command"),
 ])  # fmt: skip
@@ -161,11 +157,10 @@ def test_requests_that_cannot_be(options, message):
 
 
 def test_what_a_dry_run_says_of_the_options():
-    words = "--log-dir /l --tee --only-ranks 0,2-3 --grace 1m --retries=2 --prefix --one-device"
+    words = "--log-dir /l --tee --grace 1m --retries=2 --prefix --one-device"
     assert settings(requested(*words.split())) == [
         ("devices of a rank", "its own only", "--one-device"),
         ("output", "/l, there and here", "--log-dir, --tee"),
-        ("output shown", "of ranks 0,2-3", "--only-ranks"),
         ("lines begin with", "[rank@host]", "--prefix"),
         ("SIGTERM to SIGKILL", "60 s", "--grace"),
         ("retries", "up to 2", "--retries"),

@@ -201,7 +201,6 @@ def test_one_rank_a_device():
     (job(3), {"nproc": 4, "nodes": 3}, "-n 4 on -N 3 hosts: 2 ranks each .* fill 2 of them"),
     (job(3), {"nproc": 4, "nodes": 2, "ppn": 4}, r"-n 4 on -N 2 .*: 4 ranks each \(--ppn\) f"),
     (job(3), {"nproc": 2, "nodes": 3}, "-n 2 on -N 3 hosts: 1 ranks .* expected -N 2, or -n f"),
-    (job(3), {"nproc": 4, "only_ranks": (0, 4)}, r"--only-ranks 4: .* 4 ranks \(-n\); .*to 3"),
     (job(3), {"min_nodes": 4}, "--min-nodes 4: 3 hosts are used"),
     (job(3), {"one_device": True}, "--one-device: no device to show"),
     (job(2, accelerators=CUDA), {"one_device": True, "ppn": 8},

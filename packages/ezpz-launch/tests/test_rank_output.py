@@ -168,18 +168,6 @@ def test_files_have_no_prefix_and_a_second_attempt_goes_on(tmp_path):
     assert (tmp_path / "rank-3.err").read_bytes() == b""
 
 
-def test_hidden(tmp_path):
-    command = ("sh", "-c", "echo a; echo b >&2; exit 4")
-    done = pump(*command, options=["--only", "0,4-7", "--prefix", "--files", str(tmp_path)])
-    assert (done.returncode, done.stdout) == (4, b"")
-    assert done.stderr == b"b\n", "why a rank failed is never hidden"
-    for ranks, shown in (("0-2,13", b""), ("4", b""), ("3", b"b\n"), ("0,2-4", b"b\n")):
-        well = pump("sh", "-c", "echo b >&2", options=["--only", ranks])
-        assert (well.returncode, well.stdout, well.stderr) == (0, b"", shown)
-    assert (tmp_path / "rank-3.out").read_bytes() == b"a\n"
-    assert (tmp_path / "rank-3.err").read_bytes() == b"b\n"
-
-
 def test_a_folder_that_cannot_be(tmp_path):
     (tmp_path / "file").touch()
     done = pump("touch", str(tmp_path / "started"), options=["--files", str(tmp_path / "file")])

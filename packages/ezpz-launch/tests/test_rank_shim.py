@@ -303,15 +303,6 @@ def test_devices(variables, control, local, env, seen):
 SAYS = ("sh", "-c", "echo out; echo err >&2")
 
 
-@pytest.mark.parametrize(
-    ("ranks", "is_shown"), [(None, True), ((0, 1, 2), True), ((0, 2, 3), False)]
-)
-def test_only_ranks(shim, ranks, is_shown):
-    done = shim(*SAYS, control={"only_ranks": ranks})
-    assert done.stdout == b"out\n" * is_shown
-    assert reports(done.stderr)[1] == b"err\n" * is_shown
-
-
 def test_files(shim, tmp_path):
     folder = tmp_path / "a b"
     folder.mkdir()
@@ -324,27 +315,6 @@ def test_files(shim, tmp_path):
     done = shim(*SAYS, control={"hold": 0, "files": str(tmp_path / "absent" / "logs")})
     made = (tmp_path / "absent" / "logs" / "rank-1.out").exists()
     assert made or b"absent" in done.stderr
-
-
-@pytest.mark.parametrize("tee", [False, True])
-def test_files_are_brought_from_this_node_when_the_command_ends(shim, tmp_path, tee):
-    kept = tmp_path / "a kept-1"
-    control = {"files": str(tmp_path / "a b"), "kept": str(tmp_path / "a kept"), "tee": tee}
-    looks = f"echo out; echo err >&2; stat -c %a '{kept}' >&2; ls '{tmp_path}' >&2; exit 3"
-    for _ in range(2):  # an attempt's after the other's
-        done = shim("sh", "-c", looks, control={"hold": 0, **control})
-        assert (done.returncode, kept.exists()) == (3, False), done.stderr
-    assert (tmp_path / "a b" / "rank-1.out").read_bytes() == b"out\n" * 2
-    said = b"err\n700\na kept-1\n", b"err\n700\na b\na kept-1\n"
-    assert (tmp_path / "a b" / "rank-1.err").read_bytes() == b"".join(said)
-    assert reports(done.stderr)[1] == (said[1] if tee else b"")
-    # one that cannot be written
-    (tmp_path / "file").touch()
-    done = shim(*SAYS, control={**control, "hold": 0, "files": str(tmp_path / "file")})
-    left = kept / "rank-1.out.going"
-    assert (done.returncode, left.read_bytes()) == (0, b"out\n")
-    assert f"it is {left} on ".encode() in done.stderr
-    assert [what for what, *_ in reports(done.stderr)[0]] == ["start", "end"]
 
 
 @pytest.mark.parametrize("tee", [False, True])

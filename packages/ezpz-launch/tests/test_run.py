@@ -55,14 +55,6 @@ def ran(capfd):
 # the loop
 
 
-def test_ranks_whose_files_no_agent_brings_are_named(ran):
-    control = {"files": "/logs", "kept": "/local/logs"}
-    said = "what these ranks wrote: 2 on beta, 3 on beta; if a node lives, it is in /local/logs-"
-    ended = [("end", 0, 0), ("end", 1, 0)]
-    assert said in ran(reports=ended, control=control)[2]
-    assert said not in ran(reports=ended)[2]
-
-
 def test_ranks_that_do_not_start_are_named_once_and_the_launch_goes_on(ran, monkeypatch):
     monkeypatch.setattr(module, "_ABSENT", 2)  # in which a busy host starts one
     ended, _, err = ran("sleep 4", starts=[0])  # long enough for a round with nothing due

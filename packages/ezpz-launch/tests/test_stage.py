@@ -590,9 +590,8 @@ def test_the_users_site_packages_are_those_of_the_copy(environment, tmp_path):
 def test_a_staged_environment_is_used_again_listed_and_cleaned(environment, tmp_path):
     prefix, env = environment("venv")
     # What the first launch compiled is sent to the second, and nothing to the third.
-    logs = ("--log-dir", tmp_path / "logs", "--node-logs")  # the ranks', not of who stages
     for _ in range(3):
-        again = run(prefix, env, "-n", "1", *logs, "--stage", "python", "-c", "0")
+        again = run(prefix, env, "-n", "1", "--stage", "python", "-c", "0")
     assert "0 nodes got 0 MB" in again.stderr
     assert ", 1 had it already" in again.stderr
     dry = run(prefix, env, "--stage", "--dry-run", "--json", "python", "-V")

@@ -17,15 +17,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING or __package__:
-    from .rank_output import Files
-else:  # the program
-    sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-    from rank_output import Files
-
-    del sys.path[0]
 
 # Processes, as /proc shows them; where there is none, as ps does.
 
@@ -249,20 +240,18 @@ _FIRST_LOOK = 0.05  # the same while the command of a rank is still to be found
 _UNREPORTED = 30.0  # seconds after a shim's end in which its report of the command's end arrives
 _MOMENT = 1.0  # seconds that what a rank left behind has to end, or an exec to be done
 _NAMED = 8  # so many of these are named
-_BRINGS = 5.0  # seconds for what killed ranks have written to be brought, before they are
 
 
 class Ranks:
     """The ranks of one node that have started and not ended."""
 
-    def __init__(self, launch_id: str, launcher: int = 0, files: Files | None = None) -> None:
+    def __init__(self, launch_id: str, launcher: int = 0) -> None:
         self._launch_id, self._launcher = launch_id.encode(), launcher
         # What is readable when it ends: its ranks may be done before the next look.
         self.launcher_ends: list[int] = []
         with contextlib.suppress(OSError):
             if launcher and hasattr(os, "pidfd_open"):
                 self.launcher_ends = [os.pidfd_open(launcher)]
-        self.files = files or Files("", "")
         self._pids: dict[int, int] = {}
         # Of each shim that has ever started: its group, its start, and what started it.
         self._groups: dict[int, int] = {}
@@ -278,7 +267,6 @@ class Ranks:
 
     def start(self, rank: int, pid: int) -> None:
         self._pids[rank] = pid
-        self.files.begin(rank)
         self._born[pid], self._parents[pid] = birth_of(pid), parent_of(pid)
         self._groups[pid] = 0
         with contextlib.suppress(ProcessLookupError):
@@ -319,7 +307,6 @@ class Ranks:
     def _lose(self, ranks: Iterable[int]) -> list[int]:
         found = sorted(ranks)
         self._lost.update(found)
-        self.files.bring(found)
         return found
 
     def _is_lost(self, rank: int, pid: int) -> bool:
@@ -378,17 +365,10 @@ class Ranks:
             send(pid, signal.SIGTERM)
 
     def kill(self) -> None:
-        # First, for some launchers end us with our ranks.
-        is_brought = self.files.bring_within(_BRINGS, [*self._pids])
         self.signal(signal.SIGKILL)
         # What left its process group is found by its environment, where /proc shows it.
         for pid in self._left():
             send(pid, signal.SIGKILL)
-        if is_brought:
-            # A shim that brings its files does so until it is gone.
-            _goes_away(lambda: any(map(is_running, self._pids.values())) or self._left(), _MOMENT)
-            self.files.bring([*self._pids])
-            self.files.drop([*self._pids])
 
     def _left(self) -> list[int]:
         """Return the processes of a launch, and of launches inside its ranks; not of other jobs."""
@@ -556,7 +536,6 @@ class Agent:
         match order:
             case "start" | "end" | "signal" | "release" | "kill":
                 getattr(ranks, order)(*numbers)
-                self._tell_of_files()
             case "stacks":
                 # py-spy may take its time; signals are heard meanwhile.
                 thread = threading.Thread(
@@ -565,11 +544,6 @@ class Agent:
                 thread.start()
             case "end-left":
                 ranks.end_left(lambda names: self._answer("left", names))
-
-    def _tell_of_files(self) -> None:
-        errors, self._ranks.files.errors = self._ranks.files.errors, []
-        for error in dict.fromkeys(errors):
-            self._answer("unbrought", error)
 
     def _answer(self, what: str, text: str) -> None:
         data = text.encode(errors="replace")
@@ -598,7 +572,6 @@ class Agent:
                     self._say(b"lost %d\n" % rank)
                 for rank in self._ranks.unreported():
                     self._say(b"unreported %d\n" % rank)
-                self._tell_of_files()
                 continue
             chunk = self._connection.recv(1 << 16)
             if not chunk:
@@ -620,7 +593,7 @@ def is_proof(shown: bytes, secret: str, node: int, *words: str) -> bool:
     return hmac.compare_digest(shown, proof(secret, node, *words).encode())
 
 
-def fork(launch_id: str, launcher: int, scratch: str, files: Files) -> tuple[int, socket.socket]:
+def fork(launch_id: str, launcher: int, scratch: str) -> tuple[int, socket.socket]:
     """Start the agent of this host as a child; return its process id and our connection to it."""
     ours, its = socket.socketpair()
     pid = os.fork()
@@ -630,7 +603,7 @@ def fork(launch_id: str, launcher: int, scratch: str, files: Files) -> tuple[int
     try:
         os.dup2(its.fileno(), 3)
         _detach(4)
-        if not Agent(socket.socket(fileno=3), Ranks(launch_id, files=files)).serve():
+        if not Agent(socket.socket(fileno=3), Ranks(launch_id)).serve():
             send(-launcher, signal.SIGTERM)
             _goes_away(lambda: is_running(launcher), _TERMINATED)
             kill_launcher(launcher, launch_id)
@@ -669,8 +642,7 @@ def main() -> int:
     fields = os.environ["EZPZ_CONTROL"].split("\n")
     launch_id, addresses, secret, timeout = fields[0], *fields[4:6], int(fields[6])
     time.sleep(_SETTLED)
-    kept, folder = ("" if field == "-" else field for field in (fields[18], fields[7]))
-    ranks = Ranks(launch_id, launcher, Files(kept, folder))
+    ranks = Ranks(launch_id, launcher)
     # ezpz-launch is to say first that we are lost: our ranks' end is no failure of theirs.
     connection = _connect(addresses.split(), 2 * timeout)
     if connection is None:

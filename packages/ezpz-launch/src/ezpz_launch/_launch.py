@@ -19,10 +19,9 @@ from typing import NamedTuple
 
 from ezpz_topo import same_host
 
-from . import rank_output
 from ._agent import PROTOCOL_LINE, fork, is_proof, keep_alive, proof
 from ._errors import UsageError
-from ._options import GRACE, fold_ranks
+from ._options import GRACE
 
 NEVER = float("inf")
 
@@ -45,7 +44,6 @@ class Control(NamedTuple):
     secret: str = ""  # what agents know, and do not say
     node_timeout: int = NODE_TIMEOUT  # seconds without a sign of a node after which it is lost
     files: str = ""  # a folder for the output of each rank
-    only_ranks: Sequence[int] | None = None  # ranks whose output is shown; None for all
     prefix: bool = False  # whether each line begins with its rank and host
     whole_lines: bool = False  # whether no rank's line may be cut by another's
     tee: bool = False  # whether output goes to the files and to the terminal
@@ -56,7 +54,6 @@ class Control(NamedTuple):
     attempt: int = 0  # from 0
     progress_file: str = ""  # where scripts report their progress
     job_id: str = ""  # the scheduler's; empty outside of a job
-    kept: str = ""  # a folder on each node's own disk, where these files are until a rank ends
     run_file: str = ""  # where a History writes where its own file is
     fault: str = ""  # whose fault the end of the attempt before was, as people read it
     python: str = sys.executable  # that runs our programs beside the ranks
@@ -64,18 +61,15 @@ class Control(NamedTuple):
 
     def value(self) -> str:
         # Into files alone, sh's own redirection is enough.
-        pumped = self.tee or (
-            (self.prefix or self.only_ranks is not None or self.whole_lines) and not self.files
-        )
+        pumped = self.tee or ((self.prefix or self.whole_lines) and not self.files)
         program = os.path.join(self.programs, "rank_output.py")
         fields = [
             self.launch_id, f"{self.hold:.0f}", self.python,
             os.path.join(self.programs, "_agent.py") if self.where else "", " ".join(self.where),
             self.secret, str(self.node_timeout), self.files,
-            "" if self.only_ranks is None else fold_ranks(self.only_ranks),
             program if pumped else "", "--prefix" if self.prefix else "", str(self.port or ""),
             self.device_type, str(self.devices), str(int(self.one_device)), str(self.attempt),
-            self.progress_file, self.job_id, self.kept, self.run_file, self.fault,
+            self.progress_file, self.job_id, self.run_file, self.fault,
         ]  # fmt: skip
         for each in fields:
             if "\n" in each:
@@ -233,7 +227,6 @@ class Nodes:
         self.answered: set[int] = set()  # nodes that said where their ranks are
         self.stacks: list[str] = []  # what nodes answer that are asked where their ranks are
         self.left: list[str] = []  # what ranks left running, by name
-        self.unbrought: list[str] = []  # why what ranks wrote stays on a node's disk
         if not launch.on_this_host:
             try:
                 self._server = _listen(*_own_address(launch.hosts))
@@ -248,9 +241,7 @@ class Nodes:
     def watch(self, launcher: int) -> None:
         """Start this host's agent; if we are killed, nothing outlives us, nor the scratch file."""
         launch = self._launch
-        control = launch.control
-        files = rank_output.Files(control.kept, control.files)
-        pid, connection = fork(control.launch_id, launcher, launch.scratch, files)
+        pid, connection = fork(launch.control.launch_id, launcher, launch.scratch)
         self._here = pid, self._add(connection, _GUARD)
         if launch.on_this_host:
             self._greet(self._here[1], 0)
@@ -365,7 +356,7 @@ class Nodes:
                 agent.received = rest
                 if what != b"hello" or not self._welcome(agent, words):
                     self._drop(agent)
-            elif what in (b"stacks", b"left", b"unbrought") and 0 <= number <= _LONGEST_ANSWER:
+            elif what in (b"stacks", b"left") and 0 <= number <= _LONGEST_ANSWER:
                 if len(rest) < number:
                     return
                 getattr(self, what.decode()).append(rest[:number].decode(errors="replace"))

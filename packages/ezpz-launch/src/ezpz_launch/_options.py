@@ -6,37 +6,29 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-from ezpz_topo import fold_nodelist
-
 from ._errors import UsageError
 
-# Whole numbers as people list them: cores and ranks as ``4-7``, or ``0-7,104-111``.
+# Whole numbers as people list them: cores as ``4-7``, or ``0-7,104-111``.
 
 # As many as there can be, and few enough that a slip of the finger fills no memory.
 _RANGE = r"([0-9]{1,6})(?:-([0-9]{1,6}))?"
 
 
-def read_ranges(text: str, what: str = "cores", example: str = "0-7,104-111") -> list[int]:
-    """Return the numbers of a list of ranges; ``what`` and ``example`` are for the error."""
+def read_ranges(text: str) -> list[int]:
+    """Return the cores of a list of ranges."""
     numbers: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(_RANGE, part)
         low, high = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if high < low:
-            raise UsageError(f"{what} {text!r}: {part!r}; expected ranges such as {example}")
+            raise UsageError(f"cores {text!r}: {part!r}; expected ranges such as 0-7,104-111")
         numbers += range(low, high + 1)
     return numbers
-
-
-def fold_ranks(ranks: Iterable[int]) -> str:
-    """Return ranks as ranges: ``0,4-7``."""
-    # A nodelist whose names have no letters is one bracket.
-    return fold_nodelist(map(str, sorted(set(ranks)))).strip("[]")
 
 
 # How the text of an option is read: each of these takes its flag and the text.
@@ -58,10 +50,6 @@ def _seconds(flag: str, text: str) -> float:
     if not match:
         raise UsageError(f"{flag} {text!r}: expected a time of 0 or more: 90, 1.5, 90s, 10m, 2h")
     return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[match[2]]
-
-
-def _ranks(flag: str, text: str) -> tuple[int, ...]:
-    return tuple(sorted(set(read_ranges(text, flag, "0,4-7"))))
 
 
 def _words(flag: str, text: str) -> tuple[str, ...]:
@@ -175,11 +163,6 @@ class Request:
         says=("output", "{0}, there only"))
     tee: bool = _row("with --log-dir: show the output here as well", default=False,
         needs="log-dir", says=("output", "{request.log_dir}, there and here"))
-    node_logs: bool = _row("with --log-dir: on the node's disk until a rank ends",
-        default=False, needs="log-dir", says=("until a rank ends", "output is on its node's disk"))
-    only_ranks: tuple[int, ...] | None = _row("show the output of these ranks only, such as 0,4-7",
-        "LIST", default=None, read=_ranks, check=lambda ranks: ranks and min(ranks) >= 0,
-        expected="ranks from 0", says=("output shown", "of ranks {ranks}"))
     prefix: bool = _row("begin each line of output with [rank@host]", default=False,
         says=("lines begin with", "[rank@host]"))
     idle_timeout: float = _time("end a launch that is silent for so long: 600, 10m",
@@ -224,11 +207,6 @@ class Request:
             if option.needs and not getattr(self, option.needs.replace("-", "_")):
                 beside = f"--{option.needs} {rows[f'--{option.needs}'].value}".rstrip()
                 raise UsageError(f"{option.flag}: expected {beside} beside it")
-        if self.node_logs and self.idle_timeout and not self.tee:
-            raise UsageError(
-                "--idle-timeout: no output is seen while it is on the nodes' own disks "
-                "(--node-logs); expected --tee beside it"
-            )
         if not self.command:
             raise UsageError(
                 "no command; expected one after the options, such as: "
@@ -269,14 +247,13 @@ def help_row(words: str, column: int, what: str) -> str:
 
 def settings(request: Request) -> list[tuple[str, str, str]]:
     """Return label, value and flags of the options that a dry run shows; not of defaults."""
-    ranks = fold_ranks(request.only_ranks or ())
     rows = {}
     for option in OPTIONS:
         value = getattr(request, option.field) if option.field else option.default
         if option.says and value != option.default:
             label, said = option.says
             flags = f"--{option.needs}, {option.flag}" if option.needs else option.flag
-            rows[label] = (label, said.format(value, request=request, ranks=ranks), flags)
+            rows[label] = (label, said.format(value, request=request), flags)
     return list(rows.values())
 
 

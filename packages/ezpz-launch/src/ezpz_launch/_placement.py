@@ -280,12 +280,6 @@ def _check(topology: Topology, request: Request, placement: Placement) -> None:
             f"({placement.source_per_host}) fill {used} of them; expected -N {used}, or "
             f"-n from {placement.ppn * (nodes - 1) + 1} to {placement.ppn * nodes}"
         )
-    beyond = [rank for rank in request.only_ranks or () if rank >= placement.nproc]
-    if beyond:
-        raise UsageError(
-            f"--only-ranks {beyond[0]}: there are {placement.nproc} ranks ({placement.source}); "
-            f"expected from 0 to {placement.nproc - 1}"
-        )
     devices = topology.accelerators
     if request.one_device and devices.device_type == "cpu":
         raise UsageError(f"--one-device: no device to show ({devices.source}); expected none of it")

@@ -301,14 +301,11 @@ class Attempts:
         planned, request, job = self._planned, self._request, self._topology.allocation
         first = planned.placement.hosts[0]
         here = planned.on_this_host or same_host(first, job.node_name or "")
-        launch_id = f"{self._keeper.launch_id}.{self._number}"
         return Control(
-            launch_id=launch_id, attempt=self.count - 1,
+            launch_id=f"{self._keeper.launch_id}.{self._number}", attempt=self.count - 1,
             hold=SETTLE + request.grace + 10, node_timeout=self._node_timeout,
             files=os.path.abspath(request.log_dir) if request.log_dir else "",
-            kept=f"{self._tmpdir}/ezpz-{launch_id}-logs" if request.node_logs else "",
-            only_ranks=request.only_ranks, prefix=request.prefix,
-            whole_lines=planned.placement.nproc > 1,
+            prefix=request.prefix, whole_lines=planned.placement.nproc > 1,
             tee=request.tee, one_device=request.one_device,
             # Ours has been looked at; another host's is looked at there.
             port=0 if here else int(planned.environment["MASTER_PORT"]),

@@ -20,7 +20,6 @@ from ._output import Output, Report
 SETTLE = 1.0  # seconds that the other ranks have to end by themselves after the first failure
 _LAUNCHER_ENDS = 2.0  # seconds that a launcher has after its last rank, and again after SIGTERM
 _KILLED = 0.5  # seconds that it has once its ranks have been killed
-_BROUGHT = 5.5  # the same where the agents bring their files before that
 _LINGER = 10.0  # seconds to end: of a launcher after its ranks, of ranks that have nothing to do
 _STACKS = 15.0  # seconds that the nodes have to tell where their ranks hang
 _REACHED = 2.0  # seconds after which the launcher signals ranks whose node has no agent yet
@@ -175,8 +174,6 @@ class _Run:
             self.unanswered -= 1
             if text := nodes.stacks.pop(0).rstrip():
                 say(f"stacks\n{text}")
-        while nodes.unbrought:
-            say(nodes.unbrought.pop(0))
         self.say_what_was_left()
 
     def take_lost_ranks(self) -> None:
@@ -209,16 +206,6 @@ class _Run:
             self.output.say(
                 f"a rank left {self.nodes.left.pop(0)} running; ended, as all of a launch "
                 "ends with it but what has no EZPZ_LAUNCH_ID in its environment"
-            )
-
-    def say_what_is_missing(self) -> None:
-        """Name the ranks whose files no one brings from their node's own disk."""
-        control, running = self.launch.control, self.status.running
-        lost = sorted({*self.on_lost_nodes, *self.nodes.unreached(running)})
-        if control.kept and lost:
-            self.output.say(
-                f"not in {control.files}, for their nodes are not reached, is what these ranks "
-                f"wrote: {self.name(lost)}; if a node lives, it is in {control.kept}-RANK there"
             )
 
     def hear(self) -> None:
@@ -307,8 +294,8 @@ class _Run:
         self.at["kill"] = self.now + SETTLE + self.launch.grace
 
     def is_silent(self) -> bool:
-        idle, control = self.launch.idle_timeout, self.launch.control
-        files = "" if control.kept else control.files
+        idle = self.launch.idle_timeout
+        files = self.launch.control.files
         if self.status.all_ended:
             return False
         if self.now - self.output.last >= idle and files and self.status.has_running:
@@ -343,8 +330,7 @@ class _Run:
         if self.is_due("kill", again=SETTLE):  # for those that come late
             self.killed = self.output.hushes = True
             end = self.at.get("end the launcher", NEVER)
-            patience = _BROUGHT if self.launch.control.kept else _KILLED
-            self.at["end the launcher"] = min(end, self.now + patience)
+            self.at["end the launcher"] = min(end, self.now + _KILLED)
             self.nodes.kill()
         if self.is_due("name the absent") and self.status.unstarted and not self.ending:
             absent = self.status.unstarted
@@ -389,7 +375,6 @@ class _Run:
         complete = self.status.all_ended and not self.ending
         if complete:
             self.serve(0)  # what agents have said last
-        self.say_what_is_missing()
         self.nodes.close(farewell=complete)
         self.say_what_was_left()
         if not complete:

@@ -4,8 +4,6 @@ usage: python -I -S rank_output.py RANK HOST [OPTION...] -- COMMAND [ARG...]
        python -I -S rank_output.py -n RANKS COMMAND [ARG...]
   --prefix     begin each line on the terminal with [RANK@HOST]
   --files DIR  write the exact bytes to DIR/rank-RANK.out and DIR/rank-RANK.err as well
-  --only LIST  of ranks, such as 0,4-7, to which RANK has to belong, or nothing is shown on the
-               terminal but the end of stderr if the command fails
   -n RANKS     the smallest launcher, without any MPI: each rank has a process group of its own, to
                which signals are passed on, and finds EZPZ_SPAWN_RANK and EZPZ_SPAWN_SIZE
 exit status: the command's own, 128 + signal; 127 or 126 when it is not there or cannot be executed;
@@ -33,7 +31,6 @@ import time
 _HELD = 1.0  # seconds after which the beginning of a line is shown without its end
 _HELD_FROM_A_TERMINAL = 0.1
 _AFTER = 0.5  # seconds for what still writes when the commands have ended (a child that one left)
-_TAIL = 1 << 13  # bytes of a hidden rank's standard error that are shown if it fails
 _PIECE = 1 << 16  # bytes read at once, and of a line that are held at most
 
 _MOST_AFTER = 1 << 20
@@ -64,9 +61,8 @@ def _run_rank(words: list[str]) -> int:
         rank, host, *options = words[: words.index("--")]
         command = words[words.index("--") + 1 :]
         folder = options.pop(options.index("--files") + 1) if "--files" in options else ""
-        shown = options.pop(options.index("--only") + 1) if "--only" in options else rank
-        prefix, hidden = "--prefix" in options, not _has(shown, int(rank))
-        if not command or not {"--files", "--prefix", "--only"}.issuperset(options):
+        prefix = "--prefix" in options
+        if not command or not rank.isdigit() or not {"--files", "--prefix"}.issuperset(options):
             raise ValueError(words)
     except (ValueError, IndexError):
         _say(f"rank_output.py: got {words}; expected RANK HOST OPTIONS -- COMMAND; see its head")
@@ -86,22 +82,12 @@ def _run_rank(words: list[str]) -> int:
             )
             return 2
     signals = _Signals()
-    streams, ends = _pipes(files, head, hidden=hidden, shown_as=shown_as)
+    streams, ends = _pipes(files, head, shown_as)
     child = _start(command, ends, f"rank {rank} on {host}", signals)
     for number in signal.sigpending() & _PASSED_ON:
         os.kill(child, number)  # it may have come before the child was there
     signals.handle(lambda *_: None)
-    status = _pump({child}, streams, signals.wake)
-    if hidden and status and streams[1].tail:
-        # Why a rank failed is never hidden.
-        tail = streams[1].tail
-        _Sink(2, "the terminal's stderr").write(tail if tail.endswith(b"\n") else tail + b"\n")
-    return status
-
-
-def _has(ranges: str, rank: int) -> bool:
-    pairs = (each.partition("-") for each in ranges.split(","))
-    return any(int(low) <= rank <= int(high or low) for low, _, high in pairs)
+    return _pump({child}, streams, signals.wake)
 
 
 def _open(folder: str, name: str) -> _Sink:
@@ -119,7 +105,7 @@ def _spawn(size: int, command: list[str]) -> int:
     # For a terminal the pump of each rank has seen to it.
     shown_as = "bytes" if os.environ.get("EZPZ_TERMINAL") else None
     for rank in range(size):
-        its, ends = _pipes([None, None], b"", hidden=False, shown_as=shown_as)
+        its, ends = _pipes([None, None], b"", shown_as)
         place = {b"EZPZ_SPAWN_RANK": b"%d" % rank, b"EZPZ_SPAWN_SIZE": b"%d" % size}
         pids.append(_start(command, ends, f"rank {rank}", signals, place))
         streams += its
@@ -168,12 +154,12 @@ class _Signals:
 
 
 def _pipes(
-    files: list[_Sink | None], head: bytes, *, hidden: bool, shown_as: str | None
+    files: list[_Sink | None], head: bytes, shown_as: str | None
 ) -> tuple[list[_Stream], list[int]]:
     streams, ends = [], []
     for file, (descriptor, name) in zip(files, ((1, "out"), (2, "err")), strict=True):
         source, drain = os.pipe()
-        terminal = None if hidden else _Sink(descriptor, f"the terminal's std{name}")
+        terminal = _Sink(descriptor, f"the terminal's std{name}")
         streams.append(_Stream(source, terminal, file, head, shown_as))
         ends.append(drain)
     return streams, ends
@@ -291,18 +277,18 @@ class _Sink:
 
 
 class _Stream:
-    """A command's stdout or stderr, on its way to the terminal and a file, if there are."""
+    """A command's stdout or stderr, on its way to the terminal, and to a file if there is one."""
 
     # For a terminal it is shown as "bar" (rank 0's), "lines" (others') or "bytes", as they come.
 
     def __init__(
-        self, source: int, terminal: _Sink | None, file: _Sink | None, prefix: bytes,
+        self, source: int, terminal: _Sink, file: _Sink | None, prefix: bytes,
         shown_as: str | None,
     ) -> None:  # fmt: skip
         self.source, self._terminal, self._file = source, terminal, file
         self._shown_as, self._on_terminal = shown_as, shown_as in ("bar", "lines")
         self._prefix = _ERASE + prefix if self._on_terminal else prefix
-        self.tail = self._held = b""
+        self._held = b""
         self._since = 0.0
         self._inside = self._returned = False
         self._trace: list[bytes] = []  # a traceback whose end is still to come
@@ -317,9 +303,6 @@ class _Stream:
     def take(self, data: bytes, now: float) -> None:
         if self._file:
             self._file.write(data)
-        if self._terminal is None:
-            self.tail = (self.tail + data)[-_TAIL:]
-            return
         if self._shown_as == "bytes":
             self._terminal.write(data)
             return
@@ -331,24 +314,23 @@ class _Stream:
         end = max(data.rfind(b"\n"), data.rfind(b"\r", 0, len(data) - 1)) + 1
         if end:
             lines = data[:end].splitlines(keepends=True)
-            self._show(self._fit(lines) if self._on_terminal else lines, self._terminal)
+            self._show(self._fit(lines) if self._on_terminal else lines)
             self._since = now
         self._held = data[end:]
         if len(self._held) >= _PIECE:
             self.flush()
 
     def flush(self) -> None:
-        if self._held and self._terminal:
+        if self._held:
             bar = b"\r" if self._on_terminal and self._returned else b""
             self._terminal.write(self._headed(self._held + bar))
         self._held = b""
 
     def close(self) -> None:
         """Show what is left; with a prefix, the next rank's line must not continue ours."""
-        if self._trace and self._terminal:
-            self._show(self._trace, self._terminal)
+        self._show(self._trace)
         self.flush()
-        if self._prefix and self._inside and self._terminal:
+        if self._prefix and self._inside:
             self._terminal.write(b"\n")
         os.close(self.source)
 
@@ -371,17 +353,17 @@ class _Stream:
                 (self._trace or shown).append(line)
         return shown
 
-    def _show(self, lines: list[bytes], terminal: _Sink) -> None:
+    def _show(self, lines: list[bytes]) -> None:
         # Several lines may share a write as long as a pipe takes them unmixed.
         batch: list[bytes] = []
         room = select.PIPE_BUF
         for line in map(self._headed, lines):
             if batch and len(line) > room:
-                terminal.write(b"".join(batch))
+                self._terminal.write(b"".join(batch))
                 batch, room = [], select.PIPE_BUF
             batch.append(line)
             room -= len(line)
-        terminal.write(b"".join(batch))
+        self._terminal.write(b"".join(batch))
 
     def _headed(self, line: bytes) -> bytes:
         bare = self._inside or line == b"\r" or (self._returned and line == b"\n")
@@ -446,109 +428,6 @@ def _reap(running: set[int], options: int) -> int:
             code = os.waitstatus_to_exitcode(ended)
             status = max(status, code if code >= 0 else 128 - code)
     return status
-
-
-# The ranks' files on this node's own disk, on their way to the folder that was asked for.
-
-
-class Files:
-    """Brings what ranks wrote whose shims, which bring it else, are lost or killed.
-
-    Args:
-        kept: Folders on this node's disk, less the rank's number; empty where there are none.
-        folder: Where the files are to be.
-    """
-
-    def __init__(self, kept: str, folder: str) -> None:
-        self._kept, self._folder = kept, folder
-        self._brought: dict[str, int] = {}  # of the files that are ours to bring, so many bytes
-        self._before: dict[str, int] = {}  # bytes of the targets when the ranks began
-        self._told: set[str] = set()
-        self.errors: list[str] = []
-
-    def begin(self, rank: int) -> None:
-        """Note how long the files are that a rank's output is to be appended to."""
-        for path, target in self._paths([rank]):
-            self._before[path] = _size(target)
-
-    def bring(self, ranks: list[int]) -> None:
-        """Bring what these ranks have written since we did so last."""
-        for path, target in self._paths(ranks):
-            try:
-                self._append(path, target)
-            except FileNotFoundError:
-                continue  # it wrote nothing there, or its shim brings it
-            except OSError as error:
-                expected = "expected a folder for the ranks' output; it"
-                self._complain(path, f"{target} cannot be written ({error.strerror}); {expected}")
-
-    def bring_within(self, seconds: float, ranks: list[int]) -> bool:
-        """Do so, but let no file system that hangs save a rank; return whether it is done."""
-        if not self._kept:
-            return False
-        import threading  # noqa: PLC0415 - the pump has none
-
-        thread = threading.Thread(target=self.bring, args=(ranks,), daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:  # there is no room for one
-            return False
-        thread.join(seconds)
-        return not thread.is_alive()
-
-    def drop(self, killed: list[int]) -> None:
-        """Remove what has been brought whole; complete what a killed shim had begun to bring."""
-        for path, target in self._paths(killed):
-            if path in self._brought or path in self._told or not os.path.exists(f"{path}.going"):
-                continue
-            if not self._complete(path, target):
-                self._told.add(path)
-                why = "its rank was killed while it was brought there; whole it"
-                self._complain(path, f"{target} is not whole: {why}")
-        for path, size in self._brought.items():
-            try:
-                if os.path.getsize(f"{path}.going") == size:
-                    os.unlink(f"{path}.going")
-                    os.rmdir(os.path.dirname(path))
-            except OSError:
-                continue  # it is gone, or something else is there
-
-    def _paths(self, ranks: list[int]) -> list[tuple[str, str]]:
-        names = [(rank, f"rank-{rank}.{end}") for rank in ranks for end in ("out", "err")]
-        paths = [(f"{self._kept}-{rank}/{name}", f"{self._folder}/{name}") for rank, name in names]
-        return paths if self._kept else []
-
-    def _append(self, path: str, target: str) -> None:
-        if path not in self._brought:
-            os.rename(path, f"{path}.going")
-            self._brought[path] = 0
-        os.makedirs(self._folder, exist_ok=True)
-        with open(f"{path}.going", "rb") as its, open(target, "ab", buffering=0) as ours:
-            its.seek(self._brought[path])
-            while data := its.read(1 << 20):
-                while data:
-                    written = ours.write(data)
-                    self._brought[path] += written
-                    data = data[written:]
-
-    def _complete(self, path: str, target: str) -> bool:
-        """Bring the rest of what a shim that is dead had begun to; False where that is unknown."""
-        try:
-            done = _size(target) - self._before[path]
-            if 0 <= done <= os.path.getsize(f"{path}.going"):
-                self._brought[path] = done
-                self._append(path, target)
-                return True
-        except (KeyError, OSError):  # the message says where it is
-            return False
-        return False
-
-    def _complain(self, path: str, why: str) -> None:
-        self.errors.append(f"{why} is {path}.going on {os.uname().nodename}")
-
-
-def _size(path: str) -> int:
-    return os.path.getsize(path) if os.path.exists(path) else 0
 
 
 def _say(message: str) -> None:

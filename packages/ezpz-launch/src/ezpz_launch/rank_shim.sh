@@ -15,15 +15,13 @@
 #                      AGENT what starts this node's agent (two lines: Python, program)
 #                      WHERE host:port ... of ezpz-launch, a secret, and the seconds after which one
 #                            of both is lost to the other, for the agent (three lines)
-#                      FILES a folder for the output of each rank (see KEPT)
-#                      SHOWN ranks whose output is shown: 0,4-7; "-" for all
-#                      PUMP  program that labels, doubles or hides the output, and keeps lines whole
+#                      FILES a folder for the output of each rank
+#                      PUMP  program that labels or doubles the output, and keeps lines whole
 #                      PREFIX --prefix, for it
 #                      PORT  a port that must be free on rank 0's host
 #                      DEVICES their type (cuda, xpu), how many a node has, and whether each
 #                            rank is to see one only (three lines)
 #                      ATTEMPT from 0; PROGRESS, the file for it; JOB, the scheduler's id
-#                      KEPT  where FILES are until the command ends: in KEPT-RANK, on this node's disk
 #                      RUN   a file in which a History says where its own file is
 #                      FAULT whose fault the end of the attempt before was, for History's report
 #              EZPZ_CONTROL_1, EZPZ_CONTROL_2 ...  variables that sh would not pass on: NAME=VALUE
@@ -87,18 +85,17 @@ ezpz_read() {
   # $5 to $7 are the agent's, which reads them itself.
   ezpz_files=$8
   shift 8
-  ezpz_shown=$1 ezpz_pump=$2 ezpz_prefix=$3 ezpz_port=$4 ezpz_type=$5 ezpz_devices=$6 ezpz_one=$7
-  shift 7
+  ezpz_pump=$1 ezpz_prefix=$2 ezpz_port=$3 ezpz_type=$4 ezpz_devices=$5 ezpz_one=$6
+  shift 6
   # torchrun's word for it too; scripts read it.
   EZPZ_ATTEMPT=$1 TORCHELASTIC_RESTART_COUNT=$1
   export EZPZ_ATTEMPT TORCHELASTIC_RESTART_COUNT
   [ "$2" = - ] || export EZPZ_PROGRESS_FILE="$2"
   [ "$3" = - ] || export EZPZ_JOB_ID="$3"
-  ezpz_kept=$4
-  [ "$5" = - ] || export EZPZ_RUN_FILE="$5"
-  [ "$6" = - ] || export EZPZ_LAST_FAULT="$6"
+  [ "$4" = - ] || export EZPZ_RUN_FILE="$4"
+  [ "$5" = - ] || export EZPZ_LAST_FAULT="$5"
 }
-ezpz_id=- ezpz_files=- ezpz_kept=- ezpz_pump=- ezpz_type=-
+ezpz_id=- ezpz_files=- ezpz_pump=- ezpz_type=-
 unset EZPZ_JOB_ID EZPZ_PROGRESS_FILE EZPZ_CAUSE_FILE EZPZ_RUN_FILE EZPZ_LAST_FAULT
 if [ -n "${EZPZ_CONTROL-}" ]; then
   set -f
@@ -184,32 +181,12 @@ ezpz_back() { [ "$ezpz_fd" = 0 ] || eval "exec 2>&$ezpz_fd $ezpz_fd>&-"; }
 ezpz_away() { [ "$ezpz_fd" = 0 ] || eval "exec $ezpz_fd>&2 2>/dev/null"; }
 ezpz_close() { [ "$ezpz_fd" = 0 ] || eval "exec $ezpz_fd>&-"; }
 
-if [ "$ezpz_kept" = - ]; then ezpz_kept=$ezpz_files; else ezpz_kept=$ezpz_kept-$RANK; fi
-# Who renames a file brings it: the agent does the same for ranks that are lost or killed.
-ezpz_bring() {
-  trap '' INT TERM HUP QUIT USR1 USR2
-  mkdir -p "$ezpz_files"
-  set -- "$ezpz_kept/rank-$RANK.out" "$ezpz_kept/rank-$RANK.err"
-  for ezpz_name; do
-    [ -s "$ezpz_name" ] || continue
-    mv "$ezpz_name" "$ezpz_name.going" || continue
-    if cat "$ezpz_name.going" >>"$ezpz_files/${ezpz_name##*/}"; then
-      set -- "$@" "$ezpz_name.going"
-    else
-      echo "ezpz-launch: rank $RANK: its output cannot be brought to $ezpz_files; expected a folder that can be written; it is $ezpz_name.going on $(uname -n)" >&2
-    fi
-  done
-  rm -f "$@"
-  rmdir "$ezpz_kept" 2>/dev/null # not where something stays
-}
-
 # exec in a subshell: the program of that name, never this shell's own echo or test.
 ezpz_run() {
   if [ "$ezpz_pump" != - ]; then
     set -- -- "$@"
-    [ "$ezpz_files" = - ] || set -- --files "$ezpz_kept" "$@"
+    [ "$ezpz_files" = - ] || set -- --files "$ezpz_files" "$@"
     [ "$ezpz_prefix" = - ] || set -- --prefix "$@"
-    [ "$ezpz_shown" = - ] || set -- --only "$ezpz_shown" "$@"
     set -- "$ezpz_python" -I -S "$ezpz_pump" "$RANK" "${SLURMD_NODENAME:-$(uname -n)}" "$@"
   fi
   if [ -n "${EZPZ_CONTROL_1-}" ]; then
@@ -224,7 +201,7 @@ ezpz_run() {
     set -- /usr/bin/env "$@"
   fi
   if [ "$ezpz_pump" = - ] && [ "$ezpz_files" != - ]; then
-    (ezpz_close && exec "$@") >>"$ezpz_kept/rank-$RANK.out" 2>>"$ezpz_kept/rank-$RANK.err"
+    (ezpz_close && exec "$@") >>"$ezpz_files/rank-$RANK.out" 2>>"$ezpz_files/rank-$RANK.err"
   else
     (ezpz_back && exec "$@")
   fi
@@ -260,8 +237,7 @@ ezpz_report "s $RANK $$"
 ezpz_status=$ezpz_told
 # On this node the folder may be missing, if it is no shared one. Why a file cannot be made is said
 # here; below it would not be heard.
-# shellcheck disable=SC2174 # what is above it is there
-[ "$ezpz_files" = - ] || { mkdir -p -m 700 "$ezpz_kept" && true >>"$ezpz_kept/rank-$RANK.out"; } ||
+[ "$ezpz_files" = - ] || { mkdir -p "$ezpz_files" && true >>"$ezpz_files/rank-$RANK.out"; } ||
   ezpz_status=${ezpz_status:-2}
 if [ -z "$ezpz_status" ]; then
   ezpz_away
@@ -269,8 +245,6 @@ if [ -z "$ezpz_status" ]; then
   ezpz_status=$?
   ezpz_back
 fi
-# Before its end is said: ezpz-launch looks into the files of a rank that failed.
-[ "$ezpz_kept" = "$ezpz_files" ] || (ezpz_bring)
 if [ "$ezpz_id" != - ] && [ -f "$EZPZ_CAUSE_FILE" ]; then
   ezpz_value=''
   read -r ezpz_value <"$EZPZ_CAUSE_FILE"
