@@ -437,7 +437,7 @@ def test_other_ranks_write_a_file_at_most_and_ask_no_git(tmp_path, monkeypatch, 
     """It looks at every file of the script's folder, which thousands of ranks share."""
     asked = []
     monkeypatch.setattr(_file, "_git", lambda *words: asked.append(words))
-    history = History(tmp_path / "run", per_rank=per_rank, system=0.01)
+    history = History(tmp_path / "run", per_rank=per_rank)
     assert history.update({"loss": 1.0}) == "step=0 loss=1"
     history.image("a", None)
     assert (history.finalize() is not None) == per_rank
@@ -490,66 +490,6 @@ def test_a_child_leaves_the_file_to_its_parent(tmp_path):
     assert said.startswith("a record of step 1 in a process forked from its own; expected none")
     assert [record["loss"] for record in History.read(tmp_path)] == [1.0, 3.0]
     assert kinds(tmp_path / "metrics.jsonl") == ["ezpz_obs", "step"] * 2 + ["event"]
-
-
-def samples(folder, number):
-    """The records of the host, once there are so many."""
-    path = folder / "system.jsonl"
-    while not path.exists() or kinds(path).count("step") < number:
-        time.sleep(0.01)
-    return list(ezpz_obs.read_run(path).records())
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the host's metrics are Linux's /proc")
-def test_the_host_is_sampled_beside_the_training(tmp_path):
-    with History(tmp_path, system=0.05) as history:
-        history.update({"loss": 1.0}, step=7)
-        first = samples(tmp_path, 1)[0]
-        history.update({"loss": 1.0}, step=9)
-        last = samples(tmp_path, 3)[-1]
-        with pytest.raises(HistoryError, match="being written by another"):
-            _file.Writer(tmp_path / "system.jsonl", checksum=False, sync=False)
-    assert (first["step"], last["step"]) == (7, 9)
-    assert 0 <= last["cpu/use"] <= 1
-    assert 0 < last["memory/process_gib"] < last["memory/host_gib"] * 1.1
-    assert last["network/received_mib_per_s"] >= 0
-    # Training's own file has none of it, and the next attempt continues both.
-    assert History.read(tmp_path)[-1].keys() == {"step", "time", "loss"}
-    before = kinds(tmp_path / "system.jsonl").count("step")
-    with History(tmp_path, system=0.05, resume=True) as history:
-        assert samples(tmp_path, before + 1)[-1]["step"] == 10
-    assert len(ezpz_obs.read_run(tmp_path / "system.jsonl").headers) == 2
-
-
-def test_training_goes_on_without_system_metrics(tmp_path, caplog):
-    (tmp_path / "system.jsonl").mkdir()
-    with History(tmp_path, system=True) as history:
-        assert history.update({"loss": 1.0}) == "step=0 loss=1"
-    assert "no system metrics: " in caplog.text
-    with pytest.raises(ValueError, match="system=-1; expected True"):
-        History(system=-1)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="forks beside a thread")
-def test_a_child_leaves_the_host_s_file_to_its_parent(tmp_path):
-    history = History(tmp_path, system=0.05)
-    samples(tmp_path, 1)
-    reading, writing = os.pipe()
-    if (child := os.fork()) == 0:
-        os.write(writing, b"!")  # it has let go of what is its parent's
-        signal.pause()
-    os.read(reading, 1)
-    history.close()
-    os.close(reading)
-    os.close(writing)
-    before = kinds(tmp_path / "system.jsonl").count("step")
-    try:
-        with History(tmp_path, system=0.05, resume=True):
-            samples(tmp_path, before + 1)
-        assert len(ezpz_obs.read_run(tmp_path / "system.jsonl").headers) == 2
-    finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
 
 
 def test_images_texts_and_tables_are_files_beside_the_metrics(tmp_path):

@@ -37,7 +37,6 @@ RESERVED = frozenset({"step", "time", "replay", "event", "ezpz_obs", "crc"})
 """Names of the file's own: no metric may have one."""
 
 FILE_NAME = "metrics.jsonl"
-SYSTEM_NAME = "system.jsonl"  # what rank 0's host does, in the same format
 MEDIA: Mapping[str, str] = {"image": ".png", "text": ".txt", "table": ".json"}
 """Kinds of events that have a file in the folder ``media``, and how its name ends."""
 

@@ -22,7 +22,6 @@ from ._errors import HistoryError
 
 if TYPE_CHECKING:
     from ._across import Across, Exchange
-    from ._performance import SystemSampler
     from ._sinks import Feeder
     from ._sinks.libraries import Sink
 
@@ -132,7 +131,6 @@ def summarize(record: Mapping[str, Any], statistics: Mapping[str, Any] | None = 
 logger = logging.getLogger("ezpz_obs")
 _FAR = 1 << 63
 _EVENTS_OWN = _file.RESERVED - {"step", "replay"}
-_SYSTEM_SECONDS = 10.0
 _OTHERS_SECONDS = 3.0  # and up to 4 for finding who of them is missing
 
 
@@ -173,9 +171,6 @@ class History:
         checksum: Add a checksum to each line, which readers verify: about 1 µs a record.
         sync: Have the disk confirm: True each record (130 µs and more), a number at most once in so
             many seconds. Without it a record survives the process, but not a crash of its host.
-        system: Sample what rank 0's host does, each 10 s or so many, into ``system.jsonl`` beside
-            the metrics: CPU, memory, network, and use, memory, power and temperature of its CUDA
-            and ROCm devices, if NVIDIA's or AMD's Python library is installed. In its own thread.
         timeout: With ``cross_rank``, seconds to wait for the other ranks; None: torch's time-out.
         name: What reports call the run; default: the folder's name.
         config: What is worth knowing of this run; written once, in the header.
@@ -197,7 +192,6 @@ class History:
     _writer: _file.Writer | None = None
     _feeders: Sequence[Feeder] = ()
     _across: Across | None = None
-    _system: SystemSampler | None = None
     # The record that waits: what is known of it, its metrics, their copies, the other ranks'.
     _pending: tuple[dict[str, Any], dict[str, Any], _file.Copies, Exchange | None] | None = None
     _updates = 0
@@ -220,7 +214,6 @@ class History:
         summary: bool = True,
         checksum: bool = False,
         sync: bool | float = False,
-        system: bool | float = False,
         timeout: float | None = None,
         name: str | None = None,
         config: Mapping[str, Any] | None = None,
@@ -228,7 +221,6 @@ class History:
     ) -> None:
         if every < 1:
             raise ValueError(f"every={every}; expected 1 (each update) or more")
-        sample_seconds = _seconds_of(system)
         self._place = place = find_place()
         first = place.rank == 0
         self.path: Path | None = None
@@ -276,7 +268,6 @@ class History:
             if self._writer is not None:
                 self._writer.close()
             raise
-        self._sample(header, sample_seconds)
         self._forget_exit = call_at_exit(self._at_exit)
         of_parent = weakref.WeakMethod(self._disown)
         os.register_at_fork(after_in_child=lambda: (disown := of_parent()) and disown())
@@ -554,12 +545,6 @@ class History:
             for feeder in self._feeders:
                 feeder.put(Shown(kind, name, step, now, path, caption))
 
-    def _sample(self, header: Mapping[str, Any], seconds: float) -> None:
-        if seconds and self.path is not None and self._place.rank == 0:
-            from ._performance import SystemSampler  # which not every History needs
-
-            self._system = SystemSampler(self.path.parent, header, self._where, seconds)
-
     def _where(self) -> int:
         """The last step; before the first record the one that comes."""
         return int(self._last.get("step", self._next))
@@ -607,8 +592,6 @@ class History:
         self.event("end", cause, **({"launch": launch} if launch else {}))
         if self._progress is not None:
             self._progress.write()
-        if self._system is not None:
-            self._system.close()
         if self._writer is not None:
             self._writer.close()
         if self._feeders:
@@ -630,12 +613,6 @@ class History:
         # Of a script Python keeps the cause; of a function of multiprocessing it is on its way.
         value = getattr(sys, "last_value", None) or sys.exc_info()[1]
         self._close("exit", value)
-
-
-def _seconds_of(system: bool | float) -> float:
-    if not system >= 0:
-        raise ValueError(f"system={system}; expected True, False or seconds above 0")
-    return _SYSTEM_SECONDS if system is True else float(system)
 
 
 def _chosen(sinks: Iterable[str | Sink]) -> list[Sink]:

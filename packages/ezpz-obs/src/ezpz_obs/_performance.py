@@ -1,23 +1,19 @@
-"""Where a step's time goes, how much it got done, and what the host does meanwhile."""
+"""Where a step's time goes, and how much it got done."""
 
 from __future__ import annotations
 
 import logging
-import os
 import sys
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from ._context import find_place
-from ._errors import HistoryError, ObsError
-from ._file import SYSTEM_NAME, Writer
+from ._errors import ObsError
 
 if TYPE_CHECKING:
     from ezpz_device import Clock
@@ -429,106 +425,3 @@ class Batches(Generic[T]):
 
     def __len__(self) -> int:
         return len(self._batches)  # type: ignore[arg-type]
-
-
-_MIB = float(1 << 20)
-_FIRST_SECONDS = 1.0  # before the first sample; each next wait is twice as long
-_PROC = Path("/proc")  # Linux has it; without it only devices are known
-
-
-def _counted() -> dict[str, float]:
-    """Return what Linux has counted so far: seconds of CPUs, and bytes of the network."""
-    ticks = [int(each) for each in (_PROC / "stat").read_text().split("\n", 1)[0].split()[1:9]]
-    found = {"all": sum(ticks), "busy": sum(ticks) - ticks[3] - ticks[4], "received": 0, "sent": 0}
-    for line in (_PROC / "net/dev").read_text().splitlines()[2:]:
-        name, _, counters = line.partition(":")
-        if name.strip() != "lo":
-            fields = counters.split()
-            found["received"] += int(fields[0])
-            found["sent"] += int(fields[8])
-    return {"time": time.monotonic(), **found}
-
-
-def _of_devices() -> dict[str, float]:
-    """Ask the vendor's library, through torch, about each device that this process sees."""
-    torch: Any = sys.modules.get("torch")
-    # Before training uses a device, asking could be what initializes it.
-    if torch is None or not torch.cuda.is_initialized():
-        return {}
-    watts = 1.0 if torch.version.hip else 1e3  # AMD's library says watts, NVIDIA's milliwatts
-    ask: dict[str, Callable[[int], float]] = {
-        "use": lambda device: torch.cuda.utilization(device) / 100,
-        "memory_gib": lambda device: torch.cuda.device_memory_used(device) / _GIB,
-        "power_w": lambda device: torch.cuda.power_draw(device) / watts,
-        "temperature_c": torch.cuda.temperature,
-    }
-    found = {}
-    for device in range(torch.cuda.device_count()):
-        for name, of in ask.items():
-            # No library, or a device that does not tell this: what it tells is shown.
-            with suppress(Exception):
-                found[f"device{device}/{name}"] = float(of(device))
-    return found
-
-
-class SystemSampler:
-    """Writes what the host and its devices do into a file of its own, from a thread of its own."""
-
-    def __init__(
-        self, folder: Path, header: Mapping[str, Any], step: Callable[[], int], every: float
-    ) -> None:
-        self._step, self._every = step, every
-        self._over = threading.Event()
-        self._thread: threading.Thread | None = None
-        try:
-            self._before = _counted() if _PROC.is_dir() else {}
-            self._writer = Writer(folder / SYSTEM_NAME, checksum=False, sync=False)
-        except (OSError, HistoryError) as error:
-            logger.warning("no system metrics: %s", error)
-            return
-        before = self._writer.before
-        header = {**header, "attempt": before.attempts, "continues": before.last_step}
-        self._writer.put(header, time.time())
-        # A daemon: should a vendor's library hang, the interpreter's end does not wait for it.
-        self._thread = threading.Thread(target=self._run, name="ezpz_obs system", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        self._over.set()
-        if self._thread is not None:
-            self._thread.join(2.0)
-
-    def _run(self) -> None:
-        wait, is_over = min(_FIRST_SECONDS, self._every), False
-        while not is_over:
-            is_over = self._over.wait(wait)
-            wait = min(2 * wait, self._every)
-            try:
-                found = {**self._of_host(), **_of_devices()}
-            except (OSError, ValueError, LookupError) as error:  # a /proc that is not as Linux's
-                logger.warning("no system metrics any more: %s", error)
-                break
-            if found:
-                now = time.time()
-                record = {"step": self._step(), "time": now, **found}
-                self._writer.put(record, now, look=not is_over)
-        self._writer.close()
-
-    def _of_host(self) -> dict[str, float]:
-        if not self._before:
-            return {}
-        before, now = self._before, _counted()
-        apart = {name: now[name] - before[name] for name in now}
-        if apart["all"] <= 0:  # closed at once: nothing was counted since
-            return {}
-        self._before = now
-        lines = (line.split() for line in (_PROC / "meminfo").read_text().splitlines())
-        kib = {words[0]: int(words[1]) for words in lines}
-        pages = int((_PROC / "self/statm").read_text().split()[1])
-        return {
-            "cpu/use": apart["busy"] / apart["all"],
-            "memory/host_gib": (kib["MemTotal:"] - kib["MemAvailable:"]) * 1024 / _GIB,
-            "memory/process_gib": pages * os.sysconf("SC_PAGE_SIZE") / _GIB,
-            "network/received_mib_per_s": apart["received"] / apart["time"] / _MIB,
-            "network/sent_mib_per_s": apart["sent"] / apart["time"] / _MIB,
-        }

@@ -125,10 +125,6 @@ class Run:
         """
         return to_blocks(self.records(), rows)
 
-    def beside(self, name: str) -> Run:
-        """Return a file of the same format in the same folder."""
-        return Run(self.path.with_name(name), warn=self._warn)
-
     def warn_of_damage(self) -> None:
         """Log how many lines are damaged, and the first; of the same ones once."""
         count = len(self.damaged)

@@ -130,22 +130,6 @@ def test_a_long_run_takes_little_room_and_time(tmp_path, python):
     assert seconds <= 16 * reading, "the drawing, and a few times what orjson takes to read it"
 
 
-def test_the_host_s_load_is_drawn(write_run, records, header):
-    folder = write_run(*records(range(30), loss=1.0))
-    names = ("cpu/use", "memory/host_gib", "memory/process_gib", "device0/power_w",
-             "device1/power_w", "device0/use")  # fmt: skip
-    lines = [header(), *records(range(0, 30, 3), **dict.fromkeys(names, 0.5))]
-    (folder / "system.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    said = write_report(folder)[1].read_text()
-    found = re.findall(r"^##+ (.*)$", said.split("## System")[1].split("\n## ")[0], re.MULTILINE)
-    assert found == ["host cpu", "host memory (GiB)", "devices power (W)", "devices use"]
-    # One metric of several runs is one plot; a run without such a file has no line in it.
-    other = write_run(*records(range(30), loss=1.0), folder="other")
-    page, said, *_ = write_report([folder, other])
-    assert "### device1 power (W)" in said.read_text()
-    assert 'id="system"' in page.read_text()
-
-
 def test_images_texts_and_tables_are_shown(tmp_path):
     with History(tmp_path, name="<b>") as history:
         for step in range(8):

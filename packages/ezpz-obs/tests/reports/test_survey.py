@@ -34,28 +34,6 @@ def test_cause_of_end(write_run, records, message, age, outcome):
     assert found.outcome == outcome
 
 
-@pytest.mark.parametrize(
-    ("text", "values"),
-    [("hello\n", 0), ('{"step":0,"time":1,"cpu":0.5}\nhello\n{"step":1,"time":2,"cpu":0.5}\n', 2)],
-)
-def test_a_damaged_line_of_the_system_hides_no_run(write_run, records, text, values):
-    folder = write_run(*records(range(4), loss=1.0))
-    (folder / "system.jsonl").write_text(text)
-    found = look(folder)
-    assert (found.records, found.damaged) == (4, 1)
-    assert [series.count for series in found.system.values()] == [values] * bool(values)
-    assert "of system.jsonl is left out: no JSON" in notices(found.notices).rows[-1][4]
-
-
-def test_a_system_file_of_a_newer_version_is_named(write_run, records):
-    folder = write_run(*records(range(4), loss=1.0))
-    (folder / "system.jsonl").write_text('{"ezpz_obs":99,"run":"a","time":1}\n')
-    found = look(folder)
-    assert found.records == 4
-    assert "system.jsonl is left out: " in notices(found.notices).rows[-1][4]
-    assert "read it with a newer ezpz-obs" in notices(found.notices).rows[-1][4]
-
-
 # An attempt between the two may have ended before it had a History.
 @pytest.mark.parametrize(("number", "fault"), [(10, "; the fault of n1: gone"), (11, "")])
 def test_a_restart_supersedes(*, write_run, records, header, number, fault):

@@ -34,7 +34,7 @@ _KNOWN: Final = {
 
 
 SECTIONS: Final = {
-    "curves": "Curves", "speed": "Speed", "memory": "Memory", "system": "System",
+    "curves": "Curves", "speed": "Speed", "memory": "Memory",
     "shown": "Images, texts and tables",
 }  # fmt: skip
 """Of plots and what is shown, by their anchors, in the order of the page."""
@@ -42,9 +42,6 @@ SECTIONS: Final = {
 _MOST_NAMES, _LAST, _MOST_ROWS = 24, 6, 50  # on a page: names, of each the last, rows of a table
 _LARGEST: Final = 4_000_000  # bytes of a file that is shown
 _LONGEST: Final = 4000  # characters of a text
-
-_UNITS: Final = {"_gib": "GiB", "_mib_per_s": "MiB/s", "_w": "W", "_c": "°C"}
-"""Of system metrics, by how their names end; the use of something is a share."""
 
 
 class Panel(NamedTuple):
@@ -78,32 +75,13 @@ def arrange(surveys: Sequence[Survey]) -> list[Panel]:
         ]
         panels.append(Panel(section, name, unit, "curve", lines))
     panels.sort(key=lambda panel: list(SECTIONS).index(panel.section))
-    return panels + _of_system(surveys)
+    return panels
 
 
 def _line(survey: Survey, name: str, label: str, place: int) -> Drawn:
     known = survey.series
     spread = {part: known[f"{name}/{part}"] for part in STATISTICS} if survey.groups[name] else None
     return Drawn(label, known.get(name) or known[f"{name}/mean"], spread, place)
-
-
-def _of_system(surveys: Sequence[Survey]) -> list[Panel]:
-    """Of one run a panel for each kind, of several one for each metric."""
-    panels, several = dict[str, Panel](), len(surveys) > 1
-    for run, survey in enumerate(surveys):
-        for name, series in survey.system.items():
-            whose, _, part = name.partition("/")
-            is_device = whose.startswith("device")
-            # What tells a line from the others of its panel: device0, or received.
-            label = whose if is_device else part.partition("_")[0]
-            end, unit = next((item for item in _UNITS.items() if name.endswith(item[0])), ("", ""))
-            part = part.removesuffix(end)
-            title = f"devices {part}" if is_device else f"host {whose}"
-            if several:
-                label, title = survey.label, f"{whose} {part}"
-            lines = panels.setdefault(title, Panel("system", title, unit, "system", [])).lines
-            lines.append(Drawn(label, series, None, run if several else len(lines)))
-    return list(panels.values())
 
 
 def last_part(name: str) -> str:

@@ -16,8 +16,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from ezpz_obs._errors import HistoryError
-from ezpz_obs._file import FILE_NAME, LONGEST_LINE, SYSTEM_NAME
+from ezpz_obs._file import LONGEST_LINE
 from ezpz_obs._file import STATISTICS as ALL_STATISTICS
 from ezpz_obs._run import Block, Run, Shown, is_shown, shown_of
 
@@ -355,7 +354,6 @@ class Survey:
     header: dict[str, Any]  # of the last attempt
     attempts: list[Attempt]
     series: dict[str, Series]  # by metric, in the order of their first records
-    system: dict[str, Series]  # of the host and its devices, likewise
     shown: list[Shown]
     step_times: StepTimes
     notices: Notices
@@ -412,27 +410,16 @@ def survey(run: Run, label: str | None = None, say: Callable[[str], None] | None
             next_word = time.monotonic() + _SPEAK
             say(f"{label}: {records:,} records read")
     notices = collect(run.events, run.path.parent)
-    system: dict[str, Series] = {}
-    beside = run.beside(SYSTEM_NAME)
-    if run.path.name == FILE_NAME and beside.path.is_file():
-        try:
-            for name, steps, values in _columns(beside.blocks()):
-                if name != "time":
-                    system.setdefault(name, Series(name)).add(steps, values)
-        except HistoryError as error:  # the run's own file is shown
-            unread = f"{SYSTEM_NAME} is left out: {error}"
-            notices.put(Notice("damaged", unread[:_ENOUGH], None, None, set()))
-    for damaged in (run, beside):
-        for number, why in sorted(damaged.damaged.items())[:_MOST_DAMAGED]:
-            text = f"line {number} of {damaged.path.name} is left out: {why}"
-            notices.put(Notice("damaged", text[:_ENOUGH], None, None, set()))
+    for number, why in sorted(run.damaged.items())[:_MOST_DAMAGED]:
+        text = f"line {number} of {run.path.name} is left out: {why}"
+        notices.put(Notice("damaged", text[:_ENOUGH], None, None, set()))
     return Survey(
         run=run, label=label, header=headers[-1] if headers else {},
-        attempts=_attempts(headers, begins, run.events, times), series=series, system=system,
+        attempts=_attempts(headers, begins, run.events, times), series=series,
         shown=shown_of(run), step_times=times,
         notices=notices, records=records,
         age=max(0.0, time.time() - run.path.stat().st_mtime),
-        damaged=len(run.damaged) + len(beside.damaged),
+        damaged=len(run.damaged),
     )  # fmt: skip
 
 

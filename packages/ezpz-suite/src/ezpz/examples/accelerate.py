@@ -51,7 +51,7 @@ def train(settings: Settings) -> None:
         model, torch.optim.AdamW(model.parameters(), lr=settings.lr),
         DataLoader(digits("train"), share, shuffle=True), DataLoader(digits("test"), 180),
     )  # fmt: skip
-    with ezpz.History(settings.outdir, cross_rank=True, system=True) as history:
+    with ezpz.History(settings.outdir, cross_rank=True) as history:
         for epoch in range(settings.epochs):
             for images, labels in loader:
                 with accelerator.accumulate(model):

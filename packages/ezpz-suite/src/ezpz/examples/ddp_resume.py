@@ -63,7 +63,7 @@ def train(settings: Settings) -> None:
         ezpz.save_checkpoint(folder, step=step, **state)
 
     with (
-        ezpz.History(settings.outdir, cross_rank=True, system=True, resume=True) as history,
+        ezpz.History(settings.outdir, cross_rank=True, resume=True) as history,
         ezpz.SnapshotOnSignal(save, within=60) as snapshot,
     ):
         for epoch in range(loader.epoch, settings.epochs):

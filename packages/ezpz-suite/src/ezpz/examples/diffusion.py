@@ -53,7 +53,7 @@ def train(settings: Settings) -> None:
     model, schedule = ezpz.wrap_model(DiT(config)), NoiseSchedule(settings.noise_steps)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr)
 
-    with ezpz.History(settings.outdir, cross_rank=True, system=True) as history:
+    with ezpz.History(settings.outdir, cross_rank=True) as history:
         for epoch in range(settings.epochs):
             model.train()
             losses = []

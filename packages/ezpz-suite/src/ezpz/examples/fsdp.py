@@ -49,7 +49,7 @@ def train(settings: Settings) -> None:
 
     timer, rates = ezpz.StepTimer(), ezpz.Throughput()
     # With what all ranks find: metrics.jsonl shows their mean, and that they agree.
-    with ezpz.History(settings.outdir, cross_rank=True, system=True) as history:
+    with ezpz.History(settings.outdir, cross_rank=True) as history:
         for step, tokens, targets in _text.batches(text, settings, replicas):
             loss = model(tokens, targets)
             optimizer.zero_grad()

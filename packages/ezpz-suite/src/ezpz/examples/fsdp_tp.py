@@ -45,7 +45,7 @@ def train(settings: Settings) -> None:
     replicas = ezpz_tp.get_data_parallel_world_size()
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr)
 
-    with ezpz.History(settings.outdir, cross_rank=True, system=True) as history:
+    with ezpz.History(settings.outdir, cross_rank=True) as history:
         for step, tokens, targets in _text.batches(text, settings, replicas):
             loss = model(tokens, targets)
             optimizer.zero_grad()

@@ -65,7 +65,7 @@ def train(settings: Settings) -> None:
     logger.info("making the trainer")
 
     # With what all ranks find: metrics.jsonl shows their mean, and that they agree.
-    with ezpz.History(settings.outdir, cross_rank=True, system=True) as history:
+    with ezpz.History(settings.outdir, cross_rank=True) as history:
 
         class Record(hf.TrainerCallback):
             """Gives what the Trainer logs to the History."""

@@ -63,7 +63,7 @@ def train(settings: Settings) -> None:
     share = max(1, settings.batch_size // ranks)
     loader = fabric.setup_dataloaders(DataLoader(digits("train"), share, shuffle=True))
     tests, answers = (part.to(fabric.device) for part in digits("test").tensors)
-    with ezpz.History(settings.outdir, cross_rank=True, system=True) as history:
+    with ezpz.History(settings.outdir, cross_rank=True) as history:
         for epoch in range(settings.epochs):
             for images, labels in loader:
                 loss = cross_entropy(model(images), labels)

@@ -58,7 +58,7 @@ def train(settings: Settings) -> None:
         """Return the mean loss of this rank's part of each sequence."""
         return model.loss(model.shard_sequence(tokens), model.shard_sequence(targets))
 
-    with ezpz.History(settings.outdir, cross_rank=True, system=True) as history:
+    with ezpz.History(settings.outdir, cross_rank=True) as history:
         for step, tokens, targets in _text.batches(text, settings, replicas):
             loss = loss_of(tokens, targets)
             optimizer.zero_grad()

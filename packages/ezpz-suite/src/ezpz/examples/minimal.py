@@ -47,7 +47,7 @@ def train(settings: Settings) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr)
 
     # With what all ranks find: metrics.jsonl shows their mean, and that they agree.
-    with ezpz.History(settings.outdir, cross_rank=True, system=True) as history:
+    with ezpz.History(settings.outdir, cross_rank=True) as history:
         for epoch in range(settings.epochs):
             for batch, answers in loader:
                 loss = cross_entropy(model(batch.to(device)), answers.to(device))

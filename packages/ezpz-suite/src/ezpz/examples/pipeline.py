@@ -67,7 +67,7 @@ def train(settings: Settings) -> None:
         mine = 0.0 if losses is None else losses.mean().item()
         return ezpz.all_reduce(mine, group=ezpz_tp.get_pipeline_parallel_group())
 
-    with ezpz.History(settings.outdir, cross_rank=True, system=True) as history:
+    with ezpz.History(settings.outdir, cross_rank=True) as history:
         for step, tokens, targets in _text.batches(text, settings, replicas):
             loss = known(pipeline.step(tokens, targets))
             # In place of DDP, which does not go around a stage.

@@ -73,7 +73,7 @@ def train(settings: Settings) -> None:
         return logits.float()
 
     alarms = [ezpz.Alarms("loss"), ezpz.Alarms("gradient_norm")]
-    with ezpz.History(settings.outdir, cross_rank=True, system=True, alarms=alarms) as history:
+    with ezpz.History(settings.outdir, cross_rank=True, alarms=alarms) as history:
         for epoch in range(settings.epochs):
             model.train()
             for batch, answers in timer.data(loader):
