@@ -283,18 +283,17 @@ def test_one_writer_and_nothing_after_its_end(tmp_path):
         assert history.update({"loss": 1.0}) == "step=1 loss=1"
 
 
-def test_events_and_alarms(tmp_path, caplog):
-    class TooHigh:
-        def check(self, record):
-            return "loss is {loss} at {step}".format(**record) if record["loss"] > 5 else None
-
-    with History(tmp_path, alarms=[TooHigh()]) as history:
+def test_events_and_a_warning_of_what_is_not_finite(tmp_path, caplog):
+    with History(tmp_path) as history:
         history.update({"loss": 1.0})
-        history.update({"loss": 9.0})
+        history.update({"loss": math.nan, "n": 10**400})
+        history.update({"loss": math.inf})
         history.event("checkpoint", "saved", path=tmp_path / "x", value=math.nan)
-    assert [record.message for record in caplog.records] == ["loss is 9.0 at 1"]
-    alarm, checkpoint, end = ezpz_obs.read_run(tmp_path).events
-    assert (alarm["event"], alarm["step"], alarm["message"]) == ("alarm", 1, "loss is 9.0 at 1")
+    assert [record.message for record in caplog.records] == ["loss is nan at step 1"]
+    warning, checkpoint, end = ezpz_obs.read_run(tmp_path).events
+    assert warning | {"time": 0} == {
+        "event": "warning", "time": 0, "step": 1, "message": "loss is nan at step 1",
+    }  # fmt: skip
     assert (checkpoint["path"], checkpoint["value"]) == (str(tmp_path / "x"), "NaN")
     assert end["message"] == "closed"
 

@@ -58,7 +58,7 @@ DAMAGED = [
     (b"null", "expected a JSON object"), (b"[1]", "expected a JSON object"), (b"7", "expected a"),
     (b'{"step":1,"time":1,"x":"high"}', "'high'; expected a number"),
     (b'{"loss":1}', "expected a line that a History wrote"),
-    (b'{"ezpz_obs":1,"attempt":0,"ti', "no JSON"), (b'{"event":"alarm","mess', "no JSON"),
+    (b'{"ezpz_obs":1,"attempt":0,"ti', "no JSON"), (b'{"event":"warning","mess', "no JSON"),
     *((line, "expected an integer step, a time and numbers") for line in (
         b'{"step":[1]}', b'{"step":1}', b'{"step":1.5,"time":1}', b'{"step":1,"time":1,"x":[1]}')),
 ]  # fmt: skip

@@ -9,7 +9,6 @@ from ._version import __version__ as __version__
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from ._alarms import Alarms as Alarms
     from ._errors import HistoryError as HistoryError
     from ._errors import ObsError as ObsError
     from ._errors import ReportError as ReportError

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import operator
 import os
 import sys
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from threading import RLock
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from . import _file
 from ._context import NOW, find_place, replacing, to_text
@@ -134,11 +135,6 @@ _EVENTS_OWN = _file.RESERVED - {"step", "replay"}
 _OTHERS_SECONDS = 3.0  # and up to 4 for finding who of them is missing
 
 
-class Check(Protocol):
-    def check(self, record: Mapping[str, Any]) -> str | None:
-        """Return what is wrong, or None."""
-
-
 class History:
     """Metrics by step, each record one JSON object a line, written when it is made.
 
@@ -174,7 +170,6 @@ class History:
         timeout: With ``cross_rank``, seconds to wait for the other ranks; None: torch's time-out.
         name: What reports call the run; default: the folder's name.
         config: What is worth knowing of this run; written once, in the header.
-        alarms: Each looks at every record; what it says is logged, and written as an event.
 
     Raises:
         HistoryError: The folder holds something else, or another History is writing there; or
@@ -217,14 +212,13 @@ class History:
         timeout: float | None = None,
         name: str | None = None,
         config: Mapping[str, Any] | None = None,
-        alarms: Sequence[Check] = (),
     ) -> None:
         if every < 1:
             raise ValueError(f"every={every}; expected 1 (each update) or more")
         self._place = place = find_place()
         first = place.rank == 0
         self.path: Path | None = None
-        self._alarms = tuple(alarms)
+        self._not_finite: set[str] = set()  # metrics that were warned about
         self._alone = cross_rank and place.world_size == 1  # write the statistics of one rank
         self._every, self._deferred, self._summary = every, deferred, summary
         self._last: dict[str, Any] = {}
@@ -570,11 +564,17 @@ class History:
         NOW.step = step
         if self._progress is not None:
             self._progress.report(step, now)
-        for alarm in self._alarms:
-            message = alarm.check(record)
-            if message is not None:
+        self._warn_if_not_finite(record)
+
+    def _warn_if_not_finite(self, record: Mapping[str, Any]) -> None:
+        """Warn once of each metric that is NaN or infinite."""
+        for name, value in record.items():
+            is_odd = type(value) is float and not math.isfinite(value)
+            if is_odd and name not in self._not_finite:
+                self._not_finite.add(name)
+                message = f"{name} is {value} at step {record['step']}"
                 logger.warning("%s", message)
-                self.event("alarm", message)
+                self.event("warning", message)
 
     def _close(self, cause: str, failure: BaseException | None) -> None:
         if self._is_over or self._closed:  # a forked child's are its parent's

@@ -87,7 +87,7 @@ class Run:
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        """Warnings, alarms, ends and the user's own, in the order they were written."""
+        """Warnings, ends and the user's own, in the order they were written."""
         return self._overview[1]
 
     @property

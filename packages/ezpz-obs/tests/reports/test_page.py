@@ -42,7 +42,7 @@ def page(write_run, records):
             loss=lambda n: 2 / (n + 1) ** 0.3, grad_norm=lambda n: 1 + n % 7 / 10,
             mfu=0.4, memory_gib=3.0,
         ),
-        {"event": "alarm", "time": 1_732_000_001.0, "step": 2, "message": "loss <b>spike</b>"},
+        {"event": "warning", "time": 1_732_000_001.0, "step": 2, "message": "loss <b>spike</b>"},
         {"event": "end", "time": 1_732_000_900.0, "step": 599, "message": "closed"},
     )  # fmt: skip
     return write_report(folder)[0]

@@ -111,7 +111,7 @@ def test_a_user_may_call_a_metric_mean_and_with_one_rank_there_is_no_spread(writ
 def test_warnings_of_events_and_logs(write_run, records):
     folder = write_run(
         *records(range(4), loss=1.0),
-        {"event": "alarm", "time": 1_732_000_001.0, "step": 2, "message": "loss spike"},
+        {"event": "warning", "time": 1_732_000_001.0, "step": 2, "message": "loss spike"},
         {"event": "checkpoint", "time": 1_732_000_002.0, "step": 3, "message": "saved", "of": 1},
     )
     (folder / "logs").mkdir()
@@ -128,7 +128,7 @@ def test_warnings_of_events_and_logs(write_run, records):
     said = [(row[2], row[3], row[4], row[5]) for row in table.rows]
     nothing = "\N{EN DASH}"
     assert said == [
-        (nothing, "alarm", "loss spike", ""),
+        (nothing, "warning", "loss spike", ""),
         ("1, 3", "warning", "slow", "6 \N{MULTIPLICATION SIGN}"),
         (nothing, "checkpoint", "saved of=1", ""),
         ("2", "error", "uncaught: ValueError: no", ""),

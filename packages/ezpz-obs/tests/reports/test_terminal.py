@@ -133,13 +133,13 @@ def test_what_is_said_of_each_kind(write_run, records, header):
     folder = write_run(
         header(attempt=1, continues=7),
         *records([8], replay=True, loss=0.5, **spread),
-        {"event": "alarm", "time": 1.0, "step": 8, "message": "a\n\x1b[31mb"},
+        {"event": "warning", "time": 1.0, "step": 8, "message": "a\n\x1b[31mb"},
         {"event": "end", "time": 1.0, "step": 8, "message": "closed"},
     )
     found = [line.split(" ", 1)[1] for line in said(folder)]
     assert found[0].endswith("attempt 1 of test-run, 4 ranks, continues after step 7")
     assert found[1] == "step=8 loss=0.25±0.12 (replayed)"
-    assert found[2] == "step=8 alarm: a\\n\\x1b[31mb"
+    assert found[2] == "step=8 warning: a\\n\\x1b[31mb"
     assert found[3] == "step=8 end: closed"
 
 

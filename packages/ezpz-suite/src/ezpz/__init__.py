@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from ezpz_dist import wrap_model_for_fsdp as wrap_model_for_fsdp
     from ezpz_dist import wrap_model_for_fsdp2 as wrap_model_for_fsdp2
     from ezpz_dist import wrap_optimizer_for_zero1 as wrap_optimizer_for_zero1
-    from ezpz_obs import Alarms as Alarms
     from ezpz_obs import History as History
     from ezpz_obs import StepTimer as StepTimer
     from ezpz_obs import Throughput as Throughput

@@ -23,7 +23,7 @@ from ezpz_obs._run import Block, Run, Shown, is_shown, shown_of
 from .words import NOTHING, moment, seconds
 
 ROOM: Final = 200  # different messages that are kept, of the first and of the last each
-GRAVE: Final = frozenset({"warning", "error", "critical", "exception", "fatal", "alarm"})
+GRAVE: Final = frozenset({"warning", "error", "critical", "exception", "fatal"})
 _LIGHT: Final = (b'"level":"info"', b'"level":"debug"')
 _ENOUGH: Final = 300
 _MOST_DAMAGED: Final = 5  # lines that are named; all are counted

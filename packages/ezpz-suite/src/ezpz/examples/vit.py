@@ -3,7 +3,7 @@
 usage: ezpz-launch python -m ezpz.examples.vit [--epochs=N] [--dtype=bf16] [--report]
 
 Each record has the time of the step and of its phases, images per second, the gradient's norm and
-memory; a loss that is NaN or jumps is an alarm; ``--report`` ends with a page of curves.
+memory; ``--report`` ends with a page of curves.
 """
 
 from __future__ import annotations
@@ -72,8 +72,7 @@ def train(settings: Settings) -> None:
             logits: torch.Tensor = model(batch.to(device))
         return logits.float()
 
-    alarms = [ezpz.Alarms("loss"), ezpz.Alarms("gradient_norm")]
-    with ezpz.History(settings.outdir, cross_rank=True, alarms=alarms) as history:
+    with ezpz.History(settings.outdir, cross_rank=True) as history:
         for epoch in range(settings.epochs):
             model.train()
             for batch, answers in timer.data(loader):
