@@ -96,7 +96,6 @@ def test_a_value_that_cannot_be_shown_ends_no_training(tmp_path):
         with History(tmp_path, config=config) as history:
             history.event("saved", of=Rude())
             history.event("saved", of={"a": Config(x=1)})
-            history.table("rows", [[Rude(), 1]], ["a", "b"])
             history.update({"loss": 1.0})
             raise OddError
 
@@ -105,9 +104,8 @@ def test_a_value_that_cannot_be_shown_ends_no_training(tmp_path):
     run = ezpz_obs.read_run(tmp_path)
     broken = "<Config: items raised KeyError: 'lr'>"
     assert run.headers[0]["config"] == {"a": RUDE, "b": [RUDE], "c": broken, RUDE: 1}
-    first, second, table, end = run.events
+    first, second, end = run.events
     assert (first["of"], second["of"]) == (RUDE, {"a": broken})
-    assert json.loads((tmp_path / table["file"]).read_text())["data"] == [[RUDE, 1]]
     assert end["message"] == "OddError: <OddError: __str__ raised RuntimeError: no>"
 
 
@@ -438,7 +436,6 @@ def test_other_ranks_write_a_file_at_most_and_ask_no_git(tmp_path, monkeypatch, 
     monkeypatch.setattr(_file, "_git", lambda *words: asked.append(words))
     history = History(tmp_path / "run", per_rank=per_rank)
     assert history.update({"loss": 1.0}) == "step=0 loss=1"
-    history.image("a", None)
     assert (history.finalize() is not None) == per_rank
     written = [path.name for path in tmp_path.glob("run/*")]
     assert written == ["metrics-rank00001.jsonl"] * per_rank
@@ -489,72 +486,3 @@ def test_a_child_leaves_the_file_to_its_parent(tmp_path):
     assert said.startswith("a record of step 1 in a process forked from its own; expected none")
     assert [record["loss"] for record in History.read(tmp_path)] == [1.0, 3.0]
     assert kinds(tmp_path / "metrics.jsonl") == ["ezpz_obs", "step"] * 2 + ["event"]
-
-
-def test_images_texts_and_tables_are_files_beside_the_metrics(tmp_path):
-    pillow = pytest.importorskip("PIL.Image")
-    grey, rgb = np.array([[0.0, 0.5, 2.0], [math.nan, 1.0, 0.25]]), np.zeros((2, 4, 3), np.uint8)
-    with History(tmp_path) as history:
-        history.update({"loss": 1.0}, step=3)
-        history.image("grey", grey, caption="of a test")
-        history.image("rgb", rgb + np.array([9, 8, 7], np.uint8), step=5)
-        history.image("from/pillow", pillow.fromarray(rgb))
-        history.image("again", tmp_path / "media" / "image-grey-3.png")
-        history.text("said", "first")
-        history.text("said", "line\nline")
-        rows = [{"label": np.int64(3), "p": np.float32(0.25)}, {"label": 4, "why": "x"}]
-        history.table("errors", rows)
-        history.table("pairs", [(1, True), [2, None]], columns=("a", "b"))
-        for bad in (
-            np.zeros((2, 2, 2)),
-            np.zeros((2, 2), int),
-            np.zeros((0, 2)),
-            [0.5],
-            "setup.py",
-        ):
-            with pytest.raises((ValueError, OSError)):
-                history.image("bad", bad)
-        with pytest.raises(ValueError, match=r"a row \[1\]; expected 2 values"):
-            history.table("bad", [[1]], columns="ab")
-        with pytest.raises(TypeError, match="expected mappings"):
-            history.table("bad", [[1]])
-    media = tmp_path / "media"
-    with pillow.open(media / "image-grey-3.png") as image:
-        assert np.array_equal(np.asarray(image), [[0, 128, 255], [0, 255, 64]])
-    with pillow.open(media / "image-rgb-5.png") as image:
-        assert np.asarray(image).tolist() == [[[9, 8, 7]] * 4] * 2
-    assert (media / "text-said-3.txt").read_text() == "line\nline"
-    assert json.loads((media / "table-errors-3.json").read_text()) == {
-        "columns": ["label", "p", "why"], "data": [[3, 0.25, None], [4, None, "x"]]
-    }  # fmt: skip
-    shown = [event for event in ezpz_obs.read_run(tmp_path).events if "file" in event]
-    assert shown[0] | {"time": 0} == {
-        "event": "image", "time": 0, "step": 3, "message": "of a test", "name": "grey",
-        "file": "media/image-grey-3.png",
-    }  # fmt: skip
-    assert len(shown) == 8
-
-
-def test_a_tensor_s_channels_come_first(tmp_path):
-    torch, pillow = pytest.importorskip("torch"), pytest.importorskip("PIL.Image")
-    with History(tmp_path) as history:
-        history.image("one", torch.ones(1, 2, 5, dtype=torch.bfloat16, requires_grad=True))
-        history.image("three", torch.ones(3, 2, 5))
-    sizes = []
-    for name in ("one", "three"):
-        with pillow.open(tmp_path / "media" / f"image-{name}-0.png") as image:
-            sizes.append((image.size, image.mode))
-    assert sizes == [((5, 2), "L"), ((5, 2), "RGB")]
-
-
-def test_what_cannot_be_kept_is_warned_about(tmp_path, caplog):
-    history = History()
-    history.text("a", "b")
-    history.text("a", "b")
-    assert caplog.messages == ["text 'a' is not kept: expected History(outdir=...)"]
-    (tmp_path / "media").touch()
-    with History(tmp_path) as history:
-        history.text("a", "b", step=2)
-    assert "text 'a' of step 2 is not kept: " in caplog.messages[-1]
-    with pytest.raises(HistoryError, match=r"a text 'a' after close\(\)"):
-        history.text("a", "b")

@@ -67,27 +67,6 @@ class TestTensorboard:
         assert replay(tmp_path, "tensorboard") == 220
         assert self.scalars(tmp_path)["loss"] == loss
 
-    def test_images_texts_and_tables(self, tmp_path, warned):
-        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-        with History(tmp_path, sinks=["tensorboard"]) as history:
-            history.record({"loss": 1.0}, step=4)
-            history.image("drawn", [[0.0, 1.0, 0.5]])
-            history.text("said", "hello")
-            history.table("errors", [{"label": 3, "why": "a|b"}], step=7)
-        events = EventAccumulator(str(tmp_path / "tensorboard"))
-        events.Reload()
-        (image,) = events.Images("drawn")
-        assert (image.step, image.width, image.height) == (4, 3, 1)
-        assert image.encoded_image_string == (tmp_path / "media/image-drawn-4.png").read_bytes()
-        texts = {tag: events.Tensors(f"{tag}/text_summary")[0] for tag in ("said", "errors")}
-        assert {tag: one.step for tag, one in texts.items()} == {"said": 4, "errors": 7}
-        assert texts["said"].tensor_proto.string_val == [b"hello"]
-        assert rb"| 3 | a\|b |" in texts["errors"].tensor_proto.string_val[0]
-        (tmp_path / "media" / "text-said-4.txt").unlink()
-        assert replay(tmp_path, "tensorboard") == 1
-        assert warned() == []
-
 
 class TestMlflow:
     @pytest.fixture(autouse=True)

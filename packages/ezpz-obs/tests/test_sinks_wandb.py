@@ -218,27 +218,6 @@ def test_all_is_there_a_restarted_run_is_the_same_and_a_replay_another(
 
 
 @pytest.mark.usefixtures("clean")
-def test_images_texts_and_tables_are_sent_and_sent_again(tmp_path, warned):
-    pytest.importorskip("PIL")
-    with History(tmp_path, sinks=["wandb"]) as history:
-        history.record({"loss": 1.0}, step=4)
-        history.image("drawn", [[0.0, 1.0]], caption="here")
-        history.text("said", "a < b")
-        history.table("errors", [{"label": 3, "why": None}])
-    assert replay(tmp_path, "wandb") == 1
-    assert warned() == []
-    for _ in range(2):
-        run = next(path for path in tmp_path.glob("wandb/*run-*") if path.is_dir())
-        (image,) = run.glob("files/media/images/drawn*.png")
-        assert image.read_bytes() == (tmp_path / "media" / "image-drawn-4.png").read_bytes()
-        (text,) = run.glob("files/media/html/said*.html")
-        assert "a &lt; b" in text.read_text()
-        (table,) = run.glob("files/media/table/errors*.json")
-        assert json.loads(table.read_text())["data"] == [[3, None]]
-        run.rename(tmp_path / run.name)
-
-
-@pytest.mark.usefixtures("clean")
 def test_the_run_of_setup_wandb_is_used_and_left_open(tmp_path, python):
     python(
         """

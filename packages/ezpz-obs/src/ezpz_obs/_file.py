@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import io
 import logging
 import math
 import os
 import platform
 import re
 import shutil
-import struct
 import subprocess
 import sys
 import time
@@ -37,9 +35,6 @@ RESERVED = frozenset({"step", "time", "replay", "event", "ezpz_obs", "crc"})
 """Names of the file's own: no metric may have one."""
 
 FILE_NAME = "metrics.jsonl"
-MEDIA: Mapping[str, str] = {"image": ".png", "text": ".txt", "table": ".json"}
-"""Kinds of events that have a file in the folder ``media``, and how its name ends."""
-
 PLAIN = frozenset({int, float, bool})  # the types that JSON takes as they are
 
 
@@ -444,78 +439,6 @@ def file_name(kind: str, name: str) -> str:
     slug = _OTHERS.sub("-", name[:200].lower()).strip("-")[:40]
     parts = [kind, slug, f"{zlib.crc32(name.encode(errors='backslashreplace')):08x}"]
     return "-".join(part for part in parts if part)
-
-
-_PNG = b"\x89PNG\r\n\x1a\n"
-
-
-def png_of(image: Any) -> bytes:
-    """Return what `History.image` takes as a PNG file."""
-    draw = getattr(image, "savefig", None) or getattr(image, "save", None)  # matplotlib, Pillow
-    if draw is not None:
-        into = io.BytesIO()
-        draw(into, format="png")
-        return into.getvalue()
-    if isinstance(image, str | os.PathLike):
-        found = Path(image).read_bytes()
-        if not found.startswith(_PNG):
-            raise ValueError(f"{os.fspath(image)!r} is no PNG file; expected one, or its pixels")
-        return found
-    pixels = _pixels(image)
-    height, width, *channels = pixels.shape
-    colour = {(): 0, (3,): 2, (4,): 6}[tuple(channels)]  # grey, RGB or RGBA, as PNG numbers them
-    head = struct.pack(">IIBBBBB", width, height, 8, colour, 0, 0, 0)  # of 8 bits each
-    rows = b"".join(b"\0" + row.tobytes() for row in pixels)
-    chunks = ((b"IHDR", head), (b"IDAT", zlib.compress(rows)), (b"IEND", b""))
-    return _PNG + b"".join(
-        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-        for kind, data in chunks
-    )
-
-
-def _pixels(image: Any) -> Any:
-    """Return bytes of shape (height, width) or (height, width, 3 or 4)."""
-    import numpy as np  # only who shows images
-
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(image, torch.Tensor):
-        image = _whole(image.detach()).cpu()
-        image = (image.float() if image.is_floating_point() else image).numpy()
-        image = np.moveaxis(image, 0, -1) if image.ndim == 3 else image
-    found = np.asarray(image)
-    if found.ndim == 3 and found.shape[2] == 1:
-        found = found[..., 0]
-    if found.dtype.kind in "fb":
-        found = (np.clip(np.nan_to_num(found.astype(float)), 0, 1) * 255 + 0.5).astype(np.uint8)
-    is_shape = found.ndim == 2 or (found.ndim == 3 and found.shape[2] in (3, 4))
-    if found.dtype != np.uint8 or not is_shape or not found.size:
-        raise ValueError(
-            f"an image of shape {np.shape(image)} and {found.dtype}; expected floats from 0 to 1 "
-            "or uint8, of shape (height, width) or (height, width, 1, 3 or 4); of a tensor "
-            "(height, width) or (1, 3 or 4, height, width)"
-        )
-    return found
-
-
-def table_of(rows: Iterable[Any], columns: Iterable[str] | None) -> bytes:
-    """Return what `History.table` takes as JSON, as ``pandas.read_json(orient="split")`` has it."""
-    rows = list(rows)
-    if columns is None:
-        if not all(isinstance(row, Mapping) for row in rows):
-            raise TypeError("rows without names; expected mappings, or columns=[...]")
-        columns = list(dict.fromkeys(name for row in rows for name in row))
-        rows = [[row.get(name) for name in columns] for row in rows]
-    columns, rows = list(columns), [list(row) for row in rows]
-    if wrong := [row for row in rows if len(row) != len(columns)]:
-        raise ValueError(f"a row {wrong[0]!r:.80}; expected {len(columns)} values: {columns!r:.80}")
-    return orjson.dumps(to_json({"columns": columns, "data": rows}, _cell))
-
-
-def _cell(value: Any) -> Any:
-    try:
-        return to_number("", value)
-    except TypeError:
-        return to_text(value)
 
 
 _STARTED = time.time()  # when this process did, nearly

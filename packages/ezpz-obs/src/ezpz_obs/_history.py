@@ -191,7 +191,6 @@ class History:
     _pending: tuple[dict[str, Any], dict[str, Any], _file.Copies, Exchange | None] | None = None
     _updates = 0
     _is_over = False
-    _said_nowhere = False
     _closed = ""  # why nothing more goes anywhere: "after close()"
 
     def __init__(
@@ -323,53 +322,6 @@ class History:
             line = {"event": kind, "time": now, "step": self._last.get("step"), "message": message}
             # A folder that is gone when all is over was taken away on purpose.
             self._writer.put({**line, **fields}, now, look=kind != "end")
-
-    def image(self, name: str, image: Any, step: int | None = None, *, caption: str = "") -> None:
-        """Keep an image as ``media/image-NAME-STEP.png``, for the report, W&B and TensorBoard.
-
-        Rank 0 keeps it, and only in a run with a folder. On other ranks nothing is done.
-
-        Args:
-            name: What it is called; of one name and step the last is kept.
-            image: An array of shape (height, width) or (height, width, 1, 3 or 4), a tensor of
-                shape (height, width) or (1, 3 or 4, height, width), either of floats from 0 to 1 or
-                of uint8; a Pillow image; a matplotlib figure; or the path of a PNG file.
-            step: Default: the last record's.
-            caption: For people.
-
-        Raises:
-            HistoryError: After `close`.
-            ValueError: It is no image.
-        """
-        self._show("image", name, lambda: _file.png_of(image), step, caption)
-
-    def text(self, name: str, text: str, step: int | None = None) -> None:
-        """Keep a text as ``media/text-NAME-STEP.txt``, as `image` does."""
-        self._show("text", name, lambda: text.encode(errors="backslashreplace"), step, "")
-
-    def table(
-        self,
-        name: str,
-        rows: Iterable[Any],
-        columns: Iterable[str] | None = None,
-        step: int | None = None,
-    ) -> None:
-        """Keep a table as ``media/table-NAME-STEP.json``, as `image` does.
-
-        ``pandas.read_json(path, orient="split")`` reads it.
-
-        Args:
-            name: As for `image`.
-            rows: Mappings; or, with ``columns``, sequences of as many values.
-            columns: Their names; default: the mappings' keys.
-            step: As for `image`.
-
-        Raises:
-            HistoryError: After `close`.
-            TypeError: Rows that are no mappings, without ``columns``.
-            ValueError: A row has another number of values.
-        """
-        self._show("table", name, lambda: _file.table_of(rows, columns), step, "")
 
     @property
     def history(self) -> dict[str, list[float]]:
@@ -509,39 +461,6 @@ class History:
         finally:  # this rank's own numbers are not lost where another rank is
             self._put({**record, **statistics, **flat})
         return summarize({**record, **flat}, statistics) if self._summary else ""
-
-    def _show(
-        self, kind: str, name: str, content: Callable[[], bytes], step: int | None, caption: str
-    ) -> None:
-        self._refuse_closed(f"{kind} {name!r}")
-        if self._place.rank != 0:
-            return
-        if self.path is None:
-            if not self._said_nowhere:
-                logger.warning("%s %r is not kept: expected History(outdir=...)", kind, name)
-            self._said_nowhere = True
-            return
-        step, now = self._where() if step is None else operator.index(step), time.time()
-        own = f"{_file.file_name(kind, name)}-{step}{_file.MEDIA[kind]}"
-        path = self.path.parent / "media" / own
-        made = content()
-        try:
-            path.parent.mkdir(exist_ok=True)
-            with replacing(path) as aside:
-                aside.write_bytes(made)
-        except OSError as error:  # training goes on
-            logger.warning("%s %r of step %d is not kept: %s", kind, name, step, error)
-            return
-        self.event(kind, caption, step=step, name=name, file=f"media/{path.name}")
-        if self._feeders:
-            from ._run import Shown  # only who has sinks needs it
-
-            for feeder in self._feeders:
-                feeder.put(Shown(kind, name, step, now, path, caption))
-
-    def _where(self) -> int:
-        """The last step; before the first record the one that comes."""
-        return int(self._last.get("step", self._next))
 
     def _refuse_closed(self, what: str) -> None:
         if self._closed:

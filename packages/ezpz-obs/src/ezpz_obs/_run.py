@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
@@ -22,7 +22,6 @@ from ._file import (
     FILE_NAME,
     HEADER,
     LONGEST_LINE,
-    MEDIA,
     PLAIN,
     RECORD,
     SCHEMA,
@@ -216,33 +215,6 @@ class Run:
         for later, earlier in pairwise(reversed(range(len(firsts)))):
             ends[earlier] = min(ends[later], firsts[later])
         return headers, events, ends, begins
-
-
-class Shown(NamedTuple):
-    """An image, text or table that a run has in a file."""
-
-    kind: str  # of `MEDIA`
-    name: str
-    step: int
-    time: float  # seconds since 1970
-    path: Path
-    caption: str
-
-
-def shown_of(run: Run) -> list[Shown]:
-    """Return what a run's events name, by step; of two in one file the later."""
-    found: dict[str, Shown] = {}
-    for event in run.events:
-        if is_shown(event):
-            said = (str(event["event"]), str(event["name"]), event["step"], event["time"])
-            path = run.path.parent / "media" / Path(event["file"]).name  # never another folder's
-            found[event["file"]] = Shown(*said, path, str(event.get("message") or ""))
-    return sorted(found.values(), key=lambda one: one.step)
-
-
-def is_shown(event: Mapping[str, Any]) -> bool:
-    known = (("file", str), ("name", str), ("step", int), ("time", int | float))
-    return event["event"] in MEDIA and all(isinstance(event.get(n), kind) for n, kind in known)
 
 
 def read_run(path: str | os.PathLike[str]) -> Run:

@@ -37,12 +37,10 @@ def _text_of(name: str) -> str:
     return files(__package__).joinpath(name).read_text("utf-8")
 
 
-def _markdown(report: Report, folder: Path) -> str:
-    """Return the report in short; its plots are expected as ``NAME.svg`` in this folder."""
+def _markdown(report: Report) -> str:
+    """Return the report in short; its plots are expected as ``NAME.svg`` beside it."""
     environment = _environment(autoescape=False)
-    environment.filters |= {
-        "md": escape, "row": _row, "from_here": lambda path: os.path.relpath(path, folder),
-    }  # fmt: skip
+    environment.filters |= {"md": escape, "row": _row}
     template = environment.from_string(_text_of("report.md.j2"))
     # What its parts leave empty takes a line all the same; no text in it has two.
     said = re.sub(r"\n{3,}", "\n\n", template.render(report=report, titles=SECTIONS))
@@ -113,7 +111,7 @@ def write_report(
     folder.mkdir(parents=True, exist_ok=True)
     # The page last: whoever finds the new one finds the new plots.
     plots = [_write(folder / f"{plot.file}.svg", _alone(plot.svg)) for plot in report.plots]
-    text = _write(folder / "report.md", _markdown(report, folder))
+    text = _write(folder / "report.md", _markdown(report))
     html = _write(folder / "index.html", _page(report))
     return (html, text, *plots)
 

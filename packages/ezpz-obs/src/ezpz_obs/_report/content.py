@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import time
-from base64 import b64encode
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-import orjson
-
 from ezpz_obs._file import file_name
-from ezpz_obs._run import Shown, say_damaged
-from ezpz_topo import redact
+from ezpz_obs._run import say_damaged
 
 from .figures import Drawn, curves, step_histogram
 from .survey import GRAVE, STATISTICS, Notices, Series, Survey, say_end
@@ -35,13 +30,8 @@ _KNOWN: Final = {
 
 SECTIONS: Final = {
     "curves": "Curves", "speed": "Speed", "memory": "Memory",
-    "shown": "Images, texts and tables",
 }  # fmt: skip
-"""Of plots and what is shown, by their anchors, in the order of the page."""
-
-_MOST_NAMES, _LAST, _MOST_ROWS = 24, 6, 50  # on a page: names, of each the last, rows of a table
-_LARGEST: Final = 4_000_000  # bytes of a file that is shown
-_LONGEST: Final = 4000  # characters of a text
+"""Of plots, by their anchors, in the order of the page."""
 
 
 class Panel(NamedTuple):
@@ -373,52 +363,6 @@ class Plot(NamedTuple):
     file: str  # name of its own file, without the ending
 
 
-class Item(NamedTuple):
-    """An image, a text or a table at one step."""
-
-    caption: str
-    path: Path
-    image: str = ""  # as base64
-    text: str = ""
-    table: Table | None = None
-
-
-def items(shown: Sequence[Shown]) -> list[tuple[str, list[Item], int]]:
-    """Return the last few of each name, and how many earlier ones are left out."""
-    names = list(dict.fromkeys(one.name for one in shown))
-    found = []
-    for name in names[:_MOST_NAMES]:
-        of = [one for one in shown if one.name == name]
-        found.append((name, [_item(one) for one in of[-_LAST:]], max(0, len(of) - _LAST)))
-    return found
-
-
-def _item(one: Shown) -> Item:
-    caption = f"step {one.step:,}" + (f": {one.caption}" if one.caption else "")
-    try:
-        data = one.path.read_bytes()
-    except OSError:
-        return Item(caption, one.path, text="The file is not there.")
-    if one.kind == "text":
-        return Item(caption, one.path, text=redact(data.decode(errors="replace"))[:_LONGEST])
-    if len(data) > _LARGEST:
-        return Item(caption, one.path, text=f"{len(data) / 1e6:,.0f} MB: see the file.")
-    if one.kind == "image":
-        return Item(caption, one.path, image=b64encode(data).decode())
-    try:
-        of = orjson.loads(data)
-        rows = [tuple(_cell(cell) for cell in row) for row in of["data"]]
-        columns = tuple(map(clean, of["columns"]))
-    except (ValueError, LookupError, TypeError):
-        return Item(caption, one.path, text="The file is no table that a History wrote.")
-    note = f"{len(rows) - _MOST_ROWS:,} more rows are in the file." if rows[_MOST_ROWS:] else ""
-    return Item(caption, one.path, table=Table(columns, rows[:_MOST_ROWS], note=note))
-
-
-def _cell(value: Any) -> str:
-    return number(value) if type(value) in (int, float) else clean(value)
-
-
 class RunPart(NamedTuple):
     label: str
     state: str  # "good", "bad" or "open"
@@ -429,7 +373,6 @@ class RunPart(NamedTuple):
     metrics: Table
     ranks: Table | None
     notices: Table
-    shown: list[tuple[str, list[Item], int]]
 
 
 class Report(NamedTuple):
@@ -456,7 +399,6 @@ class Report(NamedTuple):
             for anchor, title, there in (
                 ("compared", "Side by side", not self.alone),
                 *((anchor, SECTIONS[anchor], plots) for anchor, plots in self.drawn.items()),
-                ("shown", SECTIONS["shown"], any(run.shown for run in self.runs)),
                 ("ranks", "Ranks", any(run.ranks for run in self.runs)),
                 ("warnings", "Warnings", True),
                 ("attempts", "Attempts", True),
@@ -485,7 +427,6 @@ def compose(surveys: Sequence[Survey], say: Callable[[str], None]) -> Report:
             label=survey.label, state=survey.outcome[0], words=clean(survey.outcome[1]),
             course=course(survey), tiles=tiles(survey), attempts=attempts(survey),
             metrics=metrics(survey), ranks=ranks(survey), notices=notices(survey.notices),
-            shown=items(survey.shown),
         )
         for survey in surveys
     ]  # fmt: skip

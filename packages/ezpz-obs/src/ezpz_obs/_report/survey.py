@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from ezpz_obs._file import LONGEST_LINE
 from ezpz_obs._file import STATISTICS as ALL_STATISTICS
-from ezpz_obs._run import Block, Run, Shown, is_shown, shown_of
+from ezpz_obs._run import Block, Run
 
 from .words import NOTHING, moment, seconds
 
@@ -65,7 +65,7 @@ def collect(events: Iterable[dict[str, Any]], folder: Path) -> Notices:
     """Read what a run's events and ``folder/logs/*.jsonl`` say, from WARNING upward."""
     found = Notices()
     for event in events:
-        if event["event"] != "end" and not is_shown(event):
+        if event["event"] != "end":
             found.put(_of_event(event))
     for path in filter(Path.is_file, sorted((folder / "logs").glob("*.jsonl"))):
         for line in _lines(path):
@@ -354,7 +354,6 @@ class Survey:
     header: dict[str, Any]  # of the last attempt
     attempts: list[Attempt]
     series: dict[str, Series]  # by metric, in the order of their first records
-    shown: list[Shown]
     step_times: StepTimes
     notices: Notices
     records: int
@@ -416,7 +415,7 @@ def survey(run: Run, label: str | None = None, say: Callable[[str], None] | None
     return Survey(
         run=run, label=label, header=headers[-1] if headers else {},
         attempts=_attempts(headers, begins, run.events, times), series=series,
-        shown=shown_of(run), step_times=times,
+        step_times=times,
         notices=notices, records=records,
         age=max(0.0, time.time() - run.path.stat().st_mtime),
         damaged=len(run.damaged),

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from ezpz_obs._context import to_text
 from ezpz_obs._errors import SinkError
-from ezpz_obs._run import Shown, read_run, shown_of
+from ezpz_obs._run import read_run
 
 from .helper import Helper
 from .libraries import LIBRARY_SINKS, Sink, check_installed, say_error
@@ -84,7 +84,7 @@ class Feeder:
     ) -> None:
         self._sink, self._folder = sink, folder
         # A deque with a length drops its oldest by itself: no branch, no lock in `put`.
-        self._queue: deque[Mapping[str, Any] | Shown] = deque(maxlen=capacity)
+        self._queue: deque[Mapping[str, Any]] = deque(maxlen=capacity)
         self._put = 0
         self._sent = 0
         self._doing: tuple[str, float, float] | None = None
@@ -96,7 +96,7 @@ class Feeder:
             # Daemons: whatever they wait for, the interpreter's end does not.
             threading.Thread(target=target, args=args, name=name, daemon=True).start()
 
-    def put(self, record: Mapping[str, Any] | Shown) -> None:
+    def put(self, record: Mapping[str, Any]) -> None:
         self._queue.append(record)
         self._put += 1
 
@@ -150,7 +150,7 @@ class Feeder:
             batch = _take(self._queue)
             if batch:
                 self._begin("write", _WRITE_SECONDS)
-                _send(self._sink, batch)
+                self._sink.write(batch)
                 self._doing = None
                 self._sent += len(batch)
             elif last:
@@ -188,17 +188,8 @@ def close_all(feeders: Sequence[Feeder], seconds: float) -> None:
         feeder.close(max(0.0, until - time.monotonic()))
 
 
-def _send(sink: Sink, batch: Sequence[Mapping[str, Any] | Shown]) -> None:
-    if records := [one for one in batch if not isinstance(one, Shown)]:
-        sink.write(records)
-    # A file that somebody removed is no reason to lose the metrics that come.
-    shown = [one for one in batch if isinstance(one, Shown) and one.path.is_file()]
-    if shown and (show := getattr(sink, "show", None)) is not None:
-        show(shown)
-
-
-def _take(queue: deque[Mapping[str, Any] | Shown]) -> list[Mapping[str, Any] | Shown]:
-    batch: list[Mapping[str, Any] | Shown] = []
+def _take(queue: deque[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    batch: list[Mapping[str, Any]] = []
     with suppress(IndexError):
         while len(batch) < _BATCH:
             batch.append(queue.popleft())
@@ -237,7 +228,6 @@ def replay(run: str | os.PathLike[str], sink: str | Sink) -> int:
         while batch := list(islice(records, _BATCH)):
             target.write(batch)
             sent += len(batch)
-        _send(target, shown_of(found))
         target.close()
     except BaseException:
         # ctrl-C too: what was started is not left running.

@@ -27,12 +27,10 @@ from typing import Any
 
 from ezpz_obs._errors import SinkError
 from ezpz_obs._file import RECORD, decode, encode_anything, encode_record
-from ezpz_obs._run import Shown
 
 from .libraries import library_seconds, say_error
 
 CLOSE = b'{"close":true}'
-_SHOWN = b'{"shown":'
 _BLOCK = 1 << 16
 _AFTERLIFE = 10.0  # seconds to finish in where training was killed
 
@@ -76,9 +74,6 @@ def _run(name: str, say: Callable[..., None]) -> None:
     for batch in chain([waiting], batches):
         if records := [decode(each) for each in batch if each.startswith(RECORD)]:
             sink.write(records)
-        shown = [decode(each)["shown"] for each in batch if each.startswith(_SHOWN)]
-        if shown and hasattr(sink, "show"):
-            sink.show([Shown(*rest)._replace(path=Path(rest[4])) for rest in shown])
         if CLOSE in batch:
             break
     sink.close()
@@ -152,9 +147,6 @@ class Helper:
     def write(self, records: Sequence[Mapping[str, Any]]) -> None:
         self._wait_for(None, 0.0)
         self._send(b"".join(encode_record(record) or encode_anything(record) for record in records))
-
-    def show(self, shown: Sequence[Shown]) -> None:
-        self._send(b"".join(encode_anything({"shown": list(one)}) for one in shown))
 
     def close(self) -> None:
         process = self._process

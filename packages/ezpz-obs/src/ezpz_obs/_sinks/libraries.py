@@ -13,8 +13,6 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Final, Protocol, runtime_checkable
 
-import orjson
-
 from ezpz_obs._context import to_text
 from ezpz_obs._errors import HistoryError, SinkError
 from ezpz_obs._file import FILE_NAME, HEADER, as_float, decode
@@ -24,8 +22,7 @@ from ezpz_obs._file import FILE_NAME, HEADER, as_float, decode
 class Sink(Protocol):
     """A place that a run's records go to. All three are called by one thread, never training's.
 
-    A sink may have three more members. ``show(shown)`` takes images, texts and tables, each with
-    kind, name, step, time, path and caption. ``open_seconds`` is how long `open` may take (10).
+    A sink may have two more members. ``open_seconds`` is how long `open` may take (10).
     ``abandon()`` is called from another thread when the sink hangs, and should make that call
     return.
     """
@@ -74,14 +71,6 @@ def common_metrics(record: Mapping[str, Any]) -> dict[str, Any]:
         name: +value if isinstance(value, float) or abs(value) < 1 << 63 else as_float(value)
         for name, value in metrics_of(record)
     }
-
-
-def markdown_table(data: bytes) -> str:
-    """Return the table of a file of `History.table` as Markdown."""
-    table = orjson.loads(data)
-    rows = [table["columns"], ["---"] * len(table["columns"]), *table["data"]]
-    texts = [[str(cell).replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
-    return "\n".join(f"| {' | '.join(row)} |" for row in texts)
 
 
 def say_error(error: BaseException) -> str:

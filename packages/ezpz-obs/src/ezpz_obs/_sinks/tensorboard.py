@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ezpz_obs._errors import SinkError
 from ezpz_obs._file import as_float
-from ezpz_obs._run import Shown
 
-from .libraries import markdown_table, metrics_of
+from .libraries import metrics_of
 
 FOLDER = "tensorboard"
 _FLUSH_SECONDS = 10
@@ -23,11 +21,10 @@ class TensorboardSink:
     name = "tensorboard"
 
     def __init__(self, *_: Any) -> None:
-        from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2
+        from tensorboard.compat.proto import event_pb2, summary_pb2
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._events, self._summaries, self._make = event_pb2, summary_pb2, EventFileWriter
-        self._tensor = tensor_pb2.TensorProto
         self._writer: Any = None
         self._begins = False
 
@@ -55,26 +52,6 @@ class TensorboardSink:
             numbers = metrics_of(record)
             values = [value(tag=name, simple_value=as_float(number)) for name, number in numbers]
             self._add(values, record["step"], record["time"])
-
-    def show(self, shown: Sequence[Shown]) -> None:
-        value = self._summaries.Summary.Value
-        for one in shown:
-            data = one.path.read_bytes()
-            if one.kind == "image":
-                width, height = struct.unpack(">II", data[16:24])  # where PNG has them
-                image = self._summaries.Summary.Image(
-                    width=width, height=height, encoded_image_string=data
-                )
-                made = value(tag=one.name, image=image)
-            else:
-                text = data if one.kind == "text" else markdown_table(data).encode()
-                kind = self._summaries.SummaryMetadata.PluginData(plugin_name="text")
-                made = value(
-                    tag=f"{one.name}/text_summary",
-                    metadata=self._summaries.SummaryMetadata(plugin_data=kind),
-                    tensor=self._tensor(dtype="DT_STRING", string_val=[text]),
-                )
-            self._add([made], one.step, one.time)
 
     def _add(self, values: list[Any], step: int, seconds: float) -> None:
         summary = self._summaries.Summary(value=values)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import configparser
-import importlib.util
 import logging
 import netrc
 import os
@@ -13,16 +12,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
-import orjson
-
 from ezpz_obs._context import find_place, to_text
 from ezpz_obs._errors import SinkError
-from ezpz_obs._run import Shown
 from ezpz_topo import redact
 
 from . import libraries
@@ -330,23 +325,6 @@ class WandbSink:
         for record in records if self._run is not None else ():
             at = {_AXIS: record["step"], "_timestamp": record["time"]}
             self._run.log(libraries.common_metrics(record) | at)
-
-    def show(self, shown: Sequence[Shown]) -> None:
-        import wandb
-
-        for one in shown if self._run is not None else ():
-            value: Any
-            if one.kind == "image" and importlib.util.find_spec("PIL") is None:
-                self._warn("images are not sent: W&B needs pillow, which is not installed")
-                continue
-            if one.kind == "image":
-                value = wandb.Image(str(one.path), caption=one.caption or None)
-            elif one.kind == "text":
-                value = wandb.Html(f"<pre>{escape(one.path.read_text('utf-8'))}</pre>")
-            else:
-                table = orjson.loads(one.path.read_bytes())
-                value = wandb.Table(table["columns"], table["data"], allow_mixed_types=True)
-            self._run.log({one.name: value, _AXIS: one.step, "_timestamp": one.time})
 
     def close(self) -> None:
         if self._run is not None:
