@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
-from typing import Any
+from contextlib import contextmanager, suppress
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -13,7 +12,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ezpz_device import as_dtype
 
@@ -155,10 +153,13 @@ def refuse_expanded(call: str, name: str, parameter: torch.Tensor) -> None:
         )
 
 
-# From the meta device to memory, one module at a time, the same on every rank.
+# From the meta device to memory: each module's own initialization fills what the module holds.
 
 Initialize = Callable[[nn.Module], object]
 """Fills the parameters and buffers that a module has itself, those of its children aside."""
+
+Holder = tuple[nn.Module, str]
+"""The module that has a tensor, and the tensor's name in it."""
 
 
 def has_meta(model: nn.Module) -> bool:
@@ -172,11 +173,13 @@ def refuse_unfillable(model: nn.Module, initialize: Initialize | None) -> None:
                 f"{name} is a DTensor on the meta device; expected a plain parameter there; "
                 "give it its values before it is sharded"
             )
-    lacking = [
-        f"{name or 'the model'} ({type(module).__name__}: {', '.join(_own_meta(module))})"
-        for name, module in model.named_modules()
-        if initialize is None and _reset_of(module) is None and _own_meta(module)
-    ]
+    if initialize is not None:
+        return
+    lacking: list[str] = []
+    for name, module in model.named_modules():
+        own = ", ".join(_own_meta(module))
+        if own and _find_reset(module) is None:
+            lacking.append(f"{name or 'the model'} ({type(module).__name__}: {own})")
     if lacking:
         raise WrapError(
             f"a model on the meta device, and no way to fill {'; '.join(lacking)}; expected a "
@@ -185,165 +188,88 @@ def refuse_unfillable(model: nn.Module, initialize: Initialize | None) -> None:
         )
 
 
-def materialize(
-    model: nn.Module,
-    device: torch.device,
-    initialize: Initialize | None = None,
-    *,
-    replicas: Members | None = None,
-    keep_on: torch.device | None = None,
-) -> None:
-    """Give data to what is on the meta device; on all replicas the same. Collective over them."""
-    # Module by module, children first, in the order in which constructors mostly draw: whole
-    # tensors are filled, and of a sharded parameter each rank keeps its shard. So no rank ever
-    # holds more whole tensors than one module has itself, and with equal generators the shards
-    # are parts of one draw.
-    filled: dict[torch.Tensor, torch.Tensor] = {}
-    if not has_meta(model):
-        return
-    with nullcontext() if replicas is None else _first_ranks_draws(device, replicas):
-        for name, module in _children_first(model, "", set()):
-            own = _own_meta(module)
-            marked: dict[str, Callable[[], object]] = {}
-            for key, empty in own.items():
-                setattr(module, key, whole := _marked(empty, device))
-                marked[key] = ref(whole)
-            if own:
-                with torch.no_grad(), _WholeDraws():  # type: ignore[no-untyped-call]
-                    if (reset := _reset_of(module)) is not None:
-                        reset()
-                    if initialize is not None:
-                        initialize(module)
-            for key, empty in own.items():
-                whole = getattr(module, key)
-                if _is_untouched(whole, is_marked=whole is marked[key]()):
-                    path = f"{name}.{key}".removeprefix(".")
-                    raise WrapError(
-                        f"{path} of shape {list(whole.shape)} was built on the meta device, and "
-                        f"{'initialize' if initialize else 'reset_parameters'} of "
-                        f"{type(module).__name__} leaves it unfilled, or in part; expected it to "
-                        "fill all that the module holds itself"
-                    )
-                # Of a tied parameter the first draw counts, as where the second use was assigned.
-                if empty not in filled:
-                    filled[empty] = _kept(whole, empty, device, keep_on or device)
-                setattr(module, key, filled[empty])
+def materialize(model: nn.Module, device: torch.device, initialize: Initialize | None) -> None:
+    """Give memory and values to all that is on the meta device."""
+    holders: dict[torch.Tensor, Holder] = {}
+    for module in children_first(model):
+        materialize_own(module, device, initialize, holders)
 
 
-@contextmanager
-def _first_ranks_draws(device: torch.device, replicas: Members) -> Iterator[None]:
-    """Let all ranks draw from torch's generators as the first does; it alone is further on then."""
-    # torch's functions for the CPU, whose state is 5 KB, and the device's, of 16 bytes.
-    devices = [] if device.type == "cpu" else [device]
-    modules = [torch.random, *map(torch.get_device_module, devices)]
-    with torch.random.fork_rng(devices, replicas.place > 0, device_type=device.type):
-        for module in modules if replicas.size > 1 else ():
-            state = module.get_rng_state().clone()
-            replicas.send(state, replicas.ranks[0], "the state of the first rank's generators")
-            module.set_rng_state(state)
-        yield
-
-
-def _children_first(
-    module: nn.Module, path: str, seen: set[nn.Module]
-) -> Iterator[tuple[str, nn.Module]]:
-    """Yield each module once, after all that it contains: as constructors make them."""
-    if module in seen:
-        return
+def children_first(module: nn.Module, seen: set[nn.Module] | None = None) -> Iterator[nn.Module]:
+    """Yield each module once, after all that it contains: mostly the order of construction."""
+    seen = set() if seen is None else seen
+    for child in module.children():
+        if child not in seen:
+            yield from children_first(child, seen)
     seen.add(module)
-    for name, child in module.named_children():
-        yield from _children_first(child, f"{path}.{name}".removeprefix("."), seen)
-    yield path, module
+    yield module
 
 
-def shard_like(whole: torch.Tensor, like: Any) -> Any:
-    """Return a DTensor with this rank's part of what every rank has whole; nothing is sent."""
-    from torch.distributed.tensor import DTensor  # noqa: PLC0415 - only where there are some
+def materialize_own(
+    module: nn.Module,
+    device: torch.device,
+    initialize: Initialize | None,
+    holders: dict[torch.Tensor, Holder],
+) -> None:
+    """Give memory and values to what a module has itself; note in ``holders`` where it is now."""
+    own = _own_meta(module)
+    if not own:
+        return
+    for name, empty in own.items():
+        setattr(module, name, _allocate(empty, device))
+    _initialize_own(module, initialize)
+    for name, empty in own.items():
+        # Of a tied parameter the first draw counts, as where the second use was assigned.
+        holder, held_as = holders.setdefault(empty, (module, name))
+        setattr(module, name, getattr(holder, held_as))
 
-    replicated = DTensor.from_local(whole, like.device_mesh, run_check=False)
-    return replicated.redistribute(placements=like.placements)
 
-
-class _WholeDraws(TorchDispatchMode):
-    """Let a random operation on a shard draw the whole tensor, and keep this rank's part."""
-
-    # A module's reset_parameters may reach into its children, which are shards by then: torch on
-    # the CPU would draw the same numbers into the shard of every rank.
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        shards = [one for one in (*args, *kwargs.values()) if hasattr(one, "device_mesh")]
-        if torch.Tag.nondeterministic_seeded not in func.tags or not shards:
-            return func(*args, **kwargs)
-        target, name = shards[0], func.overloadpacket.__name__
-        fills, makes = name.endswith("_"), name.endswith("_like")
-        if len(shards) > 1 or args[0] is not target or not (fills or makes):
+def _initialize_own(module: nn.Module, initialize: Initialize | None) -> None:
+    parameters = dict(module.named_parameters())
+    shards = {name: one for name, one in parameters.items() if hasattr(one, "device_mesh")}
+    # Counts what is written to a tensor. There is no public way to ask.
+    versions = {name: shard._version for name, shard in shards.items()}  # noqa: SLF001
+    with torch.no_grad():
+        reset = _find_reset(module)
+        if reset is not None:
+            reset()
+        if initialize is not None:
+            initialize(module)
+    for name, shard in shards.items():
+        # Each rank would draw numbers of its own, or all the same.
+        if shard._version != versions[name]:  # noqa: SLF001
             raise WrapError(
-                f"torch.{name} of a parameter that is sharded by then, in the reset_parameters() "
-                "of a module around it; expected it to be drawn in place, by normal_() say; or "
-                "let each module fill its own"
+                f"the initialization of {type(module).__name__} writes to {name}, which is "
+                "sharded by then; expected it to fill what the module holds itself; let each "
+                "module fill its own"
             )
-        local = target.to_local()
-        whole = torch.empty(target.shape, dtype=target.dtype, device=local.device)
-        drawn = func(whole, *args[1:], **kwargs)
-        if makes:
-            return shard_like(drawn, target)
-        local.copy_(shard_like(whole, target).to_local())
-        return target
-
-
-def _kept(
-    whole: torch.Tensor, empty: torch.Tensor, device: torch.device, where: torch.device
-) -> torch.Tensor:
-    is_shard = hasattr(empty, "device_mesh")
-    if not isinstance(empty, nn.Parameter):
-        return whole.to(device)  # one that was assigned may be elsewhere
-    if whole.device == where and not is_shard:
-        return whole
-    values = shard_like(whole.detach(), empty) if is_shard else whole.detach()
-    return _parameter_like(values.to(where), empty)
-
-
-def _parameter_like(values: torch.Tensor, empty: nn.Parameter) -> nn.Parameter:
-    parameter = nn.Parameter(values, requires_grad=empty.requires_grad)
-    vars(parameter).update(vars(empty))
-    return parameter
 
 
 def _own_meta(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return what a module holds itself, and has no data of, by name."""
+    """Return the tensors that a module has itself on the meta device, by name."""
     parameters = module.named_parameters(recurse=False, remove_duplicate=False)
     buffers = module.named_buffers(recurse=False, remove_duplicate=False)
     return {name: tensor for name, tensor in (*parameters, *buffers) if tensor.is_meta}
 
 
-def _reset_of(module: nn.Module) -> Callable[[], object] | None:
-    names = "reset_parameters", "_reset_parameters"  # torch's MultiheadAttention has the other
-    return next(filter(callable, (getattr(module, name, None) for name in names)), None)
+def _find_reset(module: nn.Module) -> Callable[[], object] | None:
+    for name in ("reset_parameters", "_reset_parameters"):  # torch's MultiheadAttention's
+        method = getattr(module, name, None)
+        if callable(method):
+            return method  # type: ignore[no-any-return]
+    return None
 
 
-def _marked(empty: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a whole tensor by whose content one sees whether it was filled."""
-    whole = torch.empty(empty.shape, dtype=empty.dtype, device=device)
-    if _is_marked_by_value(empty):
-        whole.fill_(torch.nan)
-    return _parameter_like(whole, empty) if isinstance(empty, nn.Parameter) else whole
-
-
-def _is_untouched(tensor: torch.Tensor, *, is_marked: bool) -> bool:
-    if tensor.is_meta:
-        return True
-    if not tensor.numel():
-        return False
-    if _is_marked_by_value(tensor):
-        return bool(torch.isnan(tensor.detach()).any())
-    # One that was assigned in its place may be as new. There is no public way to ask.
-    return is_marked and tensor._version == 0  # noqa: SLF001
-
-
-def _is_marked_by_value(tensor: torch.Tensor) -> bool:
-    # 8-bit types are compared by few of torch's kernels.
-    return (tensor.is_floating_point() or tensor.is_complex()) and tensor.element_size() > 1
+def _allocate(empty: torch.Tensor, device: torch.device) -> torch.Tensor:
+    tensor = torch.empty_like(empty, device=device)
+    if tensor.is_floating_point() or tensor.is_complex():
+        # What no initialization writes is then seen in the first loss.
+        tensor.fill_(torch.nan)
+    if not isinstance(empty, nn.Parameter):
+        return tensor
+    parameter = nn.Parameter(tensor, requires_grad=empty.requires_grad)
+    vars(parameter).update(vars(empty))
+    return parameter
 
 
 # Before anything is wrapped: can it be, and do all ranks wrap the same?

@@ -78,7 +78,7 @@ def wrap_model_for_ddp(
                 "expected one at least; without it there is nothing to average: use wrap_model"
             )
         refuse_unfillable(model, initialize)
-    materialize(model, device, initialize, replicas=replicas)
+    materialize(model, device, initialize)
     model = _compiled(model.to(device), compile)
     _replicas.unexpand_buffers(model)
     # For one accelerator a process; on the CPU torch refuses it.
@@ -339,12 +339,11 @@ def wrap_model_for_fsdp2(
     Make the optimizer afterwards: it has to see the shards. Buffers stay whole, in their own
     type, and each rank's own: a batch norm's running statistics are of that rank's samples.
 
-    A model built under ``torch.device("meta")`` gets its values after it is sharded, so no rank
-    ever holds all of it. Each module's ``reset_parameters()`` fills that module's whole tensors,
-    with the first rank's random numbers on every rank. Each rank keeps its part. The
-    result is that of one process that builds the model on this device with the first rank's
-    seed, if its constructors draw in the order in which they register. Draws from `random`
-    or numpy are not shared.
+    A model built under ``torch.device("meta")`` gets its values unit by unit, each before it is
+    sharded, so no rank ever holds all of it. Each module's ``reset_parameters()`` fills what that
+    module holds itself, its buffers too, and the first rank's values are sent to the others.
+    They are those of one process that builds the model on this device with the first rank's
+    seed, if its constructors draw in the order in which they register.
 
     With ezpz_tp's groups it is sharded over data (and context) parallel ranks only.
 
@@ -412,28 +411,36 @@ def wrap_model_for_fsdp2(
     # What ezpz_tp says of parameters is kept while others take their place.
     tp = sys.modules.get("ezpz_tp")
     with nullcontext() if tp is None else tp.keep_attributes(model):
-        _shard(model, found, replicas, settings)
-        offloads = hasattr(options.get("offload_policy"), "pin_memory")
-        keep_on = torch.device("cpu") if offloads else None
-        device = replicas.world.device
-        materialize(model, device, initialize, replicas=replicas, keep_on=keep_on)
+        _shard(model, set(found.values()), replicas, settings, initialize)
     return model
 
 
 def _shard(
-    model: nn.Module, found: dict[str, nn.Module], replicas: Members, settings: dict[str, Any]
+    model: nn.Module,
+    units: set[nn.Module],
+    replicas: Members,
+    settings: dict[str, Any],
+    initialize: Initialize | None,
 ) -> None:
-    """Move, equal and shard one unit after another: only one at a time is whole on the device."""
+    """Fill, equal and shard one unit after another: only one at a time is whole on the device."""
     from torch.distributed.fsdp import fully_shard  # noqa: PLC0415 - 0.6 s
 
+    ignored = settings.get("ignored_params", ())
+    holders: dict[torch.Tensor, _replicas.Holder] = {}
     done: set[torch.Tensor] = set()
 
     def left(module: nn.Module) -> list[torch.Tensor]:
         held = (*module.parameters(), *module.buffers())
         return [one for one in held if one not in done and not hasattr(one, "device_mesh")]
 
-    for module in (*found.values(), model):
+    for module in _replicas.children_first(model):
+        _replicas.materialize_own(module, replicas.world.device, initialize, holders)
+        if module is not model and module not in units:
+            continue
         _replicas.start_alike(left(module), replicas)
+        if ignored:
+            moved = [getattr(*holders[one]) if one in holders else one for one in ignored]
+            settings["ignored_params"] = set(moved)
         if module is model and settings["reshard_after_forward"] is not False:
             # torch then keeps the root after forward: backward begins with it.
             del settings["reshard_after_forward"]

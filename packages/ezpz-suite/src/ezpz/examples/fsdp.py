@@ -2,8 +2,8 @@
 
 usage: ezpz-launch python -m ezpz.examples.fsdp [--dtype=bf16] [--steps=N] [--data=PATH]
 
-The model is built without memory (on the meta device), sharded block by block, and then filled:
-no rank ever holds all of it. Parameters stay fp32; blocks compute in ``--dtype``, and gradients
+The model is built without memory (on the meta device), then filled and sharded block by block: no
+rank ever holds all of it. Parameters stay fp32; blocks compute in ``--dtype``, and gradients
 are reduced in fp32.
 """
 
