@@ -1,47 +1,44 @@
-"""Sinks by name, and what feeds one: a queue that never blocks, a thread, and one that watches."""
+"""Sinks by name, and what becomes of one that fails or blocks."""
 
 import sys
 import threading
 import time
+from importlib.metadata import EntryPoint
 
 import pytest
 
-from ezpz_obs import History, SinkError, read_run
-from ezpz_obs._sinks import _IDLE, Feeder, close_all
-from ezpz_obs._sinks.libraries import LIBRARY_SINKS
-
-HEADER = {"ezpz_obs": 1, "attempt": 0, "run": "r", "time": 1.0}
+import ezpz_obs._sinks as module
+from ezpz_obs import History, SinkError, read_run, replay
+from ezpz_obs._sinks.common import LIBRARIES
 
 
-class Keeping:
+class Recorder:
     """Keeps what it gets; does what it is told where it is told."""
 
-    name = "keeping"
+    name = "recorder"
 
-    def __init__(self, **does):
-        self.does, self.said, self.records = does, [], []
+    def __init__(self, **actions):
+        self.actions, self.calls, self.steps, self.metrics = actions, [], [], []
 
-    def _now(self, where):
-        self.said.append(where)
-        self.does.get(where, lambda: None)()
+    def _call(self, name):
+        self.calls.append(name)
+        self.actions.get(name, lambda: None)()
 
     def open(self, header, folder):
-        self._now("open")
+        self._call("open")
+        self.header = header
 
-    def write(self, records):
-        self._now("write")
-        self.records += records
+    def write(self, step, metrics):
+        self._call("write")
+        self.steps.append(step)
+        self.metrics.append(metrics)
 
     def close(self):
-        self._now("close")
+        self._call("close")
 
 
 def fail():
     raise OSError(28, "No space left on device")
-
-
-def records(count):
-    return [{"step": step, "time": float(step), "loss": 1.0} for step in range(count)]
 
 
 @pytest.fixture
@@ -52,39 +49,49 @@ def hang():
     over.set()
 
 
-def test_all_records_arrive_in_order(warned):
-    opened = threading.Event()
-    sink = Keeping(open=lambda: opened.wait(60))
-    feeder = Feeder(sink, HEADER, None)
-    for record in records(5000):
-        feeder.put(record)  # while it opens, too
-    opened.set()
-    feeder.close()
-    feeder.close()
-    assert [record["step"] for record in sink.records] == list(range(5000))
-    assert sink.said[0] == "open"
-    assert sink.said[-1] == "close"
+def test_all_records_arrive_in_order(tmp_path, warned):
+    sink = Recorder()
+    with History(tmp_path, sinks=["jsonl", sink], config={"lr": 0.1}) as history:
+        for step in range(100):
+            history.record({"loss": step / 2, "train": {"n": step}})
+    assert sink.calls == ["open", *["write"] * 100, "close"]
+    assert sink.header["config"] == {"lr": 0.1}
+    assert sink.steps == list(range(100))
+    assert sink.metrics[3].keys() == {"time", "loss", "train/n"}
+    assert sink.metrics[3]["loss"] == 1.5
     assert not warned()
 
 
 @pytest.mark.parametrize("where", ["open", "write", "close"])
-def test_one_that_fails_is_said_once_and_the_others_go_on(where, warned, tmp_path):
-    bad, good = Keeping(**{where: fail}), Keeping()
-    with History(tmp_path, sinks=["jsonl", bad, good], summary=False) as history:
+def test_one_that_fails_is_switched_off_with_one_line_and_replayed_later(where, warned, tmp_path):
+    bad, good = Recorder(**{where: fail}), Recorder()
+    with History(tmp_path, sinks=[bad, good]) as history:
         for step in range(100):
             history.record({"loss": step})
-            if step % 50 == 0:
-                time.sleep(2 * _IDLE)
-    assert len(good.records) == 100
+    assert good.steps == list(range(100))
     assert len(History.read(tmp_path)) == 100
-    first, last = warned()
-    assert f"sink keeping failed to {where}: OSError" in first
-    assert f"ezpz_obs.replay({str(tmp_path)!r}, sink)" in last
-    if where != "close":
-        assert "100 records were not sent" in last
+    (said,) = warned()
+    assert said == (
+        f"sink recorder failed to {where}: OSError: [Errno 28] No space left on device; training "
+        "goes on without it, all records are sent later by: "
+        f"ezpz_obs.replay({str(tmp_path)!r}, sink)"
+    )
+    assert len(bad.calls) == {"open": 1, "write": 2, "close": 102}[where]
+    later = Recorder()
+    assert replay(tmp_path, later) == 100
+    assert later.steps == good.steps
+    assert later.header["replayed"]
 
 
-def test_one_that_fails_and_cannot_say_how(warned, tmp_path):
+def test_what_a_library_ends_with_ends_no_training(warned):
+    with History(sinks=[Recorder(write=lambda: sys.exit(3))]) as history:
+        history.record({"loss": 1.0})
+    (said,) = warned()
+    assert "failed to write: SystemExit: 3" in said
+    assert said.endswith("and the run has no file to replay")
+
+
+def test_one_that_cannot_say_what_failed(warned):
     class OddError(Exception):
         def __str__(self):
             raise RuntimeError("no")
@@ -92,71 +99,47 @@ def test_one_that_fails_and_cannot_say_how(warned, tmp_path):
     def fail_oddly():
         raise OddError
 
-    with History(tmp_path, sinks=[Keeping(write=fail_oddly)]) as history:
+    with History(sinks=[Recorder(write=fail_oddly)]) as history:
         history.record({"loss": 1.0})
     assert "OddError: <OddError: __str__ raised RuntimeError: no>" in warned()[0]
 
 
-def test_a_slow_one_loses_the_oldest_and_says_how_many(warned, tmp_path):
-    inside, go_on = threading.Event(), threading.Event()
-
-    def wait():
-        inside.set()
-        go_on.wait(300)
-
-    sink = Keeping(write=wait)
-    feeder = Feeder(sink, HEADER, tmp_path, capacity=100)
-    first, *rest = records(1001)
-    feeder.put(first)
-    assert inside.wait(120)
-    for record in rest:
-        feeder.put(record)
-    go_on.set()
-    feeder.close()
-    assert [record["step"] for record in sink.records] == [0, *range(901, 1001)]
-    (said,) = warned()
-    assert "900 records were not sent" in said
+def test_one_that_blocks_a_step_for_long(warned, monkeypatch):
+    monkeypatch.setattr(module, "WRITE_SECONDS", 0.05)
+    slow = Recorder(write=lambda: time.sleep(0.1))
+    with History(sinks=[slow]) as history:
+        for _ in range(5):
+            history.record({"loss": 1.0})
+    assert slow.steps == [0]
+    assert "sink recorder blocked training for 0 s; training goes on" in warned()[0]
 
 
-def test_one_that_hangs_is_left_behind(warned, hang):
-    abandoned = threading.Event()
-    sink = Keeping(open=hang)
-    sink.open_seconds = 0.3
-    sink.abandon = abandoned.set
-    feeder = Feeder(sink, HEADER, None)
-    assert abandoned.wait(120)
-    for record in records(1000):
-        feeder.put(record)
-    feeder.close(0.0)
-    first, last = warned()
-    assert "hangs: open takes more than 0.3 s" in first
-    assert "1,000 records were not sent" in last
-
-
-def test_several_that_hang_are_waited_for_together(warned, hang):
-    feeders = [Feeder(Keeping(close=hang), HEADER, None) for _ in range(4)]
-    good = Keeping()
-    feeders.append(Feeder(good, HEADER, None))
-    for record in records(10):
-        for feeder in feeders:
-            feeder.put(record)
+def test_several_that_hang_are_waited_for_together(warned, hang, monkeypatch):
+    monkeypatch.setattr(module, "OPEN_SECONDS", 0.1)
+    monkeypatch.setattr(module, "CLOSE_SECONDS", 1.0)
+    good = Recorder()
     began = time.monotonic()
-    close_all(feeders, 9.0)
-    assert time.monotonic() - began < 18, "together: one after the other they take 36 s"
-    assert good.said[-1] == "close"
-    assert len(warned()) == 2 * 4
+    with History(sinks=[Recorder(open=hang), *[Recorder(close=hang) for _ in range(8)], good]):
+        pass
+    assert time.monotonic() - began < 5, "one after the other they take 8 s"
+    assert good.calls == ["open", "close"]
+    said = warned()
+    assert "did not open in time" in said[0]
+    assert ["did not close in time" in one for one in said[1:]] == [True] * 8
 
 
-def test_what_can_be_replayed_and_how(warned, tmp_path):
-    """The command knows no object of a user's, and without a folder there is no file."""
-    for folder in (tmp_path, None):
-        feeder = Feeder(Keeping(open=lambda: sys.exit(3)), HEADER, folder)
-        feeder.put({"step": 0, "time": 0.0})
-        feeder.close()
-    left, first, _, last = warned()
-    assert "failed to open: SystemExit: 3" in left, "which does not end the interpreter"
-    assert first.endswith(f"all are in the run's file: ezpz_obs.replay({str(tmp_path)!r}, sink)")
-    assert last.endswith("1 records were not sent; the run has no file to replay")
+class Found(EntryPoint):
+    def load(self):
+        return Recorder
+
+
+def test_a_package_offers_a_sink_by_an_entry_point(tmp_path, monkeypatch, warned):
+    known = {"recorder": Found("recorder", "x:Y", module.ENTRY_POINTS)}
+    monkeypatch.setattr(module, "find_sinks", lambda: known)
+    monkeypatch.setattr(Recorder, "write", lambda *_: fail())
+    with History(tmp_path, sinks=["recorder"]) as history:
+        history.record({"loss": 1.0})
+    assert warned()[0].endswith(f"ezpz-obs replay {tmp_path} --to=recorder")
 
 
 @pytest.mark.parametrize(
@@ -191,7 +174,7 @@ def test_sinks_are_named_by_the_environment_where_no_argument_does(
     assert "metrics.jsonl" in history._repr_html_()
 
 
-@pytest.mark.parametrize("name", LIBRARY_SINKS)
+@pytest.mark.parametrize("name", LIBRARIES)
 def test_what_is_not_installed_is_named_with_the_command(name, tmp_path, python):
     (tmp_path / name).mkdir()  # W&B's own ./wandb is no package
     done = python(

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from ._report.terminal import tail as tail
     from ._run import Run as Run
     from ._run import read_run as read_run
+    from ._sinks import Sink as Sink
     from ._sinks import replay as replay
-    from ._sinks.libraries import Sink as Sink
     from ._sinks.mlflow import setup_mlflow as setup_mlflow
     from ._sinks.wandb import setup_wandb as setup_wandb
     from ._sinks.wandb import verify_wandb as verify_wandb

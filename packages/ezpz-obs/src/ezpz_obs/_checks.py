@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from ezpz_topo import CheckResult
 
 from ._errors import SinkError
-from ._sinks.libraries import check_installed
+from ._sinks.common import check_installed
 from ._sinks.wandb import find_credentials, find_mode, find_server
 
 

@@ -11,7 +11,7 @@ import sys
 import time
 import weakref
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from threading import RLock
@@ -23,8 +23,7 @@ from ._errors import HistoryError
 
 if TYPE_CHECKING:
     from ._across import Across, Exchange
-    from ._sinks import Feeder
-    from ._sinks.libraries import Sink
+    from ._sinks import Sink, SinkGroup
 
 
 def call_at_exit(end: Callable[[], None]) -> Callable[[], None]:
@@ -152,9 +151,9 @@ class History:
             writes nothing, and keeps the records in memory (8 bytes a number).
         resume: Continue in ``outdir`` even if the run there has finished.
         sinks: Where else rank 0's records go: "csv", "tensorboard", "wandb", "mlflow", "trackio",
-            or objects like `Sink`. Each has a thread of its own; one that fails or hangs is left
-            behind, and can be made good from the file (``ezpz-obs replay``). Where none is named
-            it is those of ``EZPZ_SINKS`` (``csv,wandb``; ``none``), else W&B's run if one is live.
+            or objects like `Sink`. One that raises or blocks is switched off with one warning, and
+            ``ezpz-obs replay`` sends it all later. Where none is named it is those of
+            ``EZPZ_SINKS`` (``csv,wandb``; ``none``), else W&B's run if one is live.
         backends: Another name of ``sinks``, and ``EZPZ_TRACKER_BACKENDS`` of ``EZPZ_SINKS``.
         project_name: What W&B, MLflow and trackio group runs under; default: the script's name.
         cross_rank: Add each metric's mean, std, min, max and the ranks of these over all ranks,
@@ -185,7 +184,7 @@ class History:
 
     _kept: Kept | None = None  # in memory, where there is no file
     _writer: _file.Writer | None = None
-    _feeders: Sequence[Feeder] = ()
+    _sinks: SinkGroup | None = None
     _across: Across | None = None
     # The record that waits: what is known of it, its metrics, their copies, the other ranks'.
     _pending: tuple[dict[str, Any], dict[str, Any], _file.Copies, Exchange | None] | None = None
@@ -254,9 +253,9 @@ class History:
             self._quick = not (deferred or self._alone or self._across is not None)
             beside = None if self.path is None else self.path.parent
             if chosen:
-                from ._sinks import Feeder
+                from ._sinks import SinkGroup
 
-                self._feeders = [Feeder(sink, header, beside) for sink in chosen]
+                self._sinks = SinkGroup(chosen, header, beside)
         except BaseException:  # also Ctrl-C: the file is to be free for the next attempt
             if self._writer is not None:
                 self._writer.close()
@@ -477,8 +476,8 @@ class History:
             self._writer.put(record, now)
         elif self._kept is not None:
             self._kept.put(record)
-        for feeder in self._feeders:
-            feeder.put(record)
+        if self._sinks is not None:
+            self._sinks.write(record)
         self._last = record
         NOW.step = step
         if self._progress is not None:
@@ -500,7 +499,6 @@ class History:
             return
         self._is_over = True
         self._forget_exit()
-        began = time.monotonic()
         try:
             self._settle(_OTHERS_SECONDS)
         except HistoryError as error:
@@ -513,12 +511,8 @@ class History:
             self._progress.write()
         if self._writer is not None:
             self._writer.close()
-        if self._feeders:
-            from ._sinks import close_all
-            from ._sinks.libraries import library_seconds
-
-            # One second is left for the interpreter's own end.
-            close_all(self._feeders, began + library_seconds() - 1.0 - time.monotonic())
+        if self._sinks is not None:
+            self._sinks.close()
         self._closed = "after close()"
         NOW.step = None  # what is logged now is of no step
 

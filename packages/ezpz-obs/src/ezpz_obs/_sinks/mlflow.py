@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
@@ -13,12 +14,14 @@ from typing import Any
 from ezpz_obs._errors import SinkError
 from ezpz_obs._file import as_float
 
-from . import SET_UP
-from .libraries import check_installed, metrics_of, plain_config, project_of, run_key
+from .common import SET_UP, check_installed, find_project, run_config, run_key
 
 _TAG = "ezpz_obs.run"
-_MOST = 1000  # metrics a request, MLflow's own limit
-_LONGEST_NAME, _LONGEST_VALUE = 250, 500
+_BATCH = 500  # metrics a request; MLflow takes 1,000
+_MOST_PARAMETERS = 100  # a request: MLflow's limit
+_MOST_PENDING = 16  # requests that its own threads may be behind
+_LONGEST_NAME = 250
+_LONGEST_VALUE = 500
 _NOT_IN_NAMES = re.compile(r"[^\w\-. :/]")
 
 
@@ -35,86 +38,113 @@ def setup_mlflow(project_name: str | None = None, *, tracking_uri: str | None = 
         SinkError: mlflow is not installed.
     """
     check_installed("mlflow")
-    told = {"MLFLOW_EXPERIMENT_NAME": project_name, "MLFLOW_TRACKING_URI": tracking_uri}
-    os.environ.update({name: value for name, value in told.items() if value is not None})
+    if project_name is not None:
+        os.environ["MLFLOW_EXPERIMENT_NAME"] = project_name
+    if tracking_uri is not None:
+        os.environ["MLFLOW_TRACKING_URI"] = tracking_uri
     SET_UP.add("mlflow")
 
 
 class MlflowSink:
-    # The experiment is ``MLFLOW_EXPERIMENT_NAME``, else the script's name.
+    """The experiment is ``MLFLOW_EXPERIMENT_NAME``, else the script's name."""
 
     name = "mlflow"
 
-    def __init__(self, *_: Any) -> None:
-        # Server or file, one that does not answer is said so by MLflow after minutes.
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
+    def __init__(self) -> None:
+        # MLflow by itself says after minutes that a server does not answer.
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "5")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
         from mlflow.entities import Metric, Param
         from mlflow.tracking import MlflowClient
 
-        self._metric, self._param, self._make = Metric, Param, MlflowClient
+        self._make_metric = Metric
+        self._make_parameter = Param
+        self._make_client = MlflowClient
         self._client: Any = None
         self._run = ""
+        self._metrics: list[Any] = []
+        self._pending: deque[Any] = deque()
 
     def open(self, header: Mapping[str, Any], folder: Path | None) -> None:
-        where = os.environ.get("MLFLOW_TRACKING_URI")
-        if not where:
-            if folder is None:
-                raise SinkError(
-                    'sink "mlflow" of a run without a folder; expected History(outdir=...) or '
-                    "MLFLOW_TRACKING_URI"
-                )
-            where = (folder / "mlruns").absolute().as_uri()
-            # Plain files need no database; MLflow 3 wants to be told that they are meant.
-            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
-        self._client = client = self._make(tracking_uri=where)
-        experiment = project_of(header, "MLFLOW_EXPERIMENT_NAME")
-        found = client.get_experiment_by_name(experiment)
-        number = found.experiment_id if found else client.create_experiment(experiment)
+        self._client = self._make_client(tracking_uri=_find_server(folder))
+        experiment = find_project(header, "MLFLOW_EXPERIMENT_NAME")
+        found = self._client.get_experiment_by_name(experiment)
+        if found is None:
+            number = self._client.create_experiment(experiment)
+        else:
+            number = found.experiment_id
         key = run_key(header, folder)
-        runs = client.search_runs([number], f"tags.`{_TAG}` = '{key}'", max_results=1)
+        runs = self._client.search_runs([number], f"tags.`{_TAG}` = '{key}'", max_results=1)
         if runs:
             self._run = runs[0].info.run_id
-            client.set_terminated(self._run, "RUNNING")
-        else:
-            run = client.create_run(number, tags={_TAG: key}, run_name=str(header.get("run", key)))
-            self._run = run.info.run_id
-            parameters = [
-                self._param(_shown(name), str(value)[:_LONGEST_VALUE])
-                for name, value in dict(_flat(plain_config(header))).items()
-            ]
-            for first in range(0, len(parameters), 100):  # MLflow's limit
-                client.log_batch(self._run, params=parameters[first : first + 100])
-        self.place = f"run {self._run} of {experiment} at {where}"
-
-    def write(self, records: Sequence[Mapping[str, Any]]) -> None:
-        metrics = [
-            self._metric(_shown(name), as_float(value), int(record["time"] * 1000), record["step"])
-            for record in records
-            for name, value in metrics_of(record)
+            self._client.set_terminated(self._run, "RUNNING")
+            return
+        name = str(header.get("run", key))
+        run = self._client.create_run(number, tags={_TAG: key}, run_name=name)
+        self._run = run.info.run_id
+        parameters = [
+            self._make_parameter(to_mlflow_name(name), str(value)[:_LONGEST_VALUE])
+            for name, value in _flatten(run_config(header))
         ]
-        for first in range(0, len(metrics), _MOST):
-            self._client.log_batch(self._run, metrics=metrics[first : first + _MOST])
+        for first in range(0, len(parameters), _MOST_PARAMETERS):
+            self._client.log_batch(self._run, params=parameters[first : first + _MOST_PARAMETERS])
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        milliseconds = int(metrics["time"] * 1000)
+        for name, value in metrics.items():
+            if name != "time":
+                self._metrics.append(
+                    self._make_metric(to_mlflow_name(name), as_float(value), milliseconds, step)
+                )
+        while len(self._metrics) >= _BATCH:
+            self._send()
 
     def close(self) -> None:
-        if self._run:
-            self._client.set_terminated(self._run)
+        if not self._run:
+            return
+        while self._metrics:
+            self._send()
+        while self._pending:
+            self._pending.popleft().wait()
+        self._client.set_terminated(self._run)
+
+    def _send(self) -> None:
+        batch = self._metrics[:_BATCH]
+        del self._metrics[:_BATCH]
+        self._pending.append(self._client.log_batch(self._run, metrics=batch, synchronous=False))
+        if len(self._pending) > _MOST_PENDING:
+            self._pending.popleft().wait()  # raises what went wrong
+
+
+def _find_server(folder: Path | None) -> str:
+    server = os.environ.get("MLFLOW_TRACKING_URI")
+    if server:
+        return server
+    if folder is None:
+        raise SinkError(
+            'sink "mlflow" of a run without a folder; expected History(outdir=...) or '
+            "MLFLOW_TRACKING_URI"
+        )
+    # Plain files need no database; MLflow 3 wants to be told that they are meant.
+    os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+    return (folder / "mlruns").absolute().as_uri()
 
 
 @cache
-def _shown(name: str) -> str:
+def to_mlflow_name(name: str) -> str:
     """Return a name that MLflow takes; two names never become one."""
-    shown = _NOT_IN_NAMES.sub("_", name)
-    parts = shown.split("/")
-    if shown == name and len(shown) <= _LONGEST_NAME and not {"", ".", ".."} & set(parts):
+    allowed = _NOT_IN_NAMES.sub("_", name)
+    parts = allowed.split("/")
+    if allowed == name and len(name) <= _LONGEST_NAME and not {"", ".", ".."} & set(parts):
         return name
-    mark = blake2b(name.encode(errors="replace"), digest_size=3).hexdigest()
+    digest = blake2b(name.encode(errors="replace"), digest_size=3).hexdigest()
     clean = "/".join(part for part in parts if part not in ("", ".", ".."))
-    return f"{clean[: _LONGEST_NAME - 7]}_{mark}"
+    return f"{clean[: _LONGEST_NAME - 7]}_{digest}"
 
 
-def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in config.items():
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}.")
+            yield from _flatten(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value

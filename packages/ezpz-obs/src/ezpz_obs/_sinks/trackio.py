@@ -2,38 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .libraries import common_metrics, give_home, plain_config, project_of, run_key
+from .common import find_project, run_config, run_key, to_library_numbers
 
 
 class TrackioSink:
-    # The project is ``TRACKIO_PROJECT``, else the script's name. Where the home cannot be written,
-    # the folder is ``RUN/trackio``.
+    """The project is ``TRACKIO_PROJECT``, else the script's name."""
 
     name = "trackio"
 
-    def __init__(self, _: Callable[[str], None], folder: Path | None) -> None:
-        give_home(folder, {"TRACKIO_DIR": "trackio", "HF_HOME": "trackio/huggingface"})
-        import trackio  # reads its folder when imported
+    def __init__(self) -> None:
+        import trackio
 
         self._init = trackio.init
         self._run: Any = None
 
     def open(self, header: Mapping[str, Any], folder: Path | None) -> None:
-        project = project_of(header, "TRACKIO_PROJECT")
-        name = f"{header.get('run', 'run')}-{run_key(header, folder)[:6]}"
         self._run = self._init(
-            project, name=name, config=plain_config(header), resume="allow", embed=False,
-            auto_log_gpu=False, auto_log_cpu=False,
-        )  # fmt: skip
-        self.place = f"run {name} of project {project}"
+            find_project(header, "TRACKIO_PROJECT"),
+            name=f"{header.get('run', 'run')}-{run_key(header, folder)[:6]}",
+            config=run_config(header),
+            resume="allow",
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
 
-    def write(self, records: Sequence[Mapping[str, Any]]) -> None:
-        for record in records:
-            self._run.log(common_metrics(record), step=record["step"])
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(to_library_numbers(metrics), step=step)
 
     def close(self) -> None:
         if self._run is not None:
