@@ -102,7 +102,7 @@ def clusters(site, tmp_path):
         "named=${SLURM_CLUSTERS:+;sandbox}",
         "unset SLURM_CLUSTERS SBATCH_CLUSTERS",
     ]
-    for name in ("sinfo", "squeue", "sacct", "scontrol", "scancel"):
+    for name in ("squeue", "sacct", "scontrol", "scancel"):
         site(name, *lines, 'real "$@"')
     env = site("sbatch", *lines, 'id=$(real "$@") && echo "$id$named"')
     (tmp_path / "setup.sh").write_text(f"PATH={env['PATH']}\n")
@@ -114,6 +114,6 @@ def talkative(site):
     """Slurm's commands with lines beside their answers: a cluster's header, and a site's own."""
     balance = 'echo "Remaining balance: 497,218 hours"'
     lines = ['echo "CLUSTER: sandbox"', balance, 'real "$@"', "status=$?", balance, "exit $status"]
-    for name in ("sinfo", "squeue", "sacct", "scontrol"):
+    for name in ("squeue", "sacct", "scontrol"):
         env = site(name, *lines)
     return env

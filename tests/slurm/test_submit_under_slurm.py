@@ -104,10 +104,9 @@ def test_jobs_that_had_to_go_are_another_attempt(slurm, submit, partitions):
 
 
 @pytest.mark.parametrize(("words", "message"), [
-    (["--partition", "none"], "--queue none: no such queue; expected one of all (1 to 4 nodes, up"),
-    (["--time", "2h"], "jobs of all may run for 1:00:00"),
+    (["--partition", "none"], "invalid partition specified: none"),
     (["-A", "closed"], "account closed has no hours left"),
-    (["-A", "closed"], "asked for nodes 2, queue all, account closed; expected"),
+    (["-A", "closed"], "asked for nodes 2, account closed; expected"),
     (["--submit-args", "--constraint=none"], "Invalid feature specification; asked for nodes 2"),
 ])  # fmt: skip
 def test_what_slurm_refuses_is_said_in_its_words(sandbox, submit, words, message):
@@ -135,21 +134,6 @@ def test_lines_of_a_site_beside_the_id(submit, site, lines):
     assert sorted(ranks) == ["here 0", "here 0", "here 1", "here 1"]
 
 
-def test_lines_of_a_site_beside_partitions(submit, talkative):
-    chain = submit("--queue", "high", "true", env=talkative)
-    chain.ends("done", 1)
-    words = ("--queue", "high", "--time", "2h", "true")
-    assert "jobs of high may run for 1:00:00" in submit(*words, env=talkative, expect=2).said
-
-
-def test_a_sinfo_of_other_lines_alone(submit, site):
-    env = site("sinfo", 'echo "CLUSTER: sandbox"')
-    assert (
-        "sinfo --noheader --format=%P|%l|%s|%D|%a printed 'CLUSTER: sandbox\\n'; expected lines "
-        "such as all*|1:00:00|1-infinite|4|up; run it by hand"
-    ) in submit("true", env=env, expect=2).said
-
-
 def test_a_job_of_another_cluster_is_asked_for_and_ended_there(
     slurm, tool, submit, clusters, tmp_path
 ):
@@ -160,7 +144,6 @@ def test_a_job_of_another_cluster_is_asked_for_and_ended_there(
     assert chain.said.splitlines()[-1] == "  cluster sandbox"
     log = (tmp_path / "log").read_text()
     assert "sbatch sandbox --parsable " in log
-    assert "sinfo sandbox " in log
 
     def ours(*words, env=(), **more):
         return slurm.run([tool("ezpz-launch"), *words], env={**chain.env, **dict(env)}, **more)
@@ -187,10 +170,6 @@ def test_a_chain_of_another_cluster_goes_on_there(submit, clusters, tmp_path):
 
 
 ENDS = "import os, sys; sys.exit(75 * (os.environ['EZPZ_ATTEMPT'] == '0'))"
-
-
-def test_a_partition_that_sinfo_alone_is_told(submit):
-    submit("--queue", "all", "true", env={"SINFO_PARTITION": "high"}).ends("done", 1)
 
 
 def test_a_job_without_an_id_is_said_to_be_queued(slurm, tool, submit, site):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ezpz_launch._queue import SCHEDULERS, _pbs_job, _slurm_job, array_of
+from ezpz_launch._queue import SCHEDULERS, _pbs_job, _slurm_job
 
 BALANCE = "Remaining balance: 497,218 hours"
 
@@ -19,7 +19,6 @@ SUBMITTED = [
     ("slurm", "123\n497218\n", None),
     # of qsub
     ("pbs", "123.pbs-0001\n", ("123.pbs-0001", "")),
-    ("pbs", "123[].pbs-0001\n", ("123[].pbs-0001", "")),
     ("pbs", f"{BALANCE}\n123.polaris-pbs-01.hsn.cm\n497218.50\n",
      ("123.polaris-pbs-01.hsn.cm", "")),
     ("pbs", "", None),
@@ -121,15 +120,3 @@ def test_where_pbs_puts_the_output(monkeypatch, job_id, attributes, path, keeper
     told = {"job_state": "R", "Job_Name": "n", "exec_host": "x1n0/0", "Output_Path": "h:/d/n.o7"}
     job = _pbs_job(job_id, {**told, **attributes})
     assert (job.stdout, job.keeper) == (path, keeper)
-
-
-def test_an_array_is_one_job_in_the_state_of_those_that_are_not_over():
-    tasks = [
-        _slurm_job({**dict.fromkeys(("key", "name", "queue", "submitted", "start", "end"), ""),
-                    "id": f"12_{at}", "state": state, "status": "0", "nodes": "1"})
-        for at, state in enumerate(["COMPLETED", "RUNNING", "PENDING", "FAILED", "COMPLETED"])
-    ]  # fmt: skip
-    whole = array_of(tasks)
-    assert (whole.id, whole.state) == ("12", "running")
-    assert whole.why == "array: 2 completed, 1 running, 1 queued, 1 failed"
-    assert array_of([tasks[0], tasks[3]]).state == "failed"

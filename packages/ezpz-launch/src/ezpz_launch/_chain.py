@@ -7,7 +7,6 @@ once.
 
 from __future__ import annotations
 
-import re
 import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple
 from ezpz_topo import SchedulerError, TopoError, ask, get_pbs_folder
 
 from ._errors import LaunchError, StageError, UsageError, say
-from ._queue import CLUSTERS, SCHEDULERS, Scheduler, env_of_cluster
+from ._queue import CLUSTERS, SCHEDULERS, env_of_cluster
 from ._record import (
     Stored,
     dump,
@@ -38,7 +37,7 @@ class Chain(NamedTuple):
 
     id: str  # the job's name, "-", and an id as a launch has it, which sorts by time
     name: str  # as the scheduler knows it
-    kind: str  # job, array, until-done (each submits the next) or chain (submitted beforehand)
+    kind: str  # job, until-done (each submits the next) or chain (submitted beforehand)
     command: tuple[str, ...]  # the user's, without what is secret; the script has it whole
     scheduler: str  # slurm or pbs
     script: str  # path of the batch script
@@ -60,7 +59,7 @@ class Chain(NamedTuple):
 def job_entry(job_id: str, submitted: str) -> dict[str, Any]:
     """Return the entry of a job that was submitted; the job writes the rest as it runs."""
     return {
-        "id": job_id,  # the scheduler's, whole: 12, 12.pbs-0001, 40[].pbs-0001
+        "id": job_id,  # the scheduler's, whole: 12, 12.pbs-0001
         "submitted": submitted,
         "start": None,  # the last time that it began
         "end": None,  # None also where it was killed before it could write
@@ -99,7 +98,7 @@ def path_of(chain: Chain) -> str:
 
 
 def output_of(chain: Chain, job_id: str) -> str:
-    return chain.output.replace("%j", re.split(r"[.\[]", job_id)[0])
+    return chain.output.replace("%j", job_id.partition(".")[0])
 
 
 def change_chain(path: str, **values: Any) -> Chain | None:
@@ -135,16 +134,6 @@ def submit_words(chain: Chain, after: str) -> list[str]:
     if after:
         words += [word.format(after) for word in scheduler.depend]
     return [*words, chain.script]
-
-
-def choices(label: str, scheduler: Scheduler) -> str:
-    """Return what there is to choose from, where the scheduler tells."""
-    try:
-        if label == "queue":
-            return ", ".join(map(str, scheduler.queues()))
-        return scheduler.accounts() if label == "account" else ""
-    except TopoError:
-        return ""  # it is a help, and no more
 
 
 _OF_THE_CLIENT = (
@@ -191,11 +180,9 @@ def queue_one(chain: Chain, env: Mapping[str, str]) -> Chain:
     if told.status:
         said = " ".join((told.stderr.strip() or told.stdout.strip() or "nothing").split())
         asked = ", ".join(f"{name} {value}" for name, value in chain.options.items() if value)
-        hints = [f"{name}s: {found}" for name in ("queue", "account")
-                 if (found := choices(name, scheduler))]  # fmt: skip
         raise LaunchError(
             f"{shlex.join(words)} was refused: {said}; asked for {asked}; expected what the site "
-            f"allows ({'; '.join([*hints, f'more words for {words[0]}: --submit-args'])})"
+            f"allows (more words for {words[0]}: --submit-args)"
         )
     submitted = scheduler.find_job_id(told.stdout)
     if submitted is None:

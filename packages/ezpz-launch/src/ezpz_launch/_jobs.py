@@ -25,7 +25,6 @@ from ._queue import (
     WAITING,
     Job,
     Scheduler,
-    array_of,
     require_one_cluster,
     schedulers,
 )
@@ -87,26 +86,26 @@ def survey(env: Mapping[str, str], since: float) -> list[Entry]:
     launches: dict[str, list[Stored]] = {}
     for stored in records:
         launches.setdefault(_of_array(stored["job_id"] or ""), []).append(stored)
-    arrays: dict[str, dict[str, list[Job]]] = {}  # by id and cluster
+    jobs_of_ids: dict[str, dict[str, Job]] = {}  # by id, then by cluster
     for job in listed:
-        arrays.setdefault(_of_array(job.id), {}).setdefault(job.cluster, []).append(job)
+        jobs_of_ids.setdefault(job.id, {})[job.cluster] = job
     entries: list[Entry] = []
     # A scheduler that was installed again has the numbers of old jobs for new ones.
     for chain in reversed(chains):
         ids = [job["id"] for job in chain.jobs]
         jobs = []
         for job_id in ids:
-            found = arrays.get(job_id, {})
+            found = jobs_of_ids.get(job_id, {})
             # Where sbatch named none it was the local one, which was asked first.
-            jobs += found.pop(chain.cluster or next(iter(found), ""), [])
+            cluster = chain.cluster or next(iter(found), "")
+            if cluster in found:
+                jobs.append(found.pop(cluster))
         if jobs or moment(chain.end or chain.start) >= since:
             keys = dict.fromkeys([*ids, *(job.key for job in jobs)])
             its = [each for key in keys for each in launches.pop(key, [])]
             entries.insert(0, Entry(_current(chain, jobs), chain, tuple(its)))
-    for found in arrays.values():
-        for jobs in found.values():
-            its = [each for job in jobs for each in launches.pop(job.key, [])]
-            entries.append(Entry(array_of(jobs), None, tuple(its)))
+    for found in jobs_of_ids.values():
+        entries += [Entry(job, None, tuple(launches.pop(job.key, []))) for job in found.values()]
     launches.pop("", None)
     entries += [Entry(_recorded(its[-1]), None, tuple(its)) for its in launches.values()]
     return sorted(entries, key=lambda entry: entry.job.submitted or 0.0)
@@ -147,14 +146,12 @@ def _scheduler_of(job: Job, env: Mapping[str, str]) -> Scheduler | None:
 
 
 def _of_array(job_id: str) -> str:
-    """Return the id of the array that a task is of: 12 of 12_3, 40[].srv of 40[1].srv."""
-    return re.sub(r"\[[0-9]+\]", "[]", job_id.partition("_")[0])
+    """Return the id of the array that a task of PBS is of: 40[].srv of 40[1].srv."""
+    return re.sub(r"\[[0-9]+\]", "[]", job_id)
 
 
 def _current(chain: Chain, jobs: Sequence[Job]) -> Job:
     """Return the job that a chain has come to; where the scheduler tells of none, as recorded."""
-    if chain.kind == "array" and jobs:
-        return array_of(jobs)
     alive = sorted((job for job in jobs if not job.is_over), key=lambda job: job.state in WAITING)
     if alive and chain.outcome is None:
         return alive[0]
@@ -219,8 +216,7 @@ and those that ended within a day. With a name or an id: one of them whole.
 
 examples:
   ezpz jobs               a table: state, time left, last step and loss
-  ezpz jobs train         everything about the newest job of that name
-  ezpz jobs 1234_7        a task of an array"""
+  ezpz jobs train         everything about the newest job of that name"""
 
 
 def jobs(argv: Sequence[str], env: Mapping[str, str]) -> str:
@@ -258,7 +254,10 @@ def _parse(
 
 def _ids_of(entry: Entry) -> list[str]:
     """Return the ids of an entry's jobs, whole and as numbers."""
-    ids: list[str] = [entry.job.id, entry.job.key]
+    ids: list[str] = [entry.job.id]
+    # The last task of a Slurm array has the array's own number, which is not the task's.
+    if entry.job.id.partition("_")[0] != entry.job.key:
+        ids.append(entry.job.key)
     if entry.chain:
         ids += [job["id"] for job in entry.chain.jobs]
     return [*ids, *(each.partition(".")[0] for each in ids)]
@@ -289,8 +288,6 @@ def state_in_words(job: Job) -> str:
         return f"failed with status {job.exit_status}"
     if job.state in ("time limit", "deadline"):
         return f"ended by its {job.state}"
-    if job.state == "queued" and job.place:
-        return f"queued, number {job.place}"
     return job.state
 
 
@@ -351,7 +348,7 @@ def _whole(entry: Entry, env: Mapping[str, str]) -> str:
 def _output(entry: Entry) -> tuple[str, str]:
     """Return the paths of a job's output and errors; of a job of ours its record tells them."""
     job, chain = entry.job, entry.chain
-    if chain and chain.kind != "array":
+    if chain:
         return (output_of(chain, job.id),) * 2
     return job.stdout, job.stderr
 

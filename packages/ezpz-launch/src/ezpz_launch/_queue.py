@@ -8,7 +8,6 @@ import os
 import re
 import time
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -48,7 +47,6 @@ class Job(NamedTuple):
     start: float | None = None  # while it waits: expected
     end: float | None = None  # while it runs: that of its time limit
     exit_status: int | None = None
-    place: int | None = None  # among those that wait, from 1
     restarts: int = 0
     stdout: str = ""
     stderr: str = ""
@@ -66,40 +64,9 @@ def _number(text: object) -> int:
     return int(found[0]) if found else 0
 
 
-class Queue(NamedTuple):
-    name: str
-    seconds: float = float("inf")  # the longest that a job may run
-    fewest: float = 1
-    most: float = float("inf")  # nodes of a job
-    is_default: bool = False
-
-    def __str__(self) -> str:
-        nodes = f"{self.fewest:g} to {self.most:g} nodes" if self.most < float("inf") else ""
-        limit = f"up to {clock(self.seconds)}" if self.seconds < float("inf") else ""
-        limits = ", ".join(filter(None, [nodes, limit]))
-        return f"{self.name} ({limits})" if limits else self.name
-
-
-def _seconds(text: str) -> float:
-    """Read a limit as sinfo and qstat print it: 30:00, 1:00:00, 1-00:00:00, infinite."""
-    days, _, rest = text.rpartition("-")
-    if not all(part.isdecimal() for part in rest.split(":")):
-        return float("inf")
-    seconds = 0
-    for part in rest.split(":"):
-        seconds = seconds * 60 + int(part)
-    return float(seconds + 86400 * int(days or 0))
-
-
 def clock(seconds: float) -> str:
     minutes, rest = divmod(int(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
-
-
-def _unreadable(argv: Sequence[str], text: str, expected: str) -> SchedulerError:
-    return SchedulerError(
-        f"{' '.join(argv)} printed {text[:60]!r}; expected {expected}; run it by hand"
-    )
 
 
 class Scheduler(ABC):
@@ -109,6 +76,7 @@ class Scheduler(ABC):
     directive: str
     submit: Sequence[str]  # words that submit a script
     depend: Sequence[str]  # those that have it wait for the end of another
+    array: Sequence[str]  # options of `submit` that make many tasks of one script
     words: Mapping[str, str]  # of the batch script, by what they ask for
     job_line: str  # matches the line in which `submit` prints a job's id: groups id and cluster
 
@@ -128,20 +96,12 @@ class Scheduler(ABC):
     def end(self, job_ids: Sequence[str], *, now: bool) -> None:
         """End jobs, each in the order given: with the grace that the scheduler has, or without."""
 
-    @abstractmethod
-    def queues(self) -> list[Queue]:
-        """Return the queues that take jobs."""
-
     def find_job_id(self, text: str) -> tuple[str, str] | None:
         """Return the id that `submit` printed, and Slurm's cluster; None unless one line has it."""
         # Sites have lines of their own before and after it, such as an account's balance.
         matches = [re.fullmatch(self.job_line, line.strip()) for line in text.splitlines()]
         ids = {(match["id"], match["cluster"] or "") for match in matches if match}
         return ids.pop() if len(ids) == 1 else None
-
-    def accounts(self) -> str:
-        """Return the accounts that are the user's, where there is a list."""
-        return ""
 
     def chunk(self, _count: int) -> tuple[str, str]:
         """Return what asks for all of each of so many nodes, beside their number, and why."""
@@ -209,20 +169,20 @@ class _Slurm(Scheduler):
     name, directive = "slurm", "#SBATCH"
     submit: Sequence[str] = ("sbatch", "--parsable")
     depend: Sequence[str] = ("--dependency=afterany:{}",)
+    array: Sequence[str] = ("--array", "-a")
     # --parsable prints 12, or 12;cluster; a site's own sbatch may print as it does without.
     job_line = "(?:Submitted batch job )?(?P<id>[0-9]+)(?:(?:;| on cluster )(?P<cluster>[^ ;]+))?"
     # By the labels of a dry run.
     words: Mapping[str, str] = {
         "name": "--job-name={}", "nodes": "--nodes={}", "sharing": "--exclusive",
         "devices": "--gpus-per-node={}", "time": "--time={}", "queue": "--partition={}",
-        "account": "--account={}", "array": "--array={}", "after": "--dependency=afterok:{}",
+        "account": "--account={}", "after": "--dependency=afterok:{}",
         "output": "--output={}", "requeue": "--requeue --open-mode=append",
         "lost nodes": "--no-kill",
     }  # fmt: skip
 
     def __init__(self, env: Mapping[str, str]) -> None:
-        changing = ("SLURM_TIME_FORMAT", "SLURM_BITSTR_LEN", "SQUEUE_", "SACCT_", "SCANCEL_",
-                    "SINFO_PARTITION")  # fmt: skip
+        changing = ("SLURM_TIME_FORMAT", "SLURM_BITSTR_LEN", "SQUEUE_", "SACCT_", "SCANCEL_")
         super().__init__({k: value for k, value in env.items() if not k.startswith(changing)})
         self._clusters = env.get(CLUSTERS, "")
 
@@ -235,19 +195,15 @@ class _Slurm(Scheduler):
         found = self._squeue("--me", columns=_COLUMNS)
         known = {(job.cluster, job.id) for job in found}
         found += [job for job in self._sacct(since) if (job.cluster, job.id) not in known]
-        return self._with_places(found)
+        return found
 
     def job(self, job_id: str) -> Job | None:
         found = self._squeue(f"--jobs={job_id}", columns={**_COLUMNS, **_HOSTS})
         found = found or self._sacct(0.0, job_id)
-        tasks = [job for job in found if job.id.partition("_")[0] == job_id]
         found = [job for job in found if job.id == job_id]
-        if not found and not tasks:
-            return None
-        require_one_cluster(job_id, [*found, *tasks])
         if not found:
-            found = [array_of(tasks)]
-        found = self._with_places(found)
+            return None
+        require_one_cluster(job_id, found)
         # squeue tells other files of an array's tasks than there are (22.05.8).
         show = ("scontrol", "show", "job", job_id)
         told = self._ask_on(found[0].cluster, *show, good=(0, 1)).stdout
@@ -258,35 +214,6 @@ class _Slurm(Scheduler):
     def end(self, job_ids: Sequence[str], *, now: bool) -> None:
         for words in (["--full", "--signal=KILL"], []) if now else ([],):
             self._ask("scancel", *words, *job_ids, good=(0, 1))
-
-    def queues(self) -> list[Queue]:
-        argv = ("sinfo", "--noheader", "--format=%P|%l|%s|%D|%a")
-        told = self._ask(*argv).stdout
-        # Beside partitions there are lines such as "CLUSTER: a", and a site's own.
-        lines = [line for line in told.splitlines() if line.count("|") == 4]
-        expected = "lines such as all*|1:00:00|1-infinite|4|up"
-        if told.strip() and not lines:
-            raise _unreadable(argv, told, expected)
-        found = []
-        for line in lines:
-            name, limit, sizes, nodes, state = line.split("|")
-            fewest, _, most = sizes.partition("-")
-            if not (fewest.isdecimal() and nodes.isdecimal()):
-                raise _unreadable(argv, line, expected)
-            if state == "up":
-                most = most if most.isdecimal() else nodes  # infinite
-                found.append(Queue(
-                    name.rstrip("*"), _seconds(limit), float(fewest),
-                    min(float(most), float(nodes)), name.endswith("*"),
-                ))  # fmt: skip
-        return found
-
-    def accounts(self) -> str:
-        user = self._env.get("USER") or self._env.get("LOGNAME") or str(os.getuid())
-        query = ("show", "associations", f"user={user}", "format=account")
-        told = self._ask("sacctmgr", "--noheader", "--parsable2", *query).stdout
-        accounts = {line.strip() for line in told.splitlines() if len(line.split()) == 1}
-        return ", ".join(sorted(accounts))
 
     def _squeue(self, whose: str, columns: Mapping[str, str]) -> list[Job]:
         columns = {**columns, **_NAME}
@@ -318,36 +245,6 @@ class _Slurm(Scheduler):
             _slurm_job(dict(zip(fields, row, strict=True)), is_remote=bool(self._clusters))
             for row in rows
             if len(row) == len(fields)
-        ]
-
-    def _with_places(self, jobs: list[Job]) -> list[Job]:
-        """Say where in their partition's queue jobs are, if others' jobs are shown to us, too."""
-        waiting = [job for job in jobs if job.state in WAITING]
-        for cluster in dict.fromkeys(job.cluster for job in waiting):
-            queues = {job.queue for job in waiting if job.cluster == cluster}
-            jobs = self._with_places_on(cluster, jobs, queues)
-        return jobs
-
-    def _with_places_on(self, cluster: str, jobs: list[Job], queues: Iterable[str]) -> list[Job]:
-        form = f"--Format=JobArrayID:128{_SEPARATOR},Partition:128{_SEPARATOR},UserID:16{_RECORD}"
-        words = ("--noheader", "--states=PENDING", "--sort=-p", f"--partition={','.join(queues)}")
-        told = self._ask_on(cluster, "squeue", *words, form).stdout
-        rows = _read_records(told, ("id", "queue", "user"))
-        if all(row["user"] == str(os.getuid()) for row in rows):
-            config = self._ask_on(cluster, "scontrol", "show", "config").stdout
-            if re.search(r"(?m)^PrivateData\s*=.*\bjobs\b", config):
-                return jobs
-        places: dict[tuple[str, str], int] = {}
-        counts = Counter[str]()
-        for row in rows:
-            counts[row["queue"]] += 1
-            places[row["id"], row["queue"]] = counts[row["queue"]]
-        return [
-            job._replace(place=places.get((job.id, job.queue)))
-            # Of several partitions it has several places.
-            if job.state == "queued" and job.cluster == cluster and "," not in job.queue
-            else job
-            for job in jobs
         ]
 
 
@@ -411,18 +308,6 @@ def _slurm_moment(text: str) -> float | None:
     return moment(f"{text}+00:00") if text[:1].isdigit() else None  # N/A, Unknown
 
 
-def array_of(tasks: Sequence[Job]) -> Job:
-    """Return an array's tasks as one job, in the state of those that are not over."""
-    if len(tasks) == 1:
-        return tasks[0]
-    counts = Counter(task.state for task in tasks)
-    order = (*RUNNING, *WAITING, *(state for state in counts if state != "completed"), "completed")
-    state = next(state for state in order if state in counts)
-    first = next(task for task in tasks if task.state == state)
-    why = ", ".join(f"{count} {state}" for state, count in counts.items())
-    return first._replace(id=first.id.partition("_")[0], why=f"array: {why}")
-
-
 # PBS.
 
 _PBS_STATES = {
@@ -446,11 +331,12 @@ class _Pbs(Scheduler):
     # -f: without a helper in the background, which would hold our pipe open.
     submit: Sequence[str] = ("qsub", "-f")
     depend: Sequence[str] = ("-W", "depend=afterany:{}")
-    # 12.server, of an array 12[].server; a number such as 12.50 is none.
-    job_line = r"(?P<id>[0-9]+(?:\[\])?\.(?=.*[A-Za-z])[0-9A-Za-z_.-]+)(?P<cluster>)"
+    array: Sequence[str] = ("-J",)
+    # 12.server; a number such as 12.50 is none.
+    job_line = r"(?P<id>[0-9]+\.(?=.*[A-Za-z])[0-9A-Za-z_.-]+)(?P<cluster>)"
     words: Mapping[str, str] = {
         "name": "-N {}", "nodes": "-l select={}", "sharing": "-l place=scatter",
-        "time": "-l walltime={}", "queue": "-q {}", "account": "-A {}", "array": "-J {}",
+        "time": "-l walltime={}", "queue": "-q {}", "account": "-A {}",
         "after": "-W depend=afterok:{}", "output": "-j oe -k doe", "requeue": "-r y",
         "lost nodes": "-W tolerate_node_failures=all",
     }  # fmt: skip
@@ -477,20 +363,6 @@ class _Pbs(Scheduler):
     def end(self, job_ids: Sequence[str], *, now: bool) -> None:
         self._ask("qdel", *["-W", "force"] * now, *job_ids, good=_GONE)
 
-    def queues(self) -> list[Queue]:
-        server = self._ask_json("Server", "qstat", "-B", "-f", "-F", "json")
-        default = {each.get("default_queue") for each in server.values()}
-        found = []
-        for name, queue in self._ask_json("Queue", "qstat", "-Q", "-f", "-F", "json").items():
-            most, least = queue.get("resources_max", {}), queue.get("resources_min", {})
-            if queue.get("enabled") == "True" and queue.get("from_route_only") != "True":
-                found.append(Queue(
-                    name, _seconds(str(most.get("walltime", "infinite"))),
-                    float(least.get("nodect", 1)), float(most.get("nodect", "inf")),
-                    name in default,
-                ))  # fmt: skip
-        return found
-
     def chunk(self, count: int) -> tuple[str, str]:
         nodes = self._ask_json("nodes", "pbsnodes", "-a", "-F", "json")
         has = [node.get("resources_available", {}) for node in nodes.values()]
@@ -516,7 +388,9 @@ class _Pbs(Scheduler):
         try:
             return dict(json.loads(text, strict=False)[key])
         except (ValueError, KeyError, TypeError) as error:
-            raise _unreadable(argv, told, f"JSON with {key!r}") from error
+            printed = f"{' '.join(argv)} printed {told[:60]!r}"
+            expected = f"expected JSON with {key!r}; run it by hand"
+            raise SchedulerError(f"{printed}; {expected}") from error
 
 
 def _read_ids(text: str) -> list[str]:
@@ -538,9 +412,6 @@ def _pbs_job(job_id: str, told: Mapping[str, Any]) -> Job:
         state = "cannot start"
     elif state == "queued" and runs:
         state = "requeued"
-    elif letter == "B":
-        why = f"array: {told.get('array_state_count', '')}"
-        state = "running" if "Running:0" not in why else "queued"
     elif letter not in _PBS_STATES:
         state, status = _pbs_end(told, comment)
         # "Job run at ... and exceeded resource mem"; what else there is the state says.

@@ -19,7 +19,6 @@ from ._chain import (
     CHAIN,
     Chain,
     change_chain,
-    choices,
     delete_jobs,
     jobs_folder,
     keys_of,
@@ -44,7 +43,7 @@ from ._options import (
     split,
 )
 from ._plan import because
-from ._queue import SCHEDULERS, Queue, Scheduler, clock
+from ._queue import SCHEDULERS, Scheduler, clock
 from ._record import dump, iso_time, make_folder, name_of, new_id, prune, type_of, unwritable, write
 from ._version import __version__
 
@@ -83,8 +82,6 @@ class Submission(Request):
     name: str = _row("the job's name; default: the script's", "NAME", also="--job-name -J",
         check=re.compile(_A_NAME).fullmatch, expected="letters, digits and _.+-, a letter first")
     after: str = _row("begin when this job has ended well", "JOB", also="--dependency --depend")
-    array: str = _row("a job of these tasks, such as 0-9", "LIST",
-        check=re.compile("[0-9][0-9,:%-]*").fullmatch, expected="such as 0-9 or 1-100%5")
     env_setup: str = _row("sets up the job's environment, instead of this one's", "FILE")
     submit_args: tuple[str, ...] = _row("words for sbatch or qsub, quoted as one", "TEXT",
         default=(), read=_words)
@@ -141,8 +138,6 @@ def command(argv: Sequence[str], env: Mapping[str, str]) -> str:
 def _refuse_contradictions(request: Submission) -> None:
     if request.until_done and request.chain:
         raise UsageError("--until-done and --chain: expected one of them; both make a chain")
-    if request.array and (request.until_done or request.chain):
-        raise UsageError("--array: expected neither --until-done nor --chain beside it")
     if request.script and request.chain:
         raise UsageError("--script: expected no --chain beside it, which submits; --until-done can")
     if request.hostfile:
@@ -185,18 +180,15 @@ def _make_job(
 ) -> Job:
     scheduler, cwd = SCHEDULERS[machine.scheduler](env), os.getcwd()
     name = request.name or name_of(request.command)
-    queue = ""
     if _is_here(request):
         _check_command(request, env)
-        queue = _check_queue(request, machine, scheduler)
     rows = _rows(request, machine, scheduler, name)
-    if queue and not request.queue:
-        rows.append(Row("queue", queue, "the scheduler's default"))
     # A dry run leaves nothing behind, not even a number.
     chain_id = f"{name}-ID" if request.dry_run else f"{name}-{new_id(time.time())}"
     base = os.path.join(jobs_folder(env), chain_id)
     script = os.path.abspath(request.script) if request.script else f"{base}.sh"
-    kind, limit = "array" if request.array else "job", request.until_done or request.chain or 1
+    kind = "job"
+    limit = request.until_done or request.chain or 1
     if request.until_done or request.chain:
         kind = "until-done" if request.until_done else "chain"
         how = "each queues the next" if request.until_done else "queued now, one after the other"
@@ -207,7 +199,7 @@ def _make_job(
         output=os.path.join(cwd, f"{name}.o%j"),
         options={
             "nodes": request.nodes or 1, "time": request.time,
-            "queue": request.queue or queue or None, "account": request.account or None,
+            "queue": request.queue or None, "account": request.account or None,
         },
         limit=limit, start=iso_time(time.time()), progress_file=f"{base}.progress",
     )  # fmt: skip
@@ -219,7 +211,7 @@ def _make_job(
         lines.append(f"export EZPZ_STATE_DIR={_quoted(os.path.abspath(given))}")
     if (request.spares or request.min_nodes) and scheduler.name == "slurm":
         lines.append("export SLURM_NO_KILL=set")  # so do the job's steps
-    if kind != "array" and (limit > 1 or not request.script):
+    if limit > 1 or not request.script:
         lines.append(f"{CHAIN}={_quoted(f'{base}.json')} \\")
     # exec: a shell that the scheduler tells to end would take the ranks' grace with it.
     lines.append(" ".join(map(_quoted, ["exec", "ezpz-launch", *_launch_words(request, options)])))
@@ -233,11 +225,13 @@ def _rows(request: Submission, machine: Machine, scheduler: Scheduler, name: str
         words["queue"] = f"{machine.queue_flag}={{}}"
     for label in machine.submit_required:
         if not getattr(request, label) and given.isdisjoint(keys_of(words[label].split())):
-            known = choices(label, scheduler) if _is_here(request) else ""
-            raise UsageError(
-                f"--{label} is missing; {machine.name} refuses jobs without: expected one"
-                f"{known and f' of {known}'}"
-            )
+            raise UsageError(f"--{label} is missing; {machine.name} refuses jobs without")
+    if not given.isdisjoint(scheduler.array):
+        raise UsageError(
+            "--submit-args: a job of ezpz submit has one task; expected no "
+            f"{' or '.join(scheduler.array)}; to make an array of its script: --script FILE, and "
+            f"{scheduler.submit[0]} with {scheduler.array[0]}"
+        )
     chunk, why = "", "-N" if request.nodes else "default"
     # Of a machine that we know a job has whole nodes.
     is_known = machine.devices_per_node or machine.cores_per_node
@@ -245,8 +239,6 @@ def _rows(request: Submission, machine: Machine, scheduler: Scheduler, name: str
         chunk, source = scheduler.chunk(request.nodes or 1)
         why += f"; {source}" if source else ""
     devices = machine.devices_per_node if "devices" in words else 0
-    # Slurm counts an array's tasks as jobs of their own, too.
-    number = "%A_%a" if request.array and scheduler.name == "slurm" else "%j"
     survives = request.spares or request.min_nodes
     asked: list[tuple[str, object, str]] = [
         ("name", name, "--name" if request.name else "of the command"),
@@ -255,7 +247,7 @@ def _rows(request: Submission, machine: Machine, scheduler: Scheduler, name: str
         ("devices", devices, f"devices_per_node of {machine.name}.toml"),
         ("time", request.time and clock(request.time), "--time"),
         *((label, getattr(request, label), f"--{label}") for label in _NAMED),
-        ("output", f"{name}.o{number}", "one file a job, written as it comes"),
+        ("output", f"{name}.o%j", "one file a job, written as it comes"),
         ("lost nodes", "survived" if survives else "", "--spares, --min-nodes"),
         ("requeue", "yes" if request.until_done or request.chain else "", "where preempted"),
     ]
@@ -269,7 +261,7 @@ def _rows(request: Submission, machine: Machine, scheduler: Scheduler, name: str
     return rows
 
 
-_NAMED = ("queue", "account", "array", "after")  # options that the scheduler is told as they are
+_NAMED = ("queue", "account", "after")  # options that the scheduler is told as they are
 
 
 def _setup(request: Submission, machine: Machine, env: Mapping[str, str]) -> tuple[list[str], str]:
@@ -362,41 +354,6 @@ def _node_local(path: str, env: Mapping[str, str]) -> str:
         return f"below {below}"
     kind = type_of(path)
     return kind if kind in _IN_MEMORY else ""
-
-
-def _check_queue(request: Submission, machine: Machine, scheduler: Scheduler) -> str:
-    """Return the queue that the job goes into, by its limits it fits; empty where none is known."""
-    own = keys_of(scheduler.words["queue"].split())
-    if machine.queue_flag or own & keys_of(request.submit_args):
-        return ""  # not one of the scheduler's list, or in words that are the user's
-    queues = scheduler.queues()
-    listed = ", ".join(map(str, queues)) or "none that takes jobs"
-    name = request.queue
-    # Of several clusters each may have one of that name; the job fits if one of them takes it.
-    meant = [q for q in queues if (q.name == name if name else q.is_default)]
-    if not meant:
-        what = f"--queue {name}: no such queue" if name else "no --queue, and no default here"
-        raise UsageError(f"{what}; expected one of {listed}")
-    refusals = [_why_too_much(request, queue) for queue in meant]
-    if all(refusals):
-        raise UsageError(f"{refusals[0]}, or another --queue of {listed}")
-    return meant[refusals.index("")].name
-
-
-def _why_too_much(request: Submission, queue: Queue) -> str:
-    """Say which of a queue's limits a job does not fit into; empty where it fits."""
-    if request.time and request.time > queue.seconds:
-        return (
-            f"--time {clock(request.time)}: jobs of {queue.name} may run for "
-            f"{clock(queue.seconds)}; expected less"
-        )
-    nodes = request.nodes or 1
-    if not queue.fewest <= nodes <= queue.most:
-        return (
-            f"-N {nodes}: jobs of {queue.name} have from {queue.fewest:g} to {queue.most:g} nodes; "
-            "expected such a number"
-        )
-    return ""
 
 
 def _explained(job: Job, *, as_json: bool) -> str:

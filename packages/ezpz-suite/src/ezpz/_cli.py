@@ -24,7 +24,7 @@ run:
 
 jobs:
   submit    queue a job that launches, by Slurm or PBS, until it is done
-  jobs      yours: state, place in the queue, time left, last step and loss
+  jobs      yours: state, time left, last step and loss
   follow    print a job's output as it comes, until it ends
   kill      end a job, a chain of jobs, or a launch; ranks have time to save
   launches  the launches so far, and how they ended (also: history)
