@@ -127,7 +127,7 @@ def draw(*, check: bool = False) -> None:
         for command in COMMANDS:
             lines += [f"\x1b[1m$ {command}\x1b[0m", *run(command, Path(folder))]
         run("ezpz-obs report outputs/readme", Path(folder))
-        page = Path(folder, "outputs/readme/report/index.html").read_text(encoding="utf-8")
+        page = Path(folder, "outputs/readme/report/report.html").read_text(encoding="utf-8")
     page = page.replace(socket.gethostname(), "laptop")
     for path, picture in ((TERMINAL, svg(lines)), (REPORT, report(page))):
         if not check:

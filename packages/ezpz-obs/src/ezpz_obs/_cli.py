@@ -24,9 +24,9 @@ usage: ezpz-obs report RUN... [--out=FOLDER]
 Show the metrics that a History wrote. A RUN is its folder, or the file.
 
 commands:
-  report    write report/index.html (one page that needs no network), report.md
-            and plots into RUN; of several runs a comparison, into the first
-            one's comparison/
+  report    write report/report.html (one page that needs no network), report.md
+            and its pictures into RUN; of several runs the curves are overlaid,
+            in the first one
   plot      draw metrics on the terminal; without METRIC the losses
   tail      say what a live run records, until it ends (or Ctrl-C)
   export    write the records as a table: step, time, a column for each metric
@@ -133,8 +133,7 @@ def _report(*runs: str, out: str = "") -> None:
         raise UsageError("report: no RUN; expected one at least: ezpz-obs report outputs/run")
     from ._report import write_report
 
-    # How far it is goes to standard error; standard output is for answers.
-    page, text, *_ = write_report(runs, out or None, say=_complain)
+    page, text, *_ = write_report(runs, out or None)
     print(f"{page}\n{text}")
 
 

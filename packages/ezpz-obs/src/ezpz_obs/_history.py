@@ -344,7 +344,7 @@ class History:
         Not needed for the numbers, which are on disk already. Not a collective.
 
         Args:
-            report: Write ``report/index.html`` and ``report.md`` (`write_report`), where what
+            report: Write ``report/report.html`` and ``report.md`` (`write_report`), where what
                 they need is installed; else one warning says what is missing.
 
         Returns:

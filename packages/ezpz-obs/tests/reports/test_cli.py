@@ -56,9 +56,9 @@ def test_what_cannot_be_done_is_said_in_a_line(run, capsys, words):
 
 def test_report(command, run, tmp_path):
     done = command("report", run, "--out=there")
-    assert done.stdout.splitlines() == ["there/index.html", "there/report.md"]
-    assert (tmp_path / "there" / "index.html").is_file()
-    assert "plots drawn" in done.stderr
+    assert done.stdout.splitlines() == ["there/report.html", "there/report.md"]
+    assert (tmp_path / "there" / "report.html").is_file()
+    assert done.stderr == ""
 
 
 def test_plot_takes_names_as_text(command, run):
@@ -96,7 +96,7 @@ def test_a_damaged_line_hides_no_run(command, run, words, damage):
     done = command(words[0], run, *words[1:])
     assert done.stderr.count("1 damaged line is left out (line 9: ") == 1
     if words[0] == "report":
-        for name in ("index.html", "report.md"):
+        for name in ("report.html", "report.md"):
             text = (run / "report" / name).read_text()
             assert "1 damaged line is left out" in text
             assert "29 records" in text

@@ -141,7 +141,7 @@ def test_what_finalize_returns_and_writes(tmp_path, monkeypatch, folder):
     np.testing.assert_array_equal(found["loss"], range(5))
     np.testing.assert_array_equal(found["n"], [np.nan, 2, np.nan, np.nan, np.nan])
     assert found["loss"].attrs["mean"] == 2.0
-    assert (tmp_path / "run" / "report" / "index.html").is_file() == bool(folder)
+    assert (tmp_path / "run" / "report" / "report.html").is_file() == bool(folder)
     assert folder or list(tmp_path.iterdir()) == []
 
 

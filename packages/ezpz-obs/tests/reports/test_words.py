@@ -6,11 +6,10 @@ from ezpz_obs._file import file_name
 from ezpz_obs._report.words import (
     NOTHING,
     clean,
-    compact,
-    distinct,
-    moment,
-    number,
-    seconds,
+    format_number,
+    format_seconds,
+    format_tick,
+    format_time,
     shorten,
 )
 
@@ -24,7 +23,7 @@ from ezpz_obs._report.words import (
     ],
 )  # fmt: skip
 def test_number(value, said):
-    assert number(value) == said
+    assert format_number(value) == said
 
 
 @pytest.mark.parametrize(
@@ -37,12 +36,12 @@ def test_number(value, said):
     ],
 )  # fmt: skip
 def test_seconds(value, said):
-    assert seconds(value) == said
+    assert format_seconds(value) == said
 
 
 @pytest.mark.parametrize("value", [None, "x", True, 1e300, math.nan, math.inf, -1e15])
 def test_what_is_no_moment(value):
-    assert moment(value) == NOTHING
+    assert format_time(value) == NOTHING
 
 
 @pytest.mark.parametrize(
@@ -51,7 +50,7 @@ def test_what_is_no_moment(value):
      (3e-5, "3e-05"), (0.1 + 0.2, "0.3"), (-0.25, "\N{MINUS SIGN}0.25"), (1e15, "1e+15")],
 )  # fmt: skip
 def test_ticks_are_what_they_say(value, said):
-    assert compact(value) == said
+    assert format_tick(value) == said
 
 
 @pytest.mark.parametrize(
@@ -82,9 +81,3 @@ def test_file_names_are_safe_and_differ(name):
     assert made != file_name("curve", name + "!")
     assert made != file_name("curve", "loss") == "curve-loss"
     assert made.lower() == made, "no two differ in case only"
-
-
-def test_runs_of_one_name_can_be_told_apart():
-    assert distinct(["a", "b"], ["x", "y"]) == ["a", "b"]
-    assert distinct(["a", "a"], ["x", "y"]) == ["a (x)", "a (y)"]
-    assert len(set(distinct(["a", "a"], ["x", "x"]))) == 2

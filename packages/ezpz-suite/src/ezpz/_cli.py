@@ -27,7 +27,7 @@ jobs:
   jobs      yours: state, time left, last step and loss
   follow    print a job's output as it comes, until it ends
   kill      end a job, a chain of jobs, or a launch; ranks have time to save
-  launches  the launches so far, and how they ended (also: history)
+  launches  the launches so far, and how they ended
   nodes     the nodes that launches found bad, for a day
   preflight look at every node of this job, and name those that differ
 
@@ -52,7 +52,7 @@ examples:
   ezpz launch --dry-run python train.py     what would be started, and why
   ezpz submit -N 4 --time 2h python train.py    in a job of four nodes
   ezpz follow && ezpz report outputs/run    wait for the job, then look at it
-  ezpz report outputs/run                   outputs/run/report/index.html
+  ezpz report outputs/run                   outputs/run/report/report.html
 
 exit status: that of the command; 2 there is no such command"""
 
@@ -71,9 +71,6 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 """By command the module that has ``main(words)``, as its own console script has it, and the words
 that come before the user's."""
 
-ALIASES = {"history": "launches"}
-"""Old names of commands."""
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``ezpz`` with these words (default: the process's) and return its exit status."""
@@ -82,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _page(words)
     if words == ["--version"]:
         return print_page(__version__, "ezpz")
-    found = COMMANDS.get(ALIASES.get(words[0], words[0]))
+    found = COMMANDS.get(words[0])
     if found is None:
         complain(_unknown(words[0]), "ezpz")
         return 2

@@ -19,14 +19,13 @@ from ezpz_obs._history import summarize
 from ezpz_obs._run import Run, read_run
 from ezpz_obs._run import follow as read_on
 
-from .figures import smooth
-from .survey import FROM, MEAN, TO, Survey, survey
-from .words import clean, compact, number, shorten
+from .series import Series, read_series, smooth
+from .words import clean, format_number, format_tick, shorten
 
-_LARGEST: Final = 1e300  # the height of a frame is to be a number too
-_FRAME: Final = str.maketrans("┌┐└┘├┤┬┴─│┼…", "++++++++-|+.")
-_COLOURS: Final = (33, 208, 35, 170)  # blue, orange, green, pink on black and on white
-_OTHERS: Final = re.compile(r"\x1b\[(?!0m|38;5;(?:33|208|35|170)m)[\d;]*m")
+_POINTS: Final = 400
+_ASCII_FRAME: Final = str.maketrans("┌┐└┘├┤┬┴─│┼…", "++++++++-|+.")
+_COLORS: Final = (33, 208, 35, 170)  # blue, orange, green, pink on black and on white
+_OTHER_COLORS: Final = re.compile(r"\x1b\[(?!0m|38;5;(?:33|208|35|170)m)[\d;]*m")
 """Plotext's other colours: a white ground, whatever the terminal has."""
 
 
@@ -52,66 +51,66 @@ def plot(
     """
     plotext = require("plotext", "a plot")
     out = sys.stdout if file is None else file
-    surveyed = survey(run if isinstance(run, Run) else read_run(run))
-    chosen = _choose(surveyed, names)
-    coloured = out.isatty() and "NO_COLOR" not in os.environ
+    if not isinstance(run, Run):
+        run = read_run(run)
+    series, _ = read_series(run)
+    chosen = _choose(run, series, names)
+    has_colors = out.isatty() and "NO_COLOR" not in os.environ
+    marker = "braille" if _can_write(out, "\u28ff") else "x"
     figure = plotext.figure  # plotext has one, its own
     figure.clear()
     figure.plot_size(width or shutil.get_terminal_size((80, 24)).columns, height)
     steps: list[float] = []
     heights: list[float] = []
-    marker = "braille" if _can_write(out, "\u28ff") else "x"
     for place, name in enumerate(chosen):
-        table = surveyed.series[name].curve(400)
-        smoothed = smooth(table)
-        curve = table[MEAN] if smoothed is None else smoothed
-        known = np.isfinite(curve)
+        curve = series[name].make_curve(_POINTS)
+        values = smooth(curve.mean)
+        if values is None:
+            values = curve.mean
+        known = np.isfinite(values)
         # Also where the end is no number: the axis shows how far the run got.
-        steps += [*table[FROM], *table[TO]]
-        if known.any():
-            middles = ((table[FROM] + table[TO]) / 2)[known]
-            values = np.clip(curve[known], -_LARGEST, _LARGEST)
-            heights += values.tolist()
-            of_plot = plotext.marker(marker, (_COLOURS[place % len(_COLOURS)], "none"))
-            signal = figure.signal(middles.tolist(), values.tolist(), marker=of_plot).lines()
-            if len(chosen) > 1:
-                signal.label(shorten(name, 30))
-            figure.draw(signal)
+        steps += [float(series[name].steps[0]), float(series[name].steps[-1])]
+        if not known.any():
+            continue
+        heights += values[known].tolist()
+        color = plotext.marker(marker, (_COLORS[place % len(_COLORS)], "none"))
+        signal = figure.signal(curve.steps[known].tolist(), values[known].tolist(), marker=color)
+        signal = signal.lines()
+        if len(chosen) > 1:
+            signal.label(shorten(name, 30))
+        figure.draw(signal)
     if not heights:
         wanted = ", ".join(map(shorten, chosen))
         raise ReportError(f"{wanted}: no value is a number; expected one at least")
-    for axis, values in (("x", steps), ("y", heights)):
-        low = float(min(values))
-        high = float(max(values))
-        ticks = _ticks(low, high)
-        ruler = figure.ruler(axis).ticks(ticks, list(map(compact, ticks)))
-        if high > low:
-            # Given ticks and no limits, plotext draws nothing beyond the last tick.
-            ruler.lim(low, high)
-    figure.title(shorten(f"{surveyed.label}: {', '.join(chosen)}", 70))
-    picture = figure.build().string(colorless=not coloured)
+    _set_axis(figure.ruler("x"), min(steps), max(steps))
+    _set_axis(figure.ruler("y"), min(heights), max(heights))
+    figure.title(shorten(f"{run.name}: {', '.join(chosen)}", 70))
+    picture = figure.build().string(colorless=not has_colors)
     figure.clear()
-    lines = [line.rstrip() for line in _OTHERS.sub("", picture).splitlines()]
+    lines = [line.rstrip() for line in _OTHER_COLORS.sub("", picture).splitlines()]
     if marker == "x":
-        lines = [line.translate(_FRAME) for line in lines]
+        lines = [line.translate(_ASCII_FRAME) for line in lines]
     out.write("\n".join(lines).strip("\n") + "\n")
     for name in chosen:
-        of = surveyed.series[name]
-        odd = f", {of.nan + of.infinite:,} not finite" if of.nan + of.infinite else ""
-        last = number(of.last and of.last[1])
-        out.write(f"{shorten(name)}: last {last}, mean {number(of.mean)}{odd}\n")
+        one = series[name]
+        text = f"{shorten(name)}: last {format_number(one.last)}, mean {format_number(one.mean)}"
+        odd = len(one.values) - len(one.finite)
+        if odd:
+            text += f", {odd:,} not finite"
+        out.write(f"{text}\n")
 
 
-def _choose(surveyed: Survey, names: tuple[str, ...]) -> list[str]:
-    there = list(surveyed.series)
-    if not there:
-        raise ReportError(f"{surveyed.run.path} has no records yet; nothing to draw")
-    unknown = [name for name in names if name not in surveyed.series]
-    if unknown:
-        known = ", ".join(shorten(name, 40) for name in there[:12]) + (", …" if there[12:] else "")
-        raise ReportError(f"no metric {shorten(unknown[0])!r}; expected one of: {known}")
-    losses = [name for name in surveyed.groups if name.endswith("loss")][:4]
-    return list(names) or losses or there[:1]
+def _choose(run: Run, series: Mapping[str, Series], names: tuple[str, ...]) -> list[str]:
+    if not series:
+        raise ReportError(f"{run.path} has no records yet; nothing to draw")
+    for name in names:
+        if name not in series:
+            known = ", ".join(shorten(one, 40) for one in list(series)[:12])
+            raise ReportError(f"no metric {shorten(name)!r}; expected one of: {known}")
+    if names:
+        return list(names)
+    losses = [name for name in series if name.endswith("loss")]
+    return losses[:4] or list(series)[:1]
 
 
 def _can_write(out: TextIO, letters: str) -> bool:
@@ -122,15 +121,19 @@ def _can_write(out: TextIO, letters: str) -> bool:
     return True
 
 
-def _ticks(low: float, high: float) -> list[float]:
+def _set_axis(ruler: Any, low: float, high: float) -> None:
     if not high > low:
-        return [low]
+        ruler.ticks([low], [format_tick(low)])
+        return
     rough = (high - low) / 5
     unit = 10.0 ** np.floor(np.log10(rough))
-    each = float(unit * next(f for f in (1, 2, 5, 10) if f * unit >= 0.999 * rough))
-    first = int(np.ceil(low / each - 1e-9))
-    ticks = [round(place * each, 12) for place in range(first, int(high / each + 1e-9) + 1)]
-    return ticks or [low, high]
+    distance = float(unit * next(one for one in (1, 2, 5, 10) if one * unit >= 0.999 * rough))
+    first = int(np.ceil(low / distance - 1e-9))
+    last = int(high / distance + 1e-9)
+    ticks = [round(place * distance, 12) for place in range(first, last + 1)] or [low, high]
+    ruler.ticks(ticks, list(map(format_tick, ticks)))
+    # Given ticks and no limits, plotext draws nothing beyond the last tick.
+    ruler.lim(low, high)
 
 
 def tail(
@@ -160,8 +163,10 @@ def tail(
     ended = False
 
     def show(line: Mapping[str, Any]) -> None:
-        said = _say(line)
-        out.write((said if width is None else shorten(said, width)) + "\n")
+        text = format_line(line)
+        if width is not None:
+            text = shorten(text, width)
+        out.write(f"{text}\n")
 
     def caught_up() -> bool:
         # Asked when there is nothing new: what waited is the end of what was there already.
@@ -182,27 +187,33 @@ def tail(
             waiting.append(line)
 
 
-def _say(line: Mapping[str, Any]) -> str:
+def format_line(line: Mapping[str, Any]) -> str:
+    """Return a line of a run's file for people, after the time of day."""
     if "ezpz_obs" in line:
+        text = f"── attempt {line.get('attempt', 0)} of {line.get('run')}"
         ranks = line.get("world_size")
-        said = [
-            f"── attempt {line.get('attempt', 0)} of {line.get('run')}",
-            f"{ranks} rank{'s' if ranks != 1 else ''}",
-        ]
+        text += f", {ranks} rank" if ranks == 1 else f", {ranks} ranks"
         if line.get("continues") is not None:
-            said.append(f"continues after step {line['continues']}")
-        return f"{_clock(line)} {clean(', '.join(said))}"
-    if "event" in line:
-        step = "" if line.get("step") is None else f"step={line['step']} "
-        event = f"{clean(line['event'])}: {clean(line.get('message', ''))}"
-        return f"{_clock(line)} {clean(step)}{event}"
-    own = {name: v for name, v in line.items() if name.rpartition("/")[2] not in STATISTICS}
-    said_ranks = any(f"{name}/mean" in line for name in own)
-    summary = summarize(own if said_ranks else line, line)
-    return f"{_clock(line)} {clean(summary)}{' (replayed)' if line.get('replay') else ''}"
+            text += f", continues after step {line['continues']}"
+    elif "event" in line:
+        text = f"{clean(line['event'])}: {clean(line.get('message', ''))}"
+        if line.get("step") is not None:
+            text = f"step={line['step']} {text}"
+    else:
+        text = _format_record(line)
+    return f"{_format_clock(line)} {clean(text)}"
 
 
-def _clock(line: Mapping[str, Any]) -> str:
+def _format_record(line: Mapping[str, Any]) -> str:
+    own = {name: value for name, value in line.items() if name.rpartition("/")[2] not in STATISTICS}
+    has_statistics = any(f"{name}/mean" in line for name in own)
+    text = summarize(own if has_statistics else line, line)
+    if line.get("replay"):
+        text += " (replayed)"
+    return text
+
+
+def _format_clock(line: Mapping[str, Any]) -> str:
     try:
         return time.strftime("%H:%M:%S", time.localtime(line["time"]))
     except (KeyError, TypeError, ValueError, OverflowError, OSError):

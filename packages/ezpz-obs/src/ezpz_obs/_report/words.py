@@ -1,53 +1,45 @@
-"""Names, numbers and times as reports say them."""
+"""Names, numbers and times as reports write them."""
 
 from __future__ import annotations
 
 import math
 from datetime import UTC, datetime
-from itertools import pairwise
 from typing import Final
 
 from ezpz_topo import redact
+
+NOTHING: Final = "\N{EN DASH}"  # in a cell without a value
+TIMES: Final = "\N{MULTIPLICATION SIGN}"
+_MINUS: Final = "\N{MINUS SIGN}"
+_UNITS: Final = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k"))
 
 
 def clean(text: object) -> str:
     """Return a text in one line, without secrets: what cannot be seen is written as its escape."""
     # Line ends, terminal codes and marks that turn the direction of writing are among that.
-    said = redact(str(text))
-    if said.isprintable():
-        return said
-    return "".join(
-        letter if letter.isprintable() else letter.encode("unicode_escape").decode()
-        for letter in said
-    )
+    redacted = redact(str(text))
+    if redacted.isprintable():
+        return redacted
+    letters = []
+    for letter in redacted:
+        if letter.isprintable():
+            letters.append(letter)
+        else:
+            letters.append(letter.encode("unicode_escape").decode())
+    return "".join(letters)
 
 
 def shorten(text: object, limit: int = 60) -> str:
     """Return a text as `clean` does, its middle left out where it is longer than ``limit``."""
-    said = clean(text)
-    if len(said) <= limit:
-        return said
+    whole = clean(text)
+    if len(whole) <= limit:
+        return whole
     tail = (limit - 1) // 3
-    return f"{said[: limit - 1 - tail]}…{said[-tail:]}"
+    return f"{whole[: limit - 1 - tail]}…{whole[-tail:]}"
 
 
-def distinct(names: list[str], paths: list[str]) -> list[str]:
-    """Return labels for runs, with what tells them apart where several have one name."""
-    pairs = zip(names, paths, strict=True)
-    labels = [f"{name} ({path})" if names.count(name) > 1 else name for name, path in pairs]
-    return [
-        f"{label} #{place + 1}" if labels.count(label) > 1 else label
-        for place, label in enumerate(labels)
-    ]
-
-
-NOTHING: Final = "\N{EN DASH}"  # stands in a table where there is nothing to say
-TIMES: Final = "\N{MULTIPLICATION SIGN}"
-_MINUS: Final = "\N{MINUS SIGN}"
-_SPANS: Final = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s"))
-
-
-def number(value: float | None, digits: int = 4) -> str:
+def format_number(value: float | None, digits: int = 4) -> str:
+    """Return a number for a table: ``1,234``, ``0.2534``, ``1e-07``."""
     if value is None:
         return NOTHING
     if math.isnan(value):
@@ -55,32 +47,49 @@ def number(value: float | None, digits: int = 4) -> str:
     if math.isinf(value):
         return "∞" if value > 0 else f"{_MINUS}∞"
     if float(value).is_integer() and abs(value) < 1e9:
-        return f"{int(value):,}".replace("-", _MINUS)
-    if 1e3 <= abs(value) < 1e9:
-        return f"{value:,.0f}".replace("-", _MINUS)
-    return f"{value:.{digits}g}"
+        text = f"{int(value):,}"
+    elif 1e3 <= abs(value) < 1e9:
+        text = f"{value:,.0f}"
+    else:
+        text = f"{value:.{digits}g}"
+    if text.startswith("-"):
+        return f"{_MINUS}{text[1:]}"
+    return text
 
 
-def share(value: float) -> str:
+def format_share(value: float) -> str:
     return f"{100 * value:.3g} %"
 
 
-def seconds(value: float | None) -> str:
+def format_seconds(value: float | None) -> str:
+    """Return a duration: ``30 µs``, ``12.3 ms``, ``1 h 7 min``."""
     if value is None or math.isnan(value):
         return NOTHING
     if value < 60:
-        for factor, unit in ((1.0, "s"), (1e3, "ms")):
-            if value * factor >= 0.9995:
-                return f"{value * factor:.3g} {unit}"
+        return _below_a_minute(value)
+    if value < 3600:
+        return _two_units(value, 60, "min", "s")
+    if value < 86_400:
+        return _two_units(value / 60, 60, "h", "min")
+    return _two_units(value / 3600, 24, "d", "h")
+
+
+def _below_a_minute(value: float) -> str:
+    if value < 0.9995e-3:
         return f"{value * 1e6:.3g} µs"
-    for (size, unit), (below, unit_below) in pairwise(_SPANS):
-        if value >= size:
-            whole, rest = divmod(round(value / below), round(size / below))
-            return f"{whole} {unit}" + (f" {rest} {unit_below}" if rest else "")
-    return f"{value:.0f} s"
+    if value < 0.9995:
+        return f"{value * 1e3:.3g} ms"
+    return f"{value:.3g} s"
 
 
-def moment(value: object) -> str:
+def _two_units(value: float, size: int, unit: str, small_unit: str) -> str:
+    whole, rest = divmod(round(value), size)
+    if not rest:
+        return f"{whole} {unit}"
+    return f"{whole} {unit} {rest} {small_unit}"
+
+
+def format_time(value: object) -> str:
     """Return seconds since 1970 as a date and time of day, UTC; NOTHING where they are none."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return NOTHING
@@ -90,11 +99,15 @@ def moment(value: object) -> str:
         return NOTHING
 
 
-def compact(value: float) -> str:
+def format_tick(value: float) -> str:
     """Return a number in few letters, for the axes of plots: 20k, 1.5M, 3e-05."""
-    text = f"{abs(value):.10g}"
-    for size, least, unit in ((1e12, 1e12, "T"), (1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e3, 1e4, "k")):
-        if least <= abs(value) < 1e15:
-            text = f"{abs(value) / size:.10g}{unit}"
+    size = abs(value)
+    text = f"{size:.10g}"
+    for least, unit in _UNITS:
+        if least <= size < 1e15:
+            divisor = min(least, 1e3) if unit == "k" else least
+            text = f"{size / divisor:.10g}{unit}"
             break
-    return f"{_MINUS}{text}" if value < 0 else text
+    if value < 0:
+        return f"{_MINUS}{text}"
+    return text

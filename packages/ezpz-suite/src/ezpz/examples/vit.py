@@ -31,7 +31,7 @@ class Settings(_settings.DigitsSettings):
         layers: Blocks of the model.
         lr: Learning rate of AdamW at its highest.
         dtype: What products are computed in, by autocast: bf16, fp16 or fp32.
-        report: Write report/index.html at the end; needs ezpz-obs[report].
+        report: Write report/report.html at the end; needs ezpz-obs[report].
     """
 
     patch: int = 4
