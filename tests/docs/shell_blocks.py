@@ -91,7 +91,7 @@ def _problem_of_ours(name, words, folder):
             return _problem_of_ours(instead, words[1:], folder)
     if name == "ezpz-launch" and words[:1] and words[0] in ("submit", "jobs", "follow", "kill"):
         return _problem_of_options(name, words)
-    if name == "ezpz-launch" and words[:1] not in (["launches"], ["history"]):
+    if name == "ezpz-launch" and words[:1] != ["launches"]:
         is_short = {"--dry-run", "--help", "--version"} & set(words)
         words = words if is_short else ["--dry-run", *words]
     if name in ("ezpz", "ezpz-test") and not {"--help", "--version"} & set(words):

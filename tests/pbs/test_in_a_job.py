@@ -13,7 +13,7 @@ while True:
 
 def history(pbs, job):
     """Return the newest launch of a job, as the login node tells of it."""
-    told = json.loads(pbs.on("pbs-0001", f"{pbs.home}/env/bin/ezpz-launch history --json"))
+    told = json.loads(pbs.on("pbs-0001", f"{pbs.home}/env/bin/ezpz-launch launches --json"))
     return [one for one in told if one["job_id"] == job][-1]
 
 

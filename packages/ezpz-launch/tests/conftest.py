@@ -79,7 +79,7 @@ def spawned(launch):
 @pytest.fixture
 def history(launch):
     """The records of this user's launches."""
-    return lambda **options: json.loads(launch("history", "--json", **options).stdout)
+    return lambda **options: json.loads(launch("launches", "--json", **options).stdout)
 
 
 @pytest.fixture

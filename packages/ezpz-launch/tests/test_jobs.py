@@ -203,7 +203,7 @@ def test_what_is_not_there_is_refused(launch, words, said):
     assert said in done.stderr
 
 
-@pytest.mark.parametrize("name", ["jobs", "follow", "kill", "launches", "history"])
+@pytest.mark.parametrize("name", ["jobs", "follow", "kill", "launches"])
 def test_each_has_a_page_with_examples(capsys, name):
     assert main([name, "--help"]) == 0
     page = capsys.readouterr().out

@@ -624,7 +624,7 @@ def test_a_spare_that_cannot_be_staged_to_is_no_attempt(environment, tmp_path):
     done = run(prefix, env, *words, "sh", "-c", f"mv {home} {home}.away; >{home}; kill -9 $$")
     assert "ezpz-launch: no other attempt: not staged on any of 1 nodes: " in done.stderr
     assert done.returncode == 137
-    (record,) = json.loads(run(prefix, env, "--json", first=["history"], launcher=None).stdout)
+    (record,) = json.loads(run(prefix, env, "--json", first=["launches"], launcher=None).stdout)
     assert (record["exit_status"], record["end"] is None) == (137, False)
 
 

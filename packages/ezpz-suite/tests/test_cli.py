@@ -80,7 +80,7 @@ def test_words_reach_the_command_to_the_last_byte_and_its_exit_status_comes_back
     launch = ["launch", "--launcher", "spawn", "-n", "1"]
     done = ezpz_process(*launch, sys.executable, "-c", show, *words, env=env)
     assert (json.loads(done.stdout), done.returncode) == (words, 75), done.stderr
-    history = ezpz_process("history", "--json", env=env)
+    history = ezpz_process("launches", "--json", env=env)
     assert [launched["exit_status"] for launched in json.loads(history.stdout)] == [75]
     missing = ezpz_process("plot", str(tmp_path / "none"), env=env)
     assert missing.returncode == 1

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 COMMANDS = {
     "launches": "_jobs:launches",
-    "history": "_jobs:launches",
     "nodes": "_nodes:command",
     "preflight": "_cli:preflight",
     "stage": "_cli:stage",

@@ -353,7 +353,7 @@ def _output(entry: Entry) -> tuple[str, str]:
     return job.stdout, job.stderr
 
 
-# `ezpz-launch launches` (once `history`): past launches, in a job or without.
+# `ezpz-launch launches`: past launches, in a job or without.
 
 LAUNCHES_PAGE = """\
 usage: ezpz launches [-n N] [--json]

@@ -47,7 +47,7 @@ _FOR = {
     "get_nodelist_of_active_job get_pbs_jobid_of_active_job get_pbs_nodelist_from_jobid "
     "get_slurm_jobid_of_active_job",
     "torchinfo.summary": "model_summary summarize_model",
-    "the command ezpz-launch history": "add_to_jobslog",
+    "the command ezpz-launch launches": "add_to_jobslog",
     "ezpz_save_env and ezpz_load_env of utils.sh": "savejobenv loadjobenv",
 }
 OURS = {former: ours for ours, names in _FOR.items() for former in names.split()}
