@@ -1,52 +1,19 @@
-"""What `ezpz_tp.check` costs, on and off: ``hatch run bench:tp-check [--rounds=9] [--json=FILE]``.
+"""What `ezpz_spmd.check` costs: ``hatch run bench:tp-check [--rounds=9] [--json=FILE]``.
 
-Off: what a region function pays to ask whether anybody checks, as the difference between two
-functions that are alike but for it. On: an MLP's forward pass in a fake world of two ranks, per
-operation. Medians over alternating rounds.
+An MLP's forward pass in a fake world of two ranks, per operation. Medians over alternating rounds.
 """
 
 import time
-import timeit
-from collections.abc import Callable
-from functools import partial
 
 import fire
 import torch
 import torch.distributed as dist
 from paired import Row, alone, interleaved
 from table import finish
-from torch.overrides import has_torch_function_unary
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import ezpz_spmd
 import ezpz_tp
-
-CALLS = 200_000
-
-
-def asks(tensor: torch.Tensor) -> torch.Tensor:
-    """What each region function begins with."""
-    if has_torch_function_unary(tensor):
-        raise RuntimeError("nobody checks")
-    return tensor
-
-
-def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The same without the question."""
-    return tensor
-
-
-def nanoseconds(function: Callable[[torch.Tensor], torch.Tensor]) -> float:
-    """Return what a call takes."""
-    tensor = torch.ones(4)
-    return timeit.timeit(lambda: function(tensor), number=CALLS) / CALLS * 1e9
-
-
-def off(rounds: int) -> Row:
-    """Return the row of the question alone."""
-    ways = {"asks": partial(nanoseconds, asks), "plain": partial(nanoseconds, plain)}
-    found = interleaved(ways, rounds)
-    more = [one - other for one, other in zip(found["asks"], found["plain"], strict=True)]
-    return alone("tp_check/off", "check() off, a region call", "ns", more)
 
 
 def on(rounds: int) -> Row:
@@ -67,7 +34,7 @@ def on(rounds: int) -> Row:
 
     def checked() -> float:
         nonlocal operations
-        with ezpz_tp.check() as checker:
+        with ezpz_spmd.check() as checker:
             taken = steps()
         operations = checker.operations
         return taken
@@ -77,7 +44,7 @@ def on(rounds: int) -> Row:
         (one - other) / operations * 1e6
         for one, other in zip(found["on"], found["off"], strict=True)
     ]
-    return alone("tp_check/on", "check() on, an operation more", "us", more)
+    return alone("tp_check/on", "check(), an operation more", "us", more)
 
 
 def main(rounds: int = 9, json: str = "") -> None:
@@ -92,7 +59,7 @@ def main(rounds: int = 9, json: str = "") -> None:
     # A world in which collectives do nothing: waiting for a rank costs more than either.
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     ezpz_tp.initialize_tensor_parallel(2)
-    finish([off(rounds), on(rounds)], json)
+    finish([on(rounds)], json)
 
 
 if __name__ == "__main__":

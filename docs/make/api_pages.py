@@ -15,6 +15,7 @@ PACKAGES = {
     "ezpz-launch": ("ezpz_launch",),
     "ezpz-dist": ("ezpz_dist",),
     "ezpz-tp": ("ezpz_tp", "ezpz_tp.testing", "ezpz_tp.layouts"),
+    "ezpz-spmd": ("ezpz_spmd",),
     "ezpz-obs": ("ezpz_obs",),
     "ezpz-topo": ("ezpz_topo",),
     "ezpz-device": ("ezpz_device",),

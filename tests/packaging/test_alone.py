@@ -18,9 +18,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[2]
-IMPORTS = {
-    f"ezpz-{name}": f"ezpz_{name}" for name in ("topo", "device", "tp", "dist", "launch", "obs")
-}
+NAMES = ("topo", "device", "tp", "spmd", "dist", "launch", "obs")
+IMPORTS = {f"ezpz-{name}": f"ezpz_{name}" for name in NAMES}
 IMPORTS["ezpz-suite"] = "ezpz"
 # What of its tests is run where it is alone: that all of it is there and starts, with no more than
 # it asks for. What it does then is the same beside its siblings, where `unit` runs all of them.
@@ -28,6 +27,7 @@ TESTS = {
     "ezpz-topo": ["test_public.py", "test_cli.py"],
     "ezpz-device": ["test_public.py", "test_select.py", "test_peaks.py"],
     "ezpz-tp": ["test_public.py", "test_linear.py"],
+    "ezpz-spmd": ["test_check.py"],
     "ezpz-launch": ["test_launch.py"],
     "ezpz-dist": ["test_public.py", "test_plain.py"],
     "ezpz-obs": ["test_public.py", "test_sinks.py"],
@@ -39,6 +39,7 @@ EXTRAS = {"ezpz-suite": "[examples]"}
 SIBLINGS = {
     "ezpz-topo": set(),
     "ezpz-tp": set(),
+    "ezpz-spmd": {"ezpz-tp"},
     "ezpz-device": {"ezpz-topo"},
     "ezpz-launch": {"ezpz-topo"},
     "ezpz-obs": {"ezpz-topo"},

@@ -7,7 +7,7 @@ import re
 import pytest
 
 PACKAGES = [
-    *("ezpz_topo", "ezpz_device", "ezpz_tp", "ezpz_dist", "ezpz_launch", "ezpz_obs"),
+    *("ezpz_topo", "ezpz_device", "ezpz_tp", "ezpz_spmd", "ezpz_dist", "ezpz_launch", "ezpz_obs"),
     *("ezpz", "ezpz.data", "ezpz.models"),
 ]
 

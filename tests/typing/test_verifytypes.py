@@ -11,7 +11,8 @@ import pytest
 
 HERE = Path(__file__).resolve().parent
 PACKAGES = (
-    "ezpz", "ezpz_device", "ezpz_dist", "ezpz_launch", "ezpz_obs", "ezpz_topo", "ezpz_tp",
+    "ezpz", "ezpz_device", "ezpz_dist", "ezpz_launch", "ezpz_obs", "ezpz_spmd", "ezpz_topo",
+    "ezpz_tp",
 )  # fmt: skip
 # What documented usage must not be: each line is one error.
 MISTAKES = """\

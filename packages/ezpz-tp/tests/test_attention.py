@@ -413,18 +413,6 @@ def test_what_does_not_fit(kind, degree, shapes, options, dtypes, error, message
     all_raise(degree, refused, error, message, context=degree)
 
 
-@on_ranks(2, context=2)
-def test_who_watches_sees_one_call_of_each():
-    q = torch.zeros(*Q)
-    groups, _ = crossing("unified")
-    with tp.check() as checker:
-        tp.ring_attention(q, q, q)
-        tp.ulysses_attention(q, q, q)
-        tp.unified_attention(q, q, q, **groups)
-        tp.unshard_sequence(tp.shard_sequence(q, 2), 2)
-    assert checker.operations == 5
-
-
 @pytest.mark.parametrize("shape", [(0, 2, 4, 8), (1, 2, 0, 8)])
 @pytest.mark.parametrize("case", [("ring", True), ("ulysses", False)], ids=str)
 @on_ranks(2, context=2)

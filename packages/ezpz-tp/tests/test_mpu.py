@@ -3,7 +3,6 @@
 import gc
 import warnings
 import weakref
-from contextlib import nullcontext
 from datetime import timedelta
 from math import prod
 from types import SimpleNamespace
@@ -487,23 +486,18 @@ WEIGHTS = {
 }
 
 
-def train_fairscale_code(checked):
+def train_fairscale_code():
     code = load_code("fairscale")
-    if checked:
-        code.fs_init.initialize_model_parallel(2)
-    with tp.check() if checked else nullcontext() as checker:
-        model, loss = code.train()
-        tp.finalize_grads(model)
-    assert not checked or checker.operations > 10
+    model, loss = code.train()
+    tp.finalize_grads(model)
     parts = {name: model.get_submodule(name).weight for name in WEIGHTS}
     grads = {name: weight.grad for name, weight in parts.items()}
     code.fs_init.destroy_model_parallel()
     return {name: weight.detach() for name, weight in parts.items()}, grads, loss.detach()
 
 
-@pytest.mark.parametrize("checked", [False, True])
-def test_code_for_fairscale_runs_and_is_right(checked):
-    ranks = run_ranks(train_fairscale_code, 2, checked, in_processes=True, initialize=False)
+def test_code_for_fairscale_runs_and_is_right():
+    ranks = run_ranks(train_fairscale_code, 2, in_processes=True, initialize=False)
 
     def joined(which):
         return {

@@ -1,5 +1,4 @@
 import copy
-from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 
@@ -41,14 +40,10 @@ def row(inputs=12, outputs=8, config=None, **more):
 group = parallel_state.get_tensor_model_parallel_group
 
 
-def train_megatron_code(sequence_parallel, checked):
+def train_megatron_code(sequence_parallel):
     code = load_code("megatron")
-    if checked:
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
-    with ezpz_tp.check() if checked else nullcontext() as checker:
-        model, loss, draw = code.train(sequence_parallel)
-        ezpz_tp.finalize_grads(model)
-    assert not checked or checker.operations > 10
+    model, loss, draw = code.train(sequence_parallel)
+    ezpz_tp.finalize_grads(model)
     whole = {
         "embedding": all_gather(model.embedding.weight.detach(), 0, group()),
         "up": model.up.get_master_weight(),
@@ -80,11 +75,10 @@ def unsharded(weights):
     return loss.view(2, 16).detach(), {**grads, "norm": scale.grad, "down bias": bias.grad}
 
 
-@pytest.mark.parametrize("checked", [False, True])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_code_for_megatron_runs_and_is_right(sequence_parallel, checked):
+def test_code_for_megatron_runs_and_is_right(sequence_parallel):
     how = {"in_processes": True, "initialize": False}
-    ranks = run_ranks(train_megatron_code, 2, sequence_parallel, checked, **how)
+    ranks = run_ranks(train_megatron_code, 2, sequence_parallel, **how)
     loss, grads = unsharded(ranks[0][0])
     for _, found, found_loss, _ in ranks:
         torch.testing.assert_close(found_loss, loss, rtol=1e-12, atol=1e-12)

@@ -73,6 +73,7 @@ if TYPE_CHECKING:
     from . import data as data
     from . import doctor as doctor
     from . import models as models
+    from . import spmd as spmd
     from . import tp as tp
 else:
     import sys

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import ezpz_spmd
 import ezpz_tp
 from ezpz.models import Llama, LlamaConfig, huggingface_state_dict, llama_pipeline, load_huggingface
 from ezpz_device import count_flops
@@ -92,12 +93,12 @@ def test_targets_that_are_left_out_unevenly():
 @pytest.mark.parametrize("context", [1, 2])
 @pytest.mark.parametrize("options", [{}, {"sequence_parallel": True}], ids=str)
 def test_the_types_of_all_operations_fit(options, context):
-    """`ezpz_tp.check` finds no reduction that is missing, or that is one too many."""
+    """`ezpz_spmd.check` finds no reduction that is missing, or that is one too many."""
 
     def checked():
         model = Llama(CONFIG, parallel=True, **options)
         tokens, targets = (model.shard_sequence(each) for each in batch())
-        with ezpz_tp.check(model) as checker:
+        with ezpz_spmd.check(model) as checker:
             model.loss(tokens, targets).backward()
             ezpz_tp.finalize_grads(model, average_over="context")
         ezpz_tp.verify_replicated(model)

@@ -26,7 +26,6 @@ from ._mappings import (
     applied,
     copy_to_tensor_parallel_region,
     gather_from_sequence_parallel_region,
-    watchable,
 )
 
 _CACHED_ELEMENTS = 2**20
@@ -50,7 +49,6 @@ class _Terms(NamedTuple):
     seen: bool  # whether all targets are known to be right
 
 
-@watchable
 def vocab_parallel_cross_entropy(
     vocab_parallel_logits: Tensor,
     target: Tensor,
@@ -106,7 +104,6 @@ def vocab_parallel_cross_entropy(
     return applied(_CrossEntropy, vocab_parallel_logits, target, *terms)
 
 
-@watchable
 def vocab_parallel_linear_cross_entropy(
     input_: Tensor,
     weight: Tensor,

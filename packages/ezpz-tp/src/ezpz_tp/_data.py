@@ -15,7 +15,7 @@ from ._current import context_group, tensor_group
 from ._errors import DegreeError, ParallelError
 from ._groups import member
 from ._init import as_dtype
-from ._mappings import _Gather, applied, broadcast_, watchable
+from ._mappings import _Gather, applied, broadcast_
 
 _HEADER = 64
 """Numbers in the first message: a status, and the shapes if they fit."""
@@ -163,7 +163,6 @@ def _backend_device(group: ProcessGroup | None) -> torch.device:
 # head-and-tail order). Otherwise rank r holds the r-th of n parts.
 
 
-@watchable
 def shard_sequence(
     tensor: Tensor,
     dim: int,
@@ -211,7 +210,6 @@ def shard_sequence(
     return torch.cat(parts, dim)
 
 
-@watchable
 def unshard_sequence(
     tensor: Tensor,
     dim: int,

@@ -23,7 +23,6 @@ from ._mappings import (
     reduce_scatter,
     vocabulary_range,
     vocabulary_rows,
-    watchable,
 )
 
 # Looking up rows of a vocabulary of which each rank holds a stretch, as one autograd function.
@@ -33,7 +32,6 @@ from ._mappings import (
 # a region function in a row, that saves two passes over the output and one over its gradient.
 
 
-@watchable
 def vocabulary_lookup(
     weight: Tensor,
     rows: Tensor,
@@ -45,7 +43,26 @@ def vocabulary_lookup(
     sparse: bool = False,
     sequence_parallel: bool = False,
 ) -> Tensor:
-    """Return the embeddings of ids of which some are in each rank's stretch. Collective."""
+    """Return the embeddings of ids, each of which is a row of one rank's weight.
+
+    What `VocabParallelEmbedding` computes, as a function. Collective: every rank of the group
+    calls this.
+
+    Args:
+        weight: ``[rows, embedding_dim]``, this rank's part of the table.
+        rows: ``[...]``, int32 or int64: the row of each id in this rank's weight; any valid row
+            where the id is another rank's.
+        foreign: ``[...]``, bool: whether the id is another rank's.
+        group: The tensor-parallel group.
+        padding_row: A row that gets no gradient.
+        scale_grad_by_freq: As of `torch.nn.Embedding`.
+        sparse: As of `torch.nn.Embedding`.
+        sequence_parallel: Scatter the result along dim 0.
+
+    Returns:
+        ``[..., embedding_dim]``, the same on all ranks; under sequence parallelism this rank's
+        part of dim 0.
+    """
     flags = (padding_row, scale_grad_by_freq, sparse, sequence_parallel)
     return applied(_Lookup, weight, rows, foreign, group, flags)
 

@@ -15,12 +15,5 @@ class DegreeError(ParallelError, ValueError):
     """A degree or a size does not fit: it does not divide, or it disagrees with another."""
 
 
-class ParallelTypeError(ParallelError):
-    """Within `check`: an operation whose result or gradient would be wrong on some rank.
-
-    Not a `TypeError`, which Python's operators take for "not supported, try the other operand".
-    """
-
-
 class ReplicaError(ParallelError):
     """Values that should be equal on all ranks of an axis are not, or the other way round."""

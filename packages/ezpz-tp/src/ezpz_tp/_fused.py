@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 from torch.nn import functional as F
-from torch.overrides import has_torch_function_unary
 
 from ._mappings import (
     all_gather,
@@ -35,7 +34,6 @@ from ._mappings import (
     start_all_gather,
     start_all_reduce_,
     start_reduce_scatter,
-    watched,
 )
 
 # Each of these calls costs as much as a few percent of a small layer, so:
@@ -55,13 +53,24 @@ def column_linear(
     sequence_parallel: bool = False,
     reduce_input_gradient: bool = True,
 ) -> Tensor:
-    """Return ``input_ @ weight.T + bias`` for this rank's rows of the weight. Collective."""
-    # The input is ``[..., in]``, the same on all ranks; under sequence parallelism this rank's part
-    # of dim 0, which is gathered. ``reduce_input_gradient=False`` leaves the input's gradient
-    # partial, for a caller who sums the gradients of several layers at once.
-    if has_torch_function_unary(input_):
-        modes = sequence_parallel, reduce_input_gradient
-        return watched(column_linear, input_, weight, bias, group, *modes)
+    """Return ``input_ @ weight.T + bias`` for this rank's rows of a weight.
+
+    What `ColumnParallelLinear` computes, as a function. Collective: every rank of the group calls
+    this, in forward under sequence parallelism, else in backward.
+
+    Args:
+        input_: ``[..., in]``, the same on all ranks; under sequence parallelism this rank's part
+            ``[s/tp, ..., in]``, which is gathered along dim 0.
+        weight: ``[out/tp, in]``, of the input's dtype unless autocast is on.
+        bias: ``[out/tp]``, or None.
+        group: The tensor-parallel group.
+        sequence_parallel: Whether the input is this rank's part of the sequence.
+        reduce_input_gradient: False leaves the input's gradient partial, for a caller who sums
+            the gradients of several layers at once.
+
+    Returns:
+        ``[..., out/tp]``.
+    """
     if not torch.is_grad_enabled():
         # Autocast itself casts, and keeps the weight that it has cast.
         return F.linear(all_gather(input_, 0, group) if sequence_parallel else input_, weight, bias)
@@ -85,9 +94,22 @@ def row_linear(
     group: ProcessGroup,
     sequence_parallel: bool = False,
 ) -> Tensor:
-    """Return the ranks' sum of ``input_ @ weight.T``, plus the bias, once. Collective."""
-    if has_torch_function_unary(input_):
-        return watched(row_linear, input_, weight, bias, group, sequence_parallel)
+    """Return the ranks' sum of ``input_ @ weight.T``, plus the bias once.
+
+    What `RowParallelLinear` computes, as a function. Collective: every rank of the group calls
+    this.
+
+    Args:
+        input_: ``[..., in/tp]``, this rank's features.
+        weight: ``[out, in/tp]``, of the input's dtype unless autocast is on.
+        bias: ``[out]``, the same on all ranks, or None.
+        group: The tensor-parallel group.
+        sequence_parallel: Scatter the sum along dim 0.
+
+    Returns:
+        ``[..., out]``, the same on all ranks; under sequence parallelism this rank's part
+        ``[s/tp, ..., out]``.
+    """
     if not torch.is_grad_enabled():
         output = F.linear(input_, weight)
         output = (

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed import ProcessGroup
-from torch.overrides import handle_torch_function, has_torch_function
 
 from ._current import current_state, index_or_alone
 from ._errors import NotInitializedError, ParallelError
@@ -91,11 +90,6 @@ def finalize_grads(
         ValueError: An axis is neither ``data`` nor ``context``, or is named twice.
     """
     parameters = [one for one in parameters_of(model_or_parameters) if one.requires_grad]
-    if has_torch_function(parameters):  # `check` looks on
-        axes: Any = {"average_over": average_over, "sum_over": sum_over}
-        more: Any = {"state": state, "embedding_group": embedding_group}
-        handle_torch_function(finalize_grads, parameters, parameters, **axes, **more)
-        return
     state = state or current_state()
     check_marks(state, parameters)
     _refuse_two_sums(parameters)

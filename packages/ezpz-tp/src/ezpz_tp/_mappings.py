@@ -27,10 +27,7 @@ branches, and an expanded one has less memory than it has elements.
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable
-from typing import Any, ParamSpec
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,7 +39,6 @@ from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
     BroadcastOptions,
     ReduceScatterOptions,
 )
-from torch.overrides import handle_torch_function, has_torch_function, has_torch_function_unary
 
 from ._current import tensor_group
 from ._errors import DegreeError
@@ -58,7 +54,6 @@ from ._errors import DegreeError
 # ``torch.distributed`` work too, as those of ranks that are threads (`ezpz_tp.testing`).
 
 SUM = dist.ReduceOp.SUM
-P = ParamSpec("P")
 
 _BLOCKING, _OVERLAPPED = AllreduceOptions(), AllreduceOptions()
 _GATHER, _OVERLAPPED_GATHER = AllgatherOptions(), AllgatherOptions()
@@ -166,33 +161,6 @@ def _wait(work: Work | None) -> None:
         work.wait()
 
 
-# Letting `check` see a region as one call.
-
-
-def watched(
-    region: Callable[..., Tensor], input_: Tensor, *arguments: Any, **options: Any
-) -> Tensor:
-    """Hand a call to torch's function modes, of which `check` is one."""
-    # Called where has_torch_function_unary, which takes 16 ns, says that one is at work.
-    output: Tensor = handle_torch_function(region, (input_,), input_, *arguments, **options)
-    return output
-
-
-def watchable(region: Callable[P, Tensor]) -> Callable[P, Tensor]:
-    """Let `watched` have every call of a region for which a microsecond is little."""
-    signature = inspect.signature(region)
-
-    @functools.wraps(region)
-    def called(*args: P.args, **options: P.kwargs) -> Tensor:
-        if has_torch_function(args or tuple(options.values())):
-            full = signature.bind(*args, **options)
-            full.apply_defaults()
-            return watched(called, *full.args, **full.kwargs)
-        return region(*args, **options)
-
-    return called
-
-
 def applied(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
     """Call an autograd function, which torch leaves without types."""
     output: Tensor = function.apply(*arguments)
@@ -292,8 +260,6 @@ def gather_gradient(grad: Tensor, group: ProcessGroup) -> Tensor:
 
 def copy_to_tensor_parallel_region(input_: Tensor, tp_group: ProcessGroup | None = None) -> Tensor:
     """Hand a replicated tensor to sharded code: the ranks' gradients are summed."""
-    if has_torch_function_unary(input_):
-        return watched(copy_to_tensor_parallel_region, input_, tp_group)
     group = tensor_group(tp_group)
     return input_ if group is None else applied(_Copy, input_, group)
 
@@ -302,8 +268,6 @@ def reduce_from_tensor_parallel_region(
     input_: Tensor, tp_group: ProcessGroup | None = None
 ) -> Tensor:
     """Sum the ranks' partial results."""
-    if has_torch_function_unary(input_):
-        return watched(reduce_from_tensor_parallel_region, input_, tp_group)
     group = tensor_group(tp_group)
     return input_ if group is None else applied(_Reduce, input_, group)
 
@@ -316,8 +280,6 @@ def scatter_to_tensor_parallel_region(
     Raises:
         DegreeError: The degree does not divide the last dim.
     """
-    if has_torch_function_unary(input_):
-        return watched(scatter_to_tensor_parallel_region, input_, tp_group)
     return _exchanged(_Split, "scatter_to_tensor_parallel_region", tp_group, input_, -1)
 
 
@@ -328,8 +290,6 @@ def gather_from_tensor_parallel_region(
 
     The gradient of the result must be the same on all ranks: each keeps its part of it.
     """
-    if has_torch_function_unary(input_):
-        return watched(gather_from_tensor_parallel_region, input_, tp_group)
     return _exchanged(_Gather, "gather_from_tensor_parallel_region", tp_group, input_, -1, False)
 
 
@@ -341,8 +301,6 @@ def scatter_to_sequence_parallel_region(
     Raises:
         DegreeError: The degree does not divide the sequence.
     """
-    if has_torch_function_unary(input_):
-        return watched(scatter_to_sequence_parallel_region, input_, dim, tp_group)
     return _exchanged(_Split, "scatter_to_sequence_parallel_region", tp_group, input_, dim)
 
 
@@ -362,10 +320,6 @@ def gather_from_sequence_parallel_region(
         dim: That of the sequence.
         tp_group: Default: the tensor-parallel group.
     """
-    if has_torch_function_unary(input_):
-        return watched(
-            gather_from_sequence_parallel_region, input_, tensor_parallel_output_grad, dim, tp_group
-        )
     name = "gather_from_sequence_parallel_region"
     return _exchanged(_Gather, name, tp_group, input_, dim, tensor_parallel_output_grad)
 
@@ -378,8 +332,6 @@ def reduce_scatter_to_sequence_parallel_region(
     Raises:
         DegreeError: The degree does not divide the sequence.
     """
-    if has_torch_function_unary(input_):
-        return watched(reduce_scatter_to_sequence_parallel_region, input_, dim, tp_group)
     name = "reduce_scatter_to_sequence_parallel_region"
     return _exchanged(_ReduceScatter, name, tp_group, input_, dim)
 
@@ -388,8 +340,6 @@ def all_gather_last_dim_from_tensor_parallel_region(
     input_: Tensor, tp_group: ProcessGroup | None = None
 ) -> Tensor:
     """Join the ranks' parts ``[..., h/tp]`` where sharded code follows: gradients are summed."""
-    if has_torch_function_unary(input_):
-        return watched(all_gather_last_dim_from_tensor_parallel_region, input_, tp_group)
     name = "all_gather_last_dim_from_tensor_parallel_region"
     return _exchanged(_Gather, name, tp_group, input_, -1, True)
 
@@ -402,8 +352,6 @@ def reduce_scatter_last_dim_to_tensor_parallel_region(
     Raises:
         DegreeError: The degree does not divide the last dim.
     """
-    if has_torch_function_unary(input_):
-        return watched(reduce_scatter_last_dim_to_tensor_parallel_region, input_, tp_group)
     name = "reduce_scatter_last_dim_to_tensor_parallel_region"
     return _exchanged(_ReduceScatter, name, tp_group, input_, -1)
 
@@ -454,8 +402,6 @@ def all_to_all(
     Raises:
         DegreeError: The split sizes do not add up to the rows, or there is not one a rank.
     """
-    if has_torch_function_unary(input_):
-        return watched(all_to_all, input_, output_split_sizes, input_split_sizes, group=group)
     if group.size() == 1:
         return input_
     rows, ranks = input_.shape[0], group.size()

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Work
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.nn.parallel import DistributedDataParallel
-from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from ._current import current_state, index_or_alone, size_or_alone
 from ._errors import DegreeError, ParallelError
@@ -52,8 +51,6 @@ class Chunk(nn.Module):
         self._targets, self.losses = iter(targets), []
 
     def forward(self, *inputs: Tensor) -> Tensors:
-        if not self.is_first:
-            inputs = tuple(entering(one, self.module) for one in inputs)
         output = self.module(*inputs)
         if not self.is_last:
             outputs = tuple(one.contiguous() for one in self._sendable(output))
@@ -86,14 +83,6 @@ class Chunk(nn.Module):
                     "of tensors, for the next chunk's forward"
                 )
         return outputs
-
-
-def entering(received: Tensor, module: nn.Module) -> Tensor:
-    """Return what a chunk's module received from the one before: where activations enter a rank."""
-    if has_torch_function_unary(received):  # `check` is told
-        seen: Tensor = handle_torch_function(entering, (received,), received, module)
-        return seen
-    return received
 
 
 def facts(tensors: Tensors) -> list[str]:

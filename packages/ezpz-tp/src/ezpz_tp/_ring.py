@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from ._current import context_group
 from ._errors import DegreeError, ParallelError
 from ._fused import as_autocast
-from ._mappings import applied, watchable
+from ._mappings import applied
 
 # Attention of some queries to some keys: its output, and what it takes to merge it with others.
 #
@@ -324,7 +324,6 @@ class Round:
         yield (rank + 1) % size
 
 
-@watchable
 def ring_attention(
     q: Tensor,
     k: Tensor,

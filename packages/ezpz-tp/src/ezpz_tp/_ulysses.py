@@ -19,13 +19,12 @@ from torch.nn.functional import scaled_dot_product_attention
 from ._current import context_group, get_state
 from ._data import rank_order
 from ._errors import DegreeError, ParallelError
-from ._mappings import exchange_rows, watchable
+from ._mappings import exchange_rows
 from ._ranks import RankLayout
 from ._ring import check_causal, checked, ring_attention
 from ._state import ParallelState
 
 
-@watchable
 def ulysses_attention(
     q: Tensor,
     k: Tensor,
@@ -159,7 +158,6 @@ class _Exchange(torch.autograd.Function):
 # exchanges are fewer and go over the slower links.
 
 
-@watchable
 def unified_attention(
     q: Tensor,
     k: Tensor,

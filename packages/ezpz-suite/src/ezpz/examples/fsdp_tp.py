@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 import ezpz
+import ezpz_spmd
 import ezpz_tp
 from ezpz.examples import _settings, _text
 from ezpz.models import Llama, LlamaConfig
@@ -37,7 +38,7 @@ def train(settings: Settings) -> None:
     ezpz.setup_torch(seed=settings.seed, tensor_parallel_size=tp)
     logger = ezpz.get_logger("fsdp_tp")
     if ezpz.get_rank() == 0:
-        print(ezpz_tp.describe_mesh(), flush=True)
+        print(ezpz_spmd.describe_mesh(), flush=True)
     text = _text.load(settings)
     config = LlamaConfig(_text.VOCABULARY, dim=64, layers=2, heads=4, kv_heads=2)
     bare = Llama(config, parallel=True, sequence_parallel=True, seed=settings.seed)

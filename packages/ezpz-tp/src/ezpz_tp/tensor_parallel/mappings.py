@@ -6,15 +6,12 @@ Source: NVIDIA/Megatron-LM megatron/core/tensor_parallel/mappings.py, 2026-08-22
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
-
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ezpz_tp import _mappings
-from ezpz_tp._current import name_made, tensor_group
+from ezpz_tp._current import tensor_group
 from ezpz_tp._errors import DegreeError, ParallelError
 
 __all__ = [
@@ -27,34 +24,56 @@ __all__ = [
 ]  # fmt: skip
 
 
-class Region(Protocol):
-    """A region function whose group is called ``group``."""
-
-    def __call__(self, input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
-        """See `ezpz_tp`'s of the same name."""
-
-
-def _of(region: Callable[[Tensor, ProcessGroup | None], Tensor]) -> Region:
-    def called(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
-        return region(input_, group)
-
-    called.__doc__ = f"See `ezpz_tp.{getattr(region, '__name__', '')}`."
-    return called
+def copy_to_tensor_model_parallel_region(
+    input_: Tensor, group: ProcessGroup | None = None
+) -> Tensor:
+    """See `ezpz_tp.copy_to_tensor_parallel_region`."""
+    return _mappings.copy_to_tensor_parallel_region(input_, group)
 
 
-copy_to_tensor_model_parallel_region: Region = _of(_mappings.copy_to_tensor_parallel_region)
-reduce_from_tensor_model_parallel_region: Region = _of(_mappings.reduce_from_tensor_parallel_region)
-scatter_to_tensor_model_parallel_region: Region = _of(_mappings.scatter_to_tensor_parallel_region)
-gather_from_tensor_model_parallel_region: Region = _of(_mappings.gather_from_tensor_parallel_region)
-all_gather_last_dim_from_tensor_parallel_region: Region = _of(
-    _mappings.all_gather_last_dim_from_tensor_parallel_region
-)
-reduce_scatter_last_dim_to_tensor_parallel_region: Region = _of(
-    _mappings.reduce_scatter_last_dim_to_tensor_parallel_region
-)
-all_to_all_sp2hp: Region = _of(_mappings.all_to_all_sp2hp)
-all_to_all_hp2sp: Region = _of(_mappings.all_to_all_hp2sp)
-name_made(globals())
+def reduce_from_tensor_model_parallel_region(
+    input_: Tensor, group: ProcessGroup | None = None
+) -> Tensor:
+    """See `ezpz_tp.reduce_from_tensor_parallel_region`."""
+    return _mappings.reduce_from_tensor_parallel_region(input_, group)
+
+
+def scatter_to_tensor_model_parallel_region(
+    input_: Tensor, group: ProcessGroup | None = None
+) -> Tensor:
+    """See `ezpz_tp.scatter_to_tensor_parallel_region`."""
+    return _mappings.scatter_to_tensor_parallel_region(input_, group)
+
+
+def gather_from_tensor_model_parallel_region(
+    input_: Tensor, group: ProcessGroup | None = None
+) -> Tensor:
+    """See `ezpz_tp.gather_from_tensor_parallel_region`."""
+    return _mappings.gather_from_tensor_parallel_region(input_, group)
+
+
+def all_gather_last_dim_from_tensor_parallel_region(
+    input_: Tensor, group: ProcessGroup | None = None
+) -> Tensor:
+    """See `ezpz_tp.all_gather_last_dim_from_tensor_parallel_region`."""
+    return _mappings.all_gather_last_dim_from_tensor_parallel_region(input_, group)
+
+
+def reduce_scatter_last_dim_to_tensor_parallel_region(
+    input_: Tensor, group: ProcessGroup | None = None
+) -> Tensor:
+    """See `ezpz_tp.reduce_scatter_last_dim_to_tensor_parallel_region`."""
+    return _mappings.reduce_scatter_last_dim_to_tensor_parallel_region(input_, group)
+
+
+def all_to_all_sp2hp(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
+    """See `ezpz_tp.all_to_all_sp2hp`."""
+    return _mappings.all_to_all_sp2hp(input_, group)
+
+
+def all_to_all_hp2sp(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
+    """See `ezpz_tp.all_to_all_hp2sp`."""
+    return _mappings.all_to_all_hp2sp(input_, group)
 
 
 def scatter_to_sequence_parallel_region(

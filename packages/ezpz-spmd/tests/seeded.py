@@ -7,7 +7,6 @@ clean code in other styles: operators, einsum, in place, experts, hooks, own gro
 
 import torch
 import torch.distributed as dist
-from llama import Config, Llama, parallel_loss_of, text_batch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.nn.functional import all_reduce
@@ -15,6 +14,9 @@ from torch.nn.functional import cross_entropy, dropout, gelu, linear, pad
 from torch.utils.checkpoint import checkpoint
 
 import ezpz_tp as tp
+from ezpz_spmd import check, type_of
+from ezpz_tp import model_parallel as fairscale
+from ezpz_tp import tensor_parallel as megatron
 
 
 def products(size=8, **more):
@@ -66,7 +68,7 @@ def data(*shape):
 
 def by_hand(bug=None):
     model = Mlp(bug)
-    with tp.check(model):
+    with check(model):
         model(data(4, 8)).square().mean().backward()
 
 
@@ -80,7 +82,7 @@ def sequence(bug=None):
     if bug == "untagged bias":
         down.bias.sequence_parallel = False
     embedding = tp.VocabParallelEmbedding(12, 8, seed=3)
-    with tp.check(nn.ModuleList([norm, up, down])):
+    with check(nn.ModuleList([norm, up, down])):
         whole = embedding(torch.arange(4))
         hidden = whole if bug == "not scattered" else tp.scatter_to_sequence_parallel_region(whole)
         if bug == "not scattered":
@@ -98,14 +100,14 @@ def tagged(bug=None):
     norm = nn.LayerNorm(8)
     if bug is not None:
         tp.mark_sequence_parallel(norm.weight)
-    with tp.check(norm):
+    with check(norm):
         norm(data(4, 8)).sum().backward()  # here: whole norm is tagged
 
 
 def layers(bug=None):
     up, down = products()
     hidden = data(4, 8)
-    with tp.check():
+    with check():
         if bug == "copy before the layer":
             inner = up(tp.copy_to_tensor_parallel_region(hidden))  # here: copy before the layer
         else:
@@ -124,9 +126,9 @@ def loss(bug=None):
     ids, labels = torch.arange(6) % 5, torch.arange(6) % 7
     state = tp.get_state()
     context = tp.get_context_parallel_group()
-    with tp.check(nn.ModuleList([embedding, head])):
+    with check(nn.ModuleList([embedding, head])):
         logits = head(embedding(ids))
-        assert tp.type_of(logits)["tensor"] == "varying"
+        assert type_of(logits)["tensor"] == "varying"
         if bug == "own part of the logits":
             value = cross_entropy(logits, labels % 6)
         elif bug == "gathered logits":
@@ -152,7 +154,7 @@ def differentiable_sum(bug=None):
     """torch's own differentiable all-reduce of a loss: its backward sums once more."""
     model = nn.Linear(4, 1)
     group = tp.get_data_parallel_group()
-    with tp.check(model):
+    with check(model):
         value = model(data(2, 4)).mean()
         if bug is not None:
             value = all_reduce(value, group=group)
@@ -163,7 +165,7 @@ def dropped(bug=None):
     tp.seed_model_parallel(1)
     tracker = tp.get_rng_tracker()
     up, down = products()
-    with tp.check(up):
+    with check(up):
         hidden = data(4, 8)
         if bug == "dropped whole inside":
             with tracker.fork():
@@ -183,44 +185,23 @@ def dropped(bug=None):
 
 
 def trained(bug=None):
-    """A Llama under sequence parallelism and several data-parallel ranks; values are compared."""
-    config = Config(sequence_parallel=True, layers=1)
-    model, state = Llama(config), tp.get_state()
+    """A step of a block under sequence parallelism on several data-parallel ranks."""
+    norm = nn.LayerNorm(8)
+    for parameter in norm.parameters():
+        tp.mark_sequence_parallel(parameter)
+    model = nn.Sequential(norm, *products(sequence_parallel=True))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    if bug == "equal seeds":
-        with torch.no_grad():
-            weight = model.layers["0"].feed_forward.up.weight
-            weight.normal_(generator=torch.Generator().manual_seed(5))
-    tp.verify_replicated(model)
-    tokens, labels = text_batch(state.index("data"))
-    with tp.check(model):
-        parallel_loss_of(model(tokens), labels).backward()
-        if bug != "forgotten finalize_grads":
-            tp.finalize_grads(model)
+    group = tp.get_data_parallel_group()
+    with check(model):
+        part = tp.scatter_to_sequence_parallel_region(data(4, 8))
+        whole = tp.gather_from_sequence_parallel_region(model(part), False)
+        whole.square().mean().backward()
+        tp.finalize_grads(model)
         if bug == "finalized twice":
             tp.finalize_grads(model)  # here: finalized twice
-        if bug != "not averaged over data":
-            for parameter in model.parameters():
-                dist.all_reduce(parameter.grad, group=state.group("data"))
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad, group=group)
         optimizer.step()
-    tp.verify_replicated(model)
-
-
-def tied(bug=None):
-    """An embedding on the first stage that is the head's weight on the last."""
-    weight = nn.Parameter(torch.arange(12.0).view(4, 3))
-    weight.shared_embedding = True
-    last = tp.is_pipeline_last_stage()
-    if bug != "counted twice":
-        weight.shared = last
-    weight.grad = torch.ones_like(weight) * (3 if last else 2)
-    if bug != "not summed":
-        tp.finalize_grads([weight])
-    model = nn.Module()
-    model.embedding = weight
-    with torch.no_grad():
-        weight.sub_(weight.grad)
-    tp.verify_replicated(model)
 
 
 # Other styles: a bug has a program of its own, and what has no line ``# here`` is clean.
@@ -242,7 +223,7 @@ def inner(hidden, up):
 
 def shard_written_through_a_view():
     up, norm = products(16)[0], nn.LayerNorm(32)
-    with tp.check():
+    with check():
         buffer = torch.zeros(4, 32)
         buffer[:, :16].copy_(up(data(4, 16)))
         norm(buffer)  # here
@@ -250,7 +231,7 @@ def shard_written_through_a_view():
 
 def scaled_loss_of_a_part():
     up = products(16)[0]
-    with tp.check():
+    with check():
         loss = up(data(4, 16)).sum()
         loss.backward(torch.tensor(2.0))  # here
 
@@ -262,14 +243,14 @@ def inside_reentrant_checkpoint():
         hidden = linear(hidden, up)  # here
         return tp.reduce_from_tensor_parallel_region(hidden @ down.T)
 
-    with tp.check():
+    with check():
         checkpoint(block, data(4, 16), use_reentrant=True).sum().backward()
 
 
 def loss_summed_over_a_group_of_ones_own():
     groups = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
     model = nn.Linear(4, 1)
-    with tp.check(model):
+    with check(model):
         loss = model(data(2, 4)).mean()
         dist.all_reduce(loss, group=groups[dist.get_rank() % 2])  # here
 
@@ -278,7 +259,7 @@ def experts():
     """Their partial outputs are put together first, and summed once."""
     up, down, _ = weights()
     gate = nn.Parameter(torch.ones(4, 16))
-    with tp.check():
+    with check():
         hidden = data(6, 16)
         score, chosen = (hidden @ gate.T).softmax(-1).topk(1)
         score = tp.copy_to_tensor_parallel_region(score)
@@ -295,7 +276,7 @@ def experts():
             mixed = one[order].index_select(0, order.argsort())
             mixed = pad(torch.where(order[:, None] < 9, mixed, 0.0), (0, 0, 0, 1))
             assert not mixed.isnan().any()
-            assert tp.type_of(mixed)["tensor"] == "partial"
+            assert type_of(mixed)["tensor"] == "partial"
             tp.reduce_from_tensor_parallel_region(mixed).sum().backward(retain_graph=True)
 
 
@@ -313,10 +294,10 @@ def hooks():
     up, down = products(16)
     block = _TwoTypes(down)
     block.register_full_backward_hook(lambda *_: None)
-    with tp.check():
+    with check():
         hidden = data(4, 16)
         part, whole = block(up(hidden), hidden)
-        assert (tp.type_of(part)["tensor"], tp.type_of(whole)["tensor"]) == ("varying", "invariant")
+        assert (type_of(part)["tensor"], type_of(whole)["tensor"]) == ("varying", "invariant")
         (whole.sum() + tp.reduce_from_tensor_parallel_region(part.sum())).backward()
 
 
@@ -325,7 +306,7 @@ def reentrant_checkpoints():
     norm = nn.LayerNorm(16)
     for parameter in norm.parameters():
         tp.mark_sequence_parallel(parameter)
-    with tp.check():
+    with check():
         part = checkpoint(tp.scatter_to_sequence_parallel_region, data(4, 16), use_reentrant=True)
         part = checkpoint(norm, part, use_reentrant=True)
         tp.gather_from_sequence_parallel_region(part, False).sum().backward()
@@ -334,15 +315,75 @@ def reentrant_checkpoints():
 def tensors_like_others():
     up = products(16)[0]
     norm = nn.LayerNorm(16)
-    with tp.check():
+    with check():
         hidden = norm(data(4, 16))
         part = up(data(4, 16))
         hidden.type_as(part), hidden.view_as(part), part.to(norm.weight)
         for like in (torch.zeros_like, torch.ones_like, torch.empty_like):
-            assert tp.type_of(like(part) + hidden) == {"tensor": "invariant"}
+            assert type_of(like(part) + hidden) == {"tensor": "invariant"}
         total = part.new_zeros(4, 16)
         total += part
-        assert tp.type_of(total) == {"tensor": "varying"}
+        assert type_of(total) == {"tensor": "varying"}
+
+
+def names_of_other_libraries():
+    """Megatron-LM's and fairscale's region functions."""
+    up, down, _ = weights()
+    with check():
+        hidden = data(4, 16)
+        part = megatron.copy_to_tensor_model_parallel_region(hidden) @ up.T
+        total = fairscale.reduce_from_model_parallel_region(part @ down.T)
+        whole = megatron.gather_from_tensor_model_parallel_region(part)
+        assert type_of(whole) == {"tensor": "invariant"}
+        (hidden + total).sum().backward()
+
+
+def attention():
+    q = torch.zeros(1, 2, 8, 8, requires_grad=True)
+    ulysses = tp.get_tensor_parallel_group()  # of one rank
+    ring = tp.get_context_parallel_group()
+    with check() as checker:
+        tp.ring_attention(q, q, q)
+        tp.ulysses_attention(q, q, q)
+        tp.unified_attention(q, q, q, ulysses_group=ulysses, ring_group=ring)
+        tp.unshard_sequence(tp.shard_sequence(q, 2), 2)
+    assert checker.operations == 5
+
+
+class Stage(nn.Module):
+    """A block of a model whose sequence is scattered before the first one."""
+
+    def __init__(self, layers, first, last):
+        super().__init__()
+        self.first = first
+        norm = nn.LayerNorm(8)
+        for parameter in norm.parameters():
+            tp.mark_sequence_parallel(parameter)
+        block = nn.Sequential(norm, *products(sequence_parallel=True))
+        self.blocks = nn.ModuleDict({str(layers.start): block})
+
+    def forward(self, hidden):
+        if self.first:
+            hidden = tp.scatter_to_sequence_parallel_region(hidden)
+        for block in self.blocks.values():
+            hidden = hidden + block(hidden)
+        return hidden
+
+
+def loss_of_a_stage(part, targets):
+    whole = tp.gather_from_sequence_parallel_region(part, False)
+    return (whole - targets).square().mean()
+
+
+def pipelined():
+    """Each rank has two stages, which receive their part of the sequence."""
+    pipeline = tp.Pipeline(
+        Stage, layers=4, microbatches=2, loss=loss_of_a_stage,
+        schedule="interleaved", virtual=2,
+    )  # fmt: skip
+    with check(pipeline.module) as checker:
+        pipeline.step(torch.ones(8, 8), torch.zeros(8, 8))
+    assert checker.operations > 10
 
 
 class _Seen(torch.autograd.Function):
@@ -358,18 +399,18 @@ class _Seen(torch.autograd.Function):
 
 def default_devices():
     """Another function mode works on inside an autograd function."""
-    with torch.device("meta"), tp.check():
+    with torch.device("meta"), check():
         _Seen.apply(torch.ones(1))
         assert _Seen.device == "meta"
-    with tp.check(), torch.device("meta"):
+    with check(), torch.device("meta"):
         _Seen.apply(torch.ones(1))
         assert _Seen.device == "meta"
 
 
 def nested():
     up, down = products(16)
-    with tp.check() as outer:
-        with tp.check() as inside:
+    with check() as outer:
+        with check() as inside:
             part = _Seen.apply(up(data(4, 16)))
         down(part).sum().backward()
     assert (outer.operations, inside.operations) == (4, 2)
@@ -379,7 +420,7 @@ def groups_of_ones_own():
     """Layers and regions that are given another group of the same ranks."""
     group = dist.new_group([0, 1])
     up, down = products(16, tp_group=group)
-    with tp.check():
+    with check():
         hidden = data(4, 16)
         copied = tp.copy_to_tensor_parallel_region(hidden, group)
         total = tp.reduce_from_tensor_parallel_region(linear(copied, up.weight).sum(), group)
@@ -392,23 +433,22 @@ def fully_sharded():
     with tp.keep_attributes(model):
         for one in model:
             fully_shard(one, mesh=tp.get_state().to_mesh("cpu")["dp"])
-    with tp.check(model):
+    with check(model):
         for _ in range(2):
             model(data(4, 16)).square().mean().backward()
-    tp.verify_replicated(model, gradients=True)
 
 
 def compiled():
     """It runs as it is written, and is checked."""
     up, down = products(16)
     model = torch.compile(nn.Sequential(up, down), backend="eager", fullgraph=True)
-    with tp.check() as checker:
-        assert tp.type_of(model(data(4, 16))) == {"tensor": "invariant"}
+    with check() as checker:
+        assert type_of(model(data(4, 16))) == {"tensor": "invariant"}
     assert checker.operations == 2
 
 
 def mistake_in_compiled():
     up, down, _ = weights()
     model = torch.compile(lambda x: x + inner(x, up) @ down.T, backend="eager")  # here
-    with tp.check():
+    with check():
         model(data(4, 16))

@@ -12,7 +12,8 @@ from math import prod
 from string import ascii_letters
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from ._errors import DegreeError, ParallelError
+from ezpz_tp import DegreeError, ParallelError
+
 from ._placements import (
     PARTIAL,
     REPLICATED,

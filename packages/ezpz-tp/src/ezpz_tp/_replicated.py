@@ -13,14 +13,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from ezpz_tp._current import get_state
-from ezpz_tp._errors import ParallelError, ReplicaError
-from ezpz_tp._grads import is_shared, is_tied, laid_out_gradient, local_part
-from ezpz_tp._groups import live_world
-from ezpz_tp._init import sending_device
-from ezpz_tp._mappings import all_gather
-from ezpz_tp._random import MODEL_PARALLEL_RNG, checksum, get_rng_tracker
-from ezpz_tp._state import ParallelState
+from ._current import get_state
+from ._errors import ParallelError, ReplicaError
+from ._grads import is_shared, is_tied, laid_out_gradient, local_part
+from ._groups import live_world
+from ._init import sending_device
+from ._mappings import all_gather
+from ._random import MODEL_PARALLEL_RNG, checksum, get_rng_tracker
+from ._state import ParallelState
 
 _ROW = 1024
 """Numbers that are sent first: as many by all, so that ranks with other parameters can say so."""

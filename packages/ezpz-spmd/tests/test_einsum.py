@@ -7,7 +7,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import ezpz_tp as tp
-from ezpz_tp import einsum_sharding
+from ezpz_spmd import einsum_sharding
 from ezpz_tp.testing import run_ranks
 
 

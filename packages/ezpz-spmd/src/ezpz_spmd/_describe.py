@@ -12,10 +12,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeAlias
 
-from ._current import get_state
-from ._errors import DegreeError, ParallelError
-from ._ranks import AXES, EXPERT_AXES, RankLayout
-from ._state import ParallelState
+from ezpz_tp import (
+    AXES,
+    EXPERT_AXES,
+    DegreeError,
+    ParallelError,
+    ParallelState,
+    RankLayout,
+    get_state,
+)
 
 # Which ranks share a node.
 
@@ -401,6 +406,3 @@ def describe_mesh(
     for warning in description._warnings():  # noqa: SLF001 - ours
         warnings.warn(warning, UserWarning, stacklevel=2)
     return description
-
-
-describe = describe_mesh  # its former name

@@ -11,18 +11,10 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from ezpz_tp import _mappings as mappings
-from ezpz_tp._cross_entropy import vocab_parallel_cross_entropy
-from ezpz_tp._data import shard_sequence, unshard_sequence
-from ezpz_tp._embedding import vocabulary_lookup
-from ezpz_tp._fused import column_linear, row_linear
-from ezpz_tp._grads import gradient
-from ezpz_tp._random import EXPERT_PARALLEL_RNG, MODEL_PARALLEL_RNG, get_rng_tracker
-from ezpz_tp._ring import ring_attention
-from ezpz_tp._ulysses import ulysses_attention, unified_attention
+import ezpz_tp as tp
 
-from . import rules
-from .rules import EQUAL, INVARIANT, PARTIAL, REPLICATED, VARYING, Operand, Record, Records
+from . import _rules as rules
+from ._rules import EQUAL, INVARIANT, PARTIAL, REPLICATED, VARYING, Operand, Record, Records
 
 Given: TypeAlias = Sequence[Operand | None]
 
@@ -106,29 +98,32 @@ _column_sequence = _region(
 
 REGIONS: dict[Callable[..., Any], Region | tuple[str, Region, Region]] = {
     # A region; or the argument that chooses, and the ones without and with it.
-    mappings.copy_to_tensor_parallel_region: _copy,
-    mappings.reduce_from_tensor_parallel_region: _reduce,
-    mappings.scatter_to_tensor_parallel_region: _scatter,
-    mappings.gather_from_tensor_parallel_region: _gather,
-    mappings.all_gather_last_dim_from_tensor_parallel_region: _gather_sums,
-    mappings.reduce_scatter_last_dim_to_tensor_parallel_region: _reduce_scatter,
-    mappings.scatter_to_sequence_parallel_region: _scatter,
-    mappings.gather_from_sequence_parallel_region: (
+    tp.copy_to_tensor_parallel_region: _copy,
+    tp.reduce_from_tensor_parallel_region: _reduce,
+    tp.scatter_to_tensor_parallel_region: _scatter,
+    tp.gather_from_tensor_parallel_region: _gather,
+    tp.all_gather_last_dim_from_tensor_parallel_region: _gather_sums,
+    tp.reduce_scatter_last_dim_to_tensor_parallel_region: _reduce_scatter,
+    tp.scatter_to_sequence_parallel_region: _scatter,
+    tp.gather_from_sequence_parallel_region: (
         "tensor_parallel_output_grad", _gather, _gather_sums
     ),
-    mappings.reduce_scatter_to_sequence_parallel_region: _reduce_scatter,
-    mappings.all_to_all: _exchange,
-    vocab_parallel_cross_entropy: _region((VARYING,), INVARIANT, equal=_LOGITS),
-    vocabulary_lookup: ("sequence_parallel", _lookup, replace(_lookup, returns=VARYING)),
-    column_linear: ("sequence_parallel", _column, _column_sequence),
-    row_linear: ("sequence_parallel", _row, replace(_row, returns=VARYING, bias=REPLICATED)),
-    shard_sequence: _shard,
-    unshard_sequence: (
+    tp.reduce_scatter_to_sequence_parallel_region: _reduce_scatter,
+    tp.all_to_all: _exchange,
+    tp.vocab_parallel_cross_entropy: _region((VARYING,), INVARIANT, equal=_LOGITS),
+    tp.vocabulary_lookup: ("sequence_parallel", _lookup, replace(_lookup, returns=VARYING)),
+    tp.column_linear: ("sequence_parallel", _column, _column_sequence),
+    tp.row_linear: ("sequence_parallel", _row, replace(_row, returns=VARYING, bias=REPLICATED)),
+    tp.shard_sequence: _shard,
+    tp.unshard_sequence: (
         "sum_grads", replace(_gather, axis="context"), replace(_gather_sums, axis="context")
     ),
-    **dict.fromkeys((ring_attention, ulysses_attention, unified_attention), _attention),
+    **dict.fromkeys((tp.ring_attention, tp.ulysses_attention, tp.unified_attention), _attention),
 }  # fmt: skip
 
+
+MODULES = {region.__module__ for region in REGIONS}
+"""Where their autograd functions are."""
 
 _signature = functools.cache(inspect.signature)
 
@@ -136,8 +131,10 @@ _signature = functools.cache(inspect.signature)
 def arguments(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return what a call gives, by the names of parameters, in their order."""
-    return _signature(function).bind(*args, **kwargs).arguments
+    """Return what a call gives, and its defaults, by the names of parameters, in their order."""
+    bound = _signature(function).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return bound.arguments
 
 
 def region_of(
@@ -312,7 +309,7 @@ def drawn(records: Records, name: str, operands: Sequence[Operand], record: Reco
         reason = "Inside fork() every tensor-parallel rank draws other numbers, and this tensor "
         reason += "should stay the same on all."
         mend = "call it outside `with get_rng_tracker().fork():`"
-    elif not forked and kind == VARYING and get_rng_tracker().current is None:
+    elif not forked and kind == VARYING and tp.get_rng_tracker().current is None:
         reason = "Outside fork() all tensor-parallel ranks draw the same numbers, for different "
         reason += "parts of the data: equal seeds where they must differ."
         mend = "call it within `with get_rng_tracker().fork():`"
@@ -323,7 +320,7 @@ def drawn(records: Records, name: str, operands: Sequence[Operand], record: Reco
 
 
 def _is_forked() -> bool:
-    return get_rng_tracker().current in {MODEL_PARALLEL_RNG, EXPERT_PARALLEL_RNG}
+    return tp.get_rng_tracker().current in {"model-parallel-rng", "expert-parallel-rng"}
 
 
 def _varying(records: Records, record: Record) -> Record:
@@ -366,11 +363,27 @@ def check_loss(records: Records, name: str, loss: Operand) -> None:
         raise rules.fail(records, name, axis, [(loss, kind)], reason, mend)
 
 
+def parameters_of(model_or_parameters: Any) -> list[Tensor]:
+    """Return the parameters that `ezpz_tp.finalize_grads` is called with, each once."""
+    if isinstance(model_or_parameters, nn.Module):
+        return list(model_or_parameters.parameters())
+    if isinstance(model_or_parameters, Tensor):
+        return [model_or_parameters]
+    found: dict[int, Tensor] = {}
+    for one in model_or_parameters:
+        parameters = one.parameters() if isinstance(one, nn.Module) else [one]
+        for parameter in parameters:
+            found[id(parameter)] = parameter
+    return list(found.values())
+
+
 def gradients_to_finalize(records: Records, parameters: Iterable[Tensor]) -> list[Tensor]:
     """Return the gradients of parameters, none of which was finalized as it is."""
     found = []
     for parameter in parameters:
-        grad = gradient(parameter)
+        grad = getattr(parameter, "main_grad", None)  # Megatron's DDP sums in this one
+        if grad is None:
+            grad = parameter.grad
         if grad is None:
             continue
         if records.is_finalized(grad):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ezpz_tp import draw_tensor
+from ezpz_spmd import draw_tensor
 
 
 @pytest.mark.parametrize(

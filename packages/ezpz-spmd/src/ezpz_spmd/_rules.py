@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ezpz_tp._errors import ParallelTypeError
+import ezpz_tp
+
+from ._errors import ParallelTypeError
 
 # The type of a tensor along one axis: what its value is on the ranks, and what its gradient is.
 #
@@ -157,7 +159,9 @@ KEEPING_DIMS = words("detach clone contiguous to float double half bfloat16 type
 
 # Where in the user's code something happens.
 
-_OURS = str(Path(__file__).resolve().parents[1]) + os.sep
+_OURS = tuple(
+    str(Path(module).resolve().parent) + os.sep for module in (__file__, str(ezpz_tp.__file__))
+)
 _TORCH = str(Path(torch.__file__).resolve().parent) + os.sep
 # Not the standard library's: a call through it (contextlib, functools) is not the user's line.
 _STANDARD = str(Path(linecache.__file__).resolve().parent) + os.sep
@@ -165,7 +169,7 @@ _STANDARD = str(Path(linecache.__file__).resolve().parent) + os.sep
 
 def is_foreign(path: str) -> bool:
     standard = path.startswith(_STANDARD) and "site-packages" not in path
-    return standard or path.startswith((_OURS, _TORCH, "<frozen"))
+    return standard or path.startswith((*_OURS, _TORCH, "<frozen"))
 
 
 def user_line() -> str:

@@ -19,15 +19,12 @@ from torch.distributed import ProcessGroup, distributed_c10d
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.checkpoint import CheckpointFunction
 
-from ezpz_tp._current import get_state
-from ezpz_tp._errors import ParallelError
-from ezpz_tp._grads import finalize_grads
-from ezpz_tp._pipeline import entering
-from ezpz_tp._state import ParallelState
+from ezpz_tp import ParallelError, ParallelState, Pipeline, finalize_grads, get_state
 
-from . import regions, rules
-from .regions import Region
-from .rules import EQUAL, INVARIANT, PARTIAL, REPLICATED, VARYING, Operand, Record, Records
+from . import _regions as regions
+from . import _rules as rules
+from ._regions import Region
+from ._rules import EQUAL, INVARIANT, PARTIAL, REPLICATED, VARYING, Operand, Record, Records
 
 # The function mode that watches every operation of a thread.
 
@@ -49,8 +46,6 @@ class Checker(TorchFunctionMode):
         self.paused = self.in_backward = False
         self._places: dict[object, list[int]] = {}
         self._special: dict[object, Callable[..., Any]] = {
-            entering: self._enter,
-            finalize_grads: self._finalize,
             torch.autograd.grad: self._backward,
             "backward": self._backward,
         }
@@ -70,8 +65,6 @@ class Checker(TorchFunctionMode):
             return func(*args, **kwargs)
         if name in _ATTRIBUTES:
             return self._attribute(func, name, args, kwargs)
-        if func in regions.REGIONS:
-            return self._region(func, args, kwargs)
         special = self._special.get(func if func in self._special else name)
         return (special or self._operation)(func, name, args, kwargs)
 
@@ -146,32 +139,23 @@ class Checker(TorchFunctionMode):
                     return [self.axes.index(axis) for axis in axes]
         return []
 
-    def _region(self, func: Function, args: Args, kwargs: Any) -> Any:
-        region, group = regions.region_of(func, regions.arguments(func, args, kwargs))
-        places = self.places_of(group, region.axis)
-        tensors = [one if isinstance(one, Tensor) else None for one in args[:3]]
+    def result_of_region(
+        self, region: Function, arguments: Mapping[str, Any]
+    ) -> tuple[Record, bool]:
+        """Return what is known of a region's result, and whether it is over a checked axis."""
+        rule, group = regions.region_of(region, arguments)
+        places = self.places_of(group, rule.axis)
+        tensors = [one if isinstance(one, Tensor) else None for one in list(arguments.values())[:3]]
         operands = [None if one is None else self.records.operand(one) for one in tensors]
         self.operations += 1
-        record = regions.through(self.records, func.__name__, region, operands, places)
-        output = func(*args, **kwargs)
-        if places or output is not args[0]:
-            self.records.set(output, record)
-        return output
+        record = regions.through(self.records, region.__name__, rule, operands, places)
+        return record, bool(places)
 
-    def _enter(self, _: object, _name: str, args: tuple[Tensor, nn.Module], _kw: Any) -> Tensor:
-        """Activations of another stage: a part of the sequence where the module is tagged so."""
-        received, module = args
-        parts = any(getattr(one, "sequence_parallel", False) for one in module.parameters())
-        self.records.set(received, replace(self.records.data, is_data=False))
-        if parts:
-            self.records.declare(received, {"tensor": VARYING})
-        return received
-
-    def _finalize(self, _: object, _name: str, args: Args, kwargs: Any) -> None:
-        grads = regions.gradients_to_finalize(self.records, args[0])
-        finalize_grads(*args, **kwargs)
-        for grad in grads:
-            self.records.finalize(grad)
+    def receive(self, activations: Tensor, module: nn.Module) -> None:
+        """Note what another stage sent: a part of the sequence where the module is tagged so."""
+        self.records.set(activations, replace(self.records.data, is_data=False))
+        if any(getattr(one, "sequence_parallel", False) for one in module.parameters()):
+            self.records.declare(activations, {"tensor": VARYING})
 
     def _attribute(self, func: Function, kind: str, args: Args, kwargs: Any) -> Any:
         output = func(*args, **kwargs)
@@ -233,11 +217,13 @@ def _transposed(operand: Operand) -> Record:
     return replace(operand.record, sharded_dim=flipped)
 
 
-# Collectives and autograd functions of the user's own, which no function mode is told of.
+# Region functions, and collectives and autograd functions of the user's own: no function mode is
+# told of them.
 #
-# While anything is checked, ``torch.autograd.Function.apply`` and the functions of
-# ``torch.distributed`` that change a tensor are exchanged for ones that tell the checkers of their
-# thread, and do the same as before for everybody else. What was compiled runs uncompiled.
+# While anything is checked, they are exchanged for ones that tell the checkers of their thread, and
+# do the same as before for everybody else: ``ezpz_tp``'s region functions wherever a module has
+# them by name, methods of `Pipeline`, ``torch.autograd.Function.apply``, and the functions of
+# ``torch.distributed`` that change a tensor. What was compiled runs uncompiled.
 
 _lock = threading.Lock()
 _users = 0
@@ -294,6 +280,9 @@ def _exchange() -> ExitStack:
             functools.partial(_apply, apply.__func__)
         )
         stack.callback(setattr, torch.autograd.Function, "apply", apply)
+        _exchange_regions(stack)
+        for name in ("step", "evaluate"):
+            _exchange_pipeline_method(stack, name)
         if "torch._dynamo" in sys.modules:  # what was compiled runs as it is written
             stack.push(torch.compiler.set_stance("force_eager"))
         for name in _WRITES:
@@ -305,6 +294,82 @@ def _exchange() -> ExitStack:
         return stack.pop_all()
 
 
+@contextmanager
+def _paused(checkers: Sequence[Checker]) -> Iterator[None]:
+    """Let nothing be checked: what is inside of an operation is its own."""
+    for checker in checkers:
+        checker.paused = True
+    try:
+        yield
+    finally:
+        for checker in checkers:
+            checker.paused = False
+
+
+def _exchange_regions(stack: ExitStack) -> None:
+    """Exchange the region functions in every module that has one by name, the user's too."""
+    told: dict[int, Function] = {}
+    told[id(finalize_grads)] = functools.partial(_call_finalize_grads, finalize_grads)
+    for region in regions.REGIONS:
+        told[id(region)] = functools.wraps(region)(functools.partial(_call_region, region))
+    for module in list(sys.modules.values()):
+        for name, value in list(getattr(module, "__dict__", {}).items()):
+            if id(value) in told:
+                setattr(module, name, told[id(value)])
+                stack.callback(setattr, module, name, value)
+
+
+def _call_region(region: Function, *args: Any, **kwargs: Any) -> Tensor:
+    checkers = active_checkers()
+    if not checkers:
+        alone: Tensor = region(*args, **kwargs)
+        return alone
+    arguments = regions.arguments(region, args, kwargs)
+    results = [checker.result_of_region(region, arguments) for checker in checkers]
+    with _paused(checkers):
+        output: Tensor = region(*args, **kwargs)
+    given = next(iter(arguments.values()))
+    for checker, (record, is_over_axes) in zip(checkers, results, strict=True):
+        if is_over_axes or output is not given:
+            checker.records.set(output, record)
+    return output
+
+
+def _call_finalize_grads(original: Function, model_or_parameters: Any, **options: Any) -> None:
+    checkers = active_checkers()
+    parameters = regions.parameters_of(model_or_parameters)
+    grads = [regions.gradients_to_finalize(one.records, parameters) for one in checkers]
+    with _paused(checkers):
+        original(parameters, **options)
+    for checker, finalized in zip(checkers, grads, strict=True):
+        for grad in finalized:
+            checker.records.finalize(grad)
+
+
+def _exchange_pipeline_method(stack: ExitStack, name: str) -> None:
+    method = getattr(Pipeline, name)
+
+    @functools.wraps(method)
+    def run(pipeline: Pipeline, *args: Any, **kwargs: Any) -> Any:
+        several = len(pipeline.layers) > 1
+        modules = list(pipeline.module.children()) if several else [pipeline.module]
+        receiving = modules[1:] if pipeline.is_first else modules
+        with ExitStack() as hooks:
+            for module in receiving:
+                handle = module.register_forward_pre_hook(_note_received)
+                hooks.callback(handle.remove)
+            return method(pipeline, *args, **kwargs)
+
+    setattr(Pipeline, name, run)
+    stack.callback(setattr, Pipeline, name, method)
+
+
+def _note_received(module: nn.Module, args: Args) -> None:
+    for checker in active_checkers():
+        for one in tensors_of(args, {}):
+            checker.receive(one, module)
+
+
 def _apply(original: Function, function: type, *args: Any, **kwargs: Any) -> Any:
     checkers = active_checkers()
     operands = tensors_of(args, kwargs)
@@ -313,13 +378,8 @@ def _apply(original: Function, function: type, *args: Any, **kwargs: Any) -> Any
     if function is CheckpointFunction:  # its first argument is looked into
         return original(function, _rerun(args[0], operands, checkers), *args[1:], **kwargs)
     records = [_result(checker, function, args, kwargs) for checker in checkers]
-    for checker in checkers:  # what is inside is not checked
-        checker.paused = True
-    try:
+    with _paused(checkers):
         output = original(function, *args, **kwargs)
-    finally:
-        for checker in checkers:
-            checker.paused = False
     outputs = tensors_of((output,), {})
     for checker, record in zip(checkers, records, strict=True):
         # torch's hooks, and wrappers of modules, hand tensors through that are of many types.
@@ -333,6 +393,13 @@ def _result(checker: Checker, function: type, args: tuple[Any, ...], kwargs: Any
     """Return what is known of an autograd function's result; None if it hands tensors through."""
     if function.__name__ in _HANDING and function.__module__.startswith("torch."):
         return None
+    if function.__module__ in regions.MODULES and not checker.in_backward:
+        raise ParallelError(
+            f"check: {function.__module__}.{function.__name__} was applied by a region function "
+            "that was called through a closure, an attribute or functools.partial made before the "
+            "check, so its name is unknown; call the function by its name in a module, as in "
+            "tp.reduce_from_tensor_parallel_region(x)"
+        )
     operands = [checker.records.operand(one) for one in tensors_of(args, kwargs)]
     checker.operations += 1
     torchs = function.__module__ == "torch.distributed.nn.functional"
@@ -420,7 +487,7 @@ def check(
     * dropout of what varies belongs within ``get_rng_tracker().fork()``, any other outside.
 
     For tests, or the first step of a run: 10 to 50 us an operation. Nothing is left behind, and
-    outside of it a region function pays 16 ns. What is compared is types, and no value: pair it
+    nothing is paid outside of it. What is compared is types, and no value: pair it
     with `verify_replicated`. Backward itself is not looked into, but for what checkpointing runs
     again. What torch.compile compiled before the block runs as it is written, and is checked.
     All ranks of the tensor axis fail alike; those of other pipeline stages may wait for them.
