@@ -632,10 +632,10 @@ def test_a_node_that_is_stuck_holds_nothing_up(user_env, disk, monkeypatch, capf
     tree = disk / f"ezpz-{os.getuid()}" / "0123456789abcdef"
     (tree / ".ezpz").mkdir(parents=True)
     os.mkfifo(tree / ".ezpz" / "manifest")  # as on a bad disk: who reads it waits for ever
-    monkeypatch.setattr(os, "environ", user_env)
+    monkeypatch.setattr(os, "environ", {**user_env, "EZPZ_STAGE_DIR": str(disk)})
     monkeypatch.setattr(_run, "_LINGER", 1)
     monkeypatch.setattr(_stage, "Tree", partial(Tree, patience=1))
-    words = ["stage", "--status", "--launcher", "spawn", "--to", str(disk)]
+    words = ["stage", "--status", "--launcher", "spawn"]
     assert main(words) == 1
     said = capfd.readouterr().err
     assert "after 1 s not ended, so killed: 0 on " in said
@@ -660,10 +660,11 @@ def test_what_cannot_be_is_told_in_one_line(environment):
         (["--stage-data", "/tmp", "true"], "expected --stage WHAT beside it"),
         (["stage", "/usr/share"], "/usr/share is no environment"),
         (["stage", "one", "two"], "expected one environment"),
-        (["stage", prefix, "--to", "/nowhere"], "/nowhere/ezpz-"),
     ):
         at = words[0] == "stage"
         done = run(prefix, env, *words[at:], first=words[:at])
         assert done.returncode in (1, 2), words
         assert said in done.stderr
         assert len(done.stderr.splitlines()) == 1
+    done = run(prefix, {**env, "EZPZ_STAGE_DIR": "/nowhere"}, prefix, first=["stage"])
+    assert (done.returncode, "/nowhere/ezpz-" in done.stderr) == (1, True)

@@ -175,12 +175,11 @@ def stage(argv: Sequence[str], env: Mapping[str, str]) -> int:
     options, folder = read_words(argv)
     if "help" in options:
         return _print(PAGE)
-    to = str(options.pop("to", ""))
     asked = [name for name in ("status", "clean") if options.pop(name, False)]
     request: Request = request_of(options, (sys.executable,))
     planned, topology, own = _looked_at(request, env)
     replan = partial(_planned_on, planned.placement.hosts, topology, own)
-    staging = Staging(planned, own, replan, to, folder and python_of(folder))
+    staging = Staging(planned, own, replan, folder and python_of(folder))
     if request.dry_run:
         return _print(_explained(staging.planned))
     return _print(staging.question(asked[-1])) if asked else staging.alone()

@@ -38,7 +38,6 @@ class Staging(Preparation):
     def __init__(
         self, planned: LaunchPlan, env: Mapping[str, str],
         replan: Callable[[Request], LaunchPlan],  # plans another launch on the same hosts
-        to: str = "",  # a folder of each node; empty for the machine's local disk
         python: str = "",  # whose environment; empty for the Python of the command
     ) -> None:  # fmt: skip
         self._planned, self._env, self._replan = planned, env, replan
@@ -46,7 +45,6 @@ class Staging(Preparation):
         self._user_env = {**env, **dict(pair.split("=", 1) for pair in request.env)}
         machine = planned.machine
         places = (
-            (to, "--to"),
             (env.get("EZPZ_STAGE_DIR", ""), "EZPZ_STAGE_DIR"),
             (machine.local_disk, f"local_disk of {machine.name}.toml"),
             (self._user_env.get("TMPDIR", ""), "TMPDIR"),
@@ -194,13 +192,9 @@ class Staging(Preparation):
 
     def _on_nodes(self, order: Callable[[Tree], None], heard: Heard) -> tuple[Tree, Outcome]:
         """Run `_stage_node.py` once a node, by the launch's own launcher."""
-        planned, given = self._planned, self._env.get("EZPZ_STAGE_FANOUT", "0")
-        if not given.isdecimal():
-            raise UsageError(
-                f"EZPZ_STAGE_FANOUT={given!r}: expected a number of children of a node"
-            )
+        planned = self._planned
         hosts, scratch = planned.placement.hosts, self._env.get("TMPDIR") or "/tmp"
-        tree = Tree(hosts, here=planned.on_this_host, fan_out=int(given))
+        tree = Tree(hosts, here=planned.on_this_host)
         words = (sys.executable, "-I", "-S", os.path.join(PROGRAMS, "_stage_node.py"), self.folder)
         its = planned.request
         request = Request(
@@ -282,12 +276,11 @@ def _overwrite(line: str) -> None:
 PAGE = """\
 usage: ezpz stage [OPTION...] [ENVIRONMENT]
 
-Bring an environment, by default the active one, to every node's own disk;
-ezpz-launch --stage then finds it there.
+Bring an environment, by default the active one, to every node's own disk:
+EZPZ_STAGE_DIR, else the machine's local disk, TMPDIR or /tmp. ezpz-launch
+--stage then finds it there.
 
 options:
-  --to FOLDER          where; default: EZPZ_STAGE_DIR, which launches heed
-                       as well, else the machine's local disk, TMPDIR, /tmp
   --stage-data PATH    this file or folder as well; repeatable
   --stage=all          what is the site's, too
   --status             what the nodes have, and whether it is in use
@@ -300,7 +293,7 @@ examples:
   ezpz stage                          once, at the job's start
   ezpz stage --status"""
 
-_OPTIONS = (*OPTIONS, Option("to", "", "FOLDER"), Option("status", ""), Option("clean", ""))
+_OPTIONS = (*OPTIONS, Option("status", ""), Option("clean", ""))
 
 
 def read_words(words: Sequence[str]) -> tuple[Options, str]:

@@ -223,7 +223,7 @@ def own_folder(folder: str) -> str:
     except OSError as error:
         raise NodeError(
             f"{path} cannot be made ({error.strerror}); expected a folder on the node's own disk; "
-            "name another: ezpz stage --to, local_disk of the machine's file, or TMPDIR"
+            "name another: EZPZ_STAGE_DIR"
         ) from error
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
         what = f"of user {found.st_uid}" if stat.S_ISDIR(found.st_mode) else "no folder"
@@ -512,7 +512,7 @@ class Node:
             raise NodeError(
                 f"{self._home} has {disk.f_bavail * disk.f_frsize / 1e6:,.0f} MB free; expected "
                 f"{(needed + _SLACK) / 1e6:,.0f} MB for {files:,} files; make room (ezpz stage "
-                "--clean), or name another disk: ezpz stage --to, TMPDIR"
+                "--clean), or name another disk: EZPZ_STAGE_DIR"
             )
 
     def _fetch(self, connection: socket.socket, file: BinaryIO, parent: int) -> None:

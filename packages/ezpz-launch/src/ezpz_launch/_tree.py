@@ -44,17 +44,15 @@ class _Peer(_Connection):
 class Tree:
     """The nodes of one staging, or of one question; it works in a thread until all have answered.
 
-    ``here``: all nodes are on this host. ``fan_out``: children of a node; 0: a number that fits.
+    ``here``: all nodes are on this host.
     """
 
-    def __init__(
-        self, hosts: Sequence[str], *, here: bool, fan_out: int = 0, patience: float = _PATIENCE
-    ) -> None:
+    def __init__(self, hosts: Sequence[str], *, here: bool, patience: float = _PATIENCE) -> None:
         self._hosts, self._patience = hosts, patience
         self._order: tuple[object, ...] = ()  # while it is not known yet
         self.source: Source | None = None
         # Unpacking is slower than sending: at scale a flat tree costs less than it saves.
-        self._fan_out = fan_out or (2 if len(hosts) <= 64 else 4)
+        self._fan_out = 2 if len(hosts) <= 64 else 4  # children of a node
         self.secret = os.urandom(32).hex()
         family, address = (socket.AF_INET, "127.0.0.1") if here else _own_address(hosts)
         self._server, self._data = _listen(family, address), _listen(family, address)
