@@ -23,7 +23,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("topo", "device", "tp", "dist", "launch", "obs", "suite")
+PACKAGES = ("topo", "device", "tp", "spmd", "dist", "launch", "obs", "suite")
 SETTINGS = {name: os.environ.get(f"EZPZ_{name}", "") for name in (
     "VENV", "PYTHON", "SITE_PACKAGES", "INDEX", "WHEELS", "LOG_LEVEL")}  # fmt: skip
 
