@@ -138,7 +138,7 @@ finds_its_clone() {
   [ "$(tail -n 1 "$BUILT_LOG")" = "$CLONE/.venv/bin/mpiexec" ]
   run -0 "$CLONE/.venv/bin/python" -m pip list
   local package
-  for package in topo device tp dist launch obs suite; do has "ezpz-$package"; done
+  for package in topo device tp spmd dist launch obs suite; do has "ezpz-$package"; done
   has scikit-learn
   [ -x "$CLONE/.venv/bin/mpiexec" ]
   [ -x "$CLONE/.venv/bin/ezpz-launch" ]
