@@ -1,34 +1,30 @@
-"""A debugger on one rank: at a real terminal, under ezpz-launch, through a socket."""
+"""A debugger on one rank: at its terminal, or at a local port where it has none."""
 
 import os
 import pty
 import re
+import shlex
 import subprocess
 import sys
 import textwrap
 
 import pytest
 
-from ezpz_dist import _debugger
-
 # One who types: waits for the command that breakpoint() writes, and runs it. What it writes
-# to standard error goes to a string; the rank has no terminal, wherever the tests are run.
+# to standard error goes to a string.
 PERSON = """
-import io, re, shlex, shutil, signal, subprocess, threading, time
+import io, re, shlex, socket, subprocess, threading, time
 from ezpz_dist import _debugger as room
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
-if os.getsid(0) != os.getpid():
-    os.setsid()
-said = sys.stderr = io.StringIO()
+errors = sys.stderr = io.StringIO()
 answers = []
 
 def command():
-    while not (found := re.search(r"in a shell on \\S+: (.*)", said.getvalue())):
+    while not (found := re.search(r"in a shell on \\S+: (.*)", errors.getvalue())):
         time.sleep(0.01)
-    return shlex.split(found[1])
+    return found[1]
 
 def attach(typed):
-    done = subprocess.run(command(), input=typed, capture_output=True, text=True)
+    done = subprocess.run(command(), input=typed, capture_output=True, text=True, shell=True)
     answers.append(done.stdout + done.stderr)
 
 def person(work, *arguments):
@@ -42,27 +38,44 @@ def script(text):
     return PERSON + textwrap.dedent(text)
 
 
-def test_one_process_is_plain_pdb_at_the_call_and_in_an_except_block(ranks):
-    text = script("""
-        read, write = os.pipe()
-        os.write(write, b"p y\\np error\\npm\\np sorted(locals())\\nq\\nn\\nn\\np z\\nc\\nq\\n")
-        os.dup2(read, 0)
-        sys.stdin = open(0)
+def at_a_terminal(program, typed, env):
+    """Run Python in a pty and type a line at each prompt; return its status and the screen."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execve(sys.executable, [sys.executable, str(program)], env)
+    shown = b""
+    answered = 0
+    try:
+        while data := os.read(terminal, 65536):
+            shown += data
+            if typed and shown.count(b"(Pdb) ") > answered:
+                answered = shown.count(b"(Pdb) ")
+                os.write(terminal, typed.pop(0).encode() + b"\n")
+    except OSError:  # the other end is closed
+        pass
+    finally:
+        os.close(terminal)  # which ends it where pytest's own time is over
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return status, shown.decode().replace("\r\n", "\n")
 
-        def half(x):
-            return 1 / (x - 4)
+
+def test_at_a_terminal_pdb_stops_at_the_call_in_an_except_block(clean_env, tmp_path):
+    program = tmp_path / "train.py"
+    program.write_text(
+        textwrap.dedent("""
+        import bdb, os
+        from ezpz_dist import breakpoint
 
         def work(x):
             y = x * 2
             try:
-                half(y)
+                1 / (y - 4)
             except ZeroDivisionError as error:
                 breakpoint()
             z = y + 1
             return z
 
         print("result", work(2))
-        import bdb
         try:
             breakpoint()
         except bdb.BdbQuit:
@@ -74,106 +87,17 @@ def test_one_process_is_plain_pdb_at_the_call_and_in_an_except_block(ranks):
         except ValueError as error:
             print(error)
         """)
-    (out,) = ranks(1, text)
-    assert "in handling ZeroDivisionError('division by zero'); pm shows where" in out
-    assert "(Pdb) 4\n(Pdb) ZeroDivisionError('division by zero')\n" in out
-    assert "(pm) ['x']\n" in out
-    assert "(Pdb) 5\n(Pdb) result 5\n" in out
-    assert out.endswith("quit\nbreakpoint(rank=1); expected a rank from 0 to 0\n")
+    )
+    typed = ["p y, error", "n", "n", "p z", "c", "q"]
+    status, shown = at_a_terminal(program, typed, {**clean_env, "TERM": "dumb"})
+    assert status == 0, shown
+    assert "-> breakpoint()\n(Pdb) p y, error\n(4, ZeroDivisionError('division by zero'))" in shown
+    assert "p z\n5\n" in shown
+    assert "result 5\n" in shown
+    assert shown.endswith("quit\nbreakpoint(rank=1); expected a rank from 0 to 0\n")
 
 
-def test_the_terminal_that_is_found(ranks):
-    text = script("""
-        import pty
-        from ezpz_dist._debugger import find_terminal, has_input
-
-        def below_a_terminal(session):
-            pid, terminal = pty.fork()
-            if pid == 0:
-                try:
-                    text = session()
-                except BaseException as error:
-                    text = repr(error)
-                os.write(2, text.encode() + b"\\n")
-                os._exit(0)
-            text = b""
-            try:
-                while data := os.read(terminal, 1000):
-                    text += data
-            except OSError:
-                pass
-            os.waitpid(pid, 0)
-            os.close(terminal)
-            return text.decode().split("\\r\\n")[0]
-
-        def redirected():
-            os.dup2(os.open(os.devnull, os.O_RDWR), 0)
-            return f"{find_terminal('none')} {find_terminal('pmi')[1]}"
-
-        def child(work):
-            read, write = os.pipe()
-            if os.fork() == 0:
-                try:
-                    work()
-                    text = str(find_terminal("ezpz"))
-                except BaseException as error:
-                    text = repr(error)
-                os.write(write, text.encode())
-                os._exit(0)
-            os.wait()
-            return os.read(read, 1000).decode()
-
-        print(below_a_terminal(lambda: str(find_terminal("none"))))
-        print(below_a_terminal(redirected))
-        print(below_a_terminal(lambda: child(lambda: os.setpgid(0, 0))))
-        # As ezpz-launch starts ranks, below an agent; then one whose launcher is in the background.
-        def rank():
-            os.setsid()
-            os.dup2(os.open(os.devnull, os.O_RDWR), 0)
-        def agent():
-            rank()
-            if os.fork():
-                os.wait()
-                os._exit(0)
-            rank()
-        print(below_a_terminal(lambda: child(agent) + " of " + os.ttyname(1)))
-        def launcher():
-            os.setpgid(0, 0)
-            print(child(rank), file=os.fdopen(os.dup(2), "w"))
-        print(below_a_terminal(lambda: child(launcher)))
-        """)
-    (out,) = ranks(1, text)
-    lines = out.splitlines()
-    assert lines[0] == "('stdin', '')"
-    assert lines[1] == ("('/dev/tty', '') the terminal's input is read by the launcher (pmi)")
-    assert lines[2] == "('', 'this process runs in the background of its terminal')"
-    found, _, is_at = lines[3].partition(" of ")
-    assert found == f"('{is_at}', '')"
-    assert "above it runs in the background of its terminal" in lines[4]
-
-
-def at_a_terminal(words, typed, env):
-    """Run a command in a pty and type a line at each prompt; return its status and the screen."""
-    pid, terminal = pty.fork()
-    if pid == 0:
-        os.execvpe(words[0], words, env)
-    shown, answered = b"", 0
-    try:
-        while data := os.read(terminal, 65536):
-            shown += data
-            # Other ranks' lines may come behind a prompt.
-            if typed and shown.count(b"\n(Pdb rank ") > answered:
-                answered += 1
-                os.write(terminal, typed.pop(0).encode() + b"\n")
-    except OSError:  # the other end is closed
-        pass
-    finally:
-        os.close(terminal)  # which ends it where pytest's own time is over
-    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    return status, shown.decode().replace("\r\n", "\n")
-
-
-def test_under_ezpz_launch_pdb_is_on_the_launchers_terminal(clean_env, tmp_path):
+def test_under_ezpz_launch_one_command_attaches(clean_env, tmp_path):
     pytest.importorskip("ezpz_launch")
     program = tmp_path / "train.py"
     program.write_text(
@@ -189,24 +113,36 @@ def test_under_ezpz_launch_pdb_is_on_the_launchers_terminal(clean_env, tmp_path)
         ezpz_dist.cleanup()
         """)
     )
-    words = [sys.executable, "-m", "ezpz_launch", "-n", "2", "--launcher", "spawn", "--prefix"]
+    words = [sys.executable, "-m", "ezpz_launch", "-n", "2", "--launcher", "spawn"]
     env = {**clean_env, "EZPZ_STATE_DIR": str(tmp_path)}
+    launch = subprocess.Popen(
+        [*words, sys.executable, str(program)],
+        env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    shown = ""
+    while not (found := re.search(r"type in a shell on \S+: (.*)\n", shown)):
+        line = launch.stdout.readline()
+        assert line, shown
+        shown += line
+    *variables, python, _, _, host, _ = shlex.split(found[1])
+    assert (len(variables), python, host) == (1, sys.executable, "127.0.0.1")
     # A step over the collective needs the others.
-    typed = ["p rank, loss", "n", "release", "n", "p total", "c"]
-    status, shown = at_a_terminal([*words, sys.executable, str(program)], typed, env)
-    assert status == 0, shown
-    # The other rank's lines may come anywhere.
-    pdb = re.sub(r"\[\d@[^\n]*\n", "", shown.replace("\x1b[K", ""))
-    assert "-> breakpoint(rank=1)\n(Pdb rank 1) p rank, loss\n(1, 11.5)\n" in pdb
-    assert (
-        "-> total = ezpz_dist.all_reduce(loss)\n(Pdb rank 1) release\nthe other ranks go on" in pdb
+    typed = "p rank, loss\nn\nrelease\nn\np total\nc\n"
+    attached = subprocess.run(
+        found[1], shell=True, env=env, input=typed, capture_output=True, text=True, check=False
     )
-    assert "p total\n22.0\n" in pdb
+    shown += launch.communicate()[0]
+    assert launch.returncode == 0, shown
+    assert "rank 1 of 2 stops at train.py:6 and waits for you" in shown
+    pdb = attached.stdout
+    assert "-> breakpoint(rank=1)\n(Pdb rank 1) (1, 11.5)\n" in pdb
+    assert "-> total = ezpz_dist.all_reduce(loss)\n(Pdb rank 1) the other ranks go on" in pdb
+    assert "(Pdb rank 1) 22.0\n" in pdb
     for rank in range(2):
         assert f"rank {rank} total 22.0\n" in shown
 
 
-def test_without_a_terminal_through_a_socket(ranks):
+def test_the_others_and_their_watchdogs_wait_while_a_person_comes_and_goes(ranks):
     text = script("""
         rank = setup_torch(timeout=120)
         room.EVERY = 0.3
@@ -215,26 +151,23 @@ def test_without_a_terminal_through_a_socket(ranks):
         logging.basicConfig(stream=log, format="%(message)s")
 
         def sessions():
+            host, port = command().split()[-2:]
+            port = int(port)
+            silent = socket.create_connection((host, port))
+            silent.close()
+            with socket.create_connection((host, port)) as stranger:
+                stranger.sendall(b"no token\\np 1 + 1\\n")
+                try:
+                    answers.append(f"stranger {stranger.recv(100)}\\n")
+                except ConnectionResetError:
+                    answers.append("stranger b''\\n")
             attach("p 6 * 7\\n")  # and leaves
-            time.sleep(1)  # longer than EVERY
-            # Ctrl-C reaches what the rank computes.
-            link = subprocess.Popen(
-                command(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                start_new_session=True,
-            )
-            link.stdin.write("p spin()\\n")
-            link.stdin.flush()
-            while not spinning:
-                time.sleep(0.01)
-            time.sleep(0.1)
-            link.send_signal(signal.SIGINT)
-            answers.append(link.communicate("p rank\\nc\\n")[0])
-
-        spinning = []
-        def spin():
-            spinning.append(1)
-            while True:
-                time.sleep(0.01)
+            time.sleep(1)  # longer than EVERY and the watchdog's time
+            attach("p rank\\nc\\n")
+            try:
+                socket.create_connection((host, port)).close()
+            except ConnectionRefusedError:
+                answers.append("nothing listens\\n")
 
         def stop():
             with watch(step_timeout=0.8):
@@ -244,9 +177,7 @@ def test_without_a_terminal_through_a_socket(ranks):
             typist = person(sessions)
             stop()
             typist.join()
-            print(said.getvalue(), *answers, sep="")
-            folder = os.path.dirname(command()[-1])
-            print("folder", os.path.exists(folder))
+            print(errors.getvalue(), *answers, sep="")
         else:
             start = time.monotonic()
             stop()
@@ -261,16 +192,14 @@ def test_without_a_terminal_through_a_socket(ranks):
         """)
     first, second = ranks(2, text)
     assert "ezpz: rank 0 of 2 stops at " in first
-    assert "waits for you; no process above this one has a terminal. Type in a shell on" in first
+    assert "stranger b''\n" in first
     assert "(Pdb rank 0) 42\n" in first
-    assert "left; the rank waits: the same command connects again" in first
-    assert "KeyboardInterrupt" in first
-    assert "(Pdb rank 0) 0\n" in first
-    assert "the debugger has ended\n" in first
-    assert "folder False\n" in first
+    # Whoever comes back sees the prompt again.
+    assert re.search(r"once more\n\(Pdb rank 0\) 0\n", first), first
+    assert "nothing listens\n" in first
     assert "waited True" in second
     assert "the other ranks wait for " in second
-    assert "pdb, breakpoint(rank=0), debugged at a socket; type in a shell on" in second
+    assert "in pdb, breakpoint(rank=0)" in second
     assert "breakpoint(rank=5); expected a rank from 0 to 1" in second
     assert all(out.endswith("sum 3\n") for out in (first, second))
 
@@ -282,9 +211,8 @@ def test_those_who_wait_learn_that_the_debugged_rank_has_ended(ranks, who):
         room.EVERY = 0.3
         if rank == {who}:
             def kill():
-                folder = os.path.dirname(command()[-1])
+                command()
                 time.sleep(0.5)
-                shutil.rmtree(folder)
                 os._exit(9)
             person(kill)
         try:
@@ -327,9 +255,18 @@ def test_those_who_wait_for_a_rank_that_never_comes_time_out(ranks):
     assert " in elsewhere" in out
 
 
-def test_the_program_that_connects_says_how_it_is_used():
-    program = os.path.dirname(_debugger.__file__)
-    for words, status, said in (([], 2, "usage: python"), (["/no"], 1, "/no: No such file")):
-        command = [sys.executable, program, *words]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert (done.returncode, done.stderr.startswith(said)) == (status, True), done
+@pytest.mark.parametrize(
+    ("words", "token", "status", "message"),
+    [
+        ([], "x", 2, "usage: EZPZ_BREAKPOINT_TOKEN="),
+        (["127.0.0.1", "1"], None, 2, "usage: EZPZ_BREAKPOINT_TOKEN="),
+        (["127.0.0.1", "1"], "x", 1, "127.0.0.1 1: [Errno 111] Connection refused; expected"),
+    ],
+)
+def test_what_the_program_that_attaches_refuses(clean_env, words, token, status, message):
+    env = dict(clean_env)
+    if token is not None:
+        env["EZPZ_BREAKPOINT_TOKEN"] = token
+    command = [sys.executable, "-m", "ezpz_dist._attach", *words]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.startswith(message)) == (status, True), done
