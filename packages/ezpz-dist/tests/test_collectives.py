@@ -198,7 +198,7 @@ def test_before_set_up_no_local_answer_in_a_world_of_several(ranks):
                  lambda: wrap_model(torch.nn.Linear(1, 1)))
         for call in (*calls, data_share, lambda: share_of([1, 2]), lambda: DataParallelSampler(3),
                      lambda: DataLoader([1, 2]), node_group,
-                     lambda: scatter_from_one_reader(list), lambda: share_on_node(list),
+                     lambda: scatter_from_one_reader(list),
                      lambda: read_share("x", torch.int8, [1]), lambda: load_on_one_rank("x"),
                      lambda: SnapshotOnSignal(print)):
             raises(NotSetUpError, "before setup_torch()", call)

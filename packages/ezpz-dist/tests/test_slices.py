@@ -8,13 +8,10 @@ import sys
 import pytest
 import torch
 
-from ezpz_dist import DataError, _slices, deepspeed_config, read_share, share_on_node
+from ezpz_dist import DataError, _slices, deepspeed_config, read_share
 
 PARTS = """
-    import pathlib
     rank, n = setup_torch(timeout=30), int(os.environ.get("WORLD_SIZE", 1))
-    left = lambda: [path for path in pathlib.Path("/dev/shm").glob("ezpz-*")
-                    if path.stat().st_size in (7168, 64, 128)]
 
     def refused(call, *words):
         error = raises(DataError, words[0], call)
@@ -41,44 +38,14 @@ def test_one_reader_and_the_others_have_it_from_there(ranks, n):
     large = scatter_from_one_reader(lambda: [torch.arange(at, at + 300_000) for at in range(n)])
     assert large[0] == rank and large[-1] == rank + 299_999
 
-    found = share_on_node(lambda: {"x": torch.arange(1784).view(8, 223).t()[:, ::2],
-        "half": torch.ones(3, dtype=torch.bfloat16), "none": torch.empty(0, 2),
-        "yes": torch.tensor(True)})
-    assert torch.equal(found["x"], torch.arange(1784).view(8, 223).t()[:, ::2])
-    assert found["half"].dtype == torch.bfloat16 and found["none"].shape == (0, 2) and found["yes"]
-    one = share_on_node(lambda: torch.zeros(4))
-    barrier()
-    if rank == n - 1:
-        one += 3
-    barrier()
-    assert one.tolist() == [3] * 4, "the same memory"
-    own = share_on_node(lambda: torch.zeros(4), private=True)
-    own += rank
-    barrier()
-    assert own.tolist() == [rank] * 4, "what a rank writes is its own"
-    assert left() == [], "the name is gone while it is in use"
-
     refused(lambda: scatter_from_one_reader(lambda: [1] * (n + 1)),
         f"it returned {n + 1} parts; expected a list, one part for each of {n} ranks")
     refused(lambda: scatter_from_one_reader(lambda: None), "it returned a NoneType; expected a")
     refused(lambda: scatter_from_one_reader(lambda: open("/no")), "FileNotFoundError", "rank 0")
-    refused(lambda: share_on_node(lambda: open("/no")), "share_on_node(): the reader, rank 0")
-    refused(lambda: share_on_node(lambda: None), "TypeError: it is NoneType; expected dense")
-    refused(lambda: share_on_node(lambda: {"a": [1]}), "TypeError: a is list; expected dense")
-    refused(lambda: share_on_node(lambda: torch.empty(1 << 50, dtype=torch.uint8, device="meta")
-        if n < 0 else torch.zeros(1).expand(1 << 48)), "No space left on device",
-        "--shm-size")
     if n > 1:
         refused(lambda: scatter_from_one_reader(lambda: [1, 2, 3, refused]), "cannot be pickled",
             "the reader, rank 0")
-        maps = torch.from_file
-        if rank == n - 1:  # as in a container with a /dev/shm of its own
-            torch.from_file = lambda *_, **__: open("/no")
-        refused(lambda: share_on_node(lambda: torch.zeros(4)), f"rank {n - 1}",
-            "FileNotFoundError", "expected the node's ranks to see the same files in memory")
-        torch.from_file = maps
     barrier()
-    assert left() == []
     """
     done = ranks(n, PARTS + script)
     assert len(set(done)) == 1, "the same words on every rank"
@@ -92,12 +59,10 @@ def test_two_nodes_have_a_reader_each(ranks):
     world = dataclasses.replace(_world.find_world(), hosts=("a", "b", "a", "b"))
     _world.enter(world)
     assert dist.get_process_group_ranks(node_group()) == [rank % 2, rank % 2 + 2]
-    assert share_on_node(lambda: torch.tensor(rank)) == rank % 2
     assert scatter_from_one_reader(lambda: [rank, rank + 10]) == rank % 2 + 10 * (rank // 2)
     _world.enter(dataclasses.replace(world, hosts=("a", "b", "c", "d")))
     assert dist.get_process_group_ranks(node_group()) == [rank], "alone, and not all ranks"
     assert scatter_from_one_reader(lambda: [rank]) == rank
-    assert share_on_node(lambda: torch.tensor(rank)) == rank
     barrier()
     """
     ranks(4, PARTS + script)
@@ -106,7 +71,7 @@ def test_two_nodes_have_a_reader_each(ranks):
 def test_ranks_of_a_node_may_be_in_unequally_many_groups(ranks):
     script = """
     dist.new_group([0])
-    assert share_on_node(lambda: torch.ones(2)).tolist() == [1, 1]
+    assert scatter_from_one_reader(lambda: [0, 1]) == rank
     """
     ranks(2, PARTS + script)
 
@@ -230,7 +195,6 @@ def test_in_one_process_without_set_up(folder, clean_env, monkeypatch):
     monkeypatch.setattr("os.environ", clean_env)
     row = read_share(f"file://{folder}/7", torch.int32, (7, 6), offset=5, share=(1, 3))
     assert row.flatten().tolist() == list(range(18, 30))
-    assert share_on_node(lambda: torch.ones(2)).tolist() == [1, 1]
     with pytest.raises(ValueError, match="implementation 'nfs'; expected 'mpi', 'posix' or None"):
         read_share("x", torch.int8, (1,), implementation="nfs")
     with pytest.raises(DataError, match="Protocol not known: nowhere"):

@@ -56,7 +56,6 @@ if TYPE_CHECKING:
     from ._slices import node_group as node_group
     from ._slices import read_share as read_share
     from ._slices import scatter_from_one_reader as scatter_from_one_reader
-    from ._slices import share_on_node as share_on_node
     from ._timers import Timer as Timer
     from ._timers import Timers as Timers
     from ._timers import Timing as Timing

@@ -5,10 +5,8 @@ from __future__ import annotations
 import ctypes
 import importlib
 import os
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import IO, Any, TypeVar, cast
 
@@ -165,115 +163,6 @@ def open_file(name: str) -> IO[bytes]:
     if "://" in name:
         return cast("IO[bytes]", importlib.import_module("fsspec").open(name, "rb").open())
     return open(name, "rb", buffering=0)
-
-
-# Tensors that a node's ranks share: read once, in memory once.
-
-Tensors = TypeVar("Tensors", torch.Tensor, dict[str, torch.Tensor])
-
-Place = tuple[str | None, str, tuple[int, ...], int]
-"""Name (None: there is one tensor, and no dict), dtype, shape, and the offset in the file."""
-
-_ALIGNED = 64  # bytes: a tensor begins at a multiple, as torch's own do
-
-
-def share_on_node(read: Callable[[], Tensors], *, private: bool = False) -> Tensors:
-    """Let one rank of each node read; its ranks have the same memory, once a node.
-
-    Collective on each node: every rank of it calls this. The memory is freed when no rank holds
-    a tensor any more.
-
-    Args:
-        read: Called on the node's first rank only; returns a dense tensor, or a dict of them.
-        private: What a rank writes into the tensors: the others see it (False), or the rank has
-            its own copy of that page of memory from then on (True).
-
-    Returns:
-        The same on every rank, on the host.
-
-    Raises:
-        DataError: On every rank of the node: ``read`` failed, returned something else, there
-            is not enough shared memory, or a rank cannot map it. The reader's exception is its
-            cause there.
-        NotSetUpError: There are several ranks and `setup_torch` was not called.
-    """
-    members = find_members("share_on_node()", node_group())
-    with ExitStack() as ends:
-
-        def put() -> tuple[str, list[Place]]:
-            path, places = _put(read())
-            ends.callback(os.unlink, path)  # once all have mapped it, its name can go
-            return path, places
-
-        found = read_for_all(put, members, *_first("share_on_node()", members))
-        tensors = _map_on_all(*found, members, shared=not private)
-    result: Any = tensors.get(None, tensors)
-    return cast("Tensors", result)
-
-
-def _put(found: object) -> tuple[str, list[Place]]:
-    """Write tensors into a file in memory; return its path, and where each tensor is."""
-    named, size = found if isinstance(found, Mapping) else {None: found}, 0
-    places: list[Place] = []
-    for name, tensor in named.items():
-        if not isinstance(tensor, torch.Tensor) or not is_plain(tensor):
-            raise TypeError(f"{name or 'it'} is {type(tensor).__name__}; expected dense tensors")
-        places.append((name, str(tensor.dtype)[6:], tuple(tensor.shape), size))
-        size += -(-tensor.nbytes // _ALIGNED) * _ALIGNED
-    folder = "/dev/shm" if os.path.isdir("/dev/shm") else None  # noqa: S108  # Linux's memory
-    number, path = tempfile.mkstemp(prefix="ezpz-", dir=folder)
-    try:
-        # Now, or writing to the memory would be a bus error where there is none.
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(number, 0, max(size, 1))  # what has no bytes cannot be mapped
-        else:
-            os.ftruncate(number, max(size, 1))
-    except OSError as error:
-        os.unlink(path)
-        raise DataError(
-            f"no room for {size / 1e6:,.0f} MB in {os.path.dirname(path)} ({error.strerror}), "
-            f"which has {shutil.disk_usage(os.path.dirname(path)).free / 1e6:,.0f}; expected that "
-            "much shared memory; in a container: --ipc=host, or a larger --shm-size"
-        ) from error
-    finally:
-        os.close(number)
-    mapped = _map(path, places, shared=True)
-    for tensor, place in zip(named.values(), mapped.values(), strict=True):
-        place.copy_(tensor.detach())
-    return path, places
-
-
-def _map_on_all(
-    path: str, places: list[Place], members: Members | None, *, shared: bool
-) -> dict[str | None, torch.Tensor]:
-    """Map on each rank, or raise on every rank what one could not. Collective."""
-    tensors: dict[str | None, torch.Tensor] = {}
-    trouble: DataError | None = None
-    try:
-        tensors = _map(path, places, shared=shared)
-    except Exception as error:  # noqa: BLE001 - whatever it is, every rank raises it
-        trouble = DataError(
-            f"cannot map {path}, where the reader wrote ({type(error).__name__}: {error}); "
-            "expected the node's ranks to see the same files in memory; in containers: --ipc=host"
-        )
-    try:
-        exchange(Call("share_on_node()"), members, refusal=trouble)
-    except CollectiveError as error:
-        if type(error) is CollectiveError:  # a rank refuses
-            raise DataError(str(error)) from trouble
-        raise
-    return tensors
-
-
-def _map(path: str, places: list[Place], *, shared: bool) -> dict[str | None, torch.Tensor]:
-    size = os.path.getsize(path)
-    memory = torch.from_file(path, shared=shared, size=size, dtype=torch.uint8)
-    tensors: dict[str | None, torch.Tensor] = {}
-    for name, kind, shape, start in places:
-        dtype = getattr(torch, kind)
-        nbytes = dtype.itemsize * torch.Size(shape).numel()
-        tensors[name] = memory[start : start + nbytes].view(dtype).view(shape)
-    return tensors
 
 
 # One rank of a node reads, and the others of the node have it from there.
