@@ -1,15 +1,12 @@
 """Single sections: what fails is a line of the table, or fails the section; never a figure."""
 
 import sys
-from contextlib import contextmanager
-from types import SimpleNamespace
 
 import launch
 import launch_programs
 import nodelists
 import obs
 import pytest
-import slurm_here
 import startup
 from callee import CalleeError
 from peers import Peer
@@ -73,35 +70,10 @@ def test_a_launch_that_fails_says_so_and_is_no_figure(tmp_path):
         assert "ended with 3" in said["launch/memory/mpiexec"]
 
 
-class SandboxError(Exception):
-    pass
-
-
-def sandbox(monkeypatch, *, starts):
-    @contextmanager
-    def slurm():
-        if not starts:
-            raise SandboxError("slurmd ended with 1; waited up to 30 s\n--- logs")
-        said = {"returncode": 4, "stdout": "", "stderr": "ezpz-launch: no such thing\n"}
-        yield SimpleNamespace(run=lambda *_, **__: SimpleNamespace(**said))
-
-    module = SimpleNamespace(missing=list, SandboxError=SandboxError, SlurmSandbox=slurm)
-    monkeypatch.setattr(slurm_here, "_load", lambda: module)
-    monkeypatch.setattr("os.geteuid", lambda: 0)
-
-
-def test_a_slurm_that_is_not_there_or_does_not_start_is_a_missing_peer(monkeypatch):
+def test_a_slurm_that_is_not_there_is_a_missing_peer(monkeypatch):
     monkeypatch.setattr("os.geteuid", lambda: 1)
     rows = launch.under_slurm(1)
+    assert [row.key for row in rows] == [
+        f"launch/{figure}/srun" for figure in ("first-line", "ready", "true")
+    ]
     assert all("not root" in row.missing or "not installed" in row.missing for row in rows)
-    sandbox(monkeypatch, starts=False)
-    rows = launch.under_slurm(1)
-    keys = [f"launch/{n}/srun" for n in ("first-line", "ready", "true")]
-    assert [row.key for row in rows] == keys
-    why = "a private Slurm does not start: slurmd ended with 1; waited up to 30 s"
-    assert {row.missing for row in rows} == {why}
-    # What fails in a Slurm fails the section.
-    sandbox(monkeypatch, starts=True)
-    *rows, section = launch.under_slurm(1)
-    assert {row.missing for row in rows} == {"exit status 4: ezpz-launch: no such thing"}
-    assert section.key == "launch/slurm/section"

@@ -2,8 +2,6 @@
 
 import json
 import math
-import re
-import subprocess
 
 import pytest
 import table
@@ -58,25 +56,6 @@ def test_result_and_rows_survive_a_file_and_what_json_cannot_say_is_refused(tmp_
     assert (document["schema"], document["date"]) == (table.SCHEMA, "2026-01-01")
     facts = {"processor", "cores", "system", "python", "torch", "commit"}
     assert set(document["machine"]) == facts
-
-
-def test_files_that_differ_from_their_commit_are_said(tmp_path, monkeypatch):
-    def git(*words):
-        who = ["-c", "user.name=x", "-c", "user.email=x@example.org"]
-        subprocess.run(["git", *who, *words], cwd=tmp_path, check=True, capture_output=True)
-
-    monkeypatch.setattr(table, "__file__", str(tmp_path / "table.py"))
-    git("init")
-    (tmp_path / "table.py").write_text("1")
-    git("add", ".")
-    git("commit", "-m", "one")
-    git("tag", "v1")
-    clean = table.commit()
-    assert re.fullmatch("[0-9a-f]{7,}", clean)
-    (tmp_path / "table.py").write_text("2")
-    assert table.commit() == f"{clean}-dirty"
-    monkeypatch.setenv("PATH", "/nowhere")
-    assert table.commit() == "", "without git it is not known"
 
 
 def test_long_names_are_cut_and_a_long_reason_is_there_to_its_end():
