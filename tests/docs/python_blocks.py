@@ -57,8 +57,11 @@ def _run(blocks, folder, env, answer):
     os.environ.clear()
     os.environ.update(env)
     os.chdir(folder)
-    # The classes of a block find their module, as those of a script do.
+    # The classes of a block find their module, as those of a script do, also in other processes.
     names = vars(sys.modules["__main__"])
+    names["__file__"] = os.path.abspath("page.py")
+    with open("page.py", "w", encoding="utf-8") as file:
+        file.write(_program_of(blocks))
     printed = []
     for place, code in blocks:
         try:
@@ -71,6 +74,15 @@ def _run(blocks, folder, env, answer):
             return
         printed.append(out.getvalue())
     answer.send((printed, ""))
+
+
+def _program_of(blocks):
+    """Join the blocks of a page, each at its line."""
+    program = ""
+    for place, code in blocks:
+        line = int(place.rpartition(":")[2])
+        program += "\n" * (line - program.count("\n")) + code.rstrip("\n") + "\n"
+    return program
 
 
 def command_before(code):

@@ -77,7 +77,7 @@ def error_of(program, *given):
 
 def errors_of(program, degrees, bug=None):
     bugs = [bug] if bug else []
-    return run_ranks(error_of, prod(degrees.values()), program, *bugs, in_processes=True, **degrees)
+    return run_ranks(error_of, prod(degrees.values()), program, *bugs, **degrees)
 
 
 @pytest.mark.parametrize(

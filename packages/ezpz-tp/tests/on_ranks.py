@@ -16,7 +16,7 @@ def on_ranks(ranks, **how):
     def decorate(body):
         @wraps(body)
         def test(**given):
-            run_ranks(partial(call_body, test, given), ranks, **how)
+            run_ranks(partial(body, **given), ranks, **how)
 
         return test
 
@@ -31,11 +31,6 @@ def all_raise(ranks, function, error, match, **how):
             function()
 
     run_ranks(refused, ranks, **how)
-
-
-def call_body(test, given):
-    """Call what `on_ranks` wraps: a process finds the wrapper under the test's name."""
-    return test.__wrapped__(**given)
 
 
 def numbers(*shape, seed=0):

@@ -4,6 +4,7 @@ import weakref
 from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -164,14 +165,21 @@ def test_fewer_digits(kind, dtype, limit):
     ("dtype", "limit"),
     [(torch.float64, 1e-12), (torch.float32, 2e-5), (torch.bfloat16, 0.05), (torch.float16, 0.01)],
 )
-def test_blocks_without_a_kernel_of_torchs_are_computed_in_pieces(dtype, limit, monkeypatch):
+def test_blocks_without_a_kernel_of_torchs_are_computed_in_pieces(dtype, limit):
     assert (
         _ring._kernel(_ring.Block(*[torch.ones(1, 1, 1, 1, device="meta")] * 3, True, 1)) == "plain"
     )
-    monkeypatch.setattr(_ring, "_kernel", lambda block: "plain")
-    monkeypatch.setattr(_ring, "SCORES_AT_A_TIME", 1000)  # the last piece is a short one
+
+    def difference_in_pieces(case):
+        with (
+            mock.patch.object(_ring, "_kernel", return_value="plain"),
+            mock.patch.object(_ring, "SCORES_AT_A_TIME", 1000),  # the last piece is a short one
+        ):
+            return difference("ring", case)
+
     for name in ("all see all", "causal", "other value_dim", "one key head, scale"):
-        assert worst_of("ring", replace(RING[name], dtype=dtype), 1, 3) < limit
+        case = replace(RING[name], dtype=dtype)
+        assert max(run_ranks(difference_in_pieces, 3, case, context=3)) < limit
 
 
 @on_ranks(2, context=2)
@@ -429,7 +437,7 @@ def test_alone_it_is_torchs_own(attend):
     assert torch.equal(attend(q, k, k, is_causal=True, scale=0.5), expected)
 
 
-@on_ranks(2, context=2, in_processes=True)
+@on_ranks(2, context=2)
 def test_torch_compile_traces_it_whole():
     def twice(q, k, v):
         return tp.ring_attention(2 * q, k, v, is_causal=True)
@@ -479,7 +487,7 @@ def test_second_derivatives_of_an_attention_of_ones_own():
         assert (one - part(case, other)).abs().max() < 1e-10
 
 
-@on_ranks(8, tensor=2, context=4, in_processes=True)
+@on_ranks(8, tensor=2, context=4)
 def test_splitting_the_context_axis():
     state = tp.get_state()
     heads, ring = tp.split_context(2)
@@ -499,7 +507,7 @@ def test_splitting_the_context_axis():
         dist.get_process_group_ranks(heads)
 
 
-@on_ranks(2, context=2, in_processes=True)
+@on_ranks(2, context=2)
 def test_all_to_one_side_and_what_cannot_be_split():
     whole = tp.get_state().group("context")
     assert tp.split_context(2)[0] is whole

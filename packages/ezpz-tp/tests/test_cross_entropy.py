@@ -203,7 +203,7 @@ def test_gradcheck_backward_twice_and_what_is_saved():
     assert sum(saved) <= 32 * target.numel()
 
 
-@on_ranks(2, in_processes=True)
+@on_ranks(2)
 def test_compiled_whole_and_recomputed():
     logits, target, grad = drawn(24, 19)
     shard = own_part(logits)

@@ -40,7 +40,7 @@ def save_part(path, make):
 
 def save(path, make=Model, ranks=4, **degrees):
     """Write a checkpoint; return the whole state."""
-    return run_ranks(save_part, ranks, str(path), make, **degrees, in_processes=True)[0]
+    return run_ranks(save_part, ranks, str(path), make, **degrees)[0]
 
 
 def load(path, make=Model):
@@ -75,7 +75,7 @@ def test_saved_by_two_and_loaded_by_four_by_two_and_by_one(tmp_path):
     assert_same(state, expected["optimizer"]["state"]["head.weight"])
     assert held["optimizer"]["param_groups"]["norm.bias"]["lr"] == 0.5
     for degree in (4, 2):
-        for found in run_ranks(load, degree, path, in_processes=True):
+        for found in run_ranks(load, degree, path):
             assert_same(found, expected)
     assert_same(load(path), expected)  # plain torch, without a process group
 
@@ -84,7 +84,7 @@ def test_saved_by_two_and_loaded_by_four_by_two_and_by_one(tmp_path):
 def test_a_pipeline_and_no_pipeline(tmp_path):
     expected = save(tmp_path / "a", own_stage, tensor=2, pipeline=2)
     assert_same(load(tmp_path / "a", one_stage), expected)
-    for found in run_ranks(load, 2, tmp_path / "a", own_stage, pipeline=2, in_processes=True):
+    for found in run_ranks(load, 2, tmp_path / "a", own_stage, pipeline=2):
         assert_same(found, expected)
 
 
@@ -114,7 +114,7 @@ def test_what_torch_saved_of_its_own_layers_and_what_it_reads(tmp_path):
     model, optimizer = plain(1)
     weights, state = torchs.get_state_dict(model, optimizer, options=flat)
     dcp.save({"model": weights, "optimizer": state}, checkpoint_id=path)
-    for found in run_ranks(load_what_torch_saved, 2, path, in_processes=True):
+    for found in run_ranks(load_what_torch_saved, 2, path):
         assert_same(found["model"], dict(model.state_dict()))
         assert found["optimizer"]["param_groups"][0]["lr"] == 1e-2
         for name, parameter in model.named_parameters():
@@ -139,11 +139,11 @@ def save_a_small_vocabulary(path):
 @needs_numpy
 def test_a_rank_without_rows(tmp_path):
     path = str(tmp_path / "a")
-    expected = run_ranks(save_a_small_vocabulary, 4, path, in_processes=True)[0]
+    expected = run_ranks(save_a_small_vocabulary, 4, path)[0]
     assert_same(load_dcp(path, ezpz_tp.VocabParallelEmbedding(5, 8, seed=3)), expected)
 
 
-@on_ranks(4, tensor=2, data=2, in_processes=True)
+@on_ranks(4, tensor=2, data=2)
 def test_what_is_split_is_a_dtensor_and_the_rest_is_plain():
     model = Model()
     held = dtensor_state_dict(model)

@@ -197,7 +197,7 @@ def compiled():
 
 def test_torch_compile_traces_them_whole():
     compiled()
-    run_ranks(compiled, 2, in_processes=True)
+    run_ranks(compiled, 2)
 
 
 @on_ranks(4, tensor=2)

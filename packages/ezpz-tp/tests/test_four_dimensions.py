@@ -40,7 +40,7 @@ MODEL = Config(layers=4, sequence=32, tied=True, context_parallel=True, sequence
 @pytest.fixture(scope="module")
 def expected():
     whole = MODEL, STEPS, BATCH, torch.float64
-    (losses,) = run_ranks(learn_alone, 1, *whole, in_processes=True, initialize=False)
+    (losses,) = run_ranks(learn_alone, 1, *whole, initialize=False)
     return losses
 
 
@@ -101,7 +101,7 @@ def degrees(**sizes):
 def test_four_dimensions(expected, ranks, degrees, schedule, virtual, microbatches, steps):
     """The losses are those of one process, and every rank on a last stage knows them."""
     plan = degrees, schedule, virtual, microbatches, steps
-    how = {"in_processes": True, "initialize": False, "timeout": 300}
+    how = {"initialize": False, "timeout": 300}
     results = run_ranks(with_embedding_groups, ranks, *plan, **how)
     last = ranks // degrees["pipeline_parallel_size"]
     assert sum(bool(losses) for losses in results) == last
@@ -206,7 +206,7 @@ WRAPPED = [
 def test_gradients_of_two_batches_are_one_processs(one_process, around, degrees, sequence_parallel):
     gradients, wanted = one_process
     config = Config(sequence_parallel=sequence_parallel, context_parallel="context" in degrees)
-    how = {**degrees, "also": [("data", "context")], "in_processes": True}
+    how = {**degrees, "also": [("data", "context")]}
     for difference, norm in run_ranks(differences, 4, around, config, gradients, **how):
         assert difference < 1e-12
         assert norm == pytest.approx(wanted, rel=1e-12)
@@ -233,7 +233,7 @@ torch_checkpointed = partial(torch_checkpoint, use_reentrant=False, context_fn=t
 
 
 @SEQUENCE
-@on_ranks(2, in_processes=True)
+@on_ranks(2)
 def test_activation_checkpoints_with_dropout(sequence_parallel):
     config = Config(sequence_parallel=sequence_parallel, dropout=0.5)
     wanted = run_block(config, plain)
@@ -265,6 +265,6 @@ BACKEND = "inductor" if shutil.which("g++") and HEADERS.exists() else "aot_eager
 @pytest.mark.parametrize(("backend", "sequence_parallel"), [(BACKEND, False), ("aot_eager", True)])
 def test_compiled_as_one_graph(backend, sequence_parallel):
     config = Config(sequence_parallel=sequence_parallel)
-    for worst, graphs in run_ranks(compiled, 2, config, backend, in_processes=True, timeout=500):
+    for worst, graphs in run_ranks(compiled, 2, config, backend, timeout=500):
         assert graphs == 1
         assert worst < 1e-12

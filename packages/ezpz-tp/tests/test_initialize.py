@@ -281,7 +281,7 @@ def test_trap_3_layers_have_the_same_weights_at_every_degree_and_by_way_of_meta(
     assert not expected[3][2].any()
     torch.manual_seed(100)
     seed = agree_on_seed(None, None)
-    for agreed, by_meta, seeded, drawn in run_ranks(all_ways, 2, in_processes=True):
+    for agreed, by_meta, seeded, drawn in run_ranks(all_ways, 2):
         assert drawn == (seed, 5)
         for found in zip(expected, agreed, by_meta, given, seeded, strict=True):
             assert torch.equal(found[0], found[1])
@@ -293,7 +293,7 @@ def test_trap_3_layers_have_the_same_weights_at_every_degree_and_by_way_of_meta(
         assert all(map(torch.equal, found, expected))
 
 
-@on_ranks(4, tensor=2, in_processes=True)
+@on_ranks(4, tensor=2)
 def test_parameters_of_fsdp_are_initialized_where_they_are():
     state, expected = tp.get_state(), full_weights(seed=3)
     made, index = layers(seed=3, device="meta"), state.index("tensor")

@@ -185,5 +185,4 @@ def test_autocast_of_weights_in_single_precision(sequence_parallel):
         split_inputs=split,
         split_outputs=split,
         density=0.12,
-        in_processes=True,
     )

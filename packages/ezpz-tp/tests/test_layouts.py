@@ -24,7 +24,7 @@ def test_axes_are_explained_and_what_communicates_most_is_nearest(name):
         assert "arXiv:" in source
 
 
-@on_ranks(4, in_processes=True, initialize=False)
+@on_ranks(4, initialize=False)
 def test_a_mesh_is_made_of_its_axes():
     axes = layouts.MESHES["hsdp"].axes
     mesh = make_mesh("cpu", torch.arange(4).view(2, 2), axes)

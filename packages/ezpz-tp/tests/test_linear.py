@@ -21,7 +21,7 @@ group = tp.get_tensor_parallel_group
 
 
 @pytest.mark.parametrize("init", ["blocks", "whole"])
-@on_ranks(2, in_processes=True)
+@on_ranks(2)
 def test_without_a_seed_the_first_ranks_generator_decides(init):
     torch.manual_seed(100 + group().rank())  # by mistake another one on every rank
     found = tp.ColumnParallelLinear(4, 8, init=init).get_master_weight()
@@ -144,7 +144,7 @@ def test_an_input_that_does_not_fit_names_the_layer(layer, inputs, message):
     all_raise(2, lambda: layer(8, 8, seed=1)(inputs), tp.ParallelError, message)
 
 
-@on_ranks(2, in_processes=True, initialize=False)
+@on_ranks(2, initialize=False)
 def test_a_model_is_saved_whole_and_loaded_into_the_group_there_is(tmp_path):
     rank = dist.get_rank()
     own, others = tmp_path / f"{rank}.pt", tmp_path / f"{1 - rank}.pt"
@@ -172,7 +172,7 @@ def test_a_model_is_saved_whole_and_loaded_into_the_group_there_is(tmp_path):
         torch.load(own, weights_only=False)
 
 
-@on_ranks(2, in_processes=True)
+@on_ranks(2)
 def test_a_dtensor_is_refused_with_what_to_do():
     mesh = init_device_mesh("cpu", (2,))
     x, ids = (
@@ -209,7 +209,7 @@ def test_a_weight_that_is_drawn_whole_is_fairscales_and_torchs():
     torch.manual_seed(5)
     expected.append(torch.nn.init.xavier_normal_(torch.empty(8, 6)))
     for degree in (1, 2):
-        for weights, later in run_ranks(drawn_whole, degree, in_processes=True):
+        for weights, later in run_ranks(drawn_whole, degree):
             assert all(map(torch.equal, weights, expected))
             assert torch.equal(later, after)
     # And torch's.
@@ -424,7 +424,7 @@ def test_fused_functions_without_gradients(sequence_parallel):
     assert sum(counter.values()) == (2 if sequence_parallel else 1)
 
 
-@on_ranks(2, in_processes=True)
+@on_ranks(2)
 def test_without_gradients_autocast_casts_a_weight_once():
     # Threads share that cache, and one empties it for all.
     weight = torch.ones(4, 4, requires_grad=True)

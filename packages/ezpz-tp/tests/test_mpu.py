@@ -28,7 +28,7 @@ def place(name):
     return size, getattr(mpu, f"get_{name}_parallel_rank")()
 
 
-@on_ranks(4, in_processes=True, initialize=False)
+@on_ranks(4, initialize=False)
 def test_every_getter():
     rank = dist.get_rank()
     mpu.initialize_model_parallel(2, 2, expert_model_parallel_size=2, expert_tensor_parallel_size=1)
@@ -92,7 +92,7 @@ def test_every_getter():
     assert len(dist.distributed_c10d._world.pg_map) == 1
 
 
-@on_ranks(2, in_processes=True, initialize=False)
+@on_ranks(2, initialize=False)
 def test_model_chunks_what_is_set_by_hand_and_other_arguments():
     rank = dist.get_rank()
     mpu.initialize_model_parallel(1, 2, virtual_pipeline_model_parallel_size=3)
@@ -147,7 +147,7 @@ def test_model_chunks_what_is_set_by_hand_and_other_arguments():
     mpu.destroy_model_parallel()
 
 
-@on_ranks(2, in_processes=True, initialize=False)
+@on_ranks(2, initialize=False)
 def test_whoever_destroys_the_groups_ends_it_all():
     rank = dist.get_rank()
     mpu.set_tensor_model_parallel_rank(7)  # as a converter does, before there are groups
@@ -180,7 +180,7 @@ def register_cpu_blind():
         dist.Backend.register_backend("blind", made, devices=["cuda"])
 
 
-@on_ranks(2, in_processes=True, initialize=False)
+@on_ranks(2, initialize=False)
 def test_gloo_groups_end_with_the_others():
     # A world whose backend does not take tensors on the CPU, as nccl's.
     store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
@@ -203,7 +203,7 @@ def test_gloo_groups_end_with_the_others():
     assert len(dist.distributed_c10d._world.pg_map) == 1
 
 
-@on_ranks(4, in_processes=True, initialize=False)
+@on_ranks(4, initialize=False)
 def test_stages_with_embeddings_of_ones_own():
     rank = dist.get_rank()
     mpu.initialize_model_parallel(
@@ -288,7 +288,7 @@ def test_gloo_groups_when_not_wanted_gather_groups_and_the_memory_buffer(a_machi
     assert mpu.get_global_memory_buffer() is mpu.get_global_memory_buffer()
 
 
-@on_ranks(4, in_processes=True, initialize=False)
+@on_ranks(4, initialize=False)
 def test_groups_besides_the_axes():
     rank = dist.get_rank()
     mpu.initialize_model_parallel(2, context_parallel_size=2, create_gloo_process_groups=False)
@@ -369,7 +369,7 @@ def test_what_does_not_fit_and_before_initialization():
 # Other dialects.
 
 
-@on_ranks(4, in_processes=True, initialize=False)
+@on_ranks(4, initialize=False)
 def test_what_deepspeed_calls():
     rank = dist.get_rank()
     mpu.initialize_model_parallel(2, 2)
@@ -408,7 +408,7 @@ def test_fairscales_model_parallel_is_the_tensor_axis():
             assert getattr(fairscale, name) is getattr(tp, ours), name
 
 
-@on_ranks(2, in_processes=True, initialize=False)
+@on_ranks(2, initialize=False)
 def test_code_for_megatron_mpu_runs_and_is_right():
     """As bigscience's and gpt-neox's models have it."""
     assert mpu.is_unitialized()
@@ -497,7 +497,7 @@ def train_fairscale_code():
 
 
 def test_code_for_fairscale_runs_and_is_right():
-    ranks = run_ranks(train_fairscale_code, 2, in_processes=True, initialize=False)
+    ranks = run_ranks(train_fairscale_code, 2, initialize=False)
 
     def joined(which):
         return {

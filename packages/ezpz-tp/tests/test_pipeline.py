@@ -91,7 +91,7 @@ def pipeline_of(plan, **options):
 
 
 def on(plan, function, *args):
-    how = {"pipeline": plan[0], "tensor": 1, "data": 1, "in_processes": True, "timeout": 120}
+    how = {"pipeline": plan[0], "tensor": 1, "data": 1, "timeout": 120}
     return run_ranks(function, plan[0], plan, *args, **how)
 
 
@@ -144,7 +144,7 @@ def test_a_step_gives_the_whole_models_losses_and_gradients(plan):
     assert sum(len(gradients) for _, _, gradients in results) == LAYERS
 
 
-@on_ranks(3, pipeline=3, in_processes=True)
+@on_ranks(3, pipeline=3)
 def test_schedules_keep_as_many_activations_as_they_should():
     """GPipe all microbatches, 1F1B as many as there are stages from a rank to the last."""
     now, most = [0], [0]
@@ -166,7 +166,7 @@ def test_schedules_keep_as_many_activations_as_they_should():
 
 
 @pytest.mark.parametrize("plan", [PLANS[2], PLANS[4]], ids=str)
-@on_ranks(2, pipeline=2, in_processes=True)
+@on_ranks(2, pipeline=2)
 def test_what_chunks_may_hand_on(plan):
     """A transposed tensor, one of integers, several of them, one that needs no gradient."""
     split = tp.split_layers(LAYERS, plan[0] * plan[2])
@@ -199,7 +199,7 @@ class Noisy(nn.Module):
             return nn.functional.dropout(hidden)
 
 
-@on_ranks(2, pipeline=2, in_processes=True)
+@on_ranks(2, pipeline=2)
 def test_the_trial_leaves_no_trace():
     """The first step, which has one, is as the second: random numbers, buffers and all."""
     pipeline = pipeline_of(PLANS[2], build=Noisy)
@@ -280,7 +280,7 @@ def test_batches_of_several_tensors():
     assert found == pytest.approx(loss(output, targets, targets).item())
 
 
-@on_ranks(2, pipeline=2, in_processes=True)
+@on_ranks(2, pipeline=2)
 def test_ranges_of_ones_own_and_activations_of_sixteen_bits():
     wanted_losses, wanted = whole_model(seeds=(0,))
     pipeline = pipeline_of(PLANS[2], layers=[range(1), range(1, 6)])
@@ -305,7 +305,7 @@ def test_ranges_of_ones_own_and_activations_of_sixteen_bits():
         assert losses.mean().item() == pytest.approx(wanted_losses[0], rel=0.02)
 
 
-@on_ranks(4, pipeline=2, data=2, in_processes=True)
+@on_ranks(4, pipeline=2, data=2)
 def test_chunks_that_fsdp2_shards():
     _, wanted = whole_model(seeds=(0,))
     state = tp.get_state()
@@ -318,7 +318,7 @@ def test_chunks_that_fsdp2_shards():
 
 
 @pytest.mark.parametrize("plan", [PLANS[2], PLANS[4]], ids=str)
-@on_ranks(2, pipeline=2, in_processes=True)
+@on_ranks(2, pipeline=2)
 def test_shapes_may_change_once_they_are_forgotten(plan):
     """Thawed layers, other shapes, other numbers."""
     inputs, targets = (one.float() for one in batch(2 * BATCH))
@@ -333,7 +333,7 @@ def test_shapes_may_change_once_they_are_forgotten(plan):
     assert_close(gradients_of(pipeline.module), gradients_of(model), rtol=1e-4, atol=1e-6)
 
 
-@on_ranks(2, pipeline=2, in_processes=True)
+@on_ranks(2, pipeline=2)
 def test_a_ranks_chunks_are_one_module_with_the_whole_models_names():
     pipeline = pipeline_of(PLANS[4])
     module = pipeline.module
@@ -419,7 +419,7 @@ BAD = [
 ]  # fmt: skip
 
 
-@on_ranks(2, pipeline=2, in_processes=True)
+@on_ranks(2, pipeline=2)
 def test_bad_use_is_one_clear_error():
     for ranks, use, told in BAD:
         if tp.get_state().rank in ranks:
@@ -485,12 +485,7 @@ def test_no_stages_and_no_module():
         pipeline_of((1, "gpipe", 1, 1), build=lambda **of: None)
 
 
-def test_groups_that_torch_does_not_know():
-    told = r"does not know the pipeline group of 2.*in_processes"
-    all_raise(2, pipeline_with, tp.ParallelError, told, pipeline=2, tensor=1)
-
-
-@on_ranks(2, in_processes=True, initialize=False)
+@on_ranks(2, initialize=False)
 def test_several_ranks_without_groups():
     with pytest.raises(tp.NotInitializedError, match="initialize_tensor_parallel"):
         pipeline_of((2, "gpipe", 1, 1))

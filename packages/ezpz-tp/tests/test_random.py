@@ -288,14 +288,14 @@ def streams_of_a_rank():
 
 
 def test_ranks_of_a_tensor_group_differ_inside_only():
-    ranks = run_ranks(streams_of_a_rank, 4, tensor=2, data=2, in_processes=True)
+    ranks = run_ranks(streams_of_a_rank, 4, tensor=2, data=2)
     default, data, inside = zip(*ranks, strict=True)
     assert default == data == default[:1] * 4
     assert inside[:2] == inside[2:]
     assert inside[0] != inside[1]
 
 
-@on_ranks(2, in_processes=True, initialize=False)
+@on_ranks(2, initialize=False)
 def test_seeding_needs_to_know_the_rank():
     with pytest.raises(tp.NotInitializedError):
         tp.seed_model_parallel(1)
@@ -499,7 +499,7 @@ NO_DEVICE = pytest.mark.skipif(torch.accelerator.is_available(), reason="there i
 
 
 @NO_DEVICE
-@on_ranks(2, in_processes=True)
+@on_ranks(2)
 def test_ranks_of_gloo_send_from_the_cpu():
     with built_for_cuda():
         tp.seed_model_parallel(1)

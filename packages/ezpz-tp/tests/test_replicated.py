@@ -93,7 +93,7 @@ def test_what_differs_is_named_with_axis_and_ranks(bug, axis, parameter, mend):
         (None, None),
     ],
 )
-@on_ranks(2, initialize=False, in_processes=True)
+@on_ranks(2, initialize=False)
 def test_tied_embeddings(bug, message):
     tp.initialize_tensor_parallel(pipeline_parallel_size=2, embedding=True)
     error = error_of(tied, bug)
@@ -175,7 +175,7 @@ def test_shards_of_one_value_need_not_differ():
     assert told in error_of(tp.verify_replicated, up)
 
 
-@on_ranks(4, **DATA, in_processes=True)
+@on_ranks(4, **DATA)
 def test_distributed_tensors_differ_where_they_are_sharded():
     state, mesh = tp.get_state(), tp.get_state().to_mesh("cpu")
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4), nn.LayerNorm(4))
@@ -191,7 +191,7 @@ def test_distributed_tensors_differ_where_they_are_sharded():
     assert f"tensor axis, ranks {first}, {second}:\n    2.weight should be the same" in error
 
 
-@on_ranks(2, in_processes=True)
+@on_ranks(2)
 def test_streams_that_should_differ():
     model = nn.LayerNorm(2)
     tp.seed_model_parallel(7)
@@ -200,11 +200,3 @@ def test_streams_that_should_differ():
     error = error_of(tp.verify_replicated, model)
     assert "the random stream 'model-parallel-rng' should be another one on each" in error
     assert "call seed_model_parallel(seed)" in error
-
-
-def test_ranks_that_are_threads_share_their_streams():
-    tp.seed_model_parallel(7)
-    try:
-        run_ranks(lambda: tp.verify_replicated(block()), 2, tensor=2)
-    finally:
-        tp.get_rng_tracker().reset()

@@ -134,7 +134,7 @@ def test_foreign_groups_with_a_layout_or_experts():
         tp.ParallelState.from_groups(layout=tp.RankLayout(4, tensor=4), rank=0)
 
 
-@on_ranks(2, in_processes=True, initialize=False)
+@on_ranks(2, initialize=False)
 def test_groups_of_others_and_of_another_backend():
     # A group that the rank is not in.
     other = dist.new_group([0])
@@ -219,7 +219,7 @@ def test_without_a_world_a_rank_is_alone():
         tp.initialize_tensor_parallel(2)
 
 
-@on_ranks(4, in_processes=True, initialize=False)
+@on_ranks(4, initialize=False)
 def test_from_before_initialization_to_after():
     rank = dist.get_rank()
     assert tensor_group() is None  # trap 13: layers are what they are alone
@@ -277,7 +277,7 @@ def summed(state, *axes):
     return total.item()
 
 
-@on_ranks(4, in_processes=True, initialize=False)
+@on_ranks(4, initialize=False)
 def test_made_and_freed_again_and_again():
     names, world = set(), dist.distributed_c10d._world
     for degrees in [(2, 1, 1), (2, 1, 1), (2, 1, 2), (1, 2, 2), (1, 1, 4), (4, 1, 1), (2, 2, 1)]:
@@ -315,7 +315,7 @@ def test_made_and_freed_again_and_again():
     state.destroy()
 
 
-@on_ranks(4, in_processes=True, initialize=False)
+@on_ranks(4, initialize=False)
 def test_equal_rank_sets_share_a_group_and_the_worlds_is_not_made_anew():
     world = dist.group.WORLD
     state = tp.ParallelState.create(tensor=4, also=[("tensor", "data"), ("context", "tensor")])
@@ -364,7 +364,7 @@ def different_degrees():
     return "made", ""
 
 
-@on_ranks(3, in_processes=True, initialize=False)
+@on_ranks(3, initialize=False)
 def test_ranks_in_unequally_many_groups_make_one():
     rank = dist.get_rank()
     kept = dist.new_group([0])  # which the others are not in
@@ -387,7 +387,7 @@ def test_ranks_in_unequally_many_groups_make_one():
 
 
 def test_ranks_that_ask_for_different_degrees_are_told():
-    results = run_ranks(different_degrees, 4, in_processes=True, initialize=False)
+    results = run_ranks(different_degrees, 4, initialize=False)
     told = [words for kind, words in results if kind == "DegreeError"]
     assert len(told) == 4, results
     for words in told:
@@ -399,7 +399,7 @@ def test_ranks_that_ask_for_different_degrees_are_told():
         assert "give every rank the same arguments" in words
 
 
-@on_ranks(4, in_processes=True, initialize=False)
+@on_ranks(4, initialize=False)
 def test_a_rank_that_initializes_more_often_is_told():
     tp.ParallelState.create(tensor=2).destroy()
     if dist.get_rank() == 1:
@@ -408,7 +408,7 @@ def test_a_rank_that_initializes_more_often_is_told():
     dist.barrier()
 
 
-@on_ranks(2, in_processes=True, initialize=False)
+@on_ranks(2, initialize=False)
 def test_a_new_world_gets_new_groups():
     store, rank, size = dist.distributed_c10d._get_default_store(), dist.get_rank(), 2
     tp.initialize_tensor_parallel(2)
@@ -468,7 +468,7 @@ def test_the_largest_machine_makes_one_group_an_axis_in_little_memory(the_larges
     state.destroy()
 
 
-@on_ranks(4, in_processes=True, initialize=False)
+@on_ranks(4, initialize=False)
 def test_meshes():
     # A mesh of a state, and a state of a mesh.
     rank = dist.get_rank()
@@ -537,7 +537,7 @@ def test_meshes():
     assert state.group("tensor", "context") is dist.group.WORLD
 
 
-@on_ranks(8, in_processes=True, initialize=False)
+@on_ranks(8, initialize=False)
 def test_products_of_a_mesh_are_not_made():
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "cp", "tp"))
     state = tp.ParallelState.from_mesh(mesh)
@@ -566,7 +566,7 @@ def of_experts(state):
         )
 
 
-@on_ranks(4, in_processes=True, initialize=False)
+@on_ranks(4, initialize=False)
 def test_experts_are_laid_out_as_the_model_however_the_state_was_made():
     made = tp.ParallelState.create(2, context=2)
     groups = {axis: made.group(axis) for axis in ("tensor", "context")}
@@ -579,7 +579,7 @@ def test_experts_are_laid_out_as_the_model_however_the_state_was_made():
 
 
 @pytest.mark.parametrize("tensor", [2, 4])
-@on_ranks(4, in_processes=True, initialize=False)
+@on_ranks(4, initialize=False)
 def test_a_second_state_does_not_meet_the_meshes_of_the_first(tensor):
     x, whole = torch.ones(2, 8), torch.nn.Linear(8, 4)
     whole(x).sum().backward()
@@ -598,7 +598,7 @@ def test_a_second_state_does_not_meet_the_meshes_of_the_first(tensor):
         state.destroy()
 
 
-@on_ranks(1, in_processes=True, initialize=False)
+@on_ranks(1, initialize=False)
 def test_a_world_of_one():
     state = tp.ParallelState.create()
     mesh = state.to_mesh()
@@ -612,7 +612,7 @@ def test_a_world_of_one():
 OUT, LIST = object(), object()
 
 
-@on_ranks(2, in_processes=True, initialize=False)
+@on_ranks(2, initialize=False)
 def test_every_collective_of_one_rank_is_a_copy_and_leaves_nothing_behind():
     rank = dist.get_rank()
     state = tp.ParallelState.create(tensor=2)

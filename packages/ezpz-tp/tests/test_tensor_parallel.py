@@ -77,7 +77,7 @@ def unsharded(weights):
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_code_for_megatron_runs_and_is_right(sequence_parallel):
-    how = {"in_processes": True, "initialize": False}
+    how = {"initialize": False}
     ranks = run_ranks(train_megatron_code, 2, sequence_parallel, **how)
     loss, grads = unsharded(ranks[0][0])
     for _, found, found_loss, _ in ranks:
@@ -235,7 +235,7 @@ def make_experts():
 
 
 def test_layers_of_experts_leave_communication_and_differ():
-    ranks = run_ranks(make_experts, 4, in_processes=True, initialize=False)
+    ranks = run_ranks(make_experts, 4, initialize=False)
     by_expert = {}
     for index, weight in ranks:
         assert weight.shape == (12, 8)

@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from itertools import combinations
 from typing import Any, TypeAlias
 
 import torch
@@ -127,17 +126,9 @@ class Checker(TorchFunctionMode):
         return self._places[group]
 
     def _find_places(self, group: ProcessGroup) -> list[int]:
-        """By its ranks, for it may be one of the user's own; or else by the group itself."""
-        try:
-            ranks = set(dist.get_process_group_ranks(group))
-            return [p for p, axis in enumerate(self.axes) if ranks >= set(self.state.ranks(axis))]
-        except KeyError:  # of ranks that are threads
-            pass
-        for count in range(len(self.axes)):
-            for axes in combinations(self.axes, count + 1):
-                if self.state.has_group(*axes) and self.state.group(*axes) is group:
-                    return [self.axes.index(axis) for axis in axes]
-        return []
+        """By its ranks, for it may be one of the user's own."""
+        ranks = set(dist.get_process_group_ranks(group))
+        return [p for p, axis in enumerate(self.axes) if ranks >= set(self.state.ranks(axis))]
 
     def result_of_region(
         self, region: Function, arguments: Mapping[str, Any]

@@ -75,9 +75,7 @@ def step(config, wanted, options, given):
 )
 def test_parallel_is_plain(config, ranks, context, options):
     loss, wanted = plain(config)
-    # In processes where groups are made of torch's.
-    how = {"in_processes": True, "timeout": 180} if "ulysses" in options else {}
-    done = run_ranks(step, ranks, config, wanted, options, {}, context=context, **how)
+    done = run_ranks(step, ranks, config, wanted, options, {}, context=context, timeout=180)
     assert sum(each for each, _ in done) / ranks == pytest.approx(loss, abs=1e-5)
     assert max(difference for _, difference in done) < 1e-6
 
@@ -199,9 +197,7 @@ def test_a_pipeline_is_the_whole_model(axis, tied, options):
         descend(model)
         expected.append(loss.item())
     degrees = {"pipeline_parallel_size": 2, f"{axis}_parallel_size": 2}
-    done = run_ranks(
-        learn, 4, config, degrees, options, in_processes=True, timeout=180, initialize=False
-    )
+    done = run_ranks(learn, 4, config, degrees, options, timeout=180, initialize=False)
     losses = [found for found, _ in done if None not in found]
     assert len(losses) == 2
     # Of context-parallel ranks each has the loss of its part.
@@ -225,6 +221,6 @@ def of_chunks():
 def test_the_chunks_of_a_pipeline_load_their_layers():
     """From Hugging Face's names, which the chunks' are once `model.` is put before them."""
     wanted = huggingface_state_dict(Llama(DEEP, seed=3))
-    for found in run_ranks(of_chunks, 4, tensor=2, pipeline=2, in_processes=True, timeout=180):
+    for found in run_ranks(of_chunks, 4, tensor=2, pipeline=2, timeout=180):
         assert found.keys() == wanted.keys()
         assert all(torch.equal(found[name], one) for name, one in wanted.items())

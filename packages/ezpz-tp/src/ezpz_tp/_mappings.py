@@ -49,9 +49,6 @@ from ._errors import DegreeError
 # The methods of the process group are called directly: `torch.distributed.all_reduce` adds 2 us
 # of checks that are done once here, as much as a small addition costs. While torch.compile
 # traces, the functions of `torch.distributed` are called instead, because it knows those.
-#
-# Only ``rank()``, ``size()`` and the collectives of a group are used, so that groups unknown to
-# ``torch.distributed`` work too, as those of ranks that are threads (`ezpz_tp.testing`).
 
 SUM = dist.ReduceOp.SUM
 

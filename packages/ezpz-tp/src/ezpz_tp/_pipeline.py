@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Work
 from torch.nn.modules.module import _IncompatibleKeys
@@ -448,7 +447,9 @@ class Pipeline:
         check_schedule(schedule, virtual, microbatches, degree)
         self._total = 1 if degree == 1 else degree * virtual
         ranges = ranges_of(layers, self._total)
-        self._group = None if state is None or degree == 1 else _known(state.group("pipeline"))
+        self._group = None
+        if state is not None and degree > 1:
+            self._group = state.group("pipeline")
         self._kind, self._microbatches = schedule, microbatches
         numbers = range(place, self._total, degree)
         modules = [_built(build, ranges[number], number, self._total) for number in numbers]
@@ -604,16 +605,3 @@ def _built(build: Callable[..., nn.Module], layers: range, number: int, total: i
             "finalize_grads(pipeline.module, average_over=('data',)) after each step)"
         )
     return module
-
-
-def _known(group: ProcessGroup) -> ProcessGroup:
-    """Return a group after checking that torch's schedules can use it."""
-    try:
-        dist.get_process_group_ranks(group)
-    except KeyError:
-        raise ParallelError(
-            f"torch.distributed does not know the pipeline group of {group.size()} ranks, and its "
-            "schedules need it to; make the group with torch.distributed (in tests: "
-            "run_ranks(..., in_processes=True))"
-        ) from None
-    return group

@@ -92,8 +92,7 @@ class RngTracker:
 
     Both the CPU's default generator and the accelerator's are exchanged, each once it is in
     use: a stream that was added before the accelerator was initialized starts there from the
-    same seed. Ranks that are threads of one process share torch's generators, and so cannot
-    use this; torch.compile breaks its graph where a stream is exchanged.
+    same seed. torch.compile breaks its graph where a stream is exchanged.
 
     Args:
         device: The accelerator whose default generator is exchanged besides the CPU's; "cpu"
@@ -396,7 +395,7 @@ def _weights(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 Result = TypeVar("Result")
 
-_checkpointing = ContextVar("_checkpointing", default=False)  # of each thread: ranks may be
+_checkpointing = ContextVar("_checkpointing", default=False)
 
 
 def checkpoint_activations(

@@ -16,7 +16,6 @@ from torch.distributed import ProcessGroup
 from ._current import get_state
 from ._errors import ParallelError, ReplicaError
 from ._grads import is_shared, is_tied, laid_out_gradient, local_part
-from ._groups import live_world
 from ._init import sending_device
 from ._mappings import all_gather
 from ._random import MODEL_PARALLEL_RNG, checksum, get_rng_tracker
@@ -144,8 +143,7 @@ def _advice(parameter: Tensor, axis: str) -> str:
 
 def _streams() -> Iterator[_Item]:
     states = get_rng_tracker().get_states()
-    # Ranks that are threads of one process, which torch.distributed does not know, share streams.
-    if MODEL_PARALLEL_RNG in states and live_world() is not None:
+    if MODEL_PARALLEL_RNG in states:
         yield _Item(
             f"the random stream {MODEL_PARALLEL_RNG!r}",
             _digest(states[MODEL_PARALLEL_RNG]),

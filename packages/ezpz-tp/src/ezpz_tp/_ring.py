@@ -283,8 +283,7 @@ class Pair:
 class Moving:
     """A pair that has set out for the next rank, while another comes from the one before."""
 
-    # It is an all-to-all in which the others get nothing: every backend has that, and so have ranks
-    # that are threads. Collective.
+    # It is an all-to-all in which the others get nothing: every backend has that. Collective.
 
     def __init__(self, sent: Pair, group: ProcessGroup) -> None:
         self._sent = sent  # its memory stays until it has left

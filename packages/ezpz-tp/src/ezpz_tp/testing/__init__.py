@@ -1,11 +1,13 @@
 """Run and check tensor-parallel code on ranks of this machine.
 
-* `run_ranks` runs a function on several ranks, as threads or as processes.
+* `run_ranks` runs a function on several ranks, each a process.
 * `counting` counts the collectives that a rank starts.
 * `assert_matches_unsharded` compares a parallel module with an ordinary one, bit for bit.
 """
 
-from ._lattice import assert_matches_unsharded
-from ._ranks import RankError, counting, run_ranks
+from ._compare import assert_matches_unsharded
+from ._counting import counting
+from ._ranks import run_ranks
+from ._worker import RankError
 
 __all__ = ["RankError", "assert_matches_unsharded", "counting", "run_ranks"]
