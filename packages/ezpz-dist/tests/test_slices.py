@@ -178,29 +178,14 @@ def test_mpi_where_there_is_none(ranks, folder):
     ranks(2, script)
 
 
-def test_an_error_of_a_stores_own_is_every_ranks(ranks, folder):
-    script = f"""
-    import fsspec
-    class Store(fsspec.AbstractFileSystem):
-        def _open(self, path, **_):
-            raise RuntimeError("the token is over")
-    fsspec.register_implementation("odd", Store)
-    name = "odd://7" if rank else "{folder}/7"
-    raises(DataError, "the token is over", read_share, name, torch.int32, (7, 6))
-    """
-    ranks(2, PARTS + script)
-
-
 def test_in_one_process_without_set_up(folder, clean_env, monkeypatch):
     monkeypatch.setattr("os.environ", clean_env)
-    row = read_share(f"file://{folder}/7", torch.int32, (7, 6), offset=5, share=(1, 3))
+    row = read_share(folder / "7", torch.int32, (7, 6), offset=5, share=(1, 3))
     assert row.flatten().tolist() == list(range(18, 30))
     with pytest.raises(ValueError, match="implementation 'nfs'; expected 'mpi', 'posix' or None"):
         read_share("x", torch.int8, (1,), implementation="nfs")
-    with pytest.raises(DataError, match="Protocol not known: nowhere"):
-        read_share("nowhere://x", torch.int8, (1,))
     part = torch.zeros(9, dtype=torch.uint8)
-    with (folder / "far").open("rb") as file:
+    with (folder / "far").open("rb", buffering=0) as file:
         file.seek((1 << 32) + 1)
         with pytest.raises(DataError, match="ended 3 bytes early; expected it not to change"):
             _slices._fill(file, part)

@@ -8,7 +8,8 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import IO, Any, TypeVar, cast
+from io import RawIOBase
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -45,8 +46,7 @@ def read_share(
     ones a row more where they cannot be divided; no rank reads more than its own.
 
     Args:
-        path: A file in this machine's byte order, such as numpy's ``tofile`` writes; with
-            ``"posix"`` also a URL that fsspec knows.
+        path: A file in this machine's byte order, such as numpy's ``tofile`` writes.
         dtype: Of its numbers; also by name, such as ``"int32"``.
         shape: Of the whole array; the first may be -1: as many rows as the file has.
         offset: Bytes before the array.
@@ -87,7 +87,7 @@ def read_share(
         if by == "mpi" and members is not None:
             _read_over_mpi(name, part, begin, members)
         else:
-            with open_file(name) as file:
+            with open(name, "rb", buffering=0) as file:
                 file.seek(begin)
                 _fill(file, part)
     return part
@@ -101,7 +101,7 @@ def _all_or_none(name: str) -> Iterator[None]:
         yield
     except CollectiveError:  # the others have it too
         raise
-    except Exception as error:  # noqa: BLE001 - a store's own, say: the others wait for this one
+    except Exception as error:  # noqa: BLE001 - MPI's own, say: the others wait for this one
         cause = error
         who = f"rank {get_rank()} on {get_hostname()}"
         trouble = f"{who} cannot read its share of {name}: {type(error).__name__}: {error}"
@@ -111,8 +111,7 @@ def _all_or_none(name: str) -> Iterator[None]:
 
 
 def _rows(name: str, asked: int, row: int, offset: int) -> int:
-    with open_file(name) as file:
-        size = file.seek(0, os.SEEK_END)
+    size = os.path.getsize(name)
     there = max(0, size - offset)
     if asked == -1:
         if there % row:
@@ -126,11 +125,14 @@ def _rows(name: str, asked: int, row: int, offset: int) -> int:
     return asked
 
 
-def _fill(file: IO[bytes], part: torch.Tensor) -> None:
-    memory, done = (ctypes.c_char * part.nbytes).from_address(part.data_ptr()), 0
-    view = memoryview(memory).cast("B") if part.nbytes else b""
+def _fill(file: RawIOBase, part: torch.Tensor) -> None:
+    if not part.nbytes:
+        return
+    memory = (ctypes.c_char * part.nbytes).from_address(part.data_ptr())
+    view = memoryview(memory).cast("B")
+    done = 0
     while done < len(view):
-        got: int = cast("Any", file).readinto(view[done : done + _PIECE])
+        got = file.readinto(view[done : done + _PIECE])
         if not got:
             raise DataError(f"it ended {len(view) - done} bytes early; expected it not to change")
         done += got
@@ -156,13 +158,6 @@ def _read_over_mpi(name: str, part: torch.Tensor, begin: int, members: Members) 
             file.Close()
     except mpi.Exception as error:
         raise DataError(str(error)) from error
-
-
-def open_file(name: str) -> IO[bytes]:
-    """Open a path, or a URL that fsspec knows, to read bytes."""
-    if "://" in name:
-        return cast("IO[bytes]", importlib.import_module("fsspec").open(name, "rb").open())
-    return open(name, "rb", buffering=0)
 
 
 # One rank of a node reads, and the others of the node have it from there.
