@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import itertools
 import multiprocessing
 import pickle
+import shutil
 import sys
 import tempfile
 import time
@@ -91,7 +93,7 @@ def run_ranks(
             f"pipeline={pipeline} leave {layout.data}; leave tensor or data out"
         )
     call = dump_call(function, args)
-    folder = Path(_folder().name, str(next(_calls)))
+    folder = _folder() / str(next(_calls))
     folder.mkdir()
     try:
         workers = _take_workers(world_size)
@@ -121,9 +123,11 @@ _calls = itertools.count()
 
 
 @functools.cache
-def _folder() -> tempfile.TemporaryDirectory[str]:
+def _folder() -> Path:
     """Make the folder of all calls; removed at exit, as a store looks for its file at its end."""
-    return tempfile.TemporaryDirectory(prefix="ezpz-ranks-", ignore_cleanup_errors=True)
+    folder = tempfile.mkdtemp(prefix="ezpz-ranks-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
 
 
 @functools.cache
