@@ -121,13 +121,6 @@ def test_a_controller_that_hangs_is_not_waited_for(tmp_path, command):
     assert "'scontrol ping' gave no answer in 0.4 s" in result.message
 
 
-def test_another_schedulers_client_that_is_not_set_up_hides_none_that_answers(tmp_path, command):
-    command("scontrol", "echo Could not establish a configuration source >&2; exit 1")
-    command("qstat", "exit 0")
-    result = check_scheduler(5, {"PATH": f"{tmp_path}:/usr/bin:/bin"})
-    assert (result.status, result.message) == ("ok", "PBS answers; no job in this shell")
-
-
 def test_pbs_is_asked_for_its_job(pbs, tmp_path):
     (tmp_path / "nodes").write_text("x1n0.site\nx1n1.site\n")
     result = check_scheduler(5, {**pbs, "PBS_NODEFILE": str(tmp_path / "nodes")})
@@ -189,13 +182,9 @@ LOOPBACK = next(name for _, name in socket.if_nameindex() if name in ("lo", "lo0
 
 
 @pytest.mark.parametrize(("form", "text", "names", "missing"), [
-    ("names", "eth0,lo", ["eth0", "lo"], []),
     ("names", "eth0,ib9", ["eth0"], ["ib9"]),
-    ("prefixes", "eth", ["eth0", "eth1"], []),
-    ("prefixes", "ib,eth1", ["eth1"], []),
+    ("prefixes", "ib,eth", ["eth0", "eth1"], []),
     ("prefixes", "=eth", [], ["eth"]),
-    ("prefixes", "=eth1", ["eth1"], []),
-    ("prefixes", "^lo", ["eth0", "eth1"], []),
     ("prefixes", "^=eth0,lo", ["eth1"], []),
 ])  # fmt: skip
 def test_interfaces_are_chosen_as_each_library_does(form, text, names, missing):

@@ -58,27 +58,22 @@ def test_path_is_that_of_the_environment_given(tmp_path, env, command):
     assert find("true", {"PATH": "/nonexistent"}) is None
 
 
-def test_a_failure_is_tried_again(tmp_path, env, command):
-    command("qstat", 'echo x >> "$HERE/calls"; [ -e "$HERE/up" ] || { : > "$HERE/up"; exit 1; }')
-    assert ask(["qstat"], env=env).status == 0
-    assert len(calls(tmp_path)) == 2
-
-
-@pytest.mark.parametrize(("body", "times", "message"), [
+@pytest.mark.parametrize(("body", "times", "expected"), [
+    ('[ -e "$HERE/up" ] || { : > "$HERE/up"; exit 1; }', 2, 0),
     ('echo one >&2; echo "cannot connect" >&2; exit 111', 2,
      r"exit status 111 \(2 attempts\).*'cannot connect'"),
     # a wrapper without its command
     ("exit 127", 1, r"exit status 127 \(1 attempt\) and said nothing"),
     ("kill -9 $$", 2, "signal 9"),
     ("exec cat /dev/zero", 1, "more than 64 MiB"),
-    ("exit 153", 1, None),
+    ("exit 153", 1, 153),  # which is good here
 ])  # fmt: skip
-def test_failures_and_how_often_they_are_tried(*, tmp_path, env, command, body, times, message):
+def test_failures_and_how_often_they_are_tried(*, tmp_path, env, command, body, times, expected):
     command("qstat", f'echo x >> "$HERE/calls"; {body}')
-    if message is None:
-        assert ask(["qstat"], env=env, good=(0, 153)).status == 153
+    if isinstance(expected, int):
+        assert ask(["qstat"], env=env, good=(0, 153)).status == expected
     else:
-        with pytest.raises(SchedulerError, match=message):
+        with pytest.raises(SchedulerError, match=expected):
             ask(["qstat"], env=env, time_limit=60)
     assert len(calls(tmp_path)) == times
 
@@ -127,7 +122,7 @@ def test_a_hanging_command_is_tried_again_for_as_long_as_the_environment_says(en
     assert get_time_limit({"EZPZ_SCHEDULER_TIMEOUT": "30"}) == 30
 
 
-@pytest.mark.parametrize("bad", ["0", "-1", "ten", "1e3", "inf", "nan", " 5", "99999", "٣"])
+@pytest.mark.parametrize("bad", ["0", "-1", "ten", "nan", "99999", "٣"])
 def test_a_time_limit_that_is_none(bad):
     with pytest.raises(InvalidVariableError, match="EZPZ_SCHEDULER_TIMEOUT"):
         get_time_limit({"EZPZ_SCHEDULER_TIMEOUT": bad})

@@ -64,11 +64,10 @@ def test_the_tightest_cgroup_around_us_binds(where, tmp_path):
 
 @pytest.mark.parametrize(("cgroup", "files", "cpus"), [
     *(("0::/\n", {"cpu.max": text}, 6)
-      for text in ("", "max 100000\n", "max\n", "rubbish", "100000\n", "-1 100000\n",
-                   "0 100000\n", "100000 0\n", "1e5 100000\n", "٣ ٣\n", "\x00\xff")),
-    *((text, {}, 6) for text in ("", "rubbish\n", "0\n", "::\n", "0::/../../out\n", "0::\n")),
+      for text in ("max 100000\n", "rubbish", "-1 100000\n", "100000 0\n", "٣ ٣\n", "\x00\xff")),
+    *((text, {}, 6) for text in ("", "rubbish\n", "0::/../../out\n")),
     # rounded down, but never to nothing
-    *(("0::/\n", {"cpu.max": f"{quota} 100000\n"}, 1) for quota in (50_000, 100_000, 150_000)),
+    *(("0::/\n", {"cpu.max": f"{quota} 100000\n"}, 1) for quota in (50_000, 150_000)),
     # a path outside the namespace leaves the mount point
     ("0::/../../outside\n", {"cpu.max": "300000 100000\n"}, 3),
     # version 1 in a container that sees its cgroup at the mount point
@@ -96,7 +95,7 @@ def test_what_the_scheduler_tells(env, expected, tmp_path):
     assert cpus_per_node_with_source(env, root=str(tmp_path)) == expected
 
 
-@pytest.mark.parametrize("bad", ["0", "-1", "4(x2)", "six", " 6", "1_0", "٣", "9999999999"])
+@pytest.mark.parametrize("bad", ["0", "4(x2)", "9999999999"])
 def test_slurm_says_what_cannot_be(bad, tmp_path):
     with pytest.raises(InvalidVariableError, match="SLURM_CPUS_ON_NODE="):
         get_cpus_per_node({**SLURM, "SLURM_CPUS_ON_NODE": bad}, root=str(tmp_path))
@@ -114,7 +113,7 @@ def test_a_jobs_cpuset_is_what_it_may_use(cgroup, files, tmp_path):
     assert source.startswith("cgroup cpuset /sys/fs/cgroup/")
 
 
-@pytest.mark.parametrize("text", ["", "\n", "a-b", "0-", "3-1", "0,,1"])
+@pytest.mark.parametrize("text", ["", "a-b", "3-1", "0,,1"])
 def test_a_cpuset_that_says_nothing(text, tmp_path):
     root = tree(tmp_path, "0::/\n", {"cpuset.cpus.effective": text})
     assert get_cpus_per_node({}, root=root) == ALL
@@ -122,16 +121,14 @@ def test_a_cpuset_that_says_nothing(text, tmp_path):
 
 @pytest.mark.parametrize(("cgroup", "files", "limit"), [
     # version 2: the job's limit binds the step's group, the smallest of several wins
-    (V2, {"system.slice/job_7/step_0/memory.max": "max\n", "system.slice/job_7/memory.max": "64\n"},
-     64),
-    (V2, {"system.slice/job_7/memory.max": "64\n", "system.slice/memory.max": "128\n"}, 64),
+    (V2, {"system.slice/job_7/step_0/memory.max": "max\n", "system.slice/job_7/memory.max": "64\n",
+          "system.slice/memory.max": "128\n"}, 64),
     # version 1 beside an empty version 2
     ("9:name=systemd:/\n4:cpu,memory:/job/7\n0::/\n",
      {"memory/job/7/memory.limit_in_bytes": "64\n",
       "memory/memory.limit_in_bytes": "9223372036854771712\n"}, 64),
     # a container that sees its own group as the root, under the host's path
     ("0::/kubepods/pod1/c2\n", {"memory.max": "64\n"}, 64),
-    ("", {}, None),
     ("0::/\n", {"memory.max": "max\n"}, None),
 ])  # fmt: skip
 def test_limits_of_memory(cgroup, files, limit, tmp_path):
@@ -246,11 +243,8 @@ def test_nodes_outside_the_jobs_cgroup_are_passed_over(bare):
 
 
 @pytest.mark.parametrize(("env", "expected"), [
-    ({"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, ("cuda", 4)),
-    ({"CUDA_VISIBLE_DEVICES": "0, 1"}, ("cuda", 2)),
-    ({"CUDA_VISIBLE_DEVICES": "0,1,"}, ("cuda", 2)),
+    ({"CUDA_VISIBLE_DEVICES": "0, 1,"}, ("cuda", 2)),
     ({"CUDA_VISIBLE_DEVICES": "0,-1,2"}, ("cuda", 1)),
-    ({"CUDA_VISIBLE_DEVICES": "-1"}, ("cpu", 0)),
     ({"CUDA_VISIBLE_DEVICES": ""}, ("cpu", 0)),
     ({"CUDA_VISIBLE_DEVICES": "void"}, ("cpu", 0)),
     ({"CUDA_VISIBLE_DEVICES": "GPU-8932f937,GPU-1d2b"}, ("cuda", 2)),
@@ -264,9 +258,8 @@ def test_variables_decide(env, expected, bare):
 
 @pytest.mark.parametrize(
     ("name", "text", "expected"),
-    [*(("TORCH_DEVICE", text, f"='{text}'; expected one of x") for text in ("gpu", "CPU", "meta")),
-     *(("CUDA_VISIBLE_DEVICES", text, "names a device twice")
-       for text in ("0,0", "1,0,1", "GPU-8932,GPU-8932"))],
+    [("TORCH_DEVICE", "gpu", "='gpu'; expected one of x"),
+     ("CUDA_VISIBLE_DEVICES", "1,0,1", "names a device twice")],
 )  # fmt: skip
 def test_variables_that_cannot_be(name, text, expected, tmp_path):
     with pytest.raises(InvalidVariableError, match=f"{name}.*{expected}"):
@@ -290,7 +283,7 @@ def test_what_is_left_of_what_the_host_has(bare, env, make, fallback, expected):
 
 
 @pytest.mark.parametrize(("gpus", "visible", "count", "source", "note"), [
-    (2, "0,1,2,3", 2, "=0,1,2,3", "stops at '2', because 2 devices are here"),
+    (2, "0,1,2", 2, "=0,1,2", "stops at '2', because 2 devices are here"),
     (4, "0,-1", 1, "=0,-1", ""),  # that is meant
     # indices of the host in a container with two devices
     (2, "2,3", 0, "='2,3' hides every device of 2", ""),
@@ -298,7 +291,6 @@ def test_what_is_left_of_what_the_host_has(bare, env, make, fallback, expected):
     (None, "0", 0, "no accelerator", "set aside: CUDA_VISIBLE_DEVICES=0"),
     (0, "0", 0, "no accelerator", "a driver is there"),
     (1, "MIG-1", 1, "=MIG-1", ""),
-    (1, "MIG-1,MIG-2", 1, "=MIG-1,MIG-2", "MIG among them"),
     (1, "MIG-1,MIG-2,GPU-3", 1, "=MIG-1,MIG-2,GPU-3", "MIG among them"),
 ])  # fmt: skip
 def test_what_is_said_of_a_variable(bare, *, gpus, visible, count, source, note):
@@ -313,10 +305,8 @@ def test_what_is_said_of_a_variable(bare, *, gpus, visible, count, source, note)
 
 @pytest.mark.parametrize(("env", "expected"), [
     ({"ROCR_VISIBLE_DEVICES": "4,5,6,7", "HIP_VISIBLE_DEVICES": "0,1"}, 2),
-    ({"ROCR_VISIBLE_DEVICES": "4,5", "HIP_VISIBLE_DEVICES": "4,5"}, 0),
     ({"ROCR_VISIBLE_DEVICES": "0,1", "HIP_VISIBLE_DEVICES": "0,1,2"}, 2),
     ({"HIP_VISIBLE_DEVICES": "0", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}, 1),
-    ({"CUDA_VISIBLE_DEVICES": "0,1,2"}, 3),
     # Slurm without AutoDetect sets all of them to the same list.
     ({"ROCR_VISIBLE_DEVICES": "2,3", "CUDA_VISIBLE_DEVICES": "2,3"}, 0),
     # OpenCL's, whatever stands beside it
@@ -333,20 +323,15 @@ def test_hip_counts_within_what_rocr_left(env, expected, bare):
 
 @pytest.mark.parametrize(("hierarchy", "mask", "expected"), [
     ("", None, 12),
-    ("FLAT", None, 12),
     ("COMBINED", None, 12),
     ("COMPOSITE", None, 6),
-    ("flat", None, 12),  # the driver takes what it does not know for the default
-    ("FLAT", "0,1,11", 3),
-    ("FLAT", "0, 12", 1),
-    ("FLAT", "0,0", 1),
+    ("composite", None, 12),  # the driver takes what it does not know for the default
+    ("FLAT", "0, 12,11,0", 2),
     ("FLAT", "12", 0),
     ("FLAT", "", 12),
     ("FLAT", "default", 12),
-    ("COMPOSITE", "0", 1),
-    ("COMPOSITE", "0.0,0.1", 1),
+    ("COMPOSITE", "0.0,0.1,6", 1),
     ("COMPOSITE", "0.0,1.1,2", 3),
-    ("COMPOSITE", "0,6", 1),
 ])  # fmt: skip
 def test_affinity_mask_in_each_hierarchy(hierarchy, mask, expected, bare):
     env = {"ZE_FLAT_DEVICE_HIERARCHY": hierarchy}
@@ -356,9 +341,8 @@ def test_affinity_mask_in_each_hierarchy(hierarchy, mask, expected, bare):
 
 
 @pytest.mark.parametrize(("hierarchy", "mask", "expected"), [
-    *(("COMPOSITE", mask, "cards and their tiles")
-      for mask in ("a", "0,,1", "0.1.2.3", "-1", "0.", "٣")),
-    *((flat, "0.1", r"'0\.1' in it; expected tile") for flat in ("", "FLAT", "COMBINED")),
+    *(("COMPOSITE", mask, "cards and their tiles") for mask in ("0,,1", "0.1.2.3", "-1", "٣")),
+    *((flat, "0.1", r"'0\.1' in it; expected tile") for flat in ("", "COMBINED")),
 ])  # fmt: skip
 def test_a_mask_that_does_not_parse(hierarchy, mask, expected, bare):
     env = {"ZE_AFFINITY_MASK": mask, "ZE_FLAT_DEVICE_HIERARCHY": hierarchy}
@@ -448,8 +432,9 @@ def test_a_login_node_answers_for_its_machine(bare):
     assert (leftover.count, len(leftover.notes)) == (12, 2)
 
 
-@pytest.mark.parametrize("name", ["CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"])
-@pytest.mark.parametrize("value", ["", "-1", "NoDevFiles"])
+@pytest.mark.parametrize(
+    ("name", "value"), [("CUDA_VISIBLE_DEVICES", "NoDevFiles"), ("ROCR_VISIBLE_DEVICES", "")]
+)
 def test_the_machine_is_not_asked_where_a_variable_hides_every_device(name, value, bare):
     devices = look({name: value}, bare, fallback=MACHINE)
     assert (devices.device_type, devices.count) == ("cpu", 0)
@@ -486,12 +471,10 @@ def ask_of(vendor, env):
     ("nvidia", "nvidia-smi", "No devices found.\n", 0, "nvidia-smi -L lists no device", ""),
     ("amd", "amd-smi", AMD, 2, "amd-smi list", ""),
     ("amd", "rocm-smi", ROCM, 2, "rocm-smi --showid", ""),  # several lines a GPU
-    # not installed
-    *((vendor, "other", "", None, "", "") for vendor in ("nvidia", "amd", "intel", "apple")),
+    ("nvidia", "other", "", None, "", ""),  # not installed
     # an unknown output is a failure and not a zero
-    *((*tool, text, None, "", tool[1])
-      for tool in (("nvidia", "nvidia-smi"), ("amd", "amd-smi"), ("amd", "rocm-smi"))
-      for text in ("", "something else\n")),
+    *((*tool, "something else\n", None, "", tool[1])
+      for tool in (("nvidia", "nvidia-smi"), ("amd", "amd-smi"), ("amd", "rocm-smi"))),
 ])  # fmt: skip
 def test_what_tools_print(fake, *, vendor, tool, text, count, source, note):
     env = fake(tool, text)
@@ -502,23 +485,20 @@ def test_what_tools_print(fake, *, vendor, tool, text, count, source, note):
     assert env == before
 
 
-@pytest.mark.parametrize(
-    ("vendor", "tool"),
-    [("nvidia", "nvidia-smi"), ("amd", "amd-smi"), ("amd", "rocm-smi")],
-)
-def test_a_failure_is_told_with_its_status_and_words(*, vendor, tool, fake, bare, monkeypatch):
-    told = ask_of(vendor, fake(tool, "\n  no driver\nsecond line\n", status=9))
+def test_a_failure_is_told_with_its_status_and_words(*, fake, bare, monkeypatch):
+    told = ask_of("amd", fake("amd-smi", "\n  no driver\nsecond line\n", status=9))
     assert told.count is None
     assert "failed with exit status 9: no driver" in told.notes[0]
     assert "second" not in told.notes[0]
     with monkeypatch.context() as patch:
         patch.setattr("ezpz_topo._devices._TIME_LIMIT", 0.3)
-        hanging = ask_of(vendor, fake(tool, "", then="/bin/sleep 60"))
+        hanging = ask_of("amd", fake("amd-smi", "", then="/bin/sleep 60"))
     assert hanging.count is None
     assert hanging.notes[0].endswith(" failed: no answer in 0.3 s")
-    (bare / tool).write_text("#!/nonexistent/sh\n")
-    told = ask_of(vendor, {"PATH": str(bare)})
-    assert (told.count, " failed: No such file" in told.notes[0]) == (None, True)
+    (bare / "amd-smi").write_text("#!/nonexistent/sh\n")
+    told = ask_of("amd", {"PATH": str(bare)})
+    assert told.count is None
+    assert " failed: No such file" in told.notes[0]
 
 
 def test_rocm_smi_where_amd_smi_fails(fake):

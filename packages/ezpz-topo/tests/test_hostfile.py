@@ -25,13 +25,11 @@ LINES = {
     ("x1n0", None): ["x1n0", "x1n0 # the login node"],
     ("x1n0.hsn.site.gov", None): ["x1n0.hsn.site.gov"],
     ("x1n0", 4): [
-        "x1n0:4", "x1n0 4", "x1n0 slots=4", "x1n0 slots = 4", "x1n0 slots =4 max_slots= 8",
-        "x1n0 max-slots=8 slots=4", "x1n0:4 max_slots=8", "x1n0 4 slots_max=4", "x1n0 cpu=4",
-        "x1n0 count=4", "x1n0 slots=004", "\t x1n0\t\tslots=4 \t", "x1n0:4# four", "x1n0 slots=4\r",
+        "x1n0:4", "x1n0 4", "x1n0 slots =4 max_slots= 8", "x1n0 max-slots=8 slots=4",
+        "x1n0:4 max_slots=8", "x1n0 4 slots_max=4", "x1n0 cpu=4", "x1n0 count=4",
+        "\t x1n0\t\tslots=004 \t", "x1n0:4# four", "x1n0 slots=4\r",
     ],
     ("x1n0", 8): ["x1n0 max_slots=8"],
-    ("x1n0", 999999): ["x1n0 slots=999999"],
-    ("10.0.0.1", None): ["10.0.0.1"],
     ("10.0.0.1", 4): ["10.0.0.1:4"],
     ("::1", None): ["::1", "[::1]"],
     ("::1:2", None): ["::1:2"],  # an address to the end: slots need brackets
@@ -52,17 +50,13 @@ def test_one_line(lines, expected):
     # A PBS node file has a line for each slot.
     ("x0.gov\nx0.gov\nx1.gov\nx1.gov\n", [("x0.gov", 2), ("x1.gov", 2)]),
     ("b\na\nb\na\nb\n", [("b", 3), ("a", 2)]),
-    ("h:2\nh:2", [("h", 4)]),
-    ("h slots=2\nh", [("h", 3)]),
-    ("h\nh:4", [("h", 5)]),
-    ("h 2\nh max_slots=3", [("h", 5)]),
+    ("h slots=2\nh\nh max_slots=3", [("h", 6)]),
     # Names are compared short, and the first spelling stays.
     ("X1n0:2\nx1\nx1n0.hsn.example:2\nx1.site\nx10", [("X1n0", 4), ("x1", 2), ("x10", None)]),
     # Addresses are compared whole.
-    ("10.0.0.1\n10.0.0.2\n[0::1]:3", [("10.0.0.1", None), ("10.0.0.2", None), ("0::1", 3)]),
     ("::1\n::2\n[0:0::1]:3", [("::1", 4), ("::2", None)]),
     ("a\n" * 100_000 + "#" * 30_000_000 + "\n", [("a", 100_000)]),
-], ids=range(11))  # fmt: skip
+], ids=range(7))  # fmt: skip
 def test_several_lines(text, expected):
     assert pairs(text) == expected
 
@@ -73,18 +67,16 @@ WRONG = {
     "one host a line": ["a,b", "a,", "a " * 4000],
     "~/.ssh/config": ["me@a"],
     "host:n": [
-        "-oProxyCommand=x", "--np", "^a", "+n1", "//a", '"a"', "héte", "a\xa0b", "a\x1bb", "a\rb",
-        "12", "10.0.0", "10.0.0.256", "::1%eth0", "a:2:3", "slots=4", "=", ":4", "a" * 300,
-        "a." * 126 + "bbb",
+        "-oProxyCommand=x", '"a"', "héte", "a\x1bb", "a\rb", "12", "::1%eth0", "a:2:3", "slots=4",
+        ":4", "a." * 126 + "bbb",
     ],
     "slots from 1": [
-        "a:", "a:x", "a:0", "a:-1", "a:٣", "[::1]:", "a |0", "a |b", "a |slots=", "a |slots=4.0",
-        "a |slots=1000000", "a |slots=" + "9" * 3000, "a |max_slots=0",
+        "a:", "a:0", "a:-1", "a:٣", "[::1]:", "a |0", "a |b", "a |slots=4.0", "a |slots=1000000",
+        "a |slots=" + "9" * 3000, "a |max_slots=0",
     ],
     "at least the 4": ["a slots=4 |max_slots=3"],
     "each once": [
-        "a |slots==4", "a slots=4 |slots=4", "a:4 |slots=4", "a 4 |4", "a max_slots=4 |max_slots=4",
-        "a |port=22", "a |user=me",
+        "a |slots==4", "a slots=4 |slots=4", "a:4 |slots=4", "a 4 |4", "a |port=22",
     ],
 }  # fmt: skip
 
@@ -159,10 +151,9 @@ def test_a_file_without_permission(unreadable, unprivileged):
         read_hostfile(unreadable)
 
 
-@pytest.mark.parametrize("content", [b"a\xff\n", b"\xff\xfea\0\n\0", b"\x80", b"caf\xe9 # x"])
-def test_bytes_that_are_no_text(tmp_path, content):
+def test_bytes_that_are_no_text(tmp_path):
     path = tmp_path / "hosts"
-    path.write_bytes(content)
+    path.write_bytes(b"caf\xe9 # x")
     with pytest.raises(HostfileError, match=r"cannot be read .*decode"):
         read_hostfile(path)
 

@@ -41,38 +41,29 @@ def test_short_name(host, short):
 
 @pytest.mark.parametrize(("one", "other", "same"), [
     ("x1n0.hsn.site.gov", "x1n0.site.gov", True),
-    ("X1N0", "x1n0", True),
-    ("x1n0.site.gov.", "x1n0", True),
-    ("10.0.0.1", "10.0.0.1", True),
+    ("X1N0", "x1n0.", True),
     ("FE80::1", "fe80:0:0::1", True),
     ("[::1]", "::1", True),
     ("x1n0", "x1n01", False),
-    ("x1n0", "x1n1.site.gov", False),
     ("10.0.0.1", "10.0.0.2", False),
     ("10.0.0.1", "10", False),
-    ("::1", "::2", False),
     ("::ffff:10.0.0.1", "10.0.0.1", True),
     ("localhost", "x1n0", False),  # nothing is looked up
-    ("localhost", "10.0.0.1", False),
     ("localhost", "127.example", False),
     ("localhost", "localhost-1", False),
     *(("localhost", name, True) for name in (
-        "127.0.0.1", "127.0.1.1", "127.255.0.3", "0.0.0.0", "::1", "[0:0::1]", "::",
-        "::ffff:127.0.0.1", "LOCALHOST.localdomain", "localhost4", "localhost6.localdomain6",
-        "ip6-localhost", "ip6-loopback", "ipv6-localhost", "a.localhost", "a.localhost.")),
+        "127.255.0.3", "0.0.0.0", "[0:0::1]", "::", "::ffff:127.0.0.1", "LOCALHOST.localdomain",
+        "localhost6.localdomain6", "ip6-loopback", "ipv6-localhost", "a.localhost.")),
 ])  # fmt: skip
 def test_same_host(one, other, same):
     assert same_host(one, other) == same_host(other, one) == same
     assert find_host(one, ["a", other, "b"]) == (other if same else None)
 
 
-NAMES = ["a", "n-1", "my_host", "1e3", "x1n0.hsn.site.gov", "x1n0.site.", "0.0.0.0", "255.1.2.3",
-         "::1", "2001:db8::7", "::ffff:1.2.3.4", "a" * 254]  # fmt: skip
-NO_NAMES = ["", " ", ".", "-n", "--np=2", "#a", "a b", "a\tb", "a,b", "a\0", "a\n", "a.b..c", ".a",
-            "a.-b", "n[1-2]", "h:2", "u@h", "a/b", "a;b", "$(a)", "12", "10.0.0", "1.2.3.4.5",
-            "10.0.0.256", "010.0.0.1", "10.0.0.1.", "0x7f.1", "0x7f000001",
-            "127.0.0.0X1", "0x7f.0.0.1.", "٣", "é", "a\xa0b", "::1%eth0", "::1/64", ":", "1:2",
-            "g::1", "a" * 255]  # fmt: skip
+NAMES = ["a", "n-1", "my_host", "1e3", "x1n0.site.", "255.1.2.3", "::ffff:1.2.3.4", "a" * 254]
+NO_NAMES = ["", ".", "--np=2", "a b", "a,b", "a\0", "a\n", "a.b..c", "a.-b", "n[1-2]", "h:2", "u@h",
+            "$(a)", "12", "1.2.3.4.5", "10.0.0.256", "010.0.0.1", "10.0.0.1.", "0x7f.1",
+            "127.0.0.0X1", "٣", "é", "a\xa0b", "::1%eth0", "::1/64", "g::1", "a" * 255]  # fmt: skip
 
 
 @pytest.mark.parametrize("host", NAMES + NO_NAMES)
@@ -106,18 +97,11 @@ SAID_BY_SLURM = {
     "n[01-03,9]": ["n01", "n02", "n03", "n9"],
     "n[9-11]": ["n9", "n10", "n11"],
     "n[001-2]": ["n001", "n002"],
-    "n[1-002]": ["n1", "n2"],
     "n[1,1]": ["n1", "n1"],
-    "n1,n1": ["n1", "n1"],
-    "a b": ["a", "b"],
-    "a,,b": ["a", "b"],
+    "a,, b": ["a", "b"],
     "n[1-2],": ["n1", "n2"],
-    "": [],
     ",": [],
     "a[1-2]b[1-3]": ["a1b1", "a1b2", "a1b3", "a2b1", "a2b2", "a2b3"],
-    "a[1-2]b[1-2]c[1-2]": [
-        "a1b1c1", "a1b1c2", "a2b1c1", "a2b1c2", "a1b2c1", "a1b2c2", "a2b2c1", "a2b2c2",
-    ],
     "a[1-2]b[1-2]c[1-2]d[1-2]": [
         "a1b1c1d1", "a1b1c1d2", "a2b1c1d1", "a2b1c1d2", "a1b2c1d1", "a1b2c1d2", "a2b2c1d1",
         "a2b2c1d2", "a1b1c2d1", "a1b1c2d2", "a2b1c2d1", "a2b1c2d2", "a1b2c2d1", "a1b2c2d2",
@@ -187,7 +171,6 @@ def test_the_largest_machine_and_one_too_large():
     ([], ""),
     (["a"], "a"),
     (["n1"], "n1"),
-    (["n1", "n2", "n3"], "n[1-3]"),
     (["n9", "n10", "n11"], "n[9-11]"),
     (["n09", "n10", "n11"], "n[09-11]"),
     (["n1", "n02"], "n[1,02]"),
@@ -196,7 +179,6 @@ def test_the_largest_machine_and_one_too_large():
     (["n1", "m1", "n2"], "n1,m1,n2"),
     (["x1c0", "x1c1", "x2c0"], "x1c[0-1],x2c0"),
     (["n1-ib", "n2-ib"], "n1-ib,n2-ib"),
-    (["n99", "n100"], "n[99-100]"),
     # A name without a number is not folded with its neighbour.
     (["n00", "n"], "n00,n"),
     (["n", "n0", "n1"], "n,n[0-1]"),

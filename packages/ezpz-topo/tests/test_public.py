@@ -34,8 +34,3 @@ def brought(code):
     code = f"import sys; before = {{*sys.modules}}; {code}; print(*{{*sys.modules}} - before)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return {*out.stdout.split()}
-
-
-def test_family_by_name():
-    assert ezpz_topo.family("pmi").rank == ("PMI_RANK",)
-    assert [family.name for family in ezpz_topo.FAMILIES][:2] == ["ezpz", "torchrun"]
