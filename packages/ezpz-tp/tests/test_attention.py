@@ -1,6 +1,5 @@
 """Ring, Ulysses and unified attention against full attention; what they compute, send and hold."""
 
-import weakref
 from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
@@ -9,10 +8,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from on_ranks import all_raise, on_ranks
+from on_ranks import MemoryWatch, all_raise, on_ranks
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import ezpz_tp as tp
 from ezpz_tp import _ring
@@ -328,39 +326,11 @@ def test_what_is_sent(kind, case, tensor, forward, backward):
     assert run_ranks(sent, 1, kind, case) == [(0, 0, 0)]
 
 
-class Live(TorchDispatchMode):
-    """Bytes of the tensors that are alive: the most there were at once, and the largest."""
-
-    def __init__(self):
-        super().__init__()
-        self.now = self.peak = self.largest = 0
-        self.seen = weakref.WeakSet()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
-                self.add(tensor.untyped_storage())
-        return result
-
-    def add(self, storage):
-        if storage in self.seen:
-            return
-        self.seen.add(storage)
-        size = storage.nbytes()
-        self.now += size
-        self.peak, self.largest = max(self.peak, self.now), max(self.largest, size)
-        weakref.finalize(storage, self.remove, size)
-
-    def remove(self, size):
-        self.now -= size
-
-
 def held(attend, length):
     q = torch.ones(1, 8, length // tp.get_state().size("context"), 8, requires_grad=True)
-    with Live() as live:
+    with MemoryWatch() as memory:
         attend(q, q, q, is_causal=True).sum().backward()
-    return live.peak / q.nbytes, live.largest
+    return memory.peak / q.nbytes, memory.largest
 
 
 @pytest.mark.parametrize("attend", [tp.ring_attention, tp.ulysses_attention])

@@ -1,14 +1,11 @@
 """Sharded logits against `torch.nn.functional.cross_entropy` of the full ones."""
 
-import weakref
 from functools import partial
 
 import pytest
 import torch
-from on_ranks import all_raise, on_ranks
+from on_ranks import MemoryWatch, all_raise, on_ranks
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import ezpz_tp as tp
@@ -236,26 +233,14 @@ def test_autocast_changes_nothing(dtype):
     assert shard.grad.dtype == dtype
 
 
-class LargestInFloat32(TorchDispatchMode):
-    """Notes the size of the largest float32 tensor that an operation returns."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor) and result.dtype == torch.float32:
-            self.elements = max(self.elements, result.numel())
-        return result
-
-
 @pytest.mark.parametrize(("chunk", "tokens"), [({}, 10), ({"chunk_size": 2}, 2)], ids=str)
 @on_ranks(2)
 def test_chunks_bound_the_float32_working_memory(chunk, tokens):
     logits, target, _ = drawn(2000, 1990, torch.bfloat16)
     options = {"label_smoothing": 0.1, "z_loss": 0.1, "vocab_size": 1990, **chunk}
-    with LargestInFloat32() as watch:
+    with MemoryWatch() as memory:
         tp.vocab_parallel_cross_entropy(own_part(logits), target, **options).sum().backward()
-    assert watch.elements == tokens * (1000, 990)[tp.get_tensor_parallel_rank()]
+    assert memory.largest_float32 == tokens * (1000, 990)[tp.get_tensor_parallel_rank()]
 
 
 def of_linear(input_, weight, target, grad, vocab_size, options):
@@ -295,38 +280,14 @@ def test_with_the_output_layer_in_lower_precision(autocast):
     weight = weight.detach().to(dtype).requires_grad_()
     plain = weight.detach().clone().requires_grad_()
     input_.requires_grad_()
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast), LargestInFloat32() as seen:
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast), MemoryWatch() as memory:
         loss = tp.vocab_parallel_linear_cross_entropy(input_, weight, target, chunk_size=2)
         loss.mean().backward()
-    assert seen.elements == 8000, "the gradient of the weight; two tokens are 2000"
+    assert memory.largest_float32 == 8000, "the gradient of the weight; two tokens are 2000"
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
         logits = functional.linear(input_.detach(), plain)
         tp.vocab_parallel_cross_entropy(logits, target).mean().backward()
     torch.testing.assert_close(weight.grad, plain.grad, rtol=2e-2, atol=1e-4)
-
-
-class PeakMemory(TorchDispatchMode):
-    """Notes the most bytes at a time of the tensors that operations make."""
-
-    def __init__(self, *given):
-        super().__init__()
-        self.now, self.peak = 0, 0
-        self.known = {each.untyped_storage()._cdata for each in given}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for each in tree_leaves(result):
-            if isinstance(each, torch.Tensor):
-                storage = each.untyped_storage()
-                if storage._cdata not in self.known:
-                    self.add(storage._cdata, storage.nbytes())
-                    weakref.finalize(storage, self.add, storage._cdata, -storage.nbytes())
-        return result
-
-    def add(self, which, size):
-        self.known ^= {which}
-        self.now += size
-        self.peak = max(self.peak, self.now)
 
 
 def with_all_logits(input_, weight, target):
@@ -339,7 +300,7 @@ def with_all_logits(input_, weight, target):
 
 def peak_and_gradients(loss, input_, rows, target):
     input_, rows = input_.clone().requires_grad_(), rows.detach().requires_grad_()
-    with PeakMemory(input_, rows, target) as memory:
+    with MemoryWatch(input_, rows, target) as memory:
         loss(input_, rows, target).mean().backward()
     return memory.peak, input_.grad, rows.grad
 

@@ -426,7 +426,6 @@ def test_fused_functions_without_gradients(sequence_parallel):
 
 @on_ranks(2)
 def test_without_gradients_autocast_casts_a_weight_once():
-    # Threads share that cache, and one empties it for all.
     weight = torch.ones(4, 4, requires_grad=True)
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         before = column_linear(torch.ones(1, 4), weight, None, group())

@@ -3,6 +3,7 @@
 import gc
 import tracemalloc
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -181,15 +182,12 @@ def test_code_follows_the_state_in_use_here():
     assert whole(one, Alone(0)).item() == 1
 
     # Threads have their own.
-    def body():
-        state = tp.get_state()
-        other = tp.ParallelState.from_groups(rank=9)
-        with tp.use_state(other):
-            assert tp.get_state() is other
-        assert tp.get_state() is state
-        return state.index("tensor")
-
-    assert run_ranks(body, 3) == [0, 1, 2]
+    first, second = (tp.ParallelState.from_groups(rank=rank) for rank in (8, 9))
+    with ThreadPoolExecutor(1) as thread, tp.use_state(first):
+        assert thread.submit(tp.current_state).result() is None
+        with tp.use_state(second):
+            assert tp.get_state() is second
+        assert tp.get_state() is first
 
 
 AXES = ("tensor", "data", "pipeline", "context", "expert")
