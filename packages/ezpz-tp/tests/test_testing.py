@@ -194,7 +194,7 @@ def test_a_right_module_matches_and_its_collectives_are_returned():
     ("mistake", "told"),
     [
         ("copy", r"tensor degree 2, rank \d: gradient of input 0 differs.*at index \(\d, \d\)"),
-        ("reduce", r"rank \d: output 0 differs"),
+        ("reduce", r"rank \d: output 0 differs.*torch.float32 holds exactly, pass tolerance="),
         ("bias", r"rank \d: output 0 differs"),
         ("tag", "gradient of bias differs"),
         ("dim", r"down has shape \(8, 8\), but the part of \(8, 16\) .* is \(4, 16\) \(dim 0"),
@@ -202,9 +202,8 @@ def test_a_right_module_matches_and_its_collectives_are_returned():
     ],
 )
 def test_a_mistake_is_found_and_told(mistake, told):
-    with pytest.raises(AssertionError, match=f"(?s){told}") as info:
+    with pytest.raises(AssertionError, match=f"(?s){told}"):
         matches(mistake)
-    assert "tolerance=" not in str(info.value)
     if mistake in {"copy", "reduce"}:
         with pytest.raises(AssertionError, match="differs"):
             matches(mistake, tolerance=1e-5)
@@ -229,22 +228,9 @@ def test_a_comparison_of_nothing_is_an_error(ahead, more, told):
         assert_matches_unsharded(lambda: module, lambda: module, *[torch.ones(9)] * 2)
 
 
-def gelu(factor):
-    return torch.nn.Sequential(torch.nn.GELU(), Scaled(factor, 0, 0))
-
-
-@pytest.mark.parametrize(
-    ("parallel", "unsharded", "dtype"),
-    [
-        (partial(gelu, 1 + 1e-6), partial(gelu, 1), torch.float32),
-        (partial(Scaled, 300, 0, 0), partial(Scaled, 302, 0, 0), torch.bfloat16),
-    ],
-    ids=["fractions", "too large"],
-)
-def test_numbers_that_are_not_exact_are_pointed_at(parallel, unsharded, dtype):
-    told = "not all integers .* holds exactly: lower density= or pass tolerance="
-    with pytest.raises(AssertionError, match=told):
-        assert_matches_unsharded(parallel, unsharded, torch.ones(9, dtype=dtype))
+def test_a_comparison_at_no_degree_is_an_error():
+    with pytest.raises(ValueError, match="names no degree"):
+        assert_matches_unsharded(Mlp, Mlp, torch.ones(9), tensor=())
 
 
 def streams():
