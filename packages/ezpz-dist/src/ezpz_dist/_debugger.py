@@ -243,7 +243,7 @@ class RankPdb(pdb.Pdb):
     def set_continue(self) -> None:
         super().set_continue()
         self.traces = bool(self.breaks)
-        self._let_go()
+        self._release_others()
         if not self.traces:
             self._close()
 
@@ -259,10 +259,10 @@ class RankPdb(pdb.Pdb):
         Needed before a step over a collective. From then on their collectives wait for this
         rank, and time out.
         """
-        self._let_go()
+        self._release_others()
         self.message("the other ranks go on; their collectives wait for this one, and time out")
 
-    def _let_go(self) -> None:
+    def _release_others(self) -> None:
         # Once: released, the others may have ended, and the store with them.
         release = self._release
         self._release = None
@@ -285,7 +285,7 @@ _REQUESTS = 2000  # looks a second, of all ranks together, that the store's serv
 def _wait(world: World, rank: int, key: str, line: str) -> None:
     """Wait until the debugged rank lets go; raise if it does not come, or has ended."""
     store = world.store
-    speaks = store.add(f"{key}/others", 1) == 1
+    is_reporter = store.add(f"{key}/others", 1) == 1
     # Often enough for a person, and few enough requests for one server.
     pause = min(_SLOWEST, max(_FASTEST, world.info.world_size / _REQUESTS))
     began = time.monotonic()
@@ -304,7 +304,7 @@ def _wait(world: World, rank: int, key: str, line: str) -> None:
                 f"{_locate(rank)[0]}",
                 [rank],
             )
-        if speaks and now > next_look:
+        if is_reporter and now > next_look:
             next_look = now + EVERY
             place, has_ended = _locate(rank)
             if has_ended:

@@ -341,7 +341,8 @@ def wrap_model_for_fsdp2(
 
     A model built under ``torch.device("meta")`` gets its values unit by unit, each before it is
     sharded, so no rank ever holds all of it. Each module's ``reset_parameters()`` fills what that
-    module holds itself, its buffers too, and the first rank's values are sent to the others.
+    module holds itself, its buffers too (numbers that it leaves out are NaN, integers anything),
+    and the first rank's values are sent to the others.
     They are those of one process that builds the model on this device with the first rank's
     seed, if its constructors draw in the order in which they register.
 
