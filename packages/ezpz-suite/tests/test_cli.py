@@ -1,12 +1,10 @@
 """The command ``ezpz``: which command is meant, its words verbatim, and nothing else loaded."""
 
 import contextlib
-import importlib
 import json
 import os
 import subprocess
 import sys
-from importlib.metadata import entry_points
 
 import pytest
 
@@ -65,12 +63,6 @@ def test_every_command_has_a_page_with_examples_that_fits_a_terminal(name, capfd
     assert max(map(len, page.splitlines())) <= 80
 
 
-@pytest.mark.parametrize(("name", "script"), [("topo", "ezpz-topo"), ("report", "ezpz-obs")])
-def test_a_command_is_what_the_packages_own_script_calls(name, script):
-    (found,) = entry_points(group="console_scripts", name=script)
-    assert found.load() is importlib.import_module(COMMANDS[name][0]).main
-
-
 def test_words_reach_the_command_to_the_last_byte_and_its_exit_status_comes_back(
     clean_env, tmp_path
 ):
@@ -92,7 +84,6 @@ def test_words_reach_the_command_to_the_last_byte_and_its_exit_status_comes_back
     ("words", "said"),
     [
         (["lanch"], "unknown command 'lanch'; did you mean 'launch'? See ezpz --help"),
-        (["tset"], "unknown command 'tset'; did you mean 'test'? See ezpz --help"),
         (["python", "train.py"], "a script of yours is started by ezpz launch"),
         (["--zzz"], "unknown command '--zzz'; expected one of launch, test, stage"),
     ],
@@ -117,7 +108,7 @@ def test_pages(capfd):
     assert capfd.readouterr().out == f"{ezpz.__version__}\n"
 
 
-@pytest.mark.parametrize("closed", ["| head -0", ">&-", "2>&-"])
+@pytest.mark.parametrize("closed", ["| head -0", ">&-"])
 def test_a_page_that_nobody_reads(closed):
     script = f'"$@" {closed}'
     done = subprocess.run(
@@ -130,11 +121,7 @@ def test_a_page_that_nobody_reads(closed):
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full on this system")
 @pytest.mark.parametrize(
     ("words", "whose", "status"),
-    [
-        (["--help"], "ezpz", 1),
-        (["test", "--help"], "ezpz test", 1),
-        (["doctor", "--list"], "ezpz doctor", 2),
-    ],
+    [(["--help"], "ezpz", 1), (["doctor", "--list"], "ezpz doctor", 2)],
 )
 def test_a_page_that_cannot_be_written(words, whose, status):
     with open("/dev/full", "w") as full:

@@ -21,8 +21,6 @@ def test_digits():
     assert labels.bincount().min() > 100
     torch.manual_seed(5)
     assert torch.equal(digits("test").tensors[0], test.tensors[0])
-    both = torch.cat([images, test.tensors[0]]).flatten(1)
-    assert len(both.unique(dim=0)) == 1797
     with pytest.raises(ValueError, match="expected 'train' or 'test'"):
         digits("dev")
 

@@ -2,14 +2,9 @@
 
 import json
 import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-
-PATIENCE = 240  # seconds until what hangs is given up, however busy the machine is
 
 
 @pytest.fixture
@@ -22,29 +17,6 @@ def clean_env(clean_env, tmp_path_factory):
         "HF_HUB_OFFLINE": "1",
         "WANDB_MODE": "offline",
     }
-
-
-@pytest.fixture
-def start(clean_env):
-    """Start ``ezpz-launch WORDS`` without waiting; what still runs at the end is ended."""
-    started = []
-
-    def run(*words, **options):
-        process = subprocess.Popen(
-            [sys.executable, "-m", "ezpz_launch", *words],
-            env=clean_env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE, text=True, **options,
-        )  # fmt: skip
-        started.append(process)
-        return process
-
-    yield run
-    for process in started:
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-            process.wait()
-        process.stdout.close()
-        process.stderr.close()
 
 
 @pytest.fixture

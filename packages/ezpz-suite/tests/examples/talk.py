@@ -36,8 +36,6 @@ def build():
     log.info(f"{model=}")
     optimizer = torch.optim.Adam(model.parameters())
     if ezpz.get_world_size() > 1:
-        if os.environ.get("WRAP") == "ezpz":
-            return ezpz.wrap_model(model), optimizer
         model = torch.nn.parallel.DistributedDataParallel(model)
     return model, optimizer
 

@@ -41,13 +41,12 @@ WHOLE = "a whole number"
 @pytest.mark.parametrize(
     ("name", "word", "expected"),
     [
-        *(("minimal", f"--epochs={value}", f"{WHOLE} from 1") for value in ("0", "two", "True")),
-        *(("minimal", f"--lr={value}", "a number above 0") for value in ("0", "fast")),
+        ("minimal", "--epochs=True", f"{WHOLE} from 1"),
+        ("minimal", "--lr=0", "a number above 0"),
         ("minimal", "--seed=-1", f"{WHOLE} from 0"),
         ("minimal", "--use_fsdp=3", "True or False"),
         ("minimal", "--outdir", "--outdir True; expected --outdir=True"),
         ("pipeline", "--schedule=fast", "1f1b, gpipe or interleaved"),
-        ("long_context", "--attention=star", "ring or ulysses"),
         ("vit", "--dtype=fp8", "bf16, fp16 or fp32"),
         ("finetune", "--dtype=fp16", "bf16 or fp32"),
         ("vit", "--batch_size=2000", "at most 1438"),
@@ -56,15 +55,11 @@ WHOLE = "a whole number"
          "one of 32-true, 64-true, bf16-mixed, bf16-true"),
         ("pipeline", "--microbatches=5",
          "a divisor of 16, the blocks that are evaluated at the end"),
-        ("megatron_style", "--steps=0", f"{WHOLE} above 0"),
         ("megatron_style", "--tp=two", f"{WHOLE} above 0"),
         ("megatron_style", "--lr=fast", "a number above 0"),
-        ("megatron_style", "--steps", f"--steps=True; expected {WHOLE} above 0"),
-        *(("megatron_style", f"--seed={value}", f"{WHOLE} from 0") for value in ("one", -1, 1.5)),
+        ("megatron_style", "--seed=-1", f"{WHOLE} from 0"),
         ("megatron_style", "--outdir",
          "--outdir=True; expected a folder, such as --outdir=./True"),
-        ("megatron_style", "--nooutdir",
-         "--outdir=False; expected a folder, such as --outdir=./False"),
     ],
 )  # fmt: skip
 def test_a_value_that_cannot_be(name, word, expected, alone, capsys, tmp_path):  # noqa: PLR0917
@@ -108,35 +103,32 @@ def test_what_is_missing_is_said_before_torch_is_imported(tmp_path):
     assert not [done for done in ended if "| torch" in done.stderr]
 
 
-@pytest.mark.parametrize("words", [["--outdir=2024_01"], ["--outdir", "2024_01"]])
-@pytest.mark.parametrize("name", ["fsdp", "megatron_style"])
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("fsdp", ["--outdir", "2024_01"]), ("megatron_style", ["--outdir=2024_01"])],
+)
 def test_a_folder_whose_name_python_takes_for_a_number(name, words, alone, tmp_path):
-    # Megatron's makes no world of one by itself.
-    for variable, value in WORLD_OF_ONE.items() if name == "megatron_style" else ():
-        alone.setenv(variable, value)
+    if name == "megatron_style":  # which makes no world of one by itself
+        for variable, value in WORLD_OF_ONE.items():
+            alone.setenv(variable, value)
     alone.chdir(tmp_path)
     run_here(alone, name, *words, "--steps=1")
     assert [each.name for each in tmp_path.iterdir()] == ["2024_01"]
     assert (tmp_path / "2024_01" / "metrics.jsonl").exists()
 
 
-@pytest.mark.parametrize("name", ["fsdp", "minimal"])
-def test_a_folder_that_cannot_be_made(name, alone, capsys, tmp_path):
+def test_a_folder_that_cannot_be_made(alone, capsys, tmp_path):
     (tmp_path / "file").touch()
     alone.chdir(tmp_path)
     with pytest.raises(SystemExit) as ended:
-        run_here(alone, name, "--outdir=file/run")
+        run_here(alone, "fsdp", "--outdir=file/run")
     assert ended.value.code == 2
     (line,) = [one for one in capsys.readouterr().err.splitlines() if "[info" not in one]
-    assert line.startswith(f"{name}: ")
+    assert line.startswith("fsdp: ")
     assert "Not a directory" in line
 
 
 def test_what_the_place_does_not_have(alone, capsys, tmp_path):
-    with alone.context() as patch:
-        patch.setitem(sys.modules, "matplotlib", None)
-        said = refused(alone, capsys, tmp_path, "vit", "--report")
-        assert said == "vit: needs matplotlib: pip install 'ezpz-obs[report]'\n"
     if importlib.util.find_spec("lightning_fabric"):
         with alone.context() as patch:
             patch.setattr("ezpz.get_num_nodes", lambda: 2)  # as of three ranks, two of them here
@@ -158,21 +150,20 @@ def test_the_folder_it_chooses_is_named(alone, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("name", "package", "extra"),
+    ("words", "package", "extra"),
     [
-        ("accelerate", "accelerate", "huggingface"), ("deepspeed_zero", "deepspeed", "deepspeed"),
-        ("diffusion", "sklearn", "examples"), ("hf_trainer", "transformers", "huggingface"),
-        ("lightning_fabric", "lightning_fabric", "fabric"),
+        (["diffusion"], "sklearn", "ezpz-suite[examples]"),
+        (["hf_trainer"], "transformers", "ezpz-suite[huggingface]"),
+        (["vit", "--report"], "matplotlib", "ezpz-obs[report]"),
     ],
-)  # fmt: skip
-def test_a_missing_package(name, package, extra, alone, capsys, tmp_path):  # noqa: PLR0917
+)
+def test_a_missing_package(words, package, extra, alone, capsys, tmp_path):  # noqa: PLR0917
     for known in [one for one in sys.modules if one.partition(".")[0] == package]:
         alone.delitem(sys.modules, known)
     alone.setitem(sys.modules, package, None)  # what Python takes for a package that is not there
-    said = refused(alone, capsys, tmp_path, name)
-    (line,) = said.splitlines()
-    assert line.startswith(f"{name}: ")
-    assert line.endswith(f"pip install 'ezpz-suite[{extra}]'")
+    (line,) = refused(alone, capsys, tmp_path, *words).splitlines()
+    assert line.startswith(f"{words[0]}: ")
+    assert line.endswith(f"pip install '{extra}'")
 
 
 @pytest.mark.parametrize("name", sorted(EXPECTED.keys() - {"megatron_style"}))

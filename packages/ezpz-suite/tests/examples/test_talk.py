@@ -12,9 +12,7 @@ SCRIPT = Path(__file__).with_name("talk.py")
     [
         (1, {}, "Autoencoder"),
         (2, {"WANDB_DISABLED": "1"}, "DistributedDataParallel"),
-        (2, {"WANDB_DISABLED": "1", "WRAP": "ezpz"}, "DistributedDataParallel"),
     ],
-    ids=["as it stands", "without device_ids", "wrap_model"],
 )
 def test_the_script_runs_and_learns(ranks, tmp_path, n, more, wrapper):
     done = ranks(n, "", check=False, cwd=tmp_path, program=SCRIPT, env=more)

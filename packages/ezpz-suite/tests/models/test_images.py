@@ -147,7 +147,6 @@ def test_from_the_meta_device(kind, config):
         (lambda: NoiseSchedule(1), "at least 2 steps"),
         (lambda: NoiseSchedule(10).sample(None, None, (1,), steps=11), "expected 1 to 10"),
         (lambda: NoiseSchedule().sample(None, None, (1,), guidance=2.0), "without no_label"),
-        (lambda: MLP(()), "at least two widths"),
         (lambda: MLP((3,)), "at least two widths"),
         (lambda: MLP((3, 0)), "at least two widths"),
     ],

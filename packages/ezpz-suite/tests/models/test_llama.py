@@ -1,11 +1,8 @@
 """Llama on one rank: shapes, sizes, what it learns, and how it is built."""
 
-import copy
-
 import pytest
 import torch
 
-import ezpz_tp
 from ezpz.models import LLAMA_SIZES, Llama, LlamaConfig, ModelError
 from ezpz_device import count_flops
 from ezpz_obs import transformer_flops
@@ -48,20 +45,6 @@ def test_a_token_sees_those_before_it_only():
     before, after = model(tokens), model(changed)
     torch.testing.assert_close(before[:, :20], after[:, :20])
     assert (before[:, 20:] - after[:, 20:]).abs().amax(-1).min() > 1e-6
-
-
-def test_positions_are_relative():
-    """Rotary: a sequence that is shifted scores the same between its own tokens."""
-    from ezpz.models._llama import rotate, rotation
-
-    heads = torch.randn(1, 1, 8, 16, generator=torch.Generator().manual_seed(0))
-    scores = []
-    for start in (0, 37):
-        by = rotation(CONFIG, torch.arange(start, start + 8))
-        turned = rotate(heads, by)
-        scores.append(turned @ turned.transpose(-1, -2))
-    torch.testing.assert_close(*scores, atol=1e-4, rtol=1e-4)
-    assert not torch.allclose(scores[0], heads @ heads.transpose(-1, -2), atol=0.1)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -145,18 +128,6 @@ def test_from_the_meta_device(tied):
     assert all(torch.equal(found[name], one) for name, one in wanted.items())
 
 
-def test_a_copy_is_alike_and_apart():
-    model = Llama(CONFIG, parallel=True)
-    for one in model.parameters():
-        one.marked = True
-    twin = copy.deepcopy(model)
-    assert all(one.marked for one in twin.parameters())
-    with torch.no_grad():
-        twin.norm.weight.zero_()
-    assert model.norm.weight.min() == 1
-    assert [number for number, _ in twin.layers.named_children()] == ["0", "1"]
-
-
 def test_half_precision():
     model, (tokens, targets) = Llama(CONFIG, dtype=torch.bfloat16), batch()
     loss = model.loss(tokens, targets)
@@ -165,13 +136,3 @@ def test_half_precision():
     with torch.autocast("cpu", torch.bfloat16):
         mixed = Llama(CONFIG).loss(tokens, targets)
     torch.testing.assert_close(mixed, loss, rtol=0.01, atol=0)
-
-
-def test_the_plain_model_knows_of_no_groups():
-    from ezpz_tp.testing import run_ranks
-
-    def loss():
-        assert ezpz_tp.get_tensor_parallel_world_size() == 2
-        return Llama(CONFIG).loss(*batch()).item()
-
-    assert run_ranks(loss, 2) == [Llama(CONFIG).loss(*batch()).item()] * 2

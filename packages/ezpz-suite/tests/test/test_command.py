@@ -36,28 +36,20 @@ def test_a_dry_run_says_what_would_be_started(ezpz):
     [
         (["-n", "0"], "-n 0: expected at least 1 rank\n"),
         (["--stps=3"], "unknown option '--stps=3'; did you mean --steps?"),
-        (["--zzz"], "unknown option '--zzz'; see ezpz test --help"),
         (["--nprokz", "2"], "unknown option '--nprokz'; did you mean --nproc"),
         (["python", "train.py"], "'python train.py' has a command in it; expected options only"),
-        (["-m", "train"], "'-m train' has a command in it"),
         (["--tp"], "--tp needs a value; expected --tp=N"),
-        (["--tp", "--pp=2"], "--tp needs a value"),
         (["--tp="], "--tp= is empty"),
         (["--tp=1", "--tp", "2"], "--tp is given twice"),
         (["--json=yes"], "--json=yes: --json takes no value"),
         (["--tp=0"], "--tp=0; expected a whole number, 1 or more"),
-        (["--tp=two"], "--tp=two; expected a whole number"),
         (["--tp=1.5"], "--tp=1.5; expected a whole number"),
-        (["--seq=0"], "--seq=0; expected"),
         (["--steps=3"], "--steps=3; expected a whole number, 4 or more"),
         (["--seed=-1"], "--seed=-1; expected a whole number, 0 or more"),
-        (["--seed=9999999999"], "--seed=9999999999; expected a whole number"),
         (["--wrap=dpp"], "--wrap=dpp; expected one of auto, ddp, fsdp2"),
         (["--dtype=fp8"], "--dtype=fp8; expected fp32 or bf16"),
         (["--sizes=4K,x"], "'x'; expected sizes in bytes such as 4K,1M,64M"),
         (["--sizes=5"], "expected a multiple of 4 bytes"),
-        (["--sizes=0"], "expected a multiple of 4 bytes"),
-        (["--sizes=K"], "'K'; expected sizes"),
         (["--pp=2", "--wrap=ddp"], "--wrap=ddp with --pp=2; expected none or fsdp2"),
         (["--pp=3"], "--batch=8 with --pp=3; expected a multiple of 3"),
     ],
@@ -93,4 +85,3 @@ def test_words_become_settings():
     assert parse(words) == found
     assert parse(["--sizes=none"]).sizes == ()
     assert parse(["--sizes=1M,4K,4096,2G"]).sizes == (4096, 1 << 20, 2 << 30)
-    assert parse(["--sizes=1024"]).sizes == (1024,)

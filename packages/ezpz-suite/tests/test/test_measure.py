@@ -58,7 +58,7 @@ ezpz_dist.synchronize, torch.distributed.all_reduce = dawdle, all_reduce
         assert [one["is_right"] for one in json.loads(out)] == [True, False, True]
 
 
-@pytest.mark.parametrize("nodes", range(2, 34))
+@pytest.mark.parametrize("nodes", [2, 3, 4, 5, 16, 33])
 def test_every_pair_once_and_no_node_twice_in_a_round(nodes):
     found = rounds(nodes)
     assert sorted(pair for pairs in found for pair in pairs) == list(combinations(range(nodes), 2))

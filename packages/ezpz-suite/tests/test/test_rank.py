@@ -21,7 +21,6 @@ def known():
     [
         (2, "--cp=2 --wrap=fsdp2"),
         (8, "--tp=2 --cp=2 --pp=2"),
-        (8, "--tp=8"),
     ],
 )
 def test_a_split_model_learns_what_one_rank_learns(tested, known, n, words):
@@ -51,7 +50,6 @@ def test_ranks_that_are_no_power_of_two_share_a_model_that_fits_them(tested):
         (2, "--wrap=zero1"),
         (4, "--tp=2 --wrap=fsdp2"),
         (4, "--pp=2 --wrap=fsdp2"),
-        (4, "--pp=2"),
     ],
 )
 def test_however_it_is_wrapped_two_replicas_learn_the_same(tested, known, n, words):
@@ -163,8 +161,8 @@ CLOSED = "os.close(1); sys.stdout = None"
 
 @pytest.mark.parametrize(
     ("spoil", "words"),
-    [(FULL, []), (FULL, ["--json"]), (BROKEN, []), (BROKEN, ["--json"]), (CLOSED, [])],
-    ids=["full", "full-json", "broken", "broken-json", "closed"],
+    [(FULL, []), (BROKEN, ["--json"]), (CLOSED, [])],
+    ids=["full", "broken", "closed"],
 )
 def test_an_output_that_nobody_reads_loses_no_result(ranks, tmp_path, spoil, words):
     if spoil == FULL and not os.path.exists("/dev/full"):
