@@ -28,6 +28,25 @@ def load(name):
     return sys.modules[qualified]
 
 
+SERVICES = ("slurm", "pbs", "hosts")
+"""Folders whose tests share one service: they run one after another, in one process."""
+
+SLOW = (*SERVICES, "faults", "benchmarks", "docs", "typing")
+"""Folders of slow tests."""
+
+
+def pytest_collection_modifyitems(config, items):
+    for item in items:
+        folder = item.path.relative_to(config.rootpath).parts[1]
+        if folder in SLOW:
+            item.add_marker(pytest.mark.slow)
+        parameters = getattr(item, "callspec", None)
+        if folder in SERVICES:
+            item.add_marker(pytest.mark.xdist_group(folder))
+        elif parameters is not None and parameters.params.get("place") == "srun":
+            item.add_marker(pytest.mark.xdist_group("slurm"))
+
+
 def lacking(reason):
     """Skip what this machine cannot run, but never where it is relied upon."""
     if os.environ.get("CI") == "true":

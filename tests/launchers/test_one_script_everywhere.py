@@ -36,6 +36,7 @@ def run(words, cwd=None, **variables):
     return process.stderr
 
 
+@pytest.mark.slow
 def test_the_right_world_and_the_same_loss_under_every_launcher(tmp_path):
     last = {}
     for name, (size, words) in LAUNCHERS.items():

@@ -294,13 +294,11 @@ second_call() {
 
 @test "scripts/test hands on what it says of the shell's variables, and nothing else" {
   local clone=$BATS_TEST_TMPDIR/clone
-  mkdir -p "$clone/scripts" "$clone/.hatch"
+  mkdir -p "$clone/scripts"
   cp "$REPO/scripts/test" "$clone/scripts"
-  printf '#!/bin/sh\necho "$PWD/scripts/hatch"\n' >"$clone/scripts/bootstrap"
-  printf '#!/bin/sh\nenv\n' >"$clone/scripts/hatch" # what a part is given
-  chmod +x "$clone"/scripts/*
+  printf 'ezpz_setup_env() { env; exit 0; }\n' >"$clone/utils.sh"
   run -0 env PYTHONUNBUFFERED=1 PYTHONPATH=/x OMP_NUM_THREADS=3 EZPZ_RANK=1 'ODD.NAME=1' PIP_FIND_LINKS='/a b' \
-    https_proxy=p EZPZ_TEST_FULL=1 LC_ALL=C "$clone/scripts/test" lint
+    https_proxy=p EZPZ_TEST_FULL=1 LC_ALL=C "$clone/scripts/test" topo
   for kept in 'PIP_FIND_LINKS=/a b' https_proxy=p EZPZ_TEST_FULL=1 LC_ALL=C "HOME=$HOME" "PATH=$PATH"; do
     has "$kept"
   done
