@@ -2,32 +2,18 @@
 
 import json
 import os
-import shlex
 import signal
 import subprocess
 import sys
 from importlib.util import find_spec
-from types import ModuleType
 
 import pytest
 
-import ezpz_launch
 from ezpz_launch import __version__
 from ezpz_launch._agent import is_running
-from ezpz_launch._cli import EXAMPLES
 
 OURS = [sys.executable, "-m", "ezpz_launch"]
 SPAWN = [*OURS, "--launcher", "spawn"]
-
-
-def test_all_is_what_is_there():
-    for name in ezpz_launch.__all__:
-        value = getattr(ezpz_launch, name)
-        assert name == "__version__" or value.__doc__, name
-    # Modules that have been imported are no names of ours.
-    names = {name for name, value in vars(ezpz_launch).items() if not isinstance(value, ModuleType)}
-    public = {name for name in names if not name.startswith("_")}
-    assert set(ezpz_launch.__all__) == public | {"__version__"}
 
 
 # What is planned.
@@ -65,21 +51,16 @@ def test_a_module_and_code(launch):
 
 
 @pytest.mark.parametrize(("words", "what"), [
-    # of most rooms one: what it refuses is tested there
+    # of each room one: what it refuses is tested there
     (["--tee", "true"], "--tee: expected --log-dir DIR beside it"),
-    (["-nq", "2", "true"], "unknown option '-nq'"),
-    (["-n", "None", "true"], "-n None: expected a whole number"),
     ([], "no command"),
     (["--ppn", "1", "-n", "3", "true"], "-n 3 with --ppn 1 on 1 hosts"),
-    (["--include", "nid[1-", "true"], "not closed"),
     (["--hostfile", "/nonexistent", "true"], "/nonexistent"),
-    (["--machine", "atlantis", "true"], "--machine atlantis: no such machine; expected one of au"),
     (["--machine=aurra", "true"], "did you mean 'aurora'?"),
     (["--dry-run", "--machine", "aurra", "true"], "--machine aurra: no such machine"),
     (["true", "--machine", "aurora"], "EZPZ_MACHINE=atlantis: no such machine"),
     (["--dry-run", "--machine", "aurora", "--hostfile", "f", "true"], "expected no --hostfile"),
     (["true"], "half-set pmi environment: PMI_RANK=1 without PMI_SIZE"),
-    (["python", "-"], "'python -': python without a program; expected one, such as: python -c "),
     (["--dry-run", "bash", "-s"], "'bash -s': bash without a program; "),
 ])  # fmt: skip
 def test_what_makes_no_sense_is_one_line(launch, words, what):
@@ -103,13 +84,6 @@ def test_what_cannot_be_started_is_one_line(launch, tmp_path, words, status, wha
     assert (done.returncode, done.stdout) == (status, "")
     (line,) = done.stderr.splitlines()
     assert what in line
-
-
-@pytest.mark.parametrize("example", [e for e, _ in EXAMPLES if "--dry-run" in e or "launches" in e])
-def test_the_examples_that_start_nothing(launch, example):
-    done = launch(*shlex.split(example)[1:])
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("would run:\n") == ("--dry-run" in example)
 
 
 # The process: its exit status, and streams that are closed, full or unread.
@@ -137,9 +111,7 @@ def test_the_script_and_the_module_are_the_same(shell):
     assert (done.stdout.count("\n"), done.stderr) == (1, "")
 
 
-@pytest.mark.parametrize(
-    "words", [["--version"], ["--help"], ["--dry-run", "-n", "2", "true"], ["launches"]]
-)
+@pytest.mark.parametrize("words", [["--dry-run", "-n", "2", "true"], ["launches"]])
 def test_a_page_that_cannot_be_written(shell, words):
     words = [*(OURS if words == ["launches"] else SPAWN), *words]
     # the reader is gone before a word is written
@@ -161,16 +133,14 @@ def test_a_folder_that_is_gone_is_told_in_one_line(shell, tmp_path):
     assert "the current directory cannot be read" in done.stderr
 
 
-@pytest.mark.parametrize("stderr", ["&-", "/dev/full"])
-def test_an_error_that_cannot_be_written_is_no_output_either(shell, stderr):
+def test_an_error_that_cannot_be_written_is_no_output_either(shell):
     # of a closed standard error Python's own print makes standard output
-    done = shell(f'"$@" 2>{stderr}', *SPAWN, "--frobnicate")
+    done = shell('"$@" 2>&-', *SPAWN, "--frobnicate")
     assert (done.returncode, done.stdout) == (2, "")
 
 
 @pytest.mark.parametrize(("streams", "status"), [
-    ("<&-", 0), (">&-", 7), ("2>&-", 0), ("<&- >&-", 0), ("<&- 2>&-", 7), ("<&- >&- 2>&-", 7),
-    ("<&- >&- 2>&-", 0),
+    ("<&-", 0), (">&-", 7), ("2>&-", 0), ("<&- >&- 2>&-", 7),
 ])  # fmt: skip
 def test_a_launch_with_closed_streams(shell, tmp_path, streams, status):
     # The first that ends with 7 ends the other: both have to be there before.
@@ -210,14 +180,10 @@ def worlds(done):
     return list(found.values())
 
 
-@pytest.mark.parametrize("inner", ["spawn", "mpiexec"])
 @pytest.mark.parametrize("outer", ["spawn", "mpiexec"])
-def test_every_rank_has_a_world_of_its_own(launch, outer, inner):
-    done = launch(
-        *("--launcher", outer, "-n", "2"),
-        *(*OURS, "--launcher", inner, "--nested", "-n", "2", sys.executable, "-c", SHOW),
-        env={"OMPI_MCA_btl": "tcp"},
-    )
+def test_every_rank_has_a_world_of_its_own(launch, outer):
+    inner = [*SPAWN, "--nested", "-n", "2", sys.executable, "-c", SHOW]
+    done = launch("--launcher", outer, "-n", "2", *inner, env={"OMPI_MCA_btl": "tcp"})
     found = worlds(done)
     assert len(found) == 2
     for world in found:
@@ -226,12 +192,8 @@ def test_every_rank_has_a_world_of_its_own(launch, outer, inner):
         assert {env["LOCAL_WORLD_SIZE"] for env in world} == {"2"}
         assert len({env["MASTER_PORT"] for env in world}) == 1
         assert {env["OMPI_MCA_btl"] for env in world} == {"tcp"}
-        if inner == "spawn":
-            # its ranks are those of no MPI
-            assert [name for env in world for name in env if name.startswith("PMI_")] == []
-        else:
-            told = sorted((env["PMI_RANK"], env["PMI_SIZE"]) for env in world)
-            assert told == [("0", "2"), ("1", "2")]
+        # its ranks are those of no MPI
+        assert [name for env in world for name in env if name.startswith("PMI_")] == []
 
 
 def test_its_mpi_joins_the_inner_world(launch):
