@@ -129,17 +129,6 @@ def test_a_line_of_64_megabytes_costs_no_memory(running):
     assert int(peak) < 48 << 10
 
 
-def test_lines_of_ranks_that_share_a_pipe_stay_whole(process):
-    code = "import os\nfor n in range(3000): os.write(1, b'x' * 200 + b'\\n')"
-    read, write = os.pipe()
-    for _ in range(3):
-        process(*words_of(*python(code)), stdout=write)
-    os.close(write)
-    with open(read, "rb") as file:
-        lines = file.read().splitlines()
-    assert (len(lines), set(lines)) == (9000, {HEAD + b"x" * 200})
-
-
 # files
 
 
@@ -159,24 +148,6 @@ def test_files_hold_the_exact_bytes(tmp_path):
     assert done.stderr == (folder / "rank-3.err").read_bytes() == b"\xff no end"
 
 
-def test_files_have_no_prefix_and_a_second_attempt_goes_on(tmp_path):
-    options = ["--prefix", "--files", str(tmp_path)]
-    for attempt in "12":
-        done = pump("echo", attempt, options=options)
-        assert done.stdout == HEAD + attempt.encode() + b"\n"
-    assert (tmp_path / "rank-3.out").read_bytes() == b"1\n2\n"
-    assert (tmp_path / "rank-3.err").read_bytes() == b""
-
-
-def test_a_folder_that_cannot_be(tmp_path):
-    (tmp_path / "file").touch()
-    done = pump("touch", str(tmp_path / "started"), options=["--files", str(tmp_path / "file")])
-    assert done.returncode == 2
-    assert b"rank-3.out: cannot be opened on nid01 (Not a directory)" in done.stderr
-    assert len(done.stderr.splitlines()) == 1
-    assert not (tmp_path / "started").exists()
-
-
 @ON_LINUX
 def test_a_full_disk_is_said_once_and_harms_nobody(tmp_path):
     (tmp_path / "rank-3.out").symlink_to("/dev/full")
@@ -186,10 +157,9 @@ def test_a_full_disk_is_said_once_and_harms_nobody(tmp_path):
     assert done.stderr.count(b"rank-3.out: got No space left on device on writing") == 1
 
 
-@pytest.mark.parametrize("options", [["--prefix"], []])
-def test_a_terminal_that_is_gone_does_not_stop_the_command(running, tmp_path, options):
+def test_a_terminal_that_is_gone_does_not_stop_the_command(running, tmp_path):
     code = "import sys; sys.stdout.buffer.write(b'line\\n' * 200000); sys.exit(5)"
-    pump = running(*python(code), options=[*options, "--files", str(tmp_path)])
+    pump = running(*python(code), options=["--prefix", "--files", str(tmp_path)])
     pump.stdout.close()
     assert pump.wait() == 5
     assert (tmp_path / "rank-3.out").read_bytes() == b"line\n" * 200000
@@ -199,16 +169,17 @@ def test_a_terminal_that_is_gone_does_not_stop_the_command(running, tmp_path, op
 
 
 @pytest.mark.parametrize(("script", "status"), [
-    *((f"exit {status}", status) for status in (0, 1, 75, 255)),
-    # a signal is 128 more
-    *((f"kill -{number} $$; echo alive", 128 + number) for number in (9, 15, 11, 13)),
+    ("exit 0", 0),
+    ("exit 75", 75),
+    ("kill -9 $$; echo alive", 128 + 9),  # a signal is 128 more
+    ("kill -13 $$; echo alive", 128 + 13),
     ("exec >&- 2>&-; sleep 0.3; exit 6", 6),
 ])  # fmt: skip
 def test_the_commands_own_exit_status(script, status):
     assert pump("sh", "-c", script).returncode == status
 
 
-@pytest.mark.parametrize("leftover", ["sleep 600", "yes", "exec 2>&-; sleep 600"])
+@pytest.mark.parametrize("leftover", ["sleep 600", "yes"])
 def test_a_child_that_keeps_the_pipe_open_is_not_waited_for(running, leftover):
     pump = running("sh", "-c", f"({leftover}) & echo said; exit 4")
     assert HEAD + b"said\n" in pump.stdout.read()
@@ -254,7 +225,7 @@ print(sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])))
 """
 
 
-@pytest.mark.parametrize("ignored", [[], ["SIGHUP"], ["SIGINT", "SIGUSR1", "SIGCHLD"]])
+@pytest.mark.parametrize("ignored", [[], ["SIGINT", "SIGUSR1", "SIGCHLD"]])
 def test_what_was_ignored_stays_ignored_and_nothing_else(ignored):
     def ignore():
         for name in ignored:
@@ -283,8 +254,9 @@ def test_words_and_standard_input_are_untouched():
 
 
 @ON_LINUX
-@pytest.mark.parametrize("more", [{}, {"LANG": "C"}, {"LC_CTYPE": "C.UTF-8"}, {"PYTHONPATH": "/x"}])
+@pytest.mark.parametrize("more", [{}, {"LC_CTYPE": "C.UTF-8", "PYTHONPATH": "/x"}])
 def test_the_environment_is_untouched(more):
+    # Python itself sets LC_CTYPE where no locale is
     env = {"PATH": os.environ["PATH"], **more}
     out = pump("env", "-0", options=[], env=env).stdout.decode()
     assert dict(pair.split("=", 1) for pair in out.split("\0")[:-1]) == env
@@ -292,8 +264,6 @@ def test_the_environment_is_untouched(more):
 
 @pytest.mark.parametrize(("name", "status", "message"), [
     ("no-such-program", 127, "'no-such-program': not found on PATH"),
-    ("./no-such-program", 127, "'./no-such-program': no such file"),
-    ("./", 126, "'./': Permission denied"),
     ("./plain", 126, "'./plain': Permission denied"),
 ])  # fmt: skip
 def test_a_command_that_cannot_be_run(tmp_path, name, status, message):
@@ -313,17 +283,6 @@ def test_it_is_found_as_a_shell_finds_it(tmp_path):
     env = {"PATH": f"{tmp_path}/absent:{tmp_path}/a:{tmp_path}/b:{os.environ['PATH']}"}
     done = pump("train", "a b", options=[], env=env)
     assert done.stdout.decode() == f"{tmp_path}/b/train a b\n", done.stderr
-
-
-@pytest.mark.parametrize(
-    "words",
-    [[], ["0"], ["0", "h", "--"], ["0", "h", "-x", "--", "a"], ["-n"], ["-n", "2"], ["2", "true"],
-     ["-n", "two", "true"]],
-)  # fmt: skip
-def test_a_wrong_call_is_one_line(words):
-    done = run(*PUMP[:4], *words)
-    assert (done.returncode, done.stdout) == (2, b"")
-    assert len(done.stderr.splitlines()) == 1
 
 
 def test_it_imports_next_to_nothing():
@@ -358,10 +317,13 @@ def test_each_rank_knows_its_place_and_has_none_of_our_files():
 
 @pytest.mark.parametrize(
     ("script", "status"),
-    [("exit 0", 0), ("exit $EZPZ_SPAWN_RANK", 2), ("exit 255", 255), ("kill -9 $$", 137),
-     ("kill -TERM $$", 143), ("[ $EZPZ_SPAWN_RANK = 1 ] && kill -9 $$; exit 3", 137),
-     ("exec no-such-program 2>&-", 127)],
-)  # fmt: skip
+    [
+        ("exit 0", 0),
+        ("exit $EZPZ_SPAWN_RANK", 2),
+        ("[ $EZPZ_SPAWN_RANK = 1 ] && kill -9 $$; exit 3", 137),
+        ("exec no-such-program 2>&-", 127),
+    ],
+)
 def test_the_largest_exit_status(script, status):
     assert spawned(3, "sh", "-c", script).returncode == status
 
