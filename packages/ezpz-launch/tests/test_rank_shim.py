@@ -29,7 +29,17 @@ SHELLS = {
 }
 
 
-@pytest.fixture(params=[name for name, words in SHELLS.items() if shutil.which(words[0])])
+def find_shells():
+    """Return the names of the shells that are here; sh may be one of the others."""
+    found = {}
+    for name, words in SHELLS.items():
+        path = shutil.which(words[0])
+        if path is not None:
+            found.setdefault(os.path.realpath(path), name)
+    return list(found.values())
+
+
+@pytest.fixture(params=find_shells())
 def shell(request):
     """The words that start a shell as sh."""
     return SHELLS[request.param]
@@ -157,20 +167,12 @@ def test_the_program_of_that_name_and_not_the_shells_own(shim):
     assert (done.returncode, reports(done.stderr)[1]) == (3, b"")
 
 
-def test_reports(shim):
-    done = shim("sh", "-c", "echo own >&2", control={"attempt": 0})
-    ((start, rank, pid), end), own = reports(done.stderr)
-    assert (start, rank, end, own) == ("start", 1, ("end", 1, 0), b"own\n")
-    assert pid > 1
-    assert (done.returncode, done.stdout) == (0, b"")
-
-
 def test_the_command_reads_nothing(shim):
     for control in (None, {"attempt": 0}, {"prefix": True}):
         assert shim("cat", control=control, options={"input": b"line\n"}).stdout == b""
 
 
-@pytest.mark.parametrize("fds", ["3456789", "5", "39"])
+@pytest.mark.parametrize("fds", ["3456789", "39"])
 def test_the_launchers_file_descriptors_reach_the_command(words, fds):
     """Such as Hydra's PMI_FD; all that we may use for ourselves are in use here."""
     reads = f"for fd in {' '.join(fds)}; do head -c 1 <&$fd >/dev/null || exit 9; done"
@@ -184,19 +186,21 @@ def test_the_launchers_file_descriptors_reach_the_command(words, fds):
 
 @pytest.mark.parametrize(
     ("script", "status", "said"),
-    [("echo own >&2; exit 3", 3, b"own\n"), ("kill -9 $$", 137, b""), ("kill -15 $$", 143, b"")],
+    [("echo own >&2; exit 3", 3, b"own\n"), ("kill -9 $$", 137, b"")],
 )
 def test_a_rank_that_failed_waits_to_be_released(held, until, script, status, said):
     shim, text = held(script)
-    found, own = reports(text)
-    assert (found[1], own) == (("end", 1, status), said)
+    (start, end), own = reports(text)
+    assert start[:2] == ("start", 1)
+    assert start[2] > 1
+    assert (end, own) == (("end", 1, status), said)
     assert shim.poll() is None
     until(lambda: shim.terminate() or shim.poll() is not None)
     # zsh may report the end once more when it is interrupted
     assert (shim.wait(), reports(shim.stderr.read())[1]) == (status, b"")
 
 
-@pytest.mark.parametrize(("word", "cause"), [("3", [("cause", 1, 3)]), ("x", []), ("", [])])
+@pytest.mark.parametrize(("word", "cause"), [("3", [("cause", 1, 3)]), ("x", [])])
 def test_a_rank_that_leaves_because_of_another(shim, tmp_path, word, cause):
     script = f'echo {word} >"$EZPZ_CAUSE_FILE"'
     done = shim("sh", "-c", script, control={"attempt": 0}, env={"TMPDIR": str(tmp_path)})
@@ -243,10 +247,10 @@ CONTROLS = {
 
 
 @pytest.mark.parametrize("control", CONTROLS.values(), ids=CONTROLS)
-@pytest.mark.parametrize("folder", ["lr", "lr=0.1"])
-def test_variables_that_sh_does_not_pass_on(shim, tmp_path, control, folder):
+def test_variables_that_sh_does_not_pass_on(shim, tmp_path, control):
     control = {field: str(value).format(tmp_path) for field, value in control.items()}
-    path = tmp_path / folder / "env"
+    # a path that env would take for a variable
+    path = tmp_path / "lr=0.1" / "env"
     path.parent.mkdir()
     path.symlink_to(shutil.which("env"))
     done = shim(str(path), "-0", env={**NOT_OF_SH, **pack_env(NOT_OF_SH)}, control=control)
@@ -270,27 +274,20 @@ ZE = "ZE_AFFINITY_MASK"
     (GPUS, 1, {}, ("1", {})),
     (ONE, 1, {}, ("0", {CUDA: "1"})),
     (ONE, 5, {}, ("0", {CUDA: "1"})),
-    (GPUS, 5, {}, ("1", {})),
     # a list that the user made, to hide them
     (ONE, 1, {CUDA: ""}, ("1", {CUDA: ""})),
     # a list that the scheduler made
-    (GPUS, 1, {CUDA: "2,3"}, ("1", {CUDA: "2,3"})),
     (GPUS, 3, {CUDA: "2,3"}, ("1", {CUDA: "2,3"})),
-    (GPUS, 3, {CUDA: "7"}, ("0", {CUDA: "7"})),
     (ONE, 3, {CUDA: "2,3"}, ("0", {CUDA: "3"})),
     (ONE, 1, {CUDA: "GPU-1a,MIG-2b/3/4"}, ("0", {CUDA: "MIG-2b/3/4"})),
-    (ONE, 1, {CUDA: "0, 1"}, ("0", {CUDA: " 1"})),
     # AMD
     (ONE, 1, {HIP: "2,3"}, ("0", {HIP: "3"})),
-    (GPUS, 3, {HIP: "2,3"}, ("1", {HIP: "2,3"})),
-    (GPUS, 3, {ROCR: "2,3"}, ("1", {ROCR: "2,3"})),
     (ONE, 3, {ROCR: "2,3"}, ("0", {ROCR: "2,3", CUDA: "1"})),
     # Intel
     (XPUS, 5, {}, ("0", {ZE: "1"})),
     (XPUS, 1, {ZE: "0.0,0.1", CUDA: "9"}, ("0", {ZE: "0.1", CUDA: "9"})),
     # none
     ({"attempt": 0}, 3, {CUDA: "2"}, ("3", {CUDA: "2"})),
-    ({**ONE, "devices": 0}, 3, {}, ("0", {CUDA: "0"})),
 ])  # fmt: skip
 def test_devices(variables, control, local, env, seen):
     place = {"PMI_RANK": str(local), "MPI_LOCALRANKID": str(local), "PMI_SIZE": "8"}
@@ -325,7 +322,7 @@ def test_prefix_and_tee(shim, tmp_path, tee):
     assert reports(done.stderr)[1] == b"[1@node-7] err\n"
     assert done.returncode == 0
     if tee:
-        assert b"out" in (tmp_path / "rank-1.out").read_bytes()
+        assert (tmp_path / "rank-1.out").read_bytes() == b"out\n"
 
 
 def test_a_port_that_is_taken(shim):
@@ -346,7 +343,7 @@ def test_a_port_that_is_taken(shim):
 
 @pytest.mark.parametrize(
     ("rank", "local", "node", "ranks_here"),
-    [(0, 0, 0, 4), (3, 3, 0, 4), (4, 0, 1, 4), (9, 1, 2, 2)],
+    [(3, 3, 0, 4), (4, 0, 1, 4), (9, 1, 2, 2)],
 )
 def test_several_hosts_the_last_one_smaller(variables, rank, local, node, ranks_here):
     env = {"PMI_RANK": str(rank), "PMI_SIZE": "10", "MPI_LOCALRANKID": str(local)}
@@ -365,9 +362,8 @@ def test_pals_with_pmix_tells_no_size_and_the_plan_does(shim):
 
 @pytest.mark.parametrize(
     ("env", "nproc"),
-    [({"PMI_SIZE": "8"}, 4), ({"MPI_LOCALRANKID": "0"}, 4), ({}, 8), ({"PMI_RANK": "5"}, 4),
-     ({"MPI_LOCALRANKID": "x"}, 4), ({"PMI_RANK": "abc"}, 4), ({"PMI_RANK": "-1"}, 4),
-     ({"MPI_LOCALRANKID": ""}, 4)],
+    [({"MPI_LOCALRANKID": "0"}, 4), ({}, 8), ({"PMI_RANK": "5"}, 4), ({"PMI_RANK": "abc"}, 4),
+     ({"PMI_RANK": "-1"}, 4), ({"MPI_LOCALRANKID": ""}, 4)],
 )  # fmt: skip
 def test_a_launcher_that_places_ranks_elsewhere_than_planned(shim, env, nproc):
     done = shim("true", env=env, nproc=nproc)
