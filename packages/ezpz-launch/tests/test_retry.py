@@ -18,7 +18,6 @@ from ezpz_launch._retry import (
     Attempts,
     Retries,
     UnansweredError,
-    _hostfile,
     ends_with_import_error,
     job_end,
     time_limit,
@@ -81,9 +80,7 @@ def test_two_attempts_in_a_row_without_progress_are_the_last(steps, retried):
     ("raise ImportError('two\\n\\nlines: of it')", True),
     ("class MyImportError(Exception): pass\nraise MyImportError('x')", False),
     ("try:\n import no_such_module\nexcept ImportError:\n raise RuntimeError('x')", False),
-    ("try:\n 1 / 0\nexcept ZeroDivisionError:\n import no_such_module", True),
     ("raise ValueError('ImportError: not really')", False),
-    ("print('ModuleNotFoundError: said, not raised')", False),
     ("pass", False),
 ])  # fmt: skip
 def test_python_that_cannot_import(code, expected):
@@ -97,9 +94,12 @@ def test_python_that_cannot_import(code, expected):
 # Attempts.
 
 
-def test_retries_until_it_succeeds(spawned):
+def test_retries_until_it_succeeds(spawned, tmp_path):
+    # Rank 1 fails, which ends rank 0: that has to have said its words before.
     script = (
         "echo $RANK $EZPZ_ATTEMPT $TORCHELASTIC_RESTART_COUNT $MASTER_PORT $EZPZ_LAST_FAULT; "
+        f"[ $RANK = 1 ] || touch {tmp_path}/said; "
+        f"until [ -e {tmp_path}/said ]; do sleep 0.05; done; "
         "[ $RANK = 0 ] || [ $EZPZ_ATTEMPT -ge 1 ] || exit 9"
     )
     leaked = {"EZPZ_LAST_FAULT": "another's"}
@@ -119,7 +119,7 @@ def test_retries_until_it_succeeds(spawned):
     assert "exit status 9: retry 1 of 3 in 1 s" in done.stderr
 
 
-@pytest.mark.parametrize("options", [(), ("--prefix",), ("--log-dir", "logs")], ids=str)
+@pytest.mark.parametrize("options", [(), ("--log-dir", "logs")], ids=str)
 def test_a_failed_import_is_not_tried_again(spawned, tmp_path, options):
     words = (sys.executable, "-c", "import no_such_module")
     done = spawned("-n", "1", "--retries", "5", *options, *words, cwd=tmp_path)
@@ -140,14 +140,12 @@ def test_progress_is_what_keeps_it_going(spawned, history, clean_env):
     assert "2 attempts in a row without progress (step 7 is the highest)" in done.stderr
 
 
-@pytest.mark.parametrize("after", [0.3, 0])
-def test_a_signal_during_the_pause_ends_it(background, history, after):
+def test_a_signal_during_the_pause_ends_it(background, history):
     script = 'echo $EZPZ_ATTEMPT >"$EZPZ_PROGRESS_FILE"; exit 9'
     launch = background("-n", "1", "--retries", "9", "sh", "-c", script, stderr=-1)
     for line in launch.stderr:
         if b"retry 2 of 9" in line:  # a pause of 2 s
             break
-    time.sleep(after)
     launch.terminate()
     assert launch.wait() == 143
     assert b"retry 3" not in launch.stderr.read()
@@ -158,17 +156,7 @@ def test_a_signal_during_the_pause_ends_it(background, history, after):
     assert [each["whose"] for each in record["attempts"]] == ["unknown"] * 2
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_launch_that_was_told_to_end_is_not_tried_again(background, tmp_path, until, number):
-    script = f"touch {tmp_path}/$EZPZ_ATTEMPT; exec sleep 600"
-    launch = background("-n", "1", "--retries", "3", "sh", "-c", script, stderr=-1)
-    until((tmp_path / "0").exists)
-    launch.send_signal(number)
-    assert launch.wait() == 128 + number
-    assert not (tmp_path / "1").exists()
-
-
-@pytest.mark.parametrize("value", ["0", "2", "15s", "1.5", "-5", "86401", "\u00b2", "9" * 5000])
+@pytest.mark.parametrize("value", ["2", "15s", "86401"])
 def test_a_node_timeout_that_is_none(monkeypatch, capsys, value):
     monkeypatch.setenv("EZPZ_NODE_TIMEOUT", value)
     assert main(["--launcher", "spawn", "-n", "1", "true"]) == 2
@@ -203,18 +191,6 @@ def test_a_taken_port_is_replaced_but_not_for_ever(attempts, more, times):
     assert len(ports) == len(set(ports)) == times
 
 
-def test_a_hostfile_that_somebody_removes_and_nowhere_to_write_it(attempts, tmp_path, monkeypatch):
-    monkeypatch.setattr("ezpz_launch._retry.needs_hostfile", lambda _: True)
-    monkeypatch.setattr("ezpz_launch._retry.hostfile_of", lambda _: ["alpha", "beta"])
-    with _hostfile(attempts._planned, str(tmp_path)) as ready:
-        path = tmp_path / os.path.basename(ready.hostfile)
-        assert path.read_text() == "alpha\nbeta\n"
-        path.unlink()  # what cleans /tmp finds it old
-    expected = pytest.raises(LaunchError, match="set TMPDIR to one")
-    with expected, _hostfile(attempts._planned, str(tmp_path / "absent")):
-        pytest.fail("not reached")
-
-
 # --log-dir.
 
 
@@ -239,40 +215,30 @@ def test_old_logs_decide_nothing(spawned, tmp_path):
     assert "retry 1 of 1" in done.stderr
 
 
-@pytest.mark.parametrize("why", ["File exists", "Permission denied"])
-def test_a_log_folder_that_is_none_or_not_ours(spawned, tmp_path, why):
+def test_a_log_folder_that_is_none(spawned, tmp_path):
     folder = tmp_path / "logs"
-    if why == "File exists":
-        folder.touch()
-    elif os.geteuid() == 0:
-        pytest.skip("root may write everywhere")
-    else:
-        folder.mkdir(0o500)
+    folder.touch()
     done = spawned("-n", "1", "--log-dir", str(folder), "touch", str(tmp_path / "ran"))
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert f"--log-dir {folder}: {why}; expected a folder that can be written" in done.stderr
+    assert f"--log-dir {folder}: File exists; expected a folder that can be" in done.stderr
     assert not (tmp_path / "ran").exists()
+    done = spawned("-n", "1", "--log-dir", f"{tmp_path}/a\nb", "true")
+    assert done.returncode == 2
+    assert "holds a line break; expected a path without one" in done.stderr
 
 
-FILL = "head -c 4000000 /dev/zero >x 2>/dev/null"
-
-
-@pytest.mark.parametrize(("begins", "status", "why"), [
-    (FILL, 2, "--log-dir logs: No space left on device; expected a folder"),
-    ("true", 3, "--log-dir logs: No space left on device; the ranks' last words may"),
-    ("ln -s /absent/x logs/rank-0.out", 2, "rank-0.out"),
-], ids=["full", "with room", "without a file"])  # fmt: skip
-def test_a_log_folder_on_a_full_disk_is_told(clean_env, tmp_path, begins, status, why):
+def test_a_disk_that_fills_up_is_told(clean_env, tmp_path):
+    fill = "head -c 4000000 /dev/zero >x 2>/dev/null"
+    mount = 'mount -t tmpfs -o size=2m none "$0" && cd "$0"'
     words = ["unshare", "--mount", "--map-root-user", "sh", "-c"]
-    small = 'mount -t tmpfs -o size=2m none "$0"'
-    if subprocess.run([*words, small, tmp_path], check=False).returncode:
+    if subprocess.run([*words, mount, tmp_path], check=False).returncode:
         pytest.skip("this user may mount nothing")
-    (tmp_path / "disk").mkdir()
-    words += [f'{small} && mkdir "$0/logs" && cd "$0" && {begins}; exec "$@"', tmp_path / "disk"]
-    words += [sys.executable, "-m", "ezpz_launch", "--launcher", "spawn", "-n", "1"]
-    words += ["--log-dir", "logs", "sh", "-c", f"{FILL}; echo why; exit 3"]
+    launch = [sys.executable, "-m", "ezpz_launch", "--launcher", "spawn", "-n", "1"]
+    launch += ["--log-dir", "logs", "sh", "-c", f"{fill}; exit 3"]
+    words += [f'{mount} && exec "$@"', tmp_path, *launch]
     done = subprocess.run(words, env=clean_env, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr.count(why)) == (status, 1), done.stderr
+    why = "--log-dir logs: No space left on device; the ranks' last words may be missing"
+    assert (done.returncode, done.stderr.count(why)) == (3, 1), done.stderr
 
 
 # When the job ends, and the signal before it.
@@ -354,8 +320,7 @@ def test_an_end_that_is_not_told(scheduler, env, served, said, later):
 @pytest.mark.parametrize(
     ("start", "end", "limit"),
     [("1795227043", "1795227343", 300.0), ("1795227043", "4294967295", None),
-     ("1795227043", "", None), ("", "1795227343", None), ("1795227343", "1795227043", None),
-     ("soon", "1795227343", None)],
+     ("1795227043", "", None), ("1795227343", "1795227043", None)],
 )  # fmt: skip
 def test_the_limit_by_slurms_variables(start, end, limit):
     assert time_limit({"SLURM_JOB_START_TIME": start, "SLURM_JOB_END_TIME": end}) == limit
@@ -377,10 +342,10 @@ def test_when(left, before, limit, wait, note):
             when_to_signal(END, longer, NOW, limit=300)
 
 
-@pytest.mark.parametrize("down", ["exit 1", "exec sleep 60"])
 def test_a_scheduler_that_does_not_answer_is_asked_again_while_ranks_run(
-    spawned, program, tmp_path, down
+    spawned, program, tmp_path
 ):
+    down = "exec sleep 60"
     stime = time.strftime("%a %b %d %H:%M:%S %Y", time.gmtime())
     program("qstat", f"[ -e '{tmp_path}/up' ] || {down}; echo '{qstat(stime, walltime='60')}'")
     (tmp_path / "nodes").write_text(os.uname().nodename)
