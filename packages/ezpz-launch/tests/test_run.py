@@ -1,6 +1,5 @@
 """One launch, seen through by the run loop: the launcher, what ranks report, the end, hangs."""
 
-import gc
 import os
 import signal
 import sys
@@ -76,25 +75,13 @@ def test_ranks_that_have_not_begun_have_the_same_moment_as_others_after_a_failur
 # the launcher
 
 
-def test_the_launcher_has_a_session_streams_and_an_environment_of_its_own(ran):
-    script = "cat; echo err >&2; cut -d' ' -f6 /proc/$$/stat; echo $$ $A; ls /proc/$$/fd"
-    _, out, err = ran(script, ranks=1, reports=[("end", 0, 0)], hosts=(HERE,), on_this_host=True)
-    session, place, *files = out.splitlines()
-    assert (place, err) == (f"{session} b c", "err\n")
-    assert set(files) <= {"0", "1", "2", "255", "10"}, "none of ours; some are the shell's own"
-
-
-@pytest.mark.parametrize(("words", "why"), [
-    (["./no-such-launcher"], "No such file or directory"),
-    (["/"], "Permission denied"),
-    (["true", "x" * (1 << 18)], "Argument list too long"),
-])  # fmt: skip
-def test_what_cannot_be_started_leaves_nothing_open(words, why):
-    launch = Launch(tuple(words), 1, ("a",), 1, True, dict(os.environ), Control("ID.0", 5))
+def test_a_launcher_that_cannot_be_started_leaves_nothing_open():
+    words = ("true", "x" * (1 << 18))
+    launch = Launch(words, 1, ("a",), 1, True, dict(os.environ), Control("ID.0", 5))
     before = sorted(os.listdir("/proc/self/fd"))
     with pytest.raises(LaunchError) as caught:
         run(launch)
-    assert str(caught.value) == f"{words[0]} cannot be started: {why}"
+    assert str(caught.value) == "true cannot be started: Argument list too long"
     assert sorted(os.listdir("/proc/self/fd")) == before
 
 
@@ -117,34 +104,6 @@ def test_a_signal_for_ranks_that_no_agent_reaches_goes_through_the_launcher(ran)
     assert (out, outcome.exit_status, outcome.told) == ("heard\n", 143, signal.SIGTERM)
     assert "no agent on beta.invalid" in err
     assert "SIGTERM goes through the launcher, which may kill at once" in err
-
-
-def test_a_signal_while_the_last_bytes_are_read_ends_it(monkeypatch, capfd):
-    """A launcher that leaves something behind which goes on writing to our pipe."""
-    monkeypatch.setattr(module, "_DRAINED", 5.0)  # a busy machine may be silent for 0.3 s
-    words = ("sh", "-c", "while echo x; do sleep 0.1; done & exit 9")
-    launch = Launch(words, 1, (HERE,), 1, True, dict(os.environ), Control("ID.0", 5))
-    timer = threading.Timer(1, os.kill, (os.getpid(), signal.SIGTERM))
-    timer.start()
-    outcome = run(launch)
-    timer.join()
-    assert (outcome.told, outcome.exit_status) == (signal.SIGTERM, 143)
-
-
-def test_runs_leave_no_file_open_and_close_no_other(ran):
-    gc.disable()
-    counts = set()
-    for _ in range(3):
-        ran("true", reports=ALL)
-        counts.add(len(os.listdir("/proc/self/fd")))
-    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(12)]
-    gc.collect()
-    assert (len(counts), [os.path.exists(f"/proc/self/fd/{fd}") for fd in files]) == (
-        1,
-        [True] * 12,
-    )
-    for fd in files:
-        os.close(fd)
 
 
 # how it ended
@@ -186,7 +145,7 @@ def test_who_failed_first_is_named_and_who_left_because_of_another_is_not(ran):
 
 @pytest.mark.parametrize(
     ("script", "expected"),
-    [("", 1), *((f"exit {n}", n) for n in (1, 5, 128, 255)), ("kill -9 $$", 137)],
+    [("", 1), ("exit 5", 5), ("kill -9 $$", 137)],
 )
 def test_silent_ranks_are_no_success(ran, script, expected):
     outcome, _, err = ran(script, reports=ends(r0=0, r2=0))
@@ -239,6 +198,7 @@ def test_none_had_started_and_a_port_that_is_taken(ran, until):
     assert (outcome.exit_status, outcome.port_taken) == (2, True)
 
 
+@pytest.mark.slow
 def test_time_for_which_we_were_stopped_does_not_count(background, until, tmp_path):
     code = (
         "import os, pathlib, signal, sys, time\n"
@@ -306,13 +266,3 @@ def test_a_launch_that_was_stopped_between_two_looks_does_not_hang(ran):
     script = "sleep 2.5; for i in 1 2 3; do echo $i; sleep 0.2; done"
     outcome, *_ = ran(script, idle_timeout=1.5, on_start=lambda: time.sleep(2))
     assert not outcome.facts.hangs
-
-
-def test_a_launch_that_was_stopped_does_not_hang(background, until, tmp_path):
-    script = f"for i in $(seq 30); do echo $i; touch {tmp_path}/on; sleep 0.2; done"
-    launch = background("-n", "1", "--idle-timeout", "4", "sh", "-c", script, stdout=-3)
-    until((tmp_path / "on").exists)
-    launch.send_signal(signal.SIGSTOP)
-    time.sleep(6)  # longer than it may be silent
-    launch.send_signal(signal.SIGCONT)
-    assert launch.wait() == 0
