@@ -2,7 +2,8 @@
 
 import pytest
 
-from ezpz_launch._queue import SCHEDULERS, _pbs_job, _slurm_job
+from ezpz_launch import UsageError
+from ezpz_launch._queue import SCHEDULERS, Job, _pbs_job, _slurm_job, require_one_cluster
 
 BALANCE = "Remaining balance: 497,218 hours"
 
@@ -120,3 +121,10 @@ def test_where_pbs_puts_the_output(monkeypatch, job_id, attributes, path, keeper
     told = {"job_state": "R", "Job_Name": "n", "exec_host": "x1n0/0", "Output_Path": "h:/d/n.o7"}
     job = _pbs_job(job_id, {**told, **attributes})
     assert (job.stdout, job.keeper) == (path, keeper)
+
+
+def test_an_id_that_several_clusters_have_is_refused():
+    jobs = [Job("slurm", "12", "12", "train", "running", cluster=cluster) for cluster in ("b", "a")]
+    with pytest.raises(UsageError, match=r"job 12 is on clusters a, b; .* export SLURM_CLUSTERS=a"):
+        require_one_cluster("12", jobs)
+    require_one_cluster("12", jobs[:1])
