@@ -100,7 +100,6 @@ def chosen(tmp_path, topology, programs, *, launcher="auto", more=(), **options)
 @pytest.mark.parametrize(("machine", "programs", "options", "kind"), [
     ("workstation 1", ANSWERS, {}, "hydra"),
     ("sophia 1", ANSWERS, {}, "openmpi"),
-    ("sophia 2", ANSWERS, {}, "openmpi"),
     ("generic-pbs 2", ANSWERS, {}, "hydra"),
     # Slurm's own reaches other nodes; here mpiexec needs no cores that a step holds
     ("generic-slurm 2", ANSWERS, {}, "srun"),
@@ -112,10 +111,8 @@ def chosen(tmp_path, topology, programs, *, launcher="auto", more=(), **options)
     ("frontier 1", ANSWERS, {}, "srun"),
     # without mpiexec srun gives MPI its world
     ("generic-slurm 1", ["srun"], {}, "srun"),
-    ("frontier 1", ["srun"], {}, "srun"),
     # the user's word
     ("workstation 1", ANSWERS, {"launcher": "mpiexec"}, "hydra"),
-    ("workstation 1", ANSWERS, {"launcher": "hydra"}, "hydra"),
     ("workstation 1", ANSWERS, {"launcher": "srun"}, "srun"),
     ("workstation 1", ANSWERS, {"launcher": "torchrun"}, "torchrun"),
     ("workstation 1", ANSWERS, {"launcher": "spawn"}, "spawn"),
@@ -260,25 +257,19 @@ def test_where_a_relative_path_is_looked_for(folder):
 
 @pytest.mark.parametrize(("command", "remedy"), [
     *((line, "python -c CODE") for line in (
-        "python", "/usr/bin/python -", "python - --lr 1", "python -u", "python -X dev -Wignore",
-        "python -Iu -W ignore -", "python -- -", "python -i", "python /dev/stdin", "env python",
+        "python", "/usr/bin/python -", "python - --lr 1", "python -X dev -Wignore",
+        "python -Iu -W ignore -", "python -- -", "python -i", "python /dev/stdin",
         "env -u A B=1 C= python -", "env - python", "nice -n 5 nohup python",
-        "timeout -k 5 60 python", "stdbuf -oL python", "taskset -c 0-3 python",
-        "numactl -N 0 --membind=0 python -", "time -p env A=1 python", "conda run -n x python -",
-        "uv run python -",
-        "apptainer exec --nv -B a:b image.sif python -",
+        "timeout -k 5 60 python", "numactl -N 0 --membind=0 python -", "time -p env A=1 python",
+        "conda run -n x python -", "apptainer exec --nv -B a:b image.sif python -",
     )),
     ("python3.11 -", "python3.11 -c CODE"),
-    ("pypy3 -E", "pypy3 -c CODE"),
     *((line, "bash -c CODE") for line in (
-        "bash", "bash -", "bash -s", "bash -s a b", "bash -xs a", "bash -euo pipefail",
-        "bash --norc -l", "bash +x -O extglob", "bash /dev/fd/0", "env A=1 bash -s",
+        "bash -", "bash -xs a", "bash -euo pipefail", "bash --norc -l", "bash +x -O extglob",
+        "bash /dev/fd/0",
     )),
     ("sh -s -- a", "sh -c CODE"),
-    ("zsh -f", "zsh -c CODE"),
-    ("dash", "dash -c CODE"),
     ("perl -I lib -", "perl -e CODE"),
-    ("perl -Mstrict -w", "perl -e CODE"),
     ("ruby -rjson", "ruby -e CODE"),
     ("julia -t 4 --project=.", "julia -e CODE"),
     ("Rscript -", "Rscript -e CODE"),
@@ -296,17 +287,15 @@ def test_an_interpreter_without_a_program(command, remedy):
 
 
 @pytest.mark.parametrize("command", [
-    "python train.py", "python -u train.py -", "python -c 0", "python -c0", "python -um pdb",
-    "python -X dev -m a", "python -V", "python -VV", "python --version", "python --help",
-    "python -W ignore train.py", "python -Wignore train.py", "python -- train.py", "python folder",
-    "bash x.sh -s", "bash -c true", "bash -lc true", "bash -euo pipefail x.sh", "bash - x.sh",
-    "bash -o pipefail x.sh", "bash --version", "bash --rcfile a x.sh", "sh -x x.sh", "bash -s -c 0",
-    "perl -e 1", "perl -ne 1", "perl -Mstrict x.pl", "perl -v", "julia -t 4 x.jl", "julia -e 1",
-    "Rscript x.R", "R -f x.R", "R CMD BATCH x.R", "node -p 1", "ruby x.rb",
-    "env A=1 python x.py", "env -S python", "env", "env A=1", "nice python -c 0", "timeout 5",
-    "timeout 60 python x.py", "taskset -p 1", "apptainer exec image.sif python x.py", "uv run x.py",
+    "python -u train.py -", "python -c 0", "python -c0", "python -um pdb", "python -V",
+    "python --version", "python -W ignore train.py", "python -Wignore train.py",
+    "python -- train.py", "bash x.sh -s", "bash -lc true", "bash -euo pipefail x.sh",
+    "bash - x.sh", "bash --version", "bash --rcfile a x.sh", "bash -s -c 0", "perl -ne 1",
+    "perl -Mstrict x.pl", "julia -t 4 x.jl", "Rscript x.R", "R CMD BATCH x.R", "node -p 1",
+    "env A=1 python x.py", "env -S python", "env A=1", "timeout 5", "timeout 60 python x.py",
+    "taskset -p 1", "apptainer exec image.sif python x.py", "uv run x.py",
     # no wrapper that is known: the word is an argument of it
-    "echo python", "which bash", "uv pip install python", "./bash_me", "pythonic", "grep -r x sh",
+    "echo python", "uv pip install python", "./bash_me", "pythonic",
 ])  # fmt: skip
 def test_a_command_that_has_its_program(command):
     require_program(command.split())

@@ -237,12 +237,11 @@ def test_this_host_by_any_of_its_names(own_addresses):
     assert not arranged(laptop, ["203.0.113.9"], source="argument").on_this_host
 
 
-@pytest.mark.parametrize("spares", [0, 1])
 @pytest.mark.parametrize("host", LOOPBACK)
-def test_a_loopback_name_among_several_hosts(host, spares):
-    for hosts in (["a", host, "b"], ["a", "b", host]):
+def test_a_loopback_name_among_several_hosts(host):
+    for spares in (0, 1):
         with pytest.raises(UsageError, match=rf"{re.escape(host)} among several .* own name; corr"):
-            arranged(replace(HERE, hostname="a"), hosts, source="argument", spares=spares)
+            arranged(HERE, ["a", "b", host], source="argument", spares=spares)
     # where it has no rank, it does no harm
     assert arranged(HERE, [host, "b"], source="argument", nodes=1).on_this_host
 

@@ -135,7 +135,6 @@ def test_ids_sort_by_time_and_are_unique():
 
 @pytest.mark.parametrize(("env", "why"), [
     ({"EZPZ_STATE_DIR": "{tmp}/file"}, "{tmp}/file/launches cannot be written ("),
-    ({"EZPZ_STATE_DIR": "/proc/none"}, "/proc/none/launches cannot be written ("),
     ({"EZPZ_STATE_DIR": "", "XDG_STATE_HOME": "", "HOME": "alice"}, "HOME='alice'; expected"),
 ])  # fmt: skip
 def test_nowhere_to_write_is_one_warning(spawned, tmp_path, env, why):
@@ -209,25 +208,19 @@ def test_old_records_go_once_there_are_a_tenth_too_many(env, folder):
     assert sorted(os.listdir(folder)) == sorted(["notes.json", *(f"{one}.json" for one in ids)])
 
 
-def test_many_launches_at_once_make_one_folder(background, history, tmp_path):
-    env = {"EZPZ_STATE_DIR": str(tmp_path / "a" / "b")}
-    launches = [background("-n", "1", "true", env=env, stderr=-1) for _ in range(4)]
-    assert [(one.stderr.read(), one.wait()) for one in launches] == [(b"", 0)] * 4
-    assert [one["exit_status"] for one in history(env=env)] == [0] * 4
-
-
 # What a script reports of its progress.
 
 
 @pytest.mark.parametrize(("text", "step"), [
     (b"0", 0),
-    (b"1200", 1200),
     (b" 7 \r\n", 7),
-    (b"000012", 12),
     (b"9" * 18, 10**18 - 1),
-    *((text, None) for text in (b"", b"\n", b"-1", b"+1", b"1.5", b"1e3", b"1_000")),
-    *((text, None) for text in (b"12 13", b"12\n13\n", b"step 12", b"9" * 19)),
-    *((text, None) for text in (b"1" + b" " * 100 + b"2", b"\xff\xfe1\x00", b"\x00" * 4096)),
+    (b"9" * 19, None),
+    (b"", None),
+    (b"-1", None),
+    (b"1.5", None),
+    (b"12\n13\n", None),
+    (b"\xff\xfe1\x00", None),
     ("١٢".encode(), None),
 ])  # fmt: skip
 def test_what_counts_as_a_step(tmp_path, text, step):

@@ -178,16 +178,10 @@ def test_lines_of_a_site_beside_what_pbs_tells(pbs, said, program, capsys):
     assert capsys.readouterr().out.splitlines()[1].split()[:3] == ["12.srv", "a", "running"]
 
 
-@pytest.mark.parametrize(("printed", "shown"), [
-    ("echo Welcome", "'Welcome\\n'; expected JSON with 'nodes'"),
-    ("echo '{\"Queue\": {}}'", "expected JSON with 'nodes'"),
-    ("echo '{}}'", "expected JSON with 'nodes'"),
-])  # fmt: skip
-def test_a_pbsnodes_of_other_lines_alone(pbs, said, program, printed, shown):
-    program("bin/pbsnodes", printed)
+def test_a_pbsnodes_of_other_lines_alone(pbs, said, program):
+    program("bin/pbsnodes", "echo Welcome")
     told = said("true", status=2)
-    assert "pbsnodes -a -F json printed " in told
-    assert shown in told
+    assert "pbsnodes -a -F json printed 'Welcome\\n'; expected JSON with 'nodes'" in told
 
 
 def test_an_environment_that_the_nodes_do_not_see(pbs, said, monkeypatch):
@@ -336,17 +330,11 @@ def test_what_sbatch_is_told_is_the_users_and_not_this_jobs(folder, said, progra
     assert {name: name in names for name in ENVIRONMENT} == ENVIRONMENT
 
 
-@pytest.mark.parametrize(("printed", "shown"), [
-    ("", "''"), ("echo Remaining balance: 497,218 hours", "'Remaining balance: 497,218 hours'"),
-    ("echo submitted >&2", "'submitted'"),
-])  # fmt: skip
-def test_an_id_that_is_not_printed_is_an_error_and_the_jobs_before_go(
-    pbs, said, program, printed, shown
-):
+def test_an_id_that_is_not_printed_is_an_error_and_the_jobs_before_go(pbs, said, program):
     first = "[ -e number ] || { echo 12.srv | tee number; exit 0; }"
-    program("bin/qsub", f"cd {shlex.quote(str(pbs))} || exit", first, printed)
+    program("bin/qsub", f"cd {shlex.quote(str(pbs))} || exit", first, "echo submitted >&2")
     told = said("--chain", "3", "true", status=2)
-    assert f"ended well and printed {shown}; expected one line that is a job's id" in told
+    assert "ended well and printed 'submitted'; expected one line that is a job's id" in told
     assert "a job may be queued all the same: ezpz jobs shows it, and ezpz kill ends it" in told
     assert (pbs / "log").read_text() == "qdel 12.srv\n"
 
@@ -357,17 +345,6 @@ def test_a_successor_that_is_refused_stops_the_chain(chain, pbs):
     status, said = submitted.run(SAVED.format(1), 0)
     assert (status, submitted.record.outcome) == (75, "stopped")
     assert said.count("would exceed queue generic's per-user limit") >= 2
-
-
-def test_of_two_jobs_of_one_number_the_newer_one_is_told(pbs, said, program, capsys):
-    for name in ("old", "new"):
-        said("--name", name, "true")
-        (pbs / "number").unlink()  # as where PBS was installed again
-    program("bin/qselect", "echo 12.srv")
-    program("bin/qstat", "printf 'Job Id: 12.srv\\n    Job_Name = new\\n    job_state = R\\n'")
-    assert main(["jobs"]) == 0
-    rows = [line.split()[:3] for line in capsys.readouterr().out.splitlines()[1:]]
-    assert sorted(rows) == [["12.srv", "new", "running"], ["12.srv", "old", "unknown"]]
 
 
 def test_a_state_folder_that_cannot_be_written(pbs, said, monkeypatch):
