@@ -4,18 +4,16 @@ import contextlib
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import sysconfig
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 import ezpz_launch._agent as module
-from ezpz_launch._agent import Agent, Ranks, is_running
+from ezpz_launch._agent import Ranks, is_running
 
 ID = f"agent-test.{os.getpid()}"  # a session beside this one must not meet ours
 PUMP = str(Path(module.__file__).with_name("rank_output.py"))
@@ -118,11 +116,11 @@ def test_a_program_that_starts_another_in_its_place_is_found_each_time(process, 
     script.write_text('exec sh "$0"\n')
     again = process("sh", str(script), env={"EZPZ_LAUNCH_ID": ID})
     bare, began = process("sleep", "600", env={}), time.monotonic()
-    for _ in range(400):
+    for _ in range(100):
         found = dict(module._environments())
         assert found[again.pid].get(b"EZPZ_LAUNCH_ID") == ID.encode()
         assert not any(found[bare.pid])
-    assert time.monotonic() - began < 200, "one that stays empty is not waited for: each look, 1 s"
+    assert time.monotonic() - began < 50, "one that stays empty is not waited for: each look, 1 s"
 
 
 @pytest.mark.parametrize("name", ["PBS_JOBID", "SLURM_JOB_ID"])
@@ -202,42 +200,6 @@ def test_a_shim_that_was_killed_before_its_command_was_seen(shim, ranks):
     assert [ranks.lost() for _ in range(4)] == [[], [1], [], []]
 
 
-@pytest.mark.parametrize("is_seen", [True, False])
-def test_a_rank_that_ended_with_its_shim_is_lost_if_its_end_is_not_reported(
-    shim, ranks, until, is_seen, monkeypatch
-):
-    child = shim("echo ready; echo $$; exec sleep 600")
-    command = int(child.stdout.readline())
-    ranks.start(0, child.pid)
-    if is_seen:
-        assert ranks.lost() == []
-    os.killpg(child.pid, signal.SIGKILL)
-    child.wait()
-    assert [ranks.lost() for _ in range(3)] == [[], [], []]
-    until(lambda: not is_running(command))
-    assert ranks.unreported() == []
-    monkeypatch.setattr(module, "_UNREPORTED", 0.0)
-    assert [ranks.unreported(), ranks.unreported(), ranks.lost()] == [[0], [], []]
-
-
-def test_the_end_of_what_started_a_rank_is_seen_at_once(shim, process, until, monkeypatch):
-    """The ranks may be done before the next look."""
-    for name in ("_LOOK", "_FIRST_LOOK"):
-        monkeypatch.setattr(module, name, 600.0)
-    launcher, child = process("sleep", "600"), shim()
-    ours, its = socket.socketpair()
-    ranks = Ranks(ID, launcher.pid)
-    with ours, its, ThreadPoolExecutor(1) as pool:
-        served = pool.submit(Agent(its, ranks).serve)
-        ours.sendall(b"start 0 %d\n" % child.pid)
-        until(ranks.next_look)
-        kill_and_reap(launcher)
-        ours.settimeout(60)
-        said = ours.recv(100)
-        ours.sendall(b"farewell\n")
-        assert (said, served.result()) == (b"lost 0\n", True)
-
-
 def test_a_rank_whose_shim_waits_to_be_released_is_not_lost(shim, ranks):
     child = shim("echo ready", then="echo ended; sleep 600; true")
     ranks.start(0, child.pid)
@@ -260,18 +222,6 @@ def test_what_a_shim_runs_before_the_command_is_not_taken_for_it(shim, ranks, un
     assert ranks.lost() == []
     kill_and_reap(child)
     until(ranks.lost)
-
-
-@ON_LINUX
-def test_a_rank_that_is_reported_when_its_launcher_is_gone_is_lost(process):
-    launcher = process("sh", "-c", "sh -c 'sleep 600; true' >&2 & echo $!; wait", stdout=-1)
-    shim = int(launcher.stdout.readline())
-    # an agent knows the launcher's process from its own start
-    ranks = Ranks(ID, launcher.pid)
-    kill_and_reap(launcher)
-    ranks.start(3, shim)
-    assert is_running(shim)
-    assert [ranks.lost(), ranks.lost()] == [[3], []]
 
 
 # where ranks hang
@@ -337,13 +287,6 @@ def test_the_training_below_the_shim(hanging, hang, script, between):
     pid = hanging(script, *pump, *hang, "rank_output.py")
     ((found,), deeper) = module.python_processes(pid)
     assert (module._words(found), deeper) == ([*hang, "rank_output.py"], [])
-
-
-def test_every_branch_and_no_other_program(hanging, hang, tmp_path):
-    script = '"$1" "$2" "$3" & (sh -c \'sleep 600; :\') & "$1" "$2" "$4"; wait'
-    pid = hanging(script, *hang[:2], tmp_path / "on1", tmp_path / "on2", started=("on1", "on2"))
-    found, _ = module.python_processes(pid)
-    assert {module._words(process)[-1][-3:] for process in found} == {"on1", "on2"}
 
 
 PARENT = """

@@ -253,11 +253,9 @@ def test_a_connection_that_is_reset_kills(side, agent, rank, until):
 
 @pytest.mark.parametrize(
     "said",
-    [b"hello {secret} abc\n", b"hello {secret} 0\n", b"hello 0 ab {wrong}\n",
-     b"hello 0 ab {other}\n", b"hello 4 ab {beyond}\n", b"hello abc ab {right}\n",
-     b"hello \xb2 ab {right}\n", b"hello 0 \xff {right}\n", b"hello 0 ab\n",
-     b"hello 0 ab {right} 0\n", b"stacks 3\nabc", b"lost 1\n", b"\n", b"GET / HTTP/1.1\r\n\r\n",
-     b"x" * 5000, b"\xff" * 5000 + b"\n"],
+    [b"hello {secret} 0\n", b"hello 0 ab {wrong}\n", b"hello 0 ab {other}\n",
+     b"hello 4 ab {beyond}\n", b"hello \xb2 ab {right}\n", b"hello 0 \xff {right}\n",
+     b"lost 1\n", b"x" * 5000],
 )  # fmt: skip
 def test_who_does_not_know_the_secret_of_the_node_is_refused(side, until, said):
     connection, challenge = side.challenged()
@@ -297,17 +295,6 @@ def test_what_an_agent_has_said_is_of_no_use_to_another(side, until):
         assert first.recv(1000) == b"kill\n"
 
 
-def test_little_is_kept_of_who_has_not_said_hello(side, until):
-    with side.challenged()[0] as connection:
-        for _ in range(40):
-            connection.sendall(b"x" * 100)
-            side.serve()
-        assert sum(len(each.received) for each in side.nodes._connections.values()) <= 4096
-        with contextlib.suppress(ConnectionError):
-            connection.sendall(b"x" * 1000)
-        assert side.is_refused(connection, until)
-
-
 def test_hello_and_stacks_in_pieces(side, until):
     connection, challenge = side.challenged()
     with connection:
@@ -322,9 +309,8 @@ def test_hello_and_stacks_in_pieces(side, until):
 
 @pytest.mark.parametrize(
     "said",
-    [b"lost", b"lost x", b"lost -1", b"lost 1 2", b"last 1", b"", b"stacks xyz", b"stacks -1",
-     b"stacks 999999999999", b"left 999999999999", b"stacks \xb2", b"hello 3 ab cd", b"x" * 5000],
-)  # fmt: skip
+    [b"lost x", b"lost 1 2", b"last 1", b"stacks -1", b"stacks 999999999999", b"x" * 5000],
+)
 def test_an_agent_that_says_anything_else_is_dropped(side, until, said):
     connection, challenge = side.challenged()
     with connection:
@@ -364,16 +350,6 @@ def test_an_agent_tries_every_address_and_holds_no_pipe(side, agent):
     assert select.select([read], [], [], 20)[0]
     assert os.read(read, 1) == b""
     os.close(read)
-
-
-def test_an_agent_that_is_gone_before_it_is_welcome(side):
-    connection, challenge = side.challenged()
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    connection.sendall(side.hello(0, challenge).encode())
-    connection.close()
-    for _ in range(10):
-        side.serve(20)
-    assert not side.is_reached(0)
 
 
 def test_more_agents_than_files_may_be_open(side, process):
@@ -434,12 +410,6 @@ word = sys.stdin.readline()
 if word == "close\\n":
     nodes.end_left = lambda: None  # what is left is another test's
     nodes.close(farewell=True)
-elif word == "kill the agent\\n":
-    os.kill(nodes._here[0], 9)
-    os.waitid(os.P_PID, nodes._here[0], os.WEXITED | os.WNOWAIT)
-    nodes.end(0)
-    nodes.handle(nodes._here[1].fd)
-    print(nodes.unreached([0]), flush=True)
 print("done", flush=True)
 sys.stdin.readline()
 """
@@ -468,8 +438,7 @@ def tell(parent, word):
     parent.stdin.flush()
 
 
-@pytest.mark.parametrize("where", ["here", "elsewhere"])
-@pytest.mark.parametrize("deaf", [False, True])
+@pytest.mark.parametrize(("where", "deaf"), [("here", True), ("elsewhere", False)])
 def test_kill_9_of_the_parent_ends_all(watched, until, tmp_path, where, deaf):
     tells = f"trap 'echo yes >{tmp_path}/told; exit' TERM; sleep 600 & wait"
     deaf_one = "trap '' TERM; sleep 600; sleep 600"
@@ -504,10 +473,3 @@ def test_after_the_end_the_agent_ends_and_harms_no_one(watched, until, where):
     assert parent.stdout.read() == b""
     assert all(map(is_running, pids))
     assert scratch.exists()
-
-
-def test_an_agent_that_was_killed_reaches_no_rank(watched):
-    parent, pids, *_ = watched()
-    tell(parent, "kill the agent")
-    assert parent.stdout.readline() == b"[0]\n"
-    assert all(map(is_running, pids))
