@@ -9,18 +9,15 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 import ezpz_launch
 import ezpz_topo
-from ezpz_launch import UsageError, _archive, _run, _stage, _stage_node, main
+from ezpz_launch import _archive, _stage_node
 from ezpz_launch._archive import Python, Root, Source, What
-from ezpz_launch._nodes import recall
 from ezpz_launch._tree import Tree
 
 SOURCES = [str(Path(package.__file__).parents[1]) for package in (ezpz_launch, ezpz_topo)]
@@ -28,7 +25,7 @@ SOURCES = [str(Path(package.__file__).parents[1]) for package in (ezpz_launch, e
 
 @pytest.fixture
 def disk():
-    """A folder in memory where there is one: what 64 nodes write is for no real disk."""
+    """A folder in memory where there is one: what 24 nodes write is for no real disk."""
     shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(dir=shared, prefix="ezpz-stage-") as folder:
         yield Path(folder)
@@ -60,12 +57,11 @@ def look(data, disk, source=Source):
 class Nodes:
     """Node processes of one staging, and its root."""
 
-    def __init__(self, data, disk, count, *, patience=60.0, source=Source, ordered=True):
+    def __init__(self, data, disk, count, *, patience=60.0, source=Source):
         self.source, self.disk, self.processes = look(data, disk, source), disk, []
         hosts = [f"host{node}" for node in range(count)]
         self.tree = Tree(hosts, here=True, patience=patience)
-        if ordered:
-            self.tree.order("stage", self.source.name, 0.1, source=self.source)
+        self.tree.order("stage", self.source.name, 0.1, source=self.source)
 
     def __enter__(self):
         self.tree.start()
@@ -177,23 +173,23 @@ def test_a_node_that_lost_a_file_gets_it_from_one_that_has_it(*, staged, data, u
     assert is_same(data, Path(f"{again.root(1)}{data}"))
 
 
-def test_64_nodes_of_which_some_are_killed_at_random_moments(*, data, disk, until):
+def test_nodes_of_which_some_are_killed_at_random_moments(*, data, disk, until):
     chance = random.Random(1)
-    with Nodes(data, disk, 64) as nodes:
-        nodes.start(*range(64))
-        total = 64 * nodes.source.size
-        until(lambda: len(nodes.tree._peers) == 64, seconds=120)
-        victims = chance.sample(range(64), 6)
+    with Nodes(data, disk, 20) as nodes:
+        nodes.start(*range(20))
+        total = 20 * nodes.source.size
+        until(lambda: len(nodes.tree._peers) == 20, seconds=120)
+        victims = chance.sample(range(20), 4)
         for victim, moment in zip(victims, sorted(chance.random() for _ in victims), strict=True):
             until(lambda moment=moment: nodes.tree.bytes >= 0.8 * moment * total, seconds=200)
             nodes.processes[victim].kill()
         tree = nodes.done()
     killed = {f"host{victim}" for victim in victims}
     assert set(tree.failed()) == killed
-    assert len(tree.whole) == 64 - len(killed)
+    assert len(tree.whole) == 20 - len(killed)
     readers = 1 + sum(tree._peers[victim].parent == -1 for victim in victims)
     assert nodes.source.bytes_read <= min(readers, 2) * nodes.source.size
-    for node in set(range(64)) - set(victims):
+    for node in set(range(20)) - set(victims):
         assert list(nodes.home(node).glob("*.part-*")) == []
     # What a killed one left is not taken for whole, and goes when it starts again.
     with Nodes(data, disk, len(victims)) as again:
@@ -254,29 +250,6 @@ def test_a_node_that_cannot_write_is_named_and_its_children_get_another_parent(
     assert list(nodes.home().iterdir()) == []
 
 
-class Waits(Source):
-    """A source that sends nothing to the first node that asks."""
-
-    is_asked = False
-
-    def chunks(self, numbers):
-        waits, self.is_asked = not self.is_asked, True
-        if waits:
-            threading.Event().wait()
-        yield from super().chunks(numbers)
-
-
-def test_of_a_killed_node_s_children_one_reads_and_the_others_ask_it(*, data, disk, until):
-    with Nodes(data, disk, 6, source=Waits) as nodes:
-        for node in range(6):
-            nodes.start(node)
-            until(lambda: getattr(nodes.tree._peers.get(node), "place", 0))  # noqa: B023
-        nodes.processes[0].kill()
-        nodes.done()
-    assert list(nodes.tree.failed()) == ["host0"]
-    assert nodes.source.bytes_read <= 1.02 * nodes.source.size
-
-
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts a disk")
 def test_a_disk_without_room_is_told_before_anything_is_written(*, data, disk):
     (disk / "0").mkdir()
@@ -294,6 +267,7 @@ def test_a_disk_without_room_is_told_before_anything_is_written(*, data, disk):
         subprocess.run(["umount", disk / "0"], check=True)
 
 
+@pytest.mark.slow
 def test_a_node_that_does_not_go_on_is_left_out(*, data, disk, until):
     with Nodes(data, disk, 3, patience=8) as nodes:
         nodes.start(0)
@@ -310,37 +284,6 @@ def test_nodes_of_which_none_comes_are_left_out(*, data, disk):
         assert "no sign of it within 1 s" in nodes.done().failed()["host1"]
 
 
-def test_nodes_wait_for_an_order_that_comes_late(*, data, disk, until):
-    with Nodes(data, disk, 2, ordered=False) as nodes:
-        nodes.start(0)
-        until(lambda: nodes.tree._peers)
-        nodes.tree.order("bye")
-        assert nodes.start(1).done().bad == {}
-    assert [process.returncode for process in nodes.processes] == [0, 0]
-    assert not any(nodes.home(node).exists() for node in (0, 1))
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become a user who may not read")
-def test_what_the_user_may_not_read_is_told_before_anything_is_copied(*, data, disk):
-    shutil.copytree(data, disk / "data", symlinks=True)
-    (disk / "data" / "p1" / "1.py").chmod(0o600)
-    disk.chmod(0o755)
-    look(data, disk)  # imports what that user may not
-    read, write = os.pipe()
-    if os.fork() == 0:
-        os.setuid(65534)
-        try:
-            look(disk / "data", disk)
-        except UsageError as error:
-            os.write(write, str(error).encode())
-        finally:
-            os._exit(0)
-    os.close(write)
-    os.wait()
-    with os.fdopen(read) as said:
-        assert said.read().startswith(f"{disk}/data/p1/1.py cannot be read (Permission denied); ")
-
-
 def test_two_launches_at_once_on_one_disk_make_one_tree(*, data, disk):
     with Nodes(data, disk, 3) as one, Nodes(data, disk, 3) as other:
         for nodes in (one, other):
@@ -352,11 +295,9 @@ def test_two_launches_at_once_on_one_disk_make_one_tree(*, data, disk):
     assert is_same(data, Path(f"{home}/{one.source.name}/root{data}"))
 
 
-@pytest.mark.parametrize("what", ["a link", "a file"])
-def test_a_folder_that_is_not_our_own_is_not_used(*, data, disk, what):
+def test_a_folder_that_is_not_our_own_is_not_used(*, data, disk):
     (disk / "0").mkdir()
-    home = disk / "0" / f"ezpz-{os.getuid()}"
-    home.symlink_to(disk) if what == "a link" else home.touch()
+    (disk / "0" / f"ezpz-{os.getuid()}").symlink_to(disk)
     with Nodes(data, disk, 1) as nodes:
         nodes.start(0).done()
     assert "expected a folder of this user's own" in nodes.tree.failed()["host0"]
@@ -377,6 +318,11 @@ def test_old_trees_go_but_not_those_in_use(*, staged, data):
         user.kill()
         user.wait()
     assert set(third.home().iterdir()) == {first.parent, third.root().parent}
+
+
+def test_a_path_that_is_not_staged_is_its_own():
+    assert ezpz_topo.get_staged_path("/nowhere", {}) == "/nowhere"
+    assert ezpz_topo.get_staged_path("/nowhere", {"EZPZ_STAGED": "/tmp"}) == "/nowhere"
 
 
 # The command, on this host.
@@ -603,19 +549,6 @@ def test_a_staged_environment_is_used_again_listed_and_cleaned(environment, tmp_
     assert "nothing is staged" in status.stdout
 
 
-def test_what_changes_while_it_is_staged_is_no_hosts_fault(environment, process, tmp_path):
-    prefix, env = environment("site")
-    log, hosts = tmp_path / "log", tmp_path / "hosts"
-    log.touch()
-    process("sh", "-c", f"while :; do echo >>{log}; sleep 0.001; done")
-    hosts.write_text(f"{os.uname().nodename}\nlocalhost\n")
-    words = ("--hostfile", hosts, "-N", "1", "--spares", "1", "--stage", "--stage-data", log)
-    done = run(prefix, env, *words, "python", "-c", "0")
-    assert f"{log} changed while it was staged; start again\n" in done.stderr
-    assert "takes the place of" not in done.stderr
-    assert recall(env) == []
-
-
 def test_a_spare_that_cannot_be_staged_to_is_no_attempt(environment, tmp_path):
     prefix, env = environment("site")
     home, hosts = tmp_path / "local" / f"ezpz-{os.getuid()}", tmp_path / "hosts"
@@ -628,38 +561,12 @@ def test_a_spare_that_cannot_be_staged_to_is_no_attempt(environment, tmp_path):
     assert (record["exit_status"], record["end"] is None) == (137, False)
 
 
-def test_a_node_that_is_stuck_holds_nothing_up(user_env, disk, monkeypatch, capfd):
-    tree = disk / f"ezpz-{os.getuid()}" / "0123456789abcdef"
-    (tree / ".ezpz").mkdir(parents=True)
-    os.mkfifo(tree / ".ezpz" / "manifest")  # as on a bad disk: who reads it waits for ever
-    monkeypatch.setattr(os, "environ", {**user_env, "EZPZ_STAGE_DIR": str(disk)})
-    monkeypatch.setattr(_run, "_LINGER", 1)
-    monkeypatch.setattr(_stage, "Tree", partial(Tree, patience=1))
-    words = ["stage", "--status", "--launcher", "spawn"]
-    assert main(words) == 1
-    said = capfd.readouterr().err
-    assert "after 1 s not ended, so killed: 0 on " in said
-    assert "nothing new from it for " in said
-
-
-def test_data_lies_beside_it_and_a_function_finds_it(*, environment, data, tmp_path):
-    prefix, env = environment("site")
-    code = f"from ezpz_topo import get_staged_path as p; print(p({str(data / 'big.so')!r}))"
-    done = run(prefix, env, "-n", "1", "--stage", "--stage-data", data, "python", "-c", code)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip().startswith(f"{tmp_path}/local/ezpz-")
-    assert ezpz_topo.get_staged_path(data, {}) == str(data)
-    assert ezpz_topo.get_staged_path("/nowhere", {"EZPZ_STAGED": "/tmp"}) == "/nowhere"
-
-
 def test_what_cannot_be_is_told_in_one_line(environment):
     prefix, env = environment("site")
     for words, said in (
         (["--stage", "--stage-data", "/nowhere", "true"], "/nowhere: no such file or folder"),
-        (["--stage=some", "true"], "expected one of python, all"),
         (["--stage-data", "/tmp", "true"], "expected --stage WHAT beside it"),
         (["stage", "/usr/share"], "/usr/share is no environment"),
-        (["stage", "one", "two"], "expected one environment"),
     ):
         at = words[0] == "stage"
         done = run(prefix, env, *words[at:], first=words[:at])
