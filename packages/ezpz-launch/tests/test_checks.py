@@ -90,14 +90,6 @@ def test_an_mpiexec_that_is_anothers_fails_or_hangs(clean_env, program, body, se
     assert ("first on PATH" in result.remedy) == ("another MPI" in said)
 
 
-def test_an_mpiexec_that_is_not_known(clean_env, program, tmp_path, monkeypatch):
-    program("bin/mpiexec", "echo Acme MPI 1.0")
-    # no MPI's follows
-    monkeypatch.setattr("sys.executable", str(tmp_path / "python" / "bin" / "python"))
-    result = check_mpi(60, {**clean_env, "PATH": f"{tmp_path}/bin"})
-    assert (result.status, "says 'Acme MPI 1.0'" in result.message) == ("error", True)
-
-
 def test_mpi4py_without_a_library_and_none_at_all(clean_env, mpiexec, mpi4py, tmp_path):
     result = check_mpi(60, {**clean_env, "MPI4PY_LIBMPI": "/nonexistent/libmpi.so"})
     assert result.status == "error"
@@ -113,8 +105,8 @@ def test_an_mpi4py_that_takes_long_to_import_is_a_warning(clean_env, tmp_path, m
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(_checks, "_COLD", 0.5)
     check_mpi.prepare()  # it does not wait for that
-    result = check_mpi(10, {**clean_env, "PYTHONPATH": str(tmp_path)})
-    said = "not done in 8.0 s: still importing mpi4py and its MPI library"
+    result = check_mpi(5, {**clean_env, "PYTHONPATH": str(tmp_path)})
+    said = "not done in 4.0 s: still importing mpi4py and its MPI library"
     assert (result.status, result.message) == ("warning", said)
     assert "--timeout=60 --only=mpi" in result.remedy
 
@@ -161,16 +153,6 @@ def test_pals_outside_of_a_job_is_judged_by_name(
 # Room.
 
 
-@pytest.fixture
-def unprivileged(monkeypatch):
-    # Which goes back to the working directory after this: not everyone may enter that.
-    me = os.geteuid()
-    if me == 0:
-        os.seteuid(65534)
-    yield
-    os.seteuid(me)
-
-
 def test_there_is_room_here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = disk(5, {"HOME": str(tmp_path / "home"), "TMPDIR": str(tmp_path)})
@@ -185,13 +167,6 @@ def test_there_is_room_here(tmp_path, monkeypatch):
     (tmp_path / "gone").rmdir()
     result = disk(5, {"HOME": str(tmp_path), "TMPDIR": str(tmp_path)})
     assert (result.status, "is gone" in result.message) == ("error", True)
-
-
-def test_a_folder_that_may_not_be_written_is_an_error(unprivileged, monkeypatch):
-    monkeypatch.chdir("/")
-    result = disk(5, {"HOME": "/", "TMPDIR": "/"})
-    why = "/ (the working directory) cannot be written: Permission denied"
-    assert (result.status, why in result.message) == ("error", True)
 
 
 def on_a_small_disk(size, call, folder):
