@@ -25,16 +25,12 @@ def machine(env=None, hostname="box"):
 
 @pytest.mark.parametrize(("name", "hostname"), [
     ("polaris", "polaris-login-02"),
-    ("polaris", "x3005c0s13b0n0.hsn.cm.polaris.alcf.anl.gov"),
     ("sirius", "x3200c0s19b1n0.hsn.cm.sirius.alcf.anl.gov"),
     ("sirius", "sirius-uan-0002"),
     ("aurora", "aurora-uan-0010"),
-    ("aurora", "x4102c5s2b0n0.hsn.cm.aurora.alcf.anl.gov"),
     ("sunspot", "x1921c1s2b0n0.hsn.cm.sunspot.alcf.anl.gov"),
-    ("sophia", "sophia-login-01"),
     ("sophia", "sophia-gpu-06.lab.alcf.anl.gov"),
     ("crux", "crux-uan-0001.head.cm.crux.alcf.anl.gov"),
-    ("crux", "crux-login-01"),
     ("perlmutter", "nid001321.chn.perlmutter.nersc.gov"),
     ("frontier", "frontier00144"),
     ("frontier", "login05.frontier.olcf.ornl.gov"),
@@ -247,8 +243,7 @@ def read(folder, text):
     return get_machine_info({"EZPZ_MACHINES": str(folder), "EZPZ_MACHINE": "utopia"})
 
 
-NO_NUMBERS, NO_DATES = ("true", "-4", "4.0", '"4"'), ("August", "2026-13", "2026-08-39")
-NO_CORES = ("15-8", "8-", "8:15", "08-15", "8-15,15", "٨-15")
+NO_CORES = ("15-8", "8-", "08-15", "8-15,15", "٨-15")
 
 
 @pytest.mark.parametrize(("old", "new", "key", "word"), [
@@ -260,21 +255,19 @@ NO_CORES = ("15-8", "8-", "8:15", "08-15", "8-15,15", "٨-15")
     ("devices_per_node", "device_per_node", "device_per_node", "'devices_per_node'"),
     ('site = "nowhere"', "site = 3", "site", "a string"),
     ('site = "nowhere"', 'site = "x"\npath = "/"', "path", "no such key"),
-    ('"slurm"', '"sulrm"', "scheduler", "did you mean 'slurm'"),
     ('"srun"', '"srn"', "launcher", "did you mean 'srun'"),
     ('"cuda"', '"rocm"', "device_type", "xpu, cuda, mps, cpu"),
     ('"cuda"', '"cpu"', "devices_per_node", "0 for cpu"),
-    *(("node = 4", f"node = {n}", "devices_per_node", "a number") for n in NO_NUMBERS),
+    *(("node = 4", f"node = {n}", "devices_per_node", "a number") for n in ("true", "-4", "4.0")),
     ("node = 4", "node = 0", "devices_per_node", "more for cuda"),
-    ("node = 4", "node = 3", "cpu_bind.near", "3 ranges"),
     ("node = 4", "node = 12", "cpu_bind.near", "12 ranges"),
     ("devices_per_node = 4", "", "cpu_bind.near", "no ranges"),
-    *(("[0]", f"[{n}]", "reserved_cores", "numbers") for n in ("true", '"0"')),
+    ("[0]", "[true]", "reserved_cores", "numbers"),
     ("[0]", "[0, 31]", "cpu_bind.near", "none is reserved"),
     ('"8-15"', '"7-15"', "cpu_bind.near", "no other rank"),
     *(('"8-15"', f'"{cores}"', "cpu_bind.near", "low-high") for cores in NO_CORES),
     ('"8-15"', "8", "cpu_bind.near", "a list of strings"),
-    *(('"2026-08"', f'"{date}"', "date", "2026-08") for date in NO_DATES),
+    ('"2026-08"', '"2026-08-39"', "date", "2026-08"),
     ('A = "1"', "A = 1", "environment.A", "as a string"),
     ('A = "1"', '"A B" = "1"', "environment.A B", "as a string"),
     ('[environment]\nA = "1"', "", "environment", "a table"),
@@ -291,8 +284,7 @@ NO_CORES = ("15-8", "8-", "8:15", "08-15", "8-15,15", "٨-15")
     ('site = "nowhere"', 'site = "x"\ninferred = ["nodes"]', "inferred", "keys of this file"),
     ('site = "nowhere"', 'site = "x"\npredecessor = ["options.less"]', "predecessor", "less"),
     ('site = "nowhere"', 'site = "x"\nbackends = ["ncll"]', "backends", "'nccl'"),
-    *(('site = "nowhere"', f"site = 'x'\nextends = {base}", "extends", "aurora")
-      for base in ('"auror"', "1", '"../x"')),
+    ('site = "nowhere"', "site = 'x'\nextends = '../x'", "extends", "aurora"),
     ('hostnames = ["utopia#"]', 'domains = [".u.org"]', "match.domains", "without the dot"),
     ('hostnames = ["utopia#"]', 'hostnames = ["u#a"]', "match.hostnames", "at its end"),
 ])  # fmt: skip
@@ -365,9 +357,7 @@ def test_what_is_overridden_loses_its_mark_and_is_validated_with_what_it_extends
 
 @pytest.mark.parametrize("rules", [
     "[match]\nhostnames = ['utopia#']\n",
-    "[ match ]\nhostnames = ['utopia#']\n",
-    "[match] # where\nhostnames = ['utopia#']\n",
-    "match.hostnames = ['utopia#']\n",
+    "[ match ] # where\nhostnames = ['utopia#']\n",
     "match = {hostnames = ['utopia#']}\n",
     '[match]\nhostnames = ["\\u0075topia#"]\n',
     "'match'.hostnames = ['utopia#']\n",

@@ -301,7 +301,7 @@ def test_what_is_missing_is_said(env, message):
         get_local_world_size(env)
 
 
-@pytest.mark.parametrize("bad", ["", "-1", "1.0", "one", " 1", "1_0", "٣", "99999999999"])
+@pytest.mark.parametrize("bad", ["", "-1", "1.0", "٣", "99999999999"])
 def test_a_rank_that_is_no_number(bad):
     expected = IncompleteLauncherError if bad == "" else InvalidVariableError
     with pytest.raises(expected, match="PMI_RANK"):
@@ -397,27 +397,30 @@ def process(tmp_path):
     return named
 
 
-@LINUX
 @pytest.mark.parametrize(
     ("name", "launcher"),
     [("hydra_pmi_proxy", "pmi"), ("prted", "openmpi"), ("prterun", "openmpi"),
      ("slurmstepd", "slurm"), ("flux-shell", "flux"), ("mpispawn", "mvapich2")],
 )  # fmt: skip
-def test_each_launchers_process_is_known_by_name(process, name, launcher):
-    assert below(process(name), sys.executable, "-c", SAY) == [launcher]
+def test_each_launchers_process_is_known_by_name(tmp_path, name, launcher):
+    assert list(launching_ancestors(7, proc=str(tmp_path))) == []  # without /proc
+    for pid, parent, its_name in ((7, 6, "a) b) (c)"), (6, 1, name)):
+        folder = tmp_path / str(pid)
+        folder.mkdir()
+        (folder / "stat").write_text(f"{pid} ({its_name}) S {parent} 7 7 0")
+        (folder / "comm").write_text(f"{its_name}\n")
+    (found,) = launching_ancestors(7, proc=str(tmp_path))
+    assert (found.family, found.process) == (launcher, f"{name} (pid 6)")
 
 
 @LINUX
 def test_nearest_first_and_shells_between_do_not_count(process):
-    words = [*process("slurmstepd"), *process("sh-of-user"), *process("hydra_pmi_proxy")]
+    words = [*process("slurmstepd"), *process("a shell"), *process("hydra_pmi_proxy")]
     assert below(words, sys.executable, "-c", SAY) == ["pmi", "slurm"]
 
 
 @LINUX
-@pytest.mark.parametrize("words", [
-    "{}/torchrun", "{}/torch/distributed/run.py", "-m torch.distributed.run",
-    "-u -W ignore -m torch.distributed.run",
-])  # fmt: skip
+@pytest.mark.parametrize("words", ["{}/torchrun", "-u -W ignore -m torch.distributed.run"])
 def test_torchruns_agent_is_a_python_known_by_what_it_runs(tmp_path, words):
     (tmp_path / "torch" / "distributed").mkdir(parents=True)
     for name in ("torch/__init__.py", "torch/distributed/__init__.py"):
@@ -437,14 +440,3 @@ def test_a_python_that_has_torchrun_among_its_arguments_is_no_agent(tmp_path):
     script.write_text("import subprocess, sys; subprocess.run(sys.argv[2:], check=True)")
     words = [sys.executable, str(script), "torchrun"]
     assert below(words, sys.executable, "-c", SAY) == []
-
-
-def test_a_name_with_brackets_and_blanks(tmp_path):
-    assert list(launching_ancestors(7, proc=str(tmp_path))) == []  # without /proc
-    (tmp_path / "7").mkdir()
-    (tmp_path / "7" / "stat").write_bytes(b"7 (a) b) (c)) S 6 7 7 0")
-    (tmp_path / "6").mkdir()
-    (tmp_path / "6" / "stat").write_bytes(b"6 (prted) S 1 6 6 0")
-    (tmp_path / "6" / "comm").write_bytes(b"prted\n")
-    (found,) = launching_ancestors(7, proc=str(tmp_path))
-    assert (found.family, found.process) == ("openmpi", "prted (pid 6)")
