@@ -256,46 +256,25 @@ def test_where_a_relative_path_is_looked_for(folder):
 
 
 @pytest.mark.parametrize(("command", "remedy"), [
-    *((line, "python -c CODE") for line in (
-        "python", "/usr/bin/python -", "python - --lr 1", "python -X dev -Wignore",
-        "python -Iu -W ignore -", "python -- -", "python -i", "python /dev/stdin",
-        "env -u A B=1 C= python -", "env - python", "nice -n 5 nohup python",
-        "timeout -k 5 60 python", "numactl -N 0 --membind=0 python -", "time -p env A=1 python",
-        "conda run -n x python -", "apptainer exec --nv -B a:b image.sif python -",
-    )),
-    ("python3.11 -", "python3.11 -c CODE"),
-    *((line, "bash -c CODE") for line in (
-        "bash -", "bash -xs a", "bash -euo pipefail", "bash --norc -l", "bash +x -O extglob",
-        "bash /dev/fd/0",
-    )),
-    ("sh -s -- a", "sh -c CODE"),
-    ("perl -I lib -", "perl -e CODE"),
-    ("ruby -rjson", "ruby -e CODE"),
-    ("julia -t 4 --project=.", "julia -e CODE"),
-    ("Rscript -", "Rscript -e CODE"),
-    ("R --no-save", "R -e CODE"),
-    ("node -", "node -e CODE"),
+    ("python", "python -c CODE"),
+    ("/usr/bin/python3.11 -", "python3.11 -c CODE"),
+    ("python -u -", "python -c CODE"),
+    ("python /dev/stdin", "python -c CODE"),
+    ("bash -s", "bash -c CODE"),
+    ("perl -", "perl -e CODE"),
 ])  # fmt: skip
 def test_an_interpreter_without_a_program(command, remedy):
     with pytest.raises(UsageError) as caught:
         require_program(command.split())
     text = str(caught.value)
-    assert text.startswith(
-        f"{command!r}: {remedy.split()[0]} without a program; expected one, such "
-    )
-    assert f" {remedy}, or: {remedy.split()[0]} FILE; every rank reads /dev/null" in text
+    name = remedy.split()[0]
+    assert text.startswith(f"{command!r}: {name} without a program; expected one, such as: ")
+    assert f" {remedy}, or: {name} FILE; every rank reads /dev/null" in text
 
 
 @pytest.mark.parametrize("command", [
-    "python -u train.py -", "python -c 0", "python -c0", "python -um pdb", "python -V",
-    "python --version", "python -W ignore train.py", "python -Wignore train.py",
-    "python -- train.py", "bash x.sh -s", "bash -lc true", "bash -euo pipefail x.sh",
-    "bash - x.sh", "bash --version", "bash --rcfile a x.sh", "bash -s -c 0", "perl -ne 1",
-    "perl -Mstrict x.pl", "julia -t 4 x.jl", "Rscript x.R", "R CMD BATCH x.R", "node -p 1",
-    "env A=1 python x.py", "env -S python", "env A=1", "timeout 5", "timeout 60 python x.py",
-    "taskset -p 1", "apptainer exec image.sif python x.py", "uv run x.py",
-    # no wrapper that is known: the word is an argument of it
-    "echo python", "uv pip install python", "./bash_me", "pythonic",
+    "python -u train.py -", "python -c code -", "python -mpdb", "python -V", "bash x.sh -s",
+    "bash -c true", "echo python", "./bash_me", "pythonic -",
 ])  # fmt: skip
 def test_a_command_that_has_its_program(command):
     require_program(command.split())

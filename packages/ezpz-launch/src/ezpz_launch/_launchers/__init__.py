@@ -389,137 +389,30 @@ def require_command(program: str, env: Env) -> None:
 
 # And whether an interpreter has a program: its standard input, the null device, brings none.
 
-
-class _Syntax(NamedTuple):
-    """The words between a program's name and what it runs; flags are separated by spaces."""
-
-    programs: str = ""  # flags that bring a program, or need none
-    values: str = ""  # flags that a value follows
-    read_input: str = ""  # flags by which the program is read from standard input
-    words: int = 0  # words before the command
-
-
-_SHELL = _Syntax("-c --version --help", "-o -O --rcfile --init-file", "-s")
-_PYTHON = _Syntax(
-    "-c -m -V -h -? --version --help --help-all --help-env --help-xoptions",
-    "-W -X --check-hash-based-pycs",
-)
-
-# Of Python 3.11, dash 0.5.12, bash 5.2, zsh 5.9, perl 5.36 and coreutils 9.1, all tried; of the
-# others by their documentation.
-_INTERPRETERS = {
-    **dict.fromkeys(("sh", "bash", "dash", "zsh", "ksh", "mksh", "ash"), _SHELL),
-    "perl": _Syntax("-e -E -v -V -h", "-I -M -m"),
-    "ruby": _Syntax("-e -v -h --version --help", "-r -I -C -E"),
-    "julia": _Syntax(
-        "-e --eval -E --print -L --load -v --version -h --help --help-hidden",
-        "-t --threads -p --procs -J --sysimage -C --cpu-target -H --home",
-    ),
-    "R": _Syntax("-e -f --file --version --help -h", "-g --gui -d --debugger"),
-    "Rscript": _Syntax("-e --version --help"),
-    "node": _Syntax("-e --eval -p --print -v --version -h --help", "-r --require --import"),
+_CODE_FLAGS = {
+    **dict.fromkeys(("sh", "bash", "dash", "zsh", "ksh"), "-c"),
+    **dict.fromkeys(("perl", "ruby", "julia", "R", "Rscript", "node"), "-e"),
 }
+"""Interpreters that read their program from standard input, and their flag for code."""
 
-_WRAPPERS = {
-    "env": _Syntax("-S --split-string", "-u --unset -C --chdir"),
-    "nice": _Syntax(values="-n --adjustment"),
-    "nohup": _Syntax(),
-    "setsid": _Syntax(),
-    "time": _Syntax(values="-f --format -o --output"),
-    "timeout": _Syntax(values="-k --kill-after -s --signal", words=1),
-    "stdbuf": _Syntax(values="-i --input -o --output -e --error"),
-    "taskset": _Syntax("-p --pid", words=1),
-    "numactl": _Syntax(
-        "-s --show -H --hardware",
-        "-i --interleave -N --cpunodebind -m --membind -C --physcpubind -p --preferred",
-    ),
-    "ionice": _Syntax("-p --pid", "-c --class -n --classdata"),
-    **dict.fromkeys(
-        ("conda run", "mamba run"), _Syntax("", "-n --name -p --prefix --cwd", words=1)
-    ),
-    **dict.fromkeys(
-        ("uv run", "poetry run", "pixi run"),
-        _Syntax("-m --module", "--with --extra --group -p --python -e --environment", words=1),
-    ),
-    **dict.fromkeys(
-        ("apptainer exec", "singularity exec"),
-        _Syntax("", "-B --bind -H --home --env --env-file --pwd --cwd -W --workdir", words=2),
-    ),
-}
-"""Commands that start the command behind them. Of a flag that is not here no value is expected."""
-
-_INPUTS = ("-", "/dev/stdin", "/dev/fd/0", "/proc/self/fd/0")
+_INPUTS = ("-", "-s", "/dev/stdin")
 
 
 def require_program(command: Sequence[str]) -> None:
-    """Refuse a command that is an interpreter, or a wrapper of one, without a program."""
-    name, *words = _skip_wrappers([*command])
-    name = os.path.basename(name)
-    syntax = _INTERPRETERS.get(name)
-    if PYTHON.fullmatch(name):
-        syntax = _PYTHON
-    if syntax is None:
+    """Refuse an interpreter that would read its program from standard input."""
+    name = os.path.basename(command[0])
+    flag = "-c" if PYTHON.fullmatch(name) else _CODE_FLAGS.get(name)
+    if flag is None:
         return
-    rest = _skip_flags(words, syntax)
-    if rest is None:
-        return
-    if syntax is _SHELL and rest[:1] == ["-"]:
-        rest = rest[1:]  # the end of its options
-    if rest and rest[0] not in _INPUTS:
-        return
-    flag = syntax.programs.split()[0]
+    words = list(command[1:])
+    if words:
+        if words.pop() not in _INPUTS:
+            return
+        has_program = any(not word.startswith("-") or word.startswith(flag) for word in words)
+        if has_program:
+            return
     raise UsageError(
         f"{' '.join(command)[:80]!r}: {name} without a program; expected one, such as: "
         f"{name} {flag} CODE, or: {name} FILE; every rank reads {os.devnull}, and nothing of "
         "standard input"
     )
-
-
-def _skip_wrappers(words: list[str]) -> list[str]:
-    """Return the command that wrappers such as env start in the end."""
-    name = os.path.basename(words[0])
-    wrapper = _WRAPPERS.get(name) or _WRAPPERS.get(" ".join([name, *words[1:2]]))
-    if wrapper is None:
-        return words
-    inner = _skip_to_command(words[1:], wrapper)
-    if not inner:
-        return words
-    return _skip_wrappers(inner)
-
-
-def _skip_to_command(words: list[str], wrapper: _Syntax) -> list[str] | None:
-    """Return the command behind a wrapper's own words; None if there is none, or none is seen."""
-    rest = _skip_flags(words, wrapper)
-    for _ in range(wrapper.words):
-        rest = _skip_flags(rest[1:], wrapper) if rest else None
-    while wrapper is _WRAPPERS["env"] and rest and (rest[0] == "-" or "=" in rest[0]):
-        rest = rest[1:]
-    return rest
-
-
-def _skip_flags(words: list[str], syntax: _Syntax) -> list[str] | None:
-    """Return the words behind flags: none if the program is read, None if a flag brings it."""
-    programs = syntax.programs.split()
-    values = syntax.values.split()
-    read_input = syntax.read_input.split()
-    reads_input = False
-    rest = [*words]
-    while rest and rest[0][:1] in ("-", "+") and rest[0] not in ("-", "+"):
-        word = rest.pop(0)
-        if word == "--":
-            break
-        name, _, value = word.partition("=")
-        flags = [name]
-        if not word.startswith("--"):
-            flags = [f"-{letter}" for letter in word[1:]]
-        for place, flag in enumerate(flags):
-            if flag in programs:
-                return None
-            if flag in read_input:
-                reads_input = True
-            if flag in values:
-                is_attached = bool(value) or place + 1 < len(flags)
-                if not is_attached:
-                    rest = rest[1:]
-                break
-    return [] if reads_input else rest
