@@ -3,7 +3,6 @@
 import sys
 
 import launch
-import launch_programs
 import nodelists
 import obs
 import pytest
@@ -14,28 +13,13 @@ from peers import Peer
 HERE = {"x": Peer("x 1.0", sys.executable)}
 
 
-def shell(text):
-    return ["sh", "-c", text]
-
-
 def test_a_command_that_breaks_is_not_a_quick_one():
-    assert startup.seconds_of(shell("exit 0"), {0}) > 0
-    assert startup.seconds_of(shell("exit 1"), {0, 1}) > 0
+    assert startup.seconds_of(["sh", "-c", "exit 1"], {0, 1}) > 0
+    with pytest.raises(CalleeError, match="ended with 1"):
+        startup.seconds_of(["sh", "-c", "exit 1"], {0})
     trace = "echo 'Traceback (most recent call last)' >&2; echo 'OSError: it broke' >&2; exit 1"
-    for text, statuses in (("exit 1", {0}), (trace, {0, 1})):
-        with pytest.raises(CalleeError, match="ended with 1"):
-            startup.seconds_of(shell(text), statuses)
-
-
-def test_a_peer_that_cannot_be_imported_is_a_line_of_each_row(monkeypatch):
-    needed = {"ours": "import json", "torch": "import json", "x": "raise OSError('no nvcc')"}
-    monkeypatch.setattr(startup, "NEEDED", needed)
-    monkeypatch.setattr(startup, "present", lambda _: (dict(HERE), {}))
-    rows = {row.key: row for row in startup.imports(2)}
-    assert rows["startup/import/torch"].ratio is not None
-    for key in ("startup/import/x", "startup/import-memory/x"):
-        assert (rows[key].ours, rows[key].peer) == (None, "x 1.0")
-        assert "no nvcc" in rows[key].missing
+    with pytest.raises(CalleeError, match="ended with 1"):
+        startup.seconds_of(["sh", "-c", trace], {0, 1})
 
 
 def test_a_peer_that_says_something_else_is_not_compared(monkeypatch):
@@ -53,21 +37,6 @@ def test_fewer_steps_are_not_a_million(tmp_path):
     assert rows["obs/some-report"].ours is not None
     assert rows["obs/million-report"].missing == "only 100 were run"
     assert len(rows) == 8
-
-
-def test_a_launch_that_fails_says_so_and_is_no_figure(tmp_path):
-    with pytest.raises(launch_programs.LaunchError, match="sh ended with 3: no room"):
-        launch_programs.run(shell("echo no room >&2; exit 3"), {})
-    programs = launch_programs.Programs(str(tmp_path), {})
-    with pytest.raises(launch_programs.LaunchError, match="0 of 2 ranks"):
-        programs.until("first-line", ["true"])
-    if sys.platform == "linux":  # the launcher's memory is read from /proc
-        words = {"ours": shell("sleep 0.2; :"), "mpiexec": shell("exit 3")}
-        titles = {"mpiexec": "mpiexec 1.0"}
-        rows = launch.peaks(words, {}, titles, {"accelerate": "not installable"})
-        said = {row.key: row.missing for row in rows}
-        assert said["launch/memory/accelerate"] == "not installable"
-        assert "ended with 3" in said["launch/memory/mpiexec"]
 
 
 def test_a_slurm_that_is_not_there_is_a_missing_peer(monkeypatch):

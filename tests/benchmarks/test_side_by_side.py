@@ -1,6 +1,5 @@
 """bench:all, whole: one section really measured, and sections that fail."""
 
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,9 +9,7 @@ import fire
 import pytest
 import side_by_side
 import table
-from waiting import until
-
-from ezpz_launch._agent import is_running
+from waiting import is_left
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -71,67 +68,23 @@ def test_a_section_that_fails_is_a_row_and_the_others_go_on(monkeypatch, capsys)
     assert "detect()" in said
 
 
-# What a section leaves if nobody takes care: a process of another session, one of its own, a file.
-LEAVES = """
-import subprocess, tempfile, time
-others = [subprocess.Popen(["sleep", "300"], start_new_session=apart) for apart in (True, False)]
-open({pids!r}, "w").write(" ".join(str(other.pid) for other in others))
-held = tempfile.mkdtemp()
-try:
-    {then}
-finally:
-    others[0].kill()
+HANGS = """
+import subprocess, time
+other = subprocess.Popen(["sleep", "300"])
+open({pid!r}, "w").write(str(other.pid))
+time.sleep(300)
 """
 
 
-@pytest.fixture
-def leaves(tmp_path, monkeypatch):
-    """Return what makes a section that leaves such things, and what sees that they are gone."""
-    pids = tmp_path / "pids"
-
-    def make(then):
-        (tmp_path / "leaves.py").write_text(LEAVES.format(pids=str(pids), then=then))
-        (tmp_path / "temporary").mkdir()
-        monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
-        monkeypatch.setattr(side_by_side.tempfile, "tempdir", None)
-        monkeypatch.setattr(side_by_side, "HERE", tmp_path)
-        monkeypatch.setitem(side_by_side.SECTIONS, "leaves", lambda _: [])
-
-    yield make
-    if pids.exists():  # a busy machine may have ended the section before
-        until(lambda: not any(is_running(int(word)) for word in pids.read_text().split()))
-    assert not list((tmp_path / "temporary").iterdir())
-
-
-@pytest.mark.parametrize(
-    ("then", "said"),
-    [("time.sleep(300)", "not done after"), ("raise OSError('it broke')", "OSError: it broke")],
-    ids=["hangs", "fails"],
-)
-def test_a_section_that_hangs_or_fails_leaves_nothing(leaves, monkeypatch, then, said):
-    leaves(then)
-    monkeypatch.setattr(side_by_side, "LIMIT", 2)
-    (row,) = side_by_side.run_section("leaves", 1)
-    assert said in row.missing
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
-def test_a_run_that_is_ended_leaves_nothing(leaves, tmp_path, number):
-    leaves("time.sleep(300)")
-    code = f"""
-import sys; sys.path.append({str(BENCHMARKS)!r})
-import side_by_side
-from pathlib import Path
-side_by_side.HERE = Path({str(tmp_path)!r})
-side_by_side.SECTIONS["leaves"] = lambda _: []
-side_by_side.end_in_order()
-side_by_side.main(only="leaves")
-"""
-    with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL) as process:
-        pids = tmp_path / "pids"
-        until(lambda: pids.exists() and pids.read_text())
-        process.send_signal(number)
-    assert process.returncode != 0
+def test_a_section_that_hangs_is_ended_with_what_it_started(tmp_path, monkeypatch):
+    pid = tmp_path / "pid"
+    (tmp_path / "hangs.py").write_text(HANGS.format(pid=str(pid)))
+    monkeypatch.setattr(side_by_side, "HERE", tmp_path)
+    monkeypatch.setitem(side_by_side.SECTIONS, "hangs", lambda _: [])
+    monkeypatch.setattr(side_by_side, "LIMIT", 3)
+    (row,) = side_by_side.run_section("hangs", 1)
+    assert "not done after" in row.missing
+    assert not is_left(int(pid.read_text()))
 
 
 def test_a_section_without_a_goals_row_or_a_result_is_a_failure(tmp_path, monkeypatch, capsys):
