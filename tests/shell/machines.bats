@@ -101,29 +101,15 @@ ALCF=http://proxy.alcf.anl.gov:3128
   OPTIONS="set +eu" SH=zsh HOST_NAME=frontier00144 whole frontier slurm 8 http://proxy.ccs.ornl.gov:3128 frontier
 }
 
-# A site that nobody wrote a file for, and a workstation: no module, no proxy, no machine's devices.
-plain() { # SCHEDULER MACHINE NODES
-  BIN_DIR=$UV:$BIN here "set -euo pipefail; $KEPT $WHOLE" "$CLONE"
-  cat report
-  grep -qx 'status 0' report
-  [[ ${lines[1]} == "$CLONE/.venv"* ]]
-  [ "${lines[3]}" = "$1 $3" ] || [ "${lines[4]}" = "$1 $3" ]
-  grep -q "$2" report
-}
-@test "a plain PBS site" {
-  need_hostname
-  in_pbs 1.pbs-0001
-  HOST_NAME=x1000c0s0b1n1 plain pbs generic-pbs 2
-}
-@test "a plain Slurm site" {
-  need_hostname
-  in_slurm SLURM_CLUSTER_NAME=lumi
-  HOST_NAME=nid001234 plain slurm generic-slurm 2
-}
+# No module, no proxy, no machine's devices.
 @test "a workstation: .venv itself, and a report without a job" {
   need_hostname
-  HOST_NAME=laptop.local plain none workstation 1
+  HOST_NAME=laptop.local BIN_DIR=$UV:$BIN here "set -euo pipefail; $KEPT $WHOLE" "$CLONE"
+  cat report
+  grep -qx 'status 0' report
   [ "${lines[1]}" = "$CLONE/.venv" ]
+  [ "${lines[4]}" = 'none 1' ]
+  grep -q workstation report
 }
 
 # --- the place

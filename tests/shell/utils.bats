@@ -284,14 +284,6 @@ second_call() {
   has_not 'installing '
 }
 
-# --- form
-
-@test "utils.sh is short, and any bash reads it" {
-  [ "$(wc -l <"$REPO/utils.sh")" -le 300 ]
-  no grep -nE '.{101}' "$REPO/utils.sh"
-  bash -n "$REPO/utils.sh"
-}
-
 @test "scripts/test hands on what it says of the shell's variables, and nothing else" {
   local clone=$BATS_TEST_TMPDIR/clone
   mkdir -p "$clone/scripts"
