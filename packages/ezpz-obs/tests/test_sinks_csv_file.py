@@ -7,12 +7,12 @@ from ezpz_obs import History
 
 def test_pandas_reads_a_run_that_went_on_whose_later_rows_win(tmp_path):
     pandas = pytest.importorskip("pandas")
-    with History(tmp_path, sinks=["csv"], summary=False) as history:
+    with History(tmp_path, sinks=["csv"]) as history:
         for step in range(1000):
             history.record({"loss": 1 / (step + 1), "flag": step % 2 == 0})
     with open(tmp_path / "metrics.csv", "a") as file:
         file.write("1000,1732.5,1")  # torn
-    with History(tmp_path, sinks=["csv"], summary=False, resume=True) as history:
+    with History(tmp_path, sinks=["csv"], resume=True) as history:
         for step in range(990, 1010):
             history.record({"loss": -step / 7, "flag": True, "more": math.nan}, step=step)
     table = pandas.read_csv(tmp_path / "metrics.csv")

@@ -24,7 +24,7 @@ def a_home_of_its_own(tmp_path_factory, monkeypatch):
 
 
 def train(folder, sink, first=0, last=200, factor=1.0):
-    with History(folder, sinks=[sink], summary=False, config={"lr": 0.1}) as history:
+    with History(folder, sinks=[sink], config={"lr": 0.1}) as history:
         for step in range(first, last):
             history.record(
                 {
@@ -113,7 +113,7 @@ class TestMlflow:
             from ezpz_obs import History, setup_mlflow
             setup_mlflow("mine")
             setup_mlflow("mine")
-            with History(".", summary=False) as history:
+            with History(".") as history:
                 history.record({"loss": 1})
         """
         python(script, env={"EZPZ_TRACKER_BACKENDS": "csv"})

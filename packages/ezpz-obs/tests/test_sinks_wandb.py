@@ -68,7 +68,7 @@ def start(tmp_path, clean):
         took = time.monotonic() - printed
         assert process.returncode == 0, errors
         found = json.loads(next(line[5:] for line in lines if line.startswith("FOUND")))
-        warned = [line for line in errors.splitlines() if line.startswith("WARNING")]
+        warned = [line for line in errors.splitlines() if line.startswith("WARNING W&B")]
         return {**found, "exit": took, "warned": warned, "errors": errors}
 
     return start
@@ -221,7 +221,7 @@ def test_the_run_of_setup_wandb_is_used_and_left_open(tmp_path, python):
         """
         from ezpz_obs import History, setup_wandb
         run = setup_wandb("p", outdir=".")
-        with History("run", summary=False) as history:  # the live run need not be named
+        with History("run") as history:  # the live run need not be named
             for step in range(30):
                 history.record({"loss": step})
         run.log({"after": 1})

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ._performance import Throughput as Throughput
     from ._performance import memory_metrics as memory_metrics
     from ._performance import transformer_flops as transformer_flops
+    from ._processors import get_log_level as get_log_level
     from ._profile import profile as profile
     from ._progress import progress as progress
     from ._report import write_report as write_report
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from ._sinks.wandb import verify_wandb as verify_wandb
     from ._table import dataset_of as dataset_of
     from ._table import export as export
-    from ._terminal import get_log_level as get_log_level
 else:
     from ezpz_topo import attach
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import io
 import os
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import dataclass
+from functools import wraps
 from typing import Final
 
 from ._errors import ObsError
@@ -28,7 +28,7 @@ commands:
             and its pictures into RUN; of several runs the curves are overlaid,
             in the first one
   plot      draw metrics on the terminal; without METRIC the losses
-  tail      say what a live run records, until it ends (or Ctrl-C)
+  tail      print what a live run records, until it ends (or Ctrl-C)
   export    write the records as a table: step, time, a column for each metric
   replay    send the records to another sink: csv, tensorboard, wandb, ...
 
@@ -55,12 +55,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run ``ezpz-obs`` with these words (default: the process's) and return its exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        _answer(words)
+        _run(words)
         if sys.stdout is not None:
             sys.stdout.flush()
+    except UsageError as error:
+        _complain(f"{error}; see ezpz-obs --help")
+        return 2
     except ObsError as error:
         _complain(str(error))
-        return 2 if isinstance(error, UsageError) else 1
+        return 1
     except BrokenPipeError:
         # `ezpz-obs tail RUN | head -1` is no failure, nor is the interpreter's own flush.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -73,64 +76,76 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _complain(text: str) -> None:
-    line = " ".join(text.split("\n"))
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # closed: no one is told
-        print(f"ezpz-obs: {line}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # closed: no one reads it
+        print(f"ezpz-obs: {' '.join(text.split())}", file=sys.stderr, flush=True)
 
 
-def _answer(words: list[str]) -> None:
+def _run(words: list[str]) -> None:
     if sys.stdout is None:
         raise UsageError("standard output is closed; expected somewhere to write to")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
-    if {"-h", "--help"} & set(words):
+    if "-h" in words or "--help" in words:
         print(HELP)
-        return
-    if words == ["--version"]:
+    elif words == ["--version"]:
         print(__version__)
-        return
+    else:
+        call = _parse(words)
+        call.function(*call.arguments, **call.options)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A command as the words have it, before it runs."""
+
+    function: Callable[..., None]
+    arguments: tuple[str, ...]
+    options: dict[str, str]
+
+
+def _parse(words: list[str]) -> Call:
+    """Let Fire read the words; its pages of usage become one line."""
+    import fire  # 50 ms
+
     if not words or words[0] not in _COMMANDS:
-        said = repr(words[0]) if words else "nothing"
-        raise UsageError(f"{said}; expected one of {', '.join(_COMMANDS)}; see ezpz-obs --help")
-    _meant(words)()
-
-
-def _meant(words: Sequence[str]) -> Callable[[], None]:
-    command, plain, options = words[0], list[str](), dict[str, str | bool]()
-    signature = inspect.signature(_COMMANDS[command])
-    defaults = {
-        name.replace("_", "-"): one.default
-        for name, one in signature.parameters.items()
-        if one.kind is one.KEYWORD_ONLY
-    }
-    for word in words[1:]:
-        name, equals, value = word[2:].partition("=")
-        if not word.startswith("-"):
-            plain.append(word)
-        elif not word.startswith("--") or name not in defaults:
-            known = ", ".join(f"--{option}" for option in defaults) or "none"
-            raise UsageError(
-                f"{command}: unknown option {word!r}; expected {known}; see ezpz-obs --help"
-            )
-        elif (is_flag := defaults[name] is False) == bool(equals):
-            form = f"--{name}" if is_flag else f"--{name}=VALUE"
-            raise UsageError(f"{command}: {word!r}; expected {form}")
-        elif equals and not value:
-            raise UsageError(f"{command}: {word!r} is empty; expected a value")
-        else:
-            options[name.replace("-", "_")] = value or True
+        given = repr(words[0]) if words else "no command"
+        raise UsageError(f"{given}; expected one of {', '.join(_COMMANDS)}")
+    if "--" in words:
+        raise UsageError("'--' is an unknown option")
+    commands = {name: _defer(function) for name, function in _COMMANDS.items()}
     try:
-        signature.bind(*plain, **options)
-    except TypeError as error:
-        raise UsageError(
-            f"{' '.join(words)!r}: {error}; expected one of the forms of ezpz-obs --help"
-        ) from None
-    return partial(_COMMANDS[command], *plain, **options)
+        with contextlib.redirect_stderr(io.StringIO()):
+            call: Call = fire.Fire(commands, words, name="ezpz-obs", serialize=lambda _call: None)
+    except fire.core.FireExit as error:
+        problem = error.trace.elements[-1].ErrorAsStr()
+        raise UsageError(f"{words[0]}: {problem}") from None
+    for name, value in call.options.items():
+        option = f"--{name.replace('_', '-')}"
+        if name == "no_follow":
+            if value != "True":
+                raise UsageError(f"{words[0]}: {option}={value}; expected {option}")
+        elif value == "True":  # Fire's value of an option without one
+            raise UsageError(f"{words[0]}: {option} has no value; expected {option}=VALUE")
+        elif not value:
+            raise UsageError(f"{words[0]}: {option} is empty; expected {option}=VALUE")
+    return call
+
+
+def _defer(function: Callable[..., None]) -> Callable[..., Call]:
+    """Return a function of the same signature that only keeps what it is called with, as text."""
+    import fire
+
+    @wraps(function)
+    def keep(*arguments: str, **options: str) -> Call:
+        return Call(function, arguments, options)
+
+    parsed: Callable[..., Call] = fire.decorators.SetParseFn(str)(keep)
+    return parsed
 
 
 def _report(*runs: str, out: str = "") -> None:
     if not runs:
-        raise UsageError("report: no RUN; expected one at least: ezpz-obs report outputs/run")
+        raise UsageError("report: no RUN; expected one at least")
     from ._report import write_report
 
     page, text, *_ = write_report(runs, out or None)
@@ -143,9 +158,9 @@ def _plot(run: str, *metrics: str) -> None:
     plot(run, *metrics)
 
 
-def _tail(run: str, *, lines: str = "10", no_follow: bool = False) -> None:
+def _tail(run: str, *, lines: str = "10", no_follow: str = "") -> None:
     if not lines.isdecimal():
-        raise UsageError(f"tail: --lines={lines}; expected how many: --lines=10")
+        raise UsageError(f"tail: --lines={lines}; expected a number: --lines=10")
     from ._report.terminal import tail
 
     tail(run, follow=not no_follow, lines=int(lines))
@@ -157,7 +172,7 @@ def _export(run: str, *, csv: str = "", parquet: str = "") -> None:
     from ._table import export
 
     count = export(run, csv=csv or None, parquet=parquet or None)
-    print(f"{count:,} records in {' and '.join(name for name in (csv, parquet) if name)}")
+    print(f"{count:,} records in {' and '.join(filter(None, (csv, parquet)))}")
 
 
 def _replay(run: str, *, to: str) -> None:
@@ -167,5 +182,9 @@ def _replay(run: str, *, to: str) -> None:
 
 
 _COMMANDS: Final[dict[str, Callable[..., None]]] = {
-    "report": _report, "plot": _plot, "tail": _tail, "export": _export, "replay": _replay,
-}  # fmt: skip
+    "report": _report,
+    "plot": _plot,
+    "tail": _tail,
+    "export": _export,
+    "replay": _replay,
+}

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
-from ._context import find_place
+from ._context import find_rank_info
 from ._errors import ObsError
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def memory_metrics(device: Any = None) -> dict[str, float]:
     """
     if "torch" not in sys.modules:
         raise ObsError("memory_metrics() asks torch, which is not imported; import it first")
-    memory = _device_package("memory_metrics()").get_memory(device)
+    memory = _import_device_package("memory_metrics()").get_memory(device)
     found = {}
     if memory.allocated is not None:
         found["memory_gib"] = memory.allocated / _GIB
@@ -52,7 +52,7 @@ def memory_metrics(device: Any = None) -> dict[str, float]:
     return found
 
 
-def _device_package(purpose: str) -> Any:
+def _import_device_package(purpose: str) -> Any:
     try:
         import ezpz_device  # an extra, and imports torch
     except ModuleNotFoundError as error:
@@ -130,25 +130,31 @@ class Throughput:
             return {}
         if not 0 < seconds < float("inf"):
             raise ValueError(f"seconds={seconds}; expected the time of a step, above 0")
-        tokens = self.tokens_per_step if tokens is None else tokens
-        samples = self.samples_per_step if samples is None else samples
-        found: dict[str, float] = {}
+        if tokens is None:
+            tokens = self.tokens_per_step
+        if samples is None:
+            samples = self.samples_per_step
+        rates: dict[str, float] = {}
         if tokens is not None:
-            found["tokens_per_s"] = tokens / seconds
+            rates["tokens_per_s"] = tokens / seconds
         if samples is not None:
-            found["samples_per_s"] = samples / seconds
-        flops = self.flops_per_step
-        if self.flops_per_token is not None:
-            if tokens is None:
-                raise ValueError("flops_per_token without tokens; give tokens_per_step or tokens")
-            flops = self.flops_per_token * tokens
+            rates["samples_per_s"] = samples / seconds
+        flops = self._count_flops(tokens)
         if flops is not None:
-            self.world_size = self.world_size or find_place().world_size
+            self.world_size = self.world_size or find_rank_info().world_size
             rate = flops / seconds / self.world_size
-            found["tflops"] = rate / 1e12
+            rates["tflops"] = rate / 1e12
             if self._peak is not None:
-                found["mfu"] = rate / self._peak
-        return found
+                rates["mfu"] = rate / self._peak
+        return rates
+
+    def _count_flops(self, tokens: float | None) -> float | None:
+        """Return the operations of one step of the whole job; None where they are not known."""
+        if self.flops_per_token is None:
+            return self.flops_per_step
+        if tokens is None:
+            raise ValueError("flops_per_token without tokens; give tokens_per_step or tokens")
+        return self.flops_per_token * tokens
 
     @cached_property
     def _peak(self) -> float | None:
@@ -269,7 +275,7 @@ class StepTimer:
         after what belongs to no step: an evaluation, a checkpoint.
         """
         for phase in self._phases.values():
-            phase.take()
+            phase.pop_marks()
         self._find_clock()
         self._start = self._clock.mark()
 
@@ -279,10 +285,10 @@ class StepTimer:
             self.start()
             return
         end = self._clock.mark()
-        taken = {name: phase.take() for name, phase in self._phases.items()}
+        taken = {name: phase.pop_marks() for name, phase in self._phases.items()}
         self._waiting.append(_Step(self._clock, self._start, end, taken))
         self._start = end
-        self._settle()
+        self._collect_finished()
         if not self._is_found and self._find_clock():
             self._start = self._clock.mark()
 
@@ -292,16 +298,16 @@ class StepTimer:
         Every phase has its place, with 0 where the step had none of it. Empty before the end of
         the first step, which is the only one that is waited for.
         """
-        self._settle(wait=not self._last)
+        self._collect_finished(wait=not self._last)
         return dict(self._last)
 
     @property
     def seconds(self) -> float | None:
         """Seconds of the last step that is known, for `Throughput.metrics`; None before."""
-        self._settle(wait=not self._last)
+        self._collect_finished(wait=not self._last)
         return self._last.get("step_s")
 
-    def _settle(self, *, wait: bool = False) -> None:
+    def _collect_finished(self, *, wait: bool = False) -> None:
         waiting = self._waiting
         while waiting and (
             wait or len(waiting) > _MOST_WAITING or waiting[0].clock.has_passed(waiting[0].end)
@@ -314,7 +320,8 @@ class StepTimer:
         found = _device_clock(self._device, self._synchronize)
         if found is None:
             return False
-        self._clock, self._is_found = found, True
+        self._clock = found
+        self._is_found = True
         for phase in self._phases.values():
             phase.clock = found
         return True
@@ -341,7 +348,7 @@ def _device_clock(device: Any, synchronize: bool) -> Clock | None:
             return None
     elif torch.device(device).type == "cpu":
         return HostClock()
-    package = _device_package(f"StepTimer on {device or 'an accelerator'}")
+    package = _import_device_package(f"StepTimer on {device or 'an accelerator'}")
     found: Clock = package.find_clock(device, synchronize=synchronize)
     return found
 
@@ -378,11 +385,13 @@ class Phase:
             self.host_seconds += sum(clock.seconds(*pair) for pair in self._marks)
             self._marks = []
 
-    def take(self) -> tuple[float, list[tuple[Mark, Mark]]]:
+    def pop_marks(self) -> tuple[float, list[tuple[Mark, Mark]]]:
         """Return what has been timed, and begin again."""
-        taken = self.host_seconds, self._marks
-        self.host_seconds, self._marks = 0.0, []
-        return taken
+        seconds = self.host_seconds
+        marks = self._marks
+        self.host_seconds = 0.0
+        self._marks = []
+        return seconds, marks
 
 
 class _Step(NamedTuple):
@@ -405,7 +414,8 @@ class Batches(Generic[T]):
     """Batches, the wait for each being timed."""
 
     def __init__(self, batches: Iterable[T], phase: Phase) -> None:
-        self._batches, self._phase = batches, phase
+        self._batches = batches
+        self._phase = phase
 
     def __iter__(self) -> Iterator[T]:
         phase = self._phase

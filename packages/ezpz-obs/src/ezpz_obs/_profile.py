@@ -9,7 +9,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Self
 
-from ._context import find_place
+from ._context import find_rank_info
 from ._errors import ObsError
 
 logger = logging.getLogger("ezpz_obs")
@@ -59,7 +59,7 @@ def profile(
         raise ValueError(
             f"steps={steps!r}; expected (first, one after the last), the first at least {first}"
         )
-    rank = find_place().rank
+    rank = find_rank_info().rank
     is_chosen = ranks is None or rank in ranks
     if is_chosen and "torch" not in sys.modules:
         raise ObsError(
@@ -82,7 +82,10 @@ class Profile:
     ) -> None:  # fmt: skip
         self.trace: Path | None = None  # its file, once it is written
         self.table: str = ""  # of the operators, once the steps are over
-        self._directory, self._rank, self._begin, self._end = directory, rank, begin, end
+        self._directory = directory
+        self._rank = rank
+        self._begin = begin
+        self._end = end
         self._profiler: Any = None  # torch's, on a rank that is chosen
         if directory is None:
             return
@@ -91,7 +94,8 @@ class Profile:
             schedule=self._plan, on_trace_ready=self._write, **options
         )
         # So that the trace calls the steps by their numbers: ProfilerStep#10.
-        self._profiler.step_num, self._offset = first, 0
+        self._profiler.step_num = first
+        self._offset = 0
 
     def _plan(self, step: int) -> Any:
         actions: Any = sys.modules["torch"].profiler.ProfilerAction
@@ -100,7 +104,9 @@ class Profile:
             return actions.NONE
         if step < self._begin:
             return actions.WARMUP
-        return actions.RECORD if step < self._end - 1 else actions.RECORD_AND_SAVE
+        if step < self._end - 1:
+            return actions.RECORD
+        return actions.RECORD_AND_SAVE
 
     def __enter__(self) -> Self:
         if self._profiler is not None:

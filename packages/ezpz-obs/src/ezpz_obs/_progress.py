@@ -13,9 +13,10 @@ from datetime import timedelta
 from functools import cached_property
 from typing import Any, Generic, TypeVar
 
-from ._context import find_place, to_text
-from ._logs import get_logger
-from ._terminal import process_output
+from ._context import find_rank_info
+from ._handlers import is_terminal
+from ._logs import find_output, get_logger
+from ._text import to_text
 
 T = TypeVar("T")
 
@@ -62,7 +63,7 @@ class Progress(Generic[T]):
     _every: float
 
     def __post_init__(self) -> None:
-        self._speaks = find_place().rank == 0
+        self._is_shown = find_rank_info().rank == 0
         self._logger = get_logger("progress")
         if self._desc is not None:
             self._desc = to_text(self._desc)
@@ -73,10 +74,11 @@ class Progress(Generic[T]):
         return self._length
 
     def __iter__(self) -> Iterator[T]:
-        if not self._speaks:
+        if not self._is_shown:
             return iter(self._iterable)
-        terminal = process_output().terminal
-        if terminal.level <= logging.INFO and not terminal.as_json and terminal.is_tty():
+        output = find_output()
+        wants_bar = output.terminal.level <= logging.INFO and not output.as_json
+        if wants_bar and is_terminal(sys.stderr):
             return self._with_bar()
         return self._with_lines()
 
@@ -110,8 +112,10 @@ class Progress(Generic[T]):
 
     def _with_lines(self) -> Iterator[T]:
         total = self._length
-        start = last = time.monotonic()
-        count, is_whole = 0, False
+        start = time.monotonic()
+        last = start
+        count = 0
+        is_whole = False
         try:
             for item in self._iterable:
                 yield item
@@ -119,19 +123,21 @@ class Progress(Generic[T]):
                 now = time.monotonic()
                 if now - last >= self._every:
                     last = now
-                    self._logger.info(self._say(count, total, now - start))
+                    self._logger.info(self._describe(count, total, now - start))
             is_whole = True
         finally:
             passed = time.monotonic() - start
-            text = self._say(count, total if not is_whole else None, passed)
-            how = "done" if is_whole else "stopped"
-            self._logger.info(f"{text}, {how} after {timedelta(seconds=round(passed))}")
+            text = self._describe(count, total if not is_whole else None, passed)
+            ending = "done" if is_whole else "stopped"
+            self._logger.info(f"{text}, {ending} after {timedelta(seconds=round(passed))}")
 
-    def _say(self, count: int, total: int | None, seconds: float) -> str:
+    def _describe(self, count: int, total: int | None, seconds: float) -> str:
         from tqdm import tqdm
 
         form = "{n_fmt} {unit}, {rate_fmt}"
         if total and count <= total:
             form = "{n_fmt}/{total_fmt} ({percentage:.0f}%), {rate_fmt}, {remaining} left"
-        said = tqdm.format_meter(count, total, seconds, unit=self._unit, bar_format=form)
-        return f"{self._desc}: {said}" if self._desc else said
+        text: str = tqdm.format_meter(count, total, seconds, unit=self._unit, bar_format=form)
+        if self._desc:
+            return f"{self._desc}: {text}"
+        return text

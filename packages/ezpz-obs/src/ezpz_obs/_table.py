@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ._context import replacing
 from ._errors import ReportError, require
-from ._file import as_float
+from ._records import as_float
 from ._run import Block, Run, read_run, to_blocks
 
 Floats = NDArray[np.float64]
@@ -63,19 +63,20 @@ def export(
             raise ReportError(f"{path} is the run itself; expected another file")
         if path.is_dir():
             raise ReportError(f"{path} is a folder; expected a file")
-    columns = _columns(found)
+    columns = _find_columns(found)
     count = 0
     for path, write in ways:
         try:
             with replacing(path) as aside:
                 count = write(found, aside, columns)
         except OSError as error:
-            error.filename, error.filename2 = str(path), None  # what was asked for
+            error.filename = str(path)  # what was requested
+            error.filename2 = None
             raise
     return count
 
 
-def _columns(run: Run) -> list[str]:
+def _find_columns(run: Run) -> list[str]:
     # Both first, and there where there are no records.
     names: dict[str, None] = {"step": None, "time": None}
     for record in run.records():
@@ -99,7 +100,8 @@ def _write_parquet(run: Run, path: Path, columns: list[str]) -> int:
     pq = require("pyarrow.parquet", "an export to Parquet", "parquet")
     double = dict.fromkeys(columns, pyarrow.float64())
     schema = pyarrow.schema(double | {"step": pyarrow.int64()})
-    count, records = 0, run.records()
+    count = 0
+    records = run.records()
     with pq.ParquetWriter(path, schema) as writer:
         while rows := list(islice(records, _ROWS)):
             table = {
@@ -132,7 +134,7 @@ def dataset_of(run: Run | Iterable[Mapping[str, Any]]) -> Any:
         HistoryError: No line is a History's.
     """
     first: dict[str, Any] = {"step": 0, "time": 0.0}  # in this order, whatever the records'
-    steps, times, columns, counts = _arrays(
+    steps, times, columns, counts = _make_arrays(
         run.blocks() if isinstance(run, Run) else to_blocks(first | {**r} for r in run)
     )
     try:
@@ -142,41 +144,46 @@ def dataset_of(run: Run | Iterable[Mapping[str, Any]]) -> Any:
     stamps = np.round(times * 1e6).astype("int64").astype("datetime64[us]")
     return xarray.Dataset(
         {
-            name: xarray.Variable("step", values, _attributes(values, counts[name]))
+            name: xarray.Variable("step", values, _make_attributes(values, counts[name]))
             for name, values in columns.items()
         },
         coords={"step": steps, "time": ("step", stamps.astype("datetime64[ns]"))},
-        attrs=_facts(run) if isinstance(run, Run) else {},
+        attrs=_make_facts(run) if isinstance(run, Run) else {},
     )
 
 
-def _arrays(
+def _make_arrays(
     blocks: Iterable[Block],
 ) -> tuple[NDArray[np.int64], Floats, dict[str, Floats], Counter[str]]:
     """Return steps, times, each metric's numbers, and how many records have it."""
     placed: list[tuple[int, Block]] = []
     counts: Counter[str] = Counter()
-    rows, names = 0, set[str]()
+    rows = 0
+    names: set[str] = set()
     step: int | None = None
     for block in blocks:
         # Its first record may go with the last before it: train's and eval's of one step.
         joins = int(block.steps[0]) == step and names.isdisjoint(block.names)
         placed.append((rows - joins, block))
         rows += len(block.steps) - joins
-        names = {*block.names, *(names if joins and len(block.steps) == 1 else ())}
+        if not joins or len(block.steps) > 1:
+            names = set()
+        names.update(block.names)
         step = int(block.steps[-1])
         counts.update(dict.fromkeys(block.names, len(block.steps)))
-    steps, times = np.zeros(rows, np.int64), np.zeros(rows)
+    steps = np.zeros(rows, np.int64)
+    times = np.zeros(rows)
     columns = {name: np.full(rows, np.nan) for name in counts}
     for start, block in placed:
         here = slice(start, start + len(block.steps))
-        steps[here], times[here] = block.steps, block.times
+        steps[here] = block.steps
+        times[here] = block.times
         for place, name in enumerate(block.names):
             columns[name][here] = block.values[:, place]
     return steps, times, columns, counts
 
 
-def _attributes(values: Floats, count: int) -> dict[str, Any]:
+def _make_attributes(values: Floats, count: int) -> dict[str, Any]:
     finite = values[np.isfinite(values)]
     found: dict[str, Any] = {"count": len(finite), "not_finite": count - len(finite)}
     if len(finite):
@@ -188,7 +195,7 @@ def _attributes(values: Floats, count: int) -> dict[str, Any]:
     return found
 
 
-def _facts(run: Run) -> dict[str, Any]:
+def _make_facts(run: Run) -> dict[str, Any]:
     header = run.headers[-1] if run.headers else {}
     facts: dict[str, Any] = {"run": run.name, "path": str(run.path), "attempts": len(run.headers)}
     for name in ("world_size", "machine", "hosts", "git", "versions", "config", "argv"):

@@ -27,9 +27,9 @@ def test_help_is_one_screen(command):
     [
         ([], "expected one of report, plot"), (["nope"], "'nope'"), (["report"], "no RUN"),
         (["plot"], "run"), (["report", "RUN", "--out"], "--out=VALUE"),
-        (["report", "RUN", "--out="], "is empty"), (["report", "RUN", "--open=1"], "unknown"),
-        (["report", "RUN", "-o"], "unknown"), (["report", "RUN", "--", "--trace"], "unknown"),
-        (["tail", "RUN", "--lines=some"], "--lines=some"), (["tail", "RUN", "more"], "too many"),
+        (["report", "RUN", "--out="], "is empty"), (["report", "RUN", "--open=1"], "--open=1"),
+        (["report", "RUN", "-o"], "--out=VALUE"), (["report", "RUN", "--", "--trace"], "unknown"),
+        (["tail", "RUN", "--lines=some"], "--lines=some"), (["tail", "RUN", "more"], "more"),
         (["export", "RUN"], "no file"),
         (["replay", "RUN"], "to"), (["tail", "RUN", "--no-follow=1"], "expected --no-follow"),
     ],

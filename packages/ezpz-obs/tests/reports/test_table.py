@@ -87,7 +87,7 @@ def test_what_fails_leaves_the_old_file(run, tmp_path):
 
 
 def test_a_runs_records_come_back(tmp_path):
-    with History(tmp_path / "run", config={"lr": 0.1}, name="mine") as history:
+    with History(tmp_path / "run", config={"lr": 0.1}) as history:
         for step in range(100):
             history.record({"loss": 1 / (step + 1), "n": step})
             if step % 10 == 0:
@@ -103,7 +103,7 @@ def test_a_runs_records_come_back(tmp_path):
     assert found["loss"].attrs["mean"] == pytest.approx(losses.mean())
     assert found["loss"].attrs["std"] == pytest.approx(losses.std())
     assert (found["loss"].attrs["min"], found["loss"].attrs["max"]) == (0.01, 1.0)
-    assert found.attrs["run"] == "mine"
+    assert found.attrs["run"] == "run"
     assert '"lr"' in found.attrs["config"]
     assert (np.diff(found["time"].values) >= np.timedelta64(0)).all()
     assert abs(found["time"].values[0] - np.datetime64("now")) < np.timedelta64(1, "h")

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from ezpz_obs._file import file_name
+from ezpz_obs._records import to_file_name
 from ezpz_obs._report.words import (
     NOTHING,
     clean,
@@ -74,10 +74,10 @@ def test_letters_stay_what_they_are_and_both_ends_of_a_long_name_are_shown():
     "name", ["a/b", "../../etc/passwd", "A", "loss ", "", ".", "x" * 10_000, "\x00", "損失", "con:"]
 )
 def test_file_names_are_safe_and_differ(name):
-    made = file_name("curve", name)
+    made = to_file_name("curve", name)
     assert made.isascii()
     assert len(made) < 64
     assert not set(made) - set("abcdefghijklmnopqrstuvwxyz0123456789_-")
-    assert made != file_name("curve", name + "!")
-    assert made != file_name("curve", "loss") == "curve-loss"
+    assert made != to_file_name("curve", name + "!")
+    assert made != to_file_name("curve", "loss") == "curve-loss"
     assert made.lower() == made, "no two differ in case only"

@@ -18,7 +18,7 @@ import numpy as np
 
 from ezpz_obs._context import replacing
 from ezpz_obs._errors import ReportError, require
-from ezpz_obs._file import STATISTICS, file_name
+from ezpz_obs._records import STATISTICS, to_file_name
 from ezpz_obs._run import Run, read_run
 from ezpz_obs._version import __version__
 
@@ -66,7 +66,7 @@ class Chart:
 
 
 @dataclass(frozen=True)
-class RunPart:
+class RunOverview:
     label: str
     state: str  # "good", "bad" or "open"
     words: str
@@ -77,7 +77,7 @@ class RunPart:
 @dataclass(frozen=True)
 class Report:
     title: str
-    runs: list[RunPart]
+    runs: list[RunOverview]
     sections: dict[str, list[Chart]]
     undrawn: int  # metrics
     tables: list[Table]
@@ -117,7 +117,7 @@ def write_report(
     folder = found[0].path.parent / "report" if out is None else Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     charts = chain.from_iterable(report.sections.values())
-    pictures = [_write(folder / chart.file, _stand_alone(chart.svg)) for chart in charts]
+    pictures = [_write(folder / chart.file, _make_standalone(chart.svg)) for chart in charts]
     text = _write(folder / "report.md", _render_markdown(report))
     page = _write(folder / "report.html", _render_page(report))
     return (page, text, *pictures)
@@ -132,7 +132,9 @@ def make_report(runs: Sequence[Run]) -> Report:
     parts = []
     for summary in summaries:
         state, words = summary.outcome
-        parts.append(RunPart(summary.label, state, words, make_facts(summary), make_tiles(summary)))
+        parts.append(
+            RunOverview(summary.label, state, words, make_facts(summary), make_tiles(summary))
+        )
     title = summaries[0].label
     tables: list[Table] = []
     if len(summaries) > 1:
@@ -159,7 +161,7 @@ def _draw_charts(summaries: Sequence[Summary]) -> tuple[dict[str, list[Chart]], 
     wanted: dict[str, list[tuple[str, Summary, str]]] = {}
     for summary in summaries:
         for name in summary.groups:
-            if summary.main(name).is_counter:
+            if summary.series_of(name).is_counter:
                 continue
             if len(summaries) > 1:
                 wanted.setdefault(name, []).append((summary.label, summary, name))
@@ -212,23 +214,23 @@ def _draw(title: str, wanted: Sequence[tuple[str, Summary, str]], *, has_wide: b
             }
             if len({len(curve.steps) for curve in spread.values()}) > 1:
                 spread = None  # somebody's own metrics of these names
-        series = summary.main(name)
-        lines.append(Line(label, color, series.make_curve(), _find_odd(series), spread))
+        series = summary.series_of(name)
+        lines.append(Line(label, color, series.make_curve(), _find_not_finite(series), spread))
     svg, notes = draw_chart(lines, f"{title} over steps")
     wide_svg = ""
     if has_wide:
         wide_svg, _ = draw_chart(lines, f"{title} over steps", wide=True)
     unit = _UNITS.get(last_part(wanted[0][2]), "")
-    return Chart(title, unit, f"{file_name('curve', title)}.svg", svg, wide_svg, notes)
+    return Chart(title, unit, f"{to_file_name('curve', title)}.svg", svg, wide_svg, notes)
 
 
-def _find_odd(series: Series) -> tuple[Any, int, int]:
+def _find_not_finite(series: Series) -> tuple[Any, int, int]:
     is_nan = np.isnan(series.values)
     is_infinite = np.isinf(series.values)
     return series.steps[is_nan | is_infinite], int(is_nan.sum()), int(is_infinite.sum())
 
 
-def _stand_alone(svg: str) -> str:
+def _make_standalone(svg: str) -> str:
     """Return a chart as a file of its own: with its colours, without the script's data."""
     rules = (
         f"{make_style('svg')}\nsvg {{ color: #1d1f24; stroke-linejoin: round }}\n"

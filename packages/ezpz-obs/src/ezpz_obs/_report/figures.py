@@ -91,7 +91,7 @@ def draw_chart(lines: Sequence[Line], title: str, *, wide: bool = False) -> tupl
             notes += _mark_not_finite(axes, line, has_label=len(lines) > 1)
         if any(line.spread for line in lines):
             notes.append("bands: mean ± std, and least to greatest, of the ranks")
-        _dress(axes)
+        _style_axes(axes)
         if len(lines) > 1:
             _add_legend(axes, handles, [line.label for line in lines])
         return _to_svg(figure, title, _describe(figure, axes, lines)), notes
@@ -103,8 +103,8 @@ def find_limits(lines: Sequence[Line]) -> tuple[float, float, bool, bool]:
     means = means[np.isfinite(means)]
     if not len(means):
         return 0.0, 1.0, False, False
-    low = min(float(np.nanmin(curve.least)) for curve in _shown(lines))
-    high = max(float(np.nanmax(curve.greatest)) for curve in _shown(lines))
+    low = min(float(np.nanmin(curve.least)) for curve in _visible_curves(lines))
+    high = max(float(np.nanmax(curve.greatest)) for curve in _visible_curves(lines))
     usual_low, usual_high = np.quantile(means, (0.02, 0.98), method="nearest").tolist()
     if low > 0 and math.log10(usual_high) - math.log10(usual_low) > _DECADES:
         return low / 1.2, high * 1.2, True, False
@@ -118,7 +118,7 @@ def find_limits(lines: Sequence[Line]) -> tuple[float, float, bool, bool]:
     return low - margin, high + margin, False, has_outliers
 
 
-def _shown(lines: Sequence[Line]) -> list[Curve]:
+def _visible_curves(lines: Sequence[Line]) -> list[Curve]:
     curves = []
     for line in lines:
         curves.append(line.curve)
@@ -176,7 +176,7 @@ def _mark_not_finite(axes: Any, line: Line, *, has_label: bool) -> list[str]:
     return [f"{label}{' and '.join(counts)} ({TIMES}), first at step {int(steps[0]):,}"]
 
 
-def _dress(axes: Any) -> None:
+def _style_axes(axes: Any) -> None:
     ticker = require("matplotlib.ticker", "a plot")
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.spines["bottom"].set(alpha=0.35, linewidth=0.8)

@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ezpz_obs._file import STATISTICS
+from ezpz_obs._records import STATISTICS
 from ezpz_obs._run import Run
 
 Floats = NDArray[np.float64]
@@ -97,10 +97,10 @@ def read_series(run: Run) -> tuple[dict[str, Series], Series]:
         times.append(Series(block.steps, block.times))
         for place, name in enumerate(block.names):
             parts.setdefault(name, []).append(Series(block.steps, block.values[:, place]))
-    return {name: _join(found) for name, found in parts.items()}, _join(times)
+    return {name: _concatenate(found) for name, found in parts.items()}, _concatenate(times)
 
 
-def _join(parts: list[Series]) -> Series:
+def _concatenate(parts: list[Series]) -> Series:
     steps = np.concatenate([part.steps for part in parts])
     return Series(steps, np.concatenate([part.values for part in parts]))
 

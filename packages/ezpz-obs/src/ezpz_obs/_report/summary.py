@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from ezpz_obs._run import Run, say_damaged
+from ezpz_obs._run import Run, describe_damage
 
 from .series import Series, group_metrics, read_series
 from .words import (
@@ -30,7 +30,7 @@ _MOST_NOTICES: Final = 200
 _MOST_DAMAGED: Final = 5  # lines that are named; all are counted
 _LONGEST: Final = 300
 _LIVE_SECONDS: Final = 60.0  # since the last write, of a run without an end
-_HEADER_FACTS: Final = ("machine", "hosts", "world_size", "job", "git", "argv")
+_HEADER_FACTS: Final = ("machine", "hosts", "world_size", "job", "git", "argv", "last_fault")
 
 Row = tuple[str, ...]
 
@@ -82,7 +82,7 @@ class Summary:
         age = time.time() - self.run.path.stat().st_mtime
         return describe_end(self.attempts[-1].end, age)
 
-    def main(self, metric: str) -> Series:
+    def series_of(self, metric: str) -> Series:
         """Return what stands for a metric: its mean over the ranks where that is known."""
         if self.groups[metric] or metric not in self.series:
             return self.series[f"{metric}/mean"]
@@ -91,8 +91,8 @@ class Summary:
     def find(self, part: str) -> Series | None:
         """Return the first metric whose name ends so, if it has a finite value."""
         for name in self.groups:
-            if last_part(name) == part and len(self.main(name).finite):
-                return self.main(name)
+            if last_part(name) == part and len(self.series_of(name).finite):
+                return self.series_of(name)
         return None
 
 
@@ -139,10 +139,12 @@ def _find_attempts(
             event = ends.pop(0)
             end = str(event.get("message", ""))
             last_time = _read_seconds(event.get("time")) or last_time
-        seconds = max(0.0, last_time - began) if began and last_time else None
-        first = steps[0] if steps else None
-        last = steps[-1] if steps else None
-        attempts.append(Attempt(began, first, last, seconds, end))
+        attempt = Attempt(began, None, None, None, end)
+        if steps:
+            attempt = replace(attempt, first_step=steps[0], last_step=steps[-1])
+        if began and last_time:
+            attempt = replace(attempt, seconds=max(0.0, last_time - began))
+        attempts.append(attempt)
     return attempts
 
 
@@ -162,7 +164,7 @@ def make_facts(summary: Summary) -> list[str]:
     if len(summary.attempts) > 1:
         facts.append(_count(len(summary.attempts) - 1, "restart"))
     if summary.run.damaged:
-        facts.append(say_damaged(len(summary.run.damaged)))
+        facts.append(describe_damage(len(summary.run.damaged)))
     return facts
 
 
@@ -178,7 +180,7 @@ def make_tiles(summary: Summary) -> list[Tile]:
     losses = [name for name in summary.groups if last_part(name) == "loss"]
     losses += [name for name in summary.groups if "loss" in last_part(name)]
     if losses:
-        series = summary.main(losses[0])
+        series = summary.series_of(losses[0])
         lowest = series.find_extreme(greatest=False)
         note = "no number"
         if lowest is not None:
@@ -229,7 +231,7 @@ def make_tables(summary: Summary) -> list[Table]:
         _make_attempt_table(summary),
         make_metric_table(summary),
         _make_fact_table("Configuration", summary.header.get("config")),
-        _make_fact_table("Where and with what", _surroundings(summary)),
+        _make_fact_table("Where and with what", _environment_facts(summary)),
         _make_fact_table("Versions", summary.header.get("versions")),
     ]
     return [table for table in tables if table.rows]
@@ -263,7 +265,8 @@ def _make_attempt_table(summary: Summary) -> Table:
         if number == len(summary.attempts) - 1:
             state, words = summary.outcome
         elif attempt.end is None:
-            state, words = "bad", "killed: no end was written"
+            state = "bad"
+            words = "killed: no end was written"
         else:
             state, words = describe_end(attempt.end, 0.0)
         if state == "bad":
@@ -282,7 +285,7 @@ def make_metric_table(summary: Summary) -> Table:
     rows: list[Row] = []
     marked = set()
     for name in summary.groups:
-        series = summary.main(name)
+        series = summary.series_of(name)
         finite = series.finite
         odd = len(series.values) - len(finite)
         if odd:
@@ -317,10 +320,10 @@ def _flatten(facts: object, prefix: str) -> Iterator[Row]:
         if isinstance(value, Mapping) and value:
             yield from _flatten(value, f"{prefix}{name}.")
         else:
-            yield f"{prefix}{clean(name)}", clean("null" if value is None else value)
+            yield f"{prefix}{clean(name)}", clean(value)
 
 
-def _surroundings(summary: Summary) -> dict[str, Any]:
+def _environment_facts(summary: Summary) -> dict[str, Any]:
     facts: dict[str, Any] = {"file": summary.run.path.absolute()}
     for name in _HEADER_FACTS:
         value = summary.header.get(name)

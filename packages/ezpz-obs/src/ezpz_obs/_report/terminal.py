@@ -14,7 +14,6 @@ from typing import Any, Final, TextIO
 import numpy as np
 
 from ezpz_obs._errors import ReportError, require
-from ezpz_obs._file import STATISTICS
 from ezpz_obs._history import summarize
 from ezpz_obs._run import Run, read_run
 from ezpz_obs._run import follow as read_on
@@ -205,9 +204,7 @@ def format_line(line: Mapping[str, Any]) -> str:
 
 
 def _format_record(line: Mapping[str, Any]) -> str:
-    own = {name: value for name, value in line.items() if name.rpartition("/")[2] not in STATISTICS}
-    has_statistics = any(f"{name}/mean" in line for name in own)
-    text = summarize(own if has_statistics else line, line)
+    text = summarize(line, has_statistics=True)
     if line.get("replay"):
         text += " (replayed)"
     return text

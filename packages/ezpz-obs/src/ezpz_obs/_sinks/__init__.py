@@ -12,9 +12,9 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, Final, Protocol, runtime_checkable
 
-from ezpz_obs._context import to_text
 from ezpz_obs._errors import SinkError
 from ezpz_obs._run import read_run
+from ezpz_obs._text import to_text
 
 from .common import SET_UP, check_installed, describe_error, start_call
 

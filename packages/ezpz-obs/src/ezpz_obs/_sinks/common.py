@@ -12,9 +12,9 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Final
 
-from ezpz_obs._context import to_text
 from ezpz_obs._errors import HistoryError, SinkError
-from ezpz_obs._file import FILE_NAME, HEADER, as_float, decode
+from ezpz_obs._records import FILE_NAME, HEADER, as_float, decode
+from ezpz_obs._text import to_text
 
 LIBRARIES: Final = ("mlflow", "tensorboard", "trackio", "wandb")
 """Sinks whose library, extra and name are the same word."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ezpz_obs._errors import SinkError
-from ezpz_obs._file import as_float
+from ezpz_obs._records import as_float
 
 from .common import SET_UP, check_installed, find_project, run_config, run_key
 

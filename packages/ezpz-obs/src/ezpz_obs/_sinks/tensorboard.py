@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ezpz_obs._errors import SinkError
-from ezpz_obs._file import as_float
+from ezpz_obs._records import as_float
 
 FOLDER = "tensorboard"
 _FLUSH_SECONDS = 10

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
-from ezpz_obs._context import find_place, to_text
+from ezpz_obs._context import find_rank_info
 from ezpz_obs._errors import SinkError
+from ezpz_obs._text import to_text
 from ezpz_topo import redact
 
 from .common import (
@@ -137,7 +138,7 @@ def setup_wandb(
         SinkError: wandb is not installed.
         ezpz_topo.TopoError: The rank cannot be known.
     """
-    if find_place().rank != 0 or find_mode(os.environ) == "disabled":
+    if find_rank_info().rank != 0 or find_mode(os.environ) == "disabled":
         return None
     check_installed("wandb")
     if outdir is not None:
