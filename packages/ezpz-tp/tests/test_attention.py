@@ -407,6 +407,7 @@ def test_alone_it_is_torchs_own(attend):
     assert torch.equal(attend(q, k, k, is_causal=True, scale=0.5), expected)
 
 
+@pytest.mark.slow
 @on_ranks(2, context=2)
 def test_torch_compile_traces_it_whole():
     def twice(q, k, v):

@@ -200,6 +200,7 @@ def test_gradcheck_backward_twice_and_what_is_saved():
     assert sum(saved) <= 32 * target.numel()
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_compiled_whole_and_recomputed():
     logits, target, grad = drawn(24, 19)
@@ -305,6 +306,7 @@ def peak_and_gradients(loss, input_, rows, target):
     return memory.peak, input_.grad, rows.grad
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("degree", [1, 2])
 def test_the_peak_memory_with_the_output_layer(degree):
     """A quarter of the tokens at a time, as by default of 1,024, at a vocabulary of 128,000."""

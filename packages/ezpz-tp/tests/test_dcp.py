@@ -61,6 +61,7 @@ def one_stage():
     return Stage(0, 1)
 
 
+@pytest.mark.slow
 @needs_numpy
 def test_saved_by_two_and_loaded_by_four_by_two_and_by_one(tmp_path):
     path = tmp_path / "a"

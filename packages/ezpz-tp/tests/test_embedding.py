@@ -195,6 +195,7 @@ def compiled():
         torch.testing.assert_close(traced, eager)
 
 
+@pytest.mark.slow
 def test_torch_compile_traces_them_whole():
     compiled()
     run_ranks(compiled, 2)

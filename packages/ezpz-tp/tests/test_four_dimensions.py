@@ -88,6 +88,7 @@ def degrees(**sizes):
     return {f"{axis}_parallel_size": size for axis, size in ({"pipeline": 2} | sizes).items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "degrees", "schedule", "virtual", "microbatches", "steps"),
     [
@@ -262,6 +263,7 @@ HEADERS = Path(sysconfig.get_path("include"), "Python.h")
 BACKEND = "inductor" if shutil.which("g++") and HEADERS.exists() else "aot_eager"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("backend", "sequence_parallel"), [(BACKEND, False), ("aot_eager", True)])
 def test_compiled_as_one_graph(backend, sequence_parallel):
     config = Config(sequence_parallel=sequence_parallel)

@@ -343,6 +343,7 @@ def test_alone_it_is_torchs():
         assert tp.checkpoint_activations(torch.sin, torch.zeros(2)).tolist() == [0, 0]
 
 
+@pytest.mark.slow
 def test_under_compilation():
     x = torch.randn(4, dtype=torch.float64, requires_grad=True)
 

@@ -275,6 +275,7 @@ def summed(state, *axes):
     return total.item()
 
 
+@pytest.mark.slow
 @on_ranks(4, initialize=False)
 def test_made_and_freed_again_and_again():
     names, world = set(), dist.distributed_c10d._world

@@ -93,6 +93,7 @@ def one_waits():
         sum_of_ranks()
 
 
+@pytest.mark.slow
 def test_a_hang_is_a_timeout_that_says_who_and_where():
     assert run_ranks(sum_of_ranks, 2) == [1, 1]
     told = r"(?s)of 2 ranks, 0 did not finish within 9 s.*in one_waits"
