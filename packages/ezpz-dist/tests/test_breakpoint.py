@@ -97,6 +97,7 @@ def test_at_a_terminal_pdb_stops_at_the_call_in_an_except_block(clean_env, tmp_p
     assert shown.endswith("quit\nbreakpoint(rank=1); expected a rank from 0 to 0\n")
 
 
+@pytest.mark.slow
 def test_under_ezpz_launch_one_command_attaches(clean_env, tmp_path):
     pytest.importorskip("ezpz_launch")
     program = tmp_path / "train.py"
@@ -142,6 +143,7 @@ def test_under_ezpz_launch_one_command_attaches(clean_env, tmp_path):
         assert f"rank {rank} total 22.0\n" in shown
 
 
+@pytest.mark.slow
 def test_the_others_and_their_watchdogs_wait_while_a_person_comes_and_goes(ranks):
     text = script("""
         rank = setup_torch(timeout=120)
@@ -204,6 +206,7 @@ def test_the_others_and_their_watchdogs_wait_while_a_person_comes_and_goes(ranks
     assert all(out.endswith("sum 3\n") for out in (first, second))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("who", [0, 1])
 def test_those_who_wait_learn_that_the_debugged_rank_has_ended(ranks, who):
     text = script(f"""
@@ -230,6 +233,7 @@ def test_those_who_wait_learn_that_the_debugged_rank_has_ended(ranks, who):
     assert "has ended" in out
 
 
+@pytest.mark.slow
 def test_those_who_wait_for_a_rank_that_never_comes_time_out(ranks):
     text = script("""
         rank = setup_torch(timeout=60)

@@ -89,6 +89,7 @@ def test_a_rank_that_dies_or_stops_is_an_error(how, seconds, said, monkeypatch):
     assert re.match(said, result.message)
 
 
+@pytest.mark.slow
 def test_devices_that_take_long_are_a_warning(monkeypatch):
     """Two ways on the CPU stand for the CPU's and the devices'; the second takes for ever."""
     real, calls = _checks._add, []

@@ -176,6 +176,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", ["here = read()", "torch.multiprocessing.spawn(read_in_child)"])
 @pytest.mark.parametrize("options", ["persistent_workers=True", "multiprocessing_context='spawn'"])
 def test_a_process_ends_while_its_loader_has_workers(user_env, tmp_path, options, call):
@@ -219,6 +220,7 @@ cleanup()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("n", "degrees", "options"),
     [

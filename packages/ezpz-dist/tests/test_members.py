@@ -176,6 +176,7 @@ def test_rank_0_is_called_once_by_each_node(programs):
     assert ends[0].out == "4\n"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="no rank speaks for another")
 def test_a_speaker_that_dies_is_missing_and_another_one_speaks(programs, tmp_path):
     script = """

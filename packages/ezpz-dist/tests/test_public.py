@@ -12,6 +12,7 @@ def test_all_is_what_is_there():
     assert {"setup_torch", "Watch"} < set(ezpz_dist.__all__) <= set(dir(ezpz_dist))
 
 
+@pytest.mark.slow
 def test_importing_brings_nothing_heavy_beyond_torch():
     code = (
         "import torch.distributed, sys; before = {*sys.modules}; "

@@ -140,6 +140,7 @@ def launch(clean_env, tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_bare_mpiexec_broadcasts_the_address_and_no_rank_outlives_another(launch):
     run, left = launch(MPIEXEC, SCRIPT, ["run"], ["exit"])
     assert run[0] == 0, run[2]
@@ -149,6 +150,7 @@ def test_bare_mpiexec_broadcasts_the_address_and_no_rank_outlives_another(launch
     assert left[0] != 0
 
 
+@pytest.mark.slow
 def test_torchrun(launch):
     ((code, out, err),) = launch(TORCHRUN, SCRIPT, ["run"])
     assert code == 0, err
@@ -156,6 +158,7 @@ def test_torchrun(launch):
     assert "ranks by torchrun, address by MASTER_ADDR and MASTER_PORT" in err
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_comes_under_bare_mpiexec(launch):
     early, late = launch(MPIEXEC, ABSENT, ["1", "early"], ["0", "late"])
     assert early[0] != 0

@@ -85,6 +85,7 @@ def test_set_up_twice_clean_up_and_again(ranks, n):
     ranks(n, REFUSED + textwrap.dedent(script))
 
 
+@pytest.mark.slow
 def test_many_set_ups_with_a_model_that_outlives_the_group(ranks):
     # torch's gloo destructor can wait for the GIL for ever (see _cleanup._retired), and a
     # store that a model still holds keeps the keys of the group before.

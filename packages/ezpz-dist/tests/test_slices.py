@@ -150,6 +150,7 @@ def test_each_rank_reads_its_rows(ranks, folder, n):
     assert len(set(done)) == 1, "the same words on every rank"
 
 
+@pytest.mark.slow
 def test_by_mpi_io(clean_env, folder):
     mpiexec = shutil.which("mpiexec", path=clean_env["PATH"])
     if mpiexec is None:

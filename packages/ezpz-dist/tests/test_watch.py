@@ -176,6 +176,7 @@ finally:
     assert f"rank 1 on {HOST} has left: SIGTERM at train.py:" in ends[0][2]
 
 
+@pytest.mark.slow
 def test_sigterm_at_exit_prints_no_traceback(programs, tmp_path):
     inner = tmp_path / "inner.py"
     inner.write_text(START + "import atexit; atexit.register(os.kill, os.getpid(), 15)\n")
@@ -290,6 +291,7 @@ if rank == 2:
 """
 
 
+@pytest.mark.slow
 def test_past_its_time_a_step_ends_the_job_with_everybodys_stack(programs, tmp_path):
     """A rank that comes late leaves the report to the others."""
     report = tmp_path / "report.txt"

@@ -217,6 +217,7 @@ cleanup()
     ranks(2, TASK.replace("STEPS = 30", "STEPS = 8") + script)
 
 
+@pytest.mark.slow
 def test_a_wrapped_model_can_be_compiled_and_a_compiled_one_wrapped(ranks):
     script = """
 import copy, warnings

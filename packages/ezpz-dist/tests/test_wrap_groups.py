@@ -140,6 +140,7 @@ cleanup()
     ranks(4, PARALLEL + script)
 
 
+@pytest.mark.slow
 def test_meshes_split_no_communicator(ranks, tmp_path):
     # As on Aurora: a backend that is registered in Python and cannot split, in a world that is
     # bound to its device.

@@ -37,6 +37,7 @@ def test_they_are_those_of_scikit_learn():
     assert sorted(found) == sorted(expected)
 
 
+@pytest.mark.slow
 def test_scikit_learn_is_not_imported(ranks):
     """Its import takes as long as torch's, on every rank."""
     pytest.importorskip("sklearn", reason="the digits come with scikit-learn")

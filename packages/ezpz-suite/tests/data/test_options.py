@@ -33,6 +33,7 @@ def test_on_this_machine():
     assert len(list(DataLoader(range(8), batch_size=4, **options))) == 2
 
 
+@pytest.mark.slow
 def test_workers_that_are_asked_for_work():
     # Not forked: other tests' threads are here.
     options = {**loader_options(num_workers=1), "multiprocessing_context": "forkserver"}

@@ -23,6 +23,7 @@ ddp_resume.train(ddp_resume.Settings(epochs=5, save_every=15, outdir={folder!r})
 """
 
 
+@pytest.mark.slow
 def test_killed_and_preempted_it_ends_with_the_same_curve(ranks, tmp_path):
     def train(name, step=0, signal="SIGUSR1"):
         script = SCRIPT.format(step=step, signal=signal, folder=str(tmp_path / name))

@@ -73,6 +73,7 @@ def test_every_example_is_expected_to_reach_something():
     assert names == EXPECTED.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXPECTED)
 def test_two_ranks_learn_and_agree(name, launch, alone, tmp_path):
     needs(name)
@@ -207,6 +208,7 @@ def test_fp16_scales_its_loss_and_leaves_out_a_step_that_overflows(alone, tmp_pa
     assert all(math.isfinite(value) for _, value in curve(tmp_path, "loss"))
 
 
+@pytest.mark.slow
 def test_fp16_on_two_ranks_is_near_fp32_in_the_folder_of_rank_0(ranks, tmp_path):
     """Where one's shards overflow all leave the step out; a folder's default name is the time."""
     ranks(
@@ -244,6 +246,7 @@ def test_diffusion_draws_a_picture(alone, tmp_path):
     assert high - low > 100, "not one gray"
 
 
+@pytest.mark.slow
 def test_text_of_ones_own(alone, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("to be or not to be " * 500, encoding="utf-8")

@@ -41,5 +41,6 @@ ezpz.cleanup()
 """
 
 
+@pytest.mark.slow
 def test_blocks_are_compiled_once_and_whole(ranks):
     ranks(2, SCRIPT)

@@ -123,6 +123,7 @@ def test_what_is_sent():
     assert "all_reduce" not in shared
 
 
+@pytest.mark.slow
 def test_each_rank_has_its_share_of_the_operations():
     """Attention, projections and the loss's logits are split; nothing is done twice."""
 

@@ -10,6 +10,7 @@ SMALL = ("--steps=6", "--layers=1", "--dim=64", "--seq=32", "--batch=4", "--size
 SPAWN = ("--launcher", "spawn")
 
 
+@pytest.mark.slow
 def test_two_ranks_are_launched_and_what_they_found_is_printed(ezpz, tmp_path):
     done = ezpz("test", *SPAWN, "-n", "2", *SMALL, "--json")
     assert done.returncode == 0, done.stderr
