@@ -1,6 +1,8 @@
 import subprocess
 import sys
 
+import pytest
+
 import ezpz_dist
 from ezpz_dist import DistError
 

@@ -1,6 +1,7 @@
 """Models that a wrapper compiles: whole graphs, one for all blocks, made once, the same losses."""
 
 SCRIPT = """
+import pytest
 import torch
 import ezpz
 from ezpz.models import DiT, DiTConfig, Llama, LlamaConfig, ViTConfig, VisionTransformer
