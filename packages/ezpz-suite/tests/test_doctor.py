@@ -30,19 +30,15 @@ from ezpz_topo import CheckResult
 def well(seconds):
     print("not an answer")
     return CheckResult.ok("it is well", seconds=seconds)
-def counts(seconds): return CheckResult.ok("it counts", bytes=1 << 64, rate=float("nan"))
 def exits(seconds):
     print("last words", file=sys.stderr, flush=True)
     os._exit(7)
 def hangs(seconds): time.sleep(3600)
 def hangs_in_c(seconds): re.match("(a+)+$", "a" * 64 + "b")
 def is_killed(seconds): os.kill(os.getpid(), signal.SIGKILL)
-def is_signalled(seconds): os.kill(os.getpid(), signal.SIGRTMIN + 1)  # which has no name
-def leaves(seconds): sys.exit("on purpose")
 def lies(seconds): return {"status": "fine", "message": "", "colour": 3}
 def raises(seconds): raise ZeroDivisionError("what broke\\nand more")
 def says_much(seconds): return CheckResult.ok("x" * (3 << 20))
-def says_nothing(seconds): pass
 def segfaults(seconds): ctypes.string_at(0)
 def stops(seconds): os.kill(os.getpid(), signal.SIGSTOP)
 def warns(seconds):
@@ -99,8 +95,7 @@ def doctor(*words, cwd=None, **options):
 def broken(tmp_path_factory):
     """One run of everything that a check can do to the doctor and end by itself."""
     folder = tmp_path_factory.mktemp("broken")
-    names = ["well", "warns", "counts", "raises", "leaves", "segfaults", "exits", "is_killed",
-             "is_signalled", "says_nothing", "says_much", "lies", "not_there",
+    names = ["well", "warns", "raises", "segfaults", "exits", "is_killed", "says_much", "lies",
              "leaves_others"]  # fmt: skip
     (folder / "broken_probes.py").write_text("import a_module_that_is_not_there\n")
     more = "probe-unimportable = broken_probes:check\n"
@@ -122,21 +117,16 @@ def test_a_package_of_somebody_else_contributes_checks(broken):
     assert 0 < well["seconds"] < 60
     assert results["warns"]["status"] == "warning"
     assert results["warns"]["remedy"] == "nothing"
-    assert results["counts"]["details"] == {"bytes": 1 << 64, "rate": None}
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
         ("raises", "probes:raises raised ZeroDivisionError: what broke$"),
-        ("leaves", "probes:leaves raised SystemExit: on purpose"),
         ("segfaults", r"crashed by SIGSEGV; it stands in segfaults \(.*probes.py:\d+\)"),
         ("exits", "ended with exit status 7 and without a result"),
-        pytest.param("is_signalled", "crashed by signal 35", marks=linux_only),
-        ("says_nothing", "probes:says_nothing returned None; expected an ezpz_topo.CheckResult"),
         ("says_much", "answered more than 1 MiB"),
         ("lies", "probes:lies returned what is no result: TypeError: .*colour"),
-        ("not_there", "probes:not_there cannot be loaded: AttributeError: .*not_there"),
         ("unimportable", "broken_probes:check cannot be loaded: ModuleNotFoundError: .*a_module"),
         ("leaves_others", "ended with exit status 0 and without a result"),
     ],
@@ -226,9 +216,13 @@ def test_what_this_host_has_is_well(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, -15), (signal.SIGHUP, -1),
-                           pytest.param(signal.SIGKILL, -9, marks=linux_only)],
-)  # fmt: skip
+    ("number", "status"),
+    [
+        (signal.SIGINT, 130),
+        (signal.SIGTERM, -15),
+        pytest.param(signal.SIGKILL, -9, marks=linux_only),
+    ],
+)
 def test_however_it_ends_it_leaves_nothing(probes, tmp_path, number, status):
     site, pids = probes("hangs_with_another"), tmp_path / "pids"
     words = ("--only=probe-hangs_with_another", "--timeout=1000")
@@ -251,12 +245,11 @@ def test_without_any_check_it_is_an_error(monkeypatch):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        *((word, f"unknown word '{word}'") for word in ("--jsn", "disk", "--")),
-        *((word, "expected --only=VALUE") for word in ("--only", "--only=")),
+        ("--jsn", "unknown word '--jsn'"),
+        ("--only", "expected --only=VALUE"),
         ("--json=1", "expected --json;"),
         ("--only=disk --only=mpi", "--only is given twice; expected once"),
-        *((f"--timeout={word}", f"--timeout={word}; expected seconds above 0")
-          for word in ("soon", "nan", "-1")),
+        ("--timeout=nan", "--timeout=nan; expected seconds above 0"),
         ("--only=wandbb", "did you mean wandb?"),
     ],
 )  # fmt: skip
