@@ -1,7 +1,8 @@
 """Models that a wrapper compiles: whole graphs, one for all blocks, made once, the same losses."""
 
-SCRIPT = """
 import pytest
+
+SCRIPT = """
 import torch
 import ezpz
 from ezpz.models import DiT, DiTConfig, Llama, LlamaConfig, ViTConfig, VisionTransformer
