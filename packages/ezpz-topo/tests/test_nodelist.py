@@ -204,7 +204,7 @@ def test_expanding_answers_or_raises_nodelist_error(text):
     short_name(text)
     same_host(text, "x1n0")
     try:
-        hosts = expand_nodelist(text)
+        hosts = expand_nodelist(text, max_hosts=1000)
     except NodelistError:
         return
     assert not any(set(host) & set("[], \t") for host in hosts)
