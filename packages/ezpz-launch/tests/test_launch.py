@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from ezpz_launch._agent import is_running
 from ezpz_topo import get_hostname
 
 SHOW = "import os, sys, json; print(json.dumps([sys.argv[1:], dict(os.environ)]) + '\\n', end='')"
@@ -85,6 +86,18 @@ def test_nohup_is_respected(background, until, tmp_path):
         launch.wait(0.5)
     launch.terminate()
     assert launch.wait() == 143
+
+
+def test_nothing_outlives_a_launch_that_is_killed(clean_env, mpiexec, process, until, tmp_path):
+    script = f"trap '' TERM; echo $$ >{tmp_path}/$RANK; while :; do sleep 0.05; done"
+    words = ["--launcher", "mpiexec", "-n", "2", "sh", "-c", script]
+    launch = process(sys.executable, "-m", "ezpz_launch", *words, env=clean_env, stdout=-1)
+    files = [tmp_path / "0", tmp_path / "1"]
+    until(lambda: all(file.exists() and file.read_text().endswith("\n") for file in files))
+    launch.kill()
+    ranks = [int(file.read_text()) for file in files]
+    until(lambda: not any(is_running(pid) for pid in ranks))
+    assert launch.stdout.read() == b"", "nothing holds its pipes"
 
 
 def test_dry_run_explains_and_starts_nothing(launch, tmp_path):

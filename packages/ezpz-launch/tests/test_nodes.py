@@ -15,7 +15,7 @@ import pytest
 
 import ezpz_launch._agent
 import ezpz_launch._launch
-from ezpz_launch._agent import is_running, proof
+from ezpz_launch._agent import proof
 from ezpz_launch._launch import Control, Launch, Nodes
 
 ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has /proc")
@@ -387,89 +387,3 @@ def test_without_an_address_there_are_no_agents(monkeypatch):
     assert (nodes.where, nodes.secret, nodes.unreached([0, 1])) == ((), "", [0, 1])
     nodes.signal(signal.SIGTERM)
     nodes.close(farewell=False)
-
-
-# who outlives ezpz-launch when it is killed: no one
-
-WATCHED = """
-import os, select, subprocess, sys
-from ezpz_launch._launch import Control, Launch
-from ezpz_launch._launch import Nodes
-where, scratch, launch_id, script = sys.argv[1:]
-launcher = subprocess.Popen(["sh", "-c", script], start_new_session=True, stdout=-3)
-env = {**os.environ, "EZPZ_LAUNCH_ID": launch_id}
-rank = subprocess.Popen(["sleep", "60"], start_new_session=True, stdout=-3)
-marked = subprocess.Popen(["sleep", "60"], start_new_session=True, stdout=-3, env=env)
-hosts, control = (os.uname().nodename,), Control(launch_id, 5)
-launch = Launch(("true",), 2, hosts, 2, where == "here", {}, control, scratch=scratch)
-nodes = Nodes(launch, select.poll())
-nodes.watch(launcher.pid)
-nodes.start(0, rank.pid)
-print(launcher.pid, marked.pid, rank.pid, nodes._here[0], flush=True)
-word = sys.stdin.readline()
-if word == "close\\n":
-    nodes.end_left = lambda: None  # what is left is another test's
-    nodes.close(farewell=True)
-print("done", flush=True)
-sys.stdin.readline()
-"""
-
-
-@pytest.fixture
-def watched(process, tmp_path):
-    """Start a process that watches a launcher and a rank; return it, their pids and its agent."""
-    known = []
-
-    def start(where="here", script="sleep 600 & wait"):
-        (scratch := tmp_path / "hosts").touch()
-        words = [where, scratch, f"nodes-test.{os.urandom(8).hex()}", script]
-        parent = process(sys.executable, "-c", WATCHED, *words, stdin=-1, stdout=-1)
-        known.extend(map(int, parent.stdout.readline().split()))
-        return parent, known[:3], known[3], scratch
-
-    yield start
-    for leader in known:  # of a session each, where the launcher has a child
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(leader, signal.SIGKILL)
-
-
-def tell(parent, word):
-    parent.stdin.write(f"{word}\n".encode())
-    parent.stdin.flush()
-
-
-@pytest.mark.parametrize(("where", "deaf"), [("here", True), ("elsewhere", False)])
-def test_kill_9_of_the_parent_ends_all(watched, until, tmp_path, where, deaf):
-    tells = f"trap 'echo yes >{tmp_path}/told; exit' TERM; sleep 600 & wait"
-    deaf_one = "trap '' TERM; sleep 600; sleep 600"
-    parent, pids, agent, scratch = watched(where, deaf_one if deaf else tells)
-    until(lambda: ignores(agent, signal.SIGUSR2))  # it has set itself up
-    for number in (1, 2, 10, 15):  # none of them ends it
-        os.kill(agent, number)
-    assert all(map(is_running, [*pids, agent]))
-    parent.kill()
-    ours = pids if where == "here" else pids[:2]  # elsewhere the node's agent ends its ranks
-    until(lambda: not any(map(is_running, [*ours, agent])))
-    # nothing holds its pipes
-    assert parent.stdout.read() == b""
-    assert not scratch.exists()
-    # a launcher is first told to end
-    assert deaf or (tmp_path / "told").read_text() == "yes\n"
-
-
-def ignores(pid, number):
-    with open(f"/proc/{pid}/status") as file:
-        lines = dict(line.split(":", 1) for line in file)
-    return int(lines["SigIgn"], 16) & 1 << number - 1
-
-
-@pytest.mark.parametrize("where", ["here", "elsewhere"])
-def test_after_the_end_the_agent_ends_and_harms_no_one(watched, until, where):
-    parent, pids, agent, scratch = watched(where)
-    tell(parent, "close")
-    assert parent.stdout.readline() == b"done\n"
-    until(lambda: not is_running(agent))
-    parent.kill()
-    assert parent.stdout.read() == b""
-    assert all(map(is_running, pids))
-    assert scratch.exists()
