@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -36,6 +37,23 @@ def program(tmp_path):
         path.write_text("\n".join(["#!/bin/sh", *lines, ""]))
         path.chmod(0o755)
         return str(path)
+
+    return make
+
+
+@pytest.fixture
+def small_disk():
+    """Make words behind which a command runs in a folder that is a file system of its own."""
+
+    def make(size, folder):
+        mount = f"mount -t tmpfs -o size={size} none {shlex.quote(str(folder))}"
+        own = ["unshare", "--mount", "--map-root-user", "--propagation", "private", "sh", "-c"]
+        words = [*own, f'{mount} && cd {shlex.quote(str(folder))} && exec "$@"', "sh"]
+        if shutil.which("unshare") is None:
+            pytest.skip("no unshare here: no file system of our own")
+        if subprocess.run([*words, "true"], check=False, capture_output=True).returncode:
+            pytest.skip("this user may mount nothing")
+        return words
 
     return make
 

@@ -1,7 +1,6 @@
 """The checks of ``ezpz doctor``: with a real MPI and a false one, full and read-only places."""
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -169,22 +168,21 @@ def test_there_is_room_here(tmp_path, monkeypatch):
     assert (result.status, "is gone" in result.message) == ("error", True)
 
 
-def on_a_small_disk(size, call, folder):
-    """Run a check where ``folder`` is a file system of so many bytes, for that process only."""
-    unshare = shutil.which("unshare")
-    mount = f"mount -t tmpfs -o size={size} none {folder}"
-    words = [unshare or "unshare", "--mount", "--propagation", "private", "sh", "-c"]
-    probe = [*words, f"{mount} && true"]
-    if not unshare or subprocess.run(probe, check=False, capture_output=True).returncode:
-        pytest.skip("a file system of our own needs root and unshare --mount")
-    code = f"from ezpz_launch import _checks; r = _checks.{call}"
-    code += "; print(r.status, r.message, r.remedy, sep='\\t')"
-    words += [f'{mount} && cd {folder} && exec "$@"', "sh", sys.executable, "-c", code]
-    done = subprocess.run(words, capture_output=True, text=True, check=True)
-    return done.stdout.split("\t")
+@pytest.fixture
+def on_a_small_disk(small_disk):
+    """Run a check where a folder is a file system of so many bytes."""
+
+    def run_there(size, call, folder):
+        code = f"from ezpz_launch import _checks; r = _checks.{call}"
+        code += "; print(r.status, r.message, r.remedy, sep='\\t')"
+        words = [*small_disk(size, folder), sys.executable, "-c", code]
+        done = subprocess.run(words, capture_output=True, text=True, check=True)
+        return done.stdout.split("\t")
+
+    return run_there
 
 
-def test_a_full_disk_is_an_error(tmp_path):
+def test_a_full_disk_is_an_error(on_a_small_disk, tmp_path):
     call = f"disk(5, {{'HOME': {str(tmp_path)!r}, 'TMPDIR': {str(tmp_path)!r}}})"
     status, message, remedy = on_a_small_disk("512k", call, tmp_path)
     assert (status, "remove what is old there" in remedy) == ("error", True)
@@ -193,7 +191,7 @@ def test_a_full_disk_is_an_error(tmp_path):
     assert (status, "(the working directory) has 8.0 MiB free" in message) == ("warning", True)
 
 
-def test_the_shared_memory_of_a_container_and_of_this_host(tmp_path):
+def test_the_shared_memory_of_a_container_and_of_this_host(on_a_small_disk, tmp_path):
     assert shared_memory(5).status in ("ok", "warning")
     missing = shared_memory(5, folder=str(tmp_path / "shm"))
     assert missing.status == ("error" if sys.platform == "linux" else "ok")
@@ -203,6 +201,3 @@ def test_the_shared_memory_of_a_container_and_of_this_host(tmp_path):
     status, message, _ = on_a_small_disk("512k", "shared_memory(5)", "/dev/shm")
     assert status == "error"
     assert "/dev/shm cannot be written: No space left on device" in message
-
-
-# Versions.
