@@ -175,22 +175,6 @@ def kill_and_reap(child):
     child.wait()
 
 
-def test_a_rank_whose_shim_was_killed_is_lost_once(shim, ranks, until):
-    assert (ranks.lost(), ranks.next_look()) == ([], None)
-    first, second = shim(), shim(number=1)
-    ranks.start(0, first.pid)
-    ranks.start(1, second.pid)
-    soon = ranks.next_look()
-    for _ in range(3):
-        assert ranks.lost() == []  # it sees the commands
-    assert soon < ranks.next_look()
-    kill_and_reap(second)
-    assert [ranks.lost(), ranks.lost()] == [[1], []]
-    first.kill()
-    until(lambda: not is_running(first.pid))  # no one has waited for it yet
-    assert [ranks.lost(), ranks.lost()] == [[0], []]
-
-
 def test_a_shim_that_was_killed_before_its_command_was_seen(shim, ranks):
     child, other = shim(number=1), shim(number=11)
     ranks.start(1, child.pid)

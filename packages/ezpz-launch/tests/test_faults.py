@@ -42,8 +42,6 @@ BOO = b"ValueError: boo"
 ENDINGS = [
     # Nodes that are lost.
     ("link down (ours, Hydra)", ended(2, 137, silent=frozenset({1})), b"", "node", "n1", "answer"),
-    ("two links down at once (ours)", ended(2, 137, silent=frozenset({1, 3})), b"", "node", "n1 n3",
-     "answer"),
     ("our own link down", ended(2, 137, silent=frozenset({1, 2, 3})), b"", "unknown", "", "3 of 4"),
     ("agent and proxy killed; an innocent fails first (ours, Hydra)",
      ended(0, 1, own={0: 1, 1: 1, 5: 1}, gone=frozenset({1})), CASCADE, "node", "n1", "agent"),
@@ -76,8 +74,6 @@ ENDINGS = [
     ("143 after an unknown cause (predecessor: taken for the time limit)", ended(3, 143), b"",
      "unknown", "", "somebody sent"),
     ("segmentation fault of one rank (ours)", ended(3, 139), b"", "unknown", "n1", "SIGSEGV"),
-    ("the same, and the cascade (ours)", ended(3, 139, own={**ALL, 3: 139}), CASCADE * 7,
-     "unknown", "n1", "SIGSEGV"),
     ("the others of a segfault died from 11 and 15 (predecessor)",
      ended(3, 139, own={3: 139, 5: 143, 6: 143}), b"", "unknown", "n1", "rank 3"),
     ("the interpreter is not there on one node (ours)", ended(4, 127, own={4: 127, 5: 127}), b"",
@@ -91,7 +87,6 @@ ENDINGS = [
      raised(BOO) + CASCADE * 7, "unknown", "", "not told which"),
     ("the same; an innocent was quicker to end, torch names the rank (ours)",
      ended(0, 1, own=ALL), raised(BOO, 5) + CASCADE, "unknown", "n2", "boo"),
-    ("an exception of all (ours)", ended(3, 1, own=ALL), raised(BOO) * 8, "program", "", "8 ranks"),
     ("of all, with torch's prefix (ours)", ended(3, 1, own=ALL),
      raised(b"ValueError: rank 3", 3) + raised(b"ValueError: rank 6", 6), "program", "", "2 ranks"),
     ("a module is missing on one node (ours)", ended(4, 1, own={4: 1, 5: 1}),

@@ -183,8 +183,7 @@ def test_variables_of_an_option_outrank_the_machines_and_not_the_users():
 
 
 @pytest.mark.parametrize(
-    ("family", "address"),
-    [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET, ""), (socket.AF_INET6, "")],
+    ("family", "address"), [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "")]
 )
 def test_a_port_that_is_taken_is_passed_over(monkeypatch, family, address):
     with socket.socket(family) as holder:

@@ -274,17 +274,6 @@ def test_a_command_that_cannot_be_run(tmp_path, name, status, message):
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_it_is_found_as_a_shell_finds_it(tmp_path):
-    for folder, mode, text in (("a", 0o644, "echo no"), ("b", 0o755, 'echo "$0" "$1"')):
-        (tmp_path / folder).mkdir()
-        script = tmp_path / folder / "train"
-        script.write_text(text)  # no "#!"
-        script.chmod(mode)
-    env = {"PATH": f"{tmp_path}/absent:{tmp_path}/a:{tmp_path}/b:{os.environ['PATH']}"}
-    done = pump("train", "a b", options=[], env=env)
-    assert done.stdout.decode() == f"{tmp_path}/b/train a b\n", done.stderr
-
-
 def test_it_imports_next_to_nothing():
     code = (
         "import os, sys; sys.path.append(os.path.dirname(sys.argv[1])); import rank_output\n"

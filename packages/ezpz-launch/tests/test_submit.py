@@ -157,25 +157,11 @@ def test_what_cannot_run_is_not_queued(pbs, said, words, message):
     assert not (pbs / "log").exists()
 
 
-@pytest.fixture
-def talkative(pbs):
-    """Have PBS's commands print a site's own lines before and after their answers."""
-    for name in PBS:
-        real = (pbs / "bin" / name).rename(pbs / "bin" / f"real-{name}")
-        balance = 'echo "Remaining balance: 497,218 hours"'
-        lines = ["#!/bin/sh", balance, f'{real} "$@"', "status=$?", balance, "exit $status"]
-        (pbs / "bin" / name).write_text("\n".join([*lines, ""]))
-        (pbs / "bin" / name).chmod(0o755)
-
-
-@pytest.mark.usefixtures("talkative")
-def test_lines_of_a_site_beside_what_pbs_tells(pbs, said, program, capsys):
-    assert said("--name", "train", "true").startswith("12.srv\n")
-    assert "select=1:ncpus=4\n" in next((pbs / "state" / "jobs").glob("*.sh")).read_text()
-    program("bin/real-qselect", "echo 12.srv")
-    program("bin/real-qstat", "printf 'Job Id: 12.srv\\n    Job_Name = a\\n    job_state = R\\n'")
-    assert main(["jobs"]) == 0
-    assert capsys.readouterr().out.splitlines()[1].split()[:3] == ["12.srv", "a", "running"]
+def test_lines_of_a_site_beside_what_pbsnodes_tells(pbs, said, program):
+    program("bin/pbsnodes", "echo Remaining balance: 497,218 hours", PBS["pbsnodes"])
+    said("true")
+    (script,) = (pbs / "state" / "jobs").glob("*.sh")
+    assert "select=1:ncpus=4\n" in script.read_text()
 
 
 def test_a_pbsnodes_of_other_lines_alone(pbs, said, program):
