@@ -1,7 +1,10 @@
 """Checkpoints of one process: what is on disk, what is damaged, what is hostile."""
 
+import collections
+import dataclasses
 import datetime as dt
 import enum
+import errno
 import io
 import json
 import logging
@@ -9,6 +12,7 @@ import os
 import pickle
 import re
 import shutil
+import struct
 import zlib
 from pathlib import Path
 from typing import NamedTuple
@@ -17,9 +21,9 @@ import pytest
 import torch
 from torch import nn
 
-import ezpz_dist._checkpoints.store
 from ezpz_dist import (
     CheckpointError,
+    Saving,
     finish_saving,
     latest_checkpoint,
     list_checkpoints,
@@ -27,10 +31,11 @@ from ezpz_dist import (
     save_checkpoint,
     verify_checkpoint,
 )
-from ezpz_dist._checkpoints.index import _Summing
+from ezpz_dist._checkpoints import files, owner, save
+from ezpz_dist._checkpoints.disk_format import DataWriter
+from ezpz_dist._checkpoints.owner import find_this_process
 from ezpz_dist._checkpoints.pieces import pieces_of
-from ezpz_dist._checkpoints.save import _deal, items_of
-from ezpz_dist._checkpoints.store import Store, is_dead, owner_token
+from ezpz_dist._checkpoints.plan import Holding, list_items, pack_items, plan_writers
 
 
 def fresh(seed=2):
@@ -87,7 +92,6 @@ def test_everything_comes_back(tmp_path, model, optimizer, caplog):
     assert saving.done
     assert saving.wait() == saving.folder == str(tmp_path / "c/step-00000007")
     assert re.search(r"step 7 saved at once to .* MB from 1 ranks in .* MB/s", caplog.text)
-    assert (tmp_path / "c/latest").read_text() == ("step-00000007\n")
     drawn = torch.rand(3)
 
     other = fresh()
@@ -110,14 +114,8 @@ def test_everything_comes_back(tmp_path, model, optimizer, caplog):
     found = verify_checkpoint(tmp_path / "c")
     assert found == latest_checkpoint(tmp_path / "c") == verify_checkpoint(saving.folder)
     assert found.contents == ("model", "optimizer", "scheduler", "data", "extra", "rng")
-    # An evaluation wants the model alone, torch's own tools its metadata.
+    # An evaluation wants the model alone.
     assert load_checkpoint(tmp_path / "c", model=fresh(), rng=False).step == 7
-    import torch.distributed.checkpoint as dcp
-
-    plain = {"model": fresh().state_dict()}
-    with pytest.warns(UserWarning, match="in a single process"):
-        dcp.load(plain, checkpoint_id=saving.folder, no_dist=True)
-    assert torch.equal(plain["model"]["0.weight"], model[0].weight)
 
 
 def test_the_model_s_device_keeps_its_random_stream_without_setup_torch(tmp_path, monkeypatch):
@@ -157,6 +155,27 @@ def test_common_types_in_extra_come_back_as_plain_ones(tmp_path, model):
         "place": {"point": (1, 0.25)},
     }  # fmt: skip
     assert repr(found) == repr(expected)  # types, too
+
+
+def test_types_that_json_lacks_come_back(tmp_path, model):
+    extra = {
+        "tuple": (1, (2.5, None)), "set": {1, 2}, "bytes": b"\0\xff", "complex": 1 - 2j,
+        "counter": collections.Counter("aab"), "ordered": collections.OrderedDict(b=1, a=2),
+        "odd": [float("inf"), float("-inf"), 1 << 80], "keys": {1: "a", (2, "b"): 3, None: 4},
+        "tag": {"<tuple>": [1]}, "dtype": torch.bfloat16, "size": torch.Size([2, 3]),
+    }  # fmt: skip
+    tensors = [
+        torch.randn(5, 3).bfloat16()[::2], torch.tensor(7), torch.zeros(0, 2),
+        torch.tensor([1 + 2j]).conj(), torch.tensor([True, False]),
+    ]  # fmt: skip
+    given = {**extra, "tensors": tensors, "sparse": torch.eye(3).to_sparse()}
+    save_checkpoint(tmp_path, model=model, step=1, extra=given)
+    found = dict(load_checkpoint(tmp_path, model=model).extra)
+    assert torch.equal(found.pop("sparse").to_dense(), torch.eye(3))
+    for back, tensor in zip(found.pop("tensors"), tensors, strict=True):
+        assert back.dtype == tensor.dtype
+        assert torch.equal(back, tensor)
+    assert repr(found) == repr(extra)
 
 
 class Mode(enum.Enum):
@@ -238,7 +257,7 @@ def test_wrappers_of_one_process_and_several_optimizers(tmp_path):
 
 
 def values(tensor):
-    return tensor.dequantize() if tensor.is_quantized else tensor.to_dense()
+    return tensor.to_dense()
 
 
 class Sparse(nn.Linear):
@@ -280,15 +299,12 @@ class Odd(nn.Linear):
             filters = value.view(1, 3, 2, 2).to(memory_format=torch.channels_last)
             self.register_buffer(f"filters{number}", filters)
             self.register_buffer(f"stepped{number}", value[::2])
-            quantized = torch.quantize_per_tensor(value, 0.5 + number, number, torch.qint8)
-            self.register_buffer(f"quantized{number}", quantized)
         for number in range(2):
             conjugate = torch.view_as_complex(value.view(6, 2)).conj()
             self.register_buffer(f"conjugate{number}", conjugate)
 
 
 @pytest.mark.parametrize("kind", [nn.ReLU, Sparse, Expanded, Odd, Renamed])
-@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor", "ignore:TypedStorage")
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_unusual_state_comes_back(tmp_path, kind, asynchronous):
     model, other = (kind() if kind is nn.ReLU else kind(seed) for seed in (1, 2))
@@ -322,37 +338,31 @@ def test_a_state_dict_that_the_model_itself_cannot_load_is_named(tmp_path):
 def test_keep_and_saving_a_step_again(tmp_path, model):
     for step in (1, 2, 3, 4):
         save_checkpoint(tmp_path, model=model, step=step, keep=2)
-    assert entries(tmp_path) == ["latest", "step-00000003", "step-00000004"]
+    assert entries(tmp_path) == ["step-00000003", "step-00000004"]
     with torch.no_grad():
         model[0].weight.fill_(9)
     again = save_checkpoint(tmp_path, model=model, step=4, keep=2)
     assert again.folder.endswith("step-00000004.1")
-    assert entries(tmp_path) == ["latest", "step-00000003", "step-00000004.1"]
+    assert entries(tmp_path) == ["step-00000003", "step-00000004.1"]
     other = fresh()
     assert load_checkpoint(tmp_path, model=other).step == 4
     assert equal(other, model)
     save_checkpoint(tmp_path, model=model, step=2, keep=1)
-    assert entries(tmp_path) == ["latest", "step-00000002"]
+    assert entries(tmp_path) == ["step-00000002"]
     save_checkpoint(tmp_path, model=model, step=9, keep=None)
     assert [one.step for one in list_checkpoints(tmp_path)] == [2, 9]
 
 
-@pytest.mark.parametrize("counted", [True, False])
-def test_a_run_that_went_back_stays_there(tmp_path, model, caplog, counted):
+def test_a_run_that_went_back_stays_there(tmp_path, model, caplog):
     for step in (100, 200, 300):
         with torch.no_grad():
             model[0].weight.fill_(step)
         save_checkpoint(tmp_path, model=model, step=step)
-    if not counted:  # as it was written before saves were
-        for step in (100, 200, 300):
-            rewrite(tmp_path / f"step-00000{step}", without=["sequence"])
-        (tmp_path / "owner.json").unlink()
     assert load_checkpoint(tmp_path, model=model).step == 300
     assert "below" not in caplog.text
     load_checkpoint(tmp_path, model=model, step=100)
     save_checkpoint(tmp_path, model=model, step=150)
     assert "step 150 is saved below step 300, the last saved in" in caplog.text
-    assert (tmp_path / "latest").read_text() == "step-00000150\n"
     assert latest_checkpoint(tmp_path).step == verify_checkpoint(tmp_path).step == 150
     assert [one.step for one in list_checkpoints(tmp_path)] == [300, 100, 150]
     assert load_checkpoint(tmp_path, model=model).step == 150
@@ -384,46 +394,36 @@ def test_what_only_bears_the_name_is_not_counted_and_a_linked_one_is_unlinked(tm
     (root / "step-00000099").mkdir()
     for step in (2, 3, 4):
         save_checkpoint(root, model=model, step=step, keep=2)
-    expected = ["latest", "step-00000003", "step-00000004", "step-00000099"]
+    expected = ["step-00000003", "step-00000004", "step-00000099"]
     assert entries(tmp_path / "real") == expected
     assert (tmp_path / "disk/moved/one/manifest.json").exists()
     assert load_checkpoint(root, model=model).step == 4
-    (root / "latest").write_text("step-00000077\n")  # for people: never read
-    assert load_checkpoint(root, model=model).step == 4
 
 
-def test_leftovers_of_the_dead_go_and_those_of_the_living_stay(tmp_path, model, monkeypatch):
+def test_leftovers_go_and_what_is_not_ours_stays(tmp_path, model):
+    for name in (".step-00000003.tmp-0123abcd", ".step-00000002.1.gone-0123abcd"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "00000.bin").write_bytes(b"half")
+    (tmp_path / ".owner.json.tmp-0123abcd").write_text("")
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / ".hidden").mkdir()
+    save_checkpoint(tmp_path, model=model, step=5)
+    assert entries(tmp_path) == [".hidden", "notes.txt", "step-00000005"]
+
+
+def test_whether_an_owner_is_alive(monkeypatch):
     pid = os.fork()
     if pid == 0:
         os._exit(0)
     os.waitpid(pid, 0)
-    mine = owner_token()
-    dead = mine.replace(f"~{os.getpid()}~", f"~{pid}~")
-    away = mine.replace(mine.split("~")[0], "elsewhere", 1)
-    assert (is_dead(mine), is_dead(dead), is_dead(away)) == (False, True, None)
-    assert is_dead("junk") is None
-    reused = re.sub(r"~\d+~([0-9a-f]+)$", r"~17~\1", mine)  # of our number, but begun before us
-    assert is_dead(reused) is True
-
-    def left(owner, kind="tmp"):
-        folder = tmp_path / f".step-00000003.{kind}-{owner}"
-        folder.mkdir()
-        (folder / "__0_0.distcp").write_bytes(b"half")
-        return folder
-
-    gone = [left(dead), left(reused), left(away, "gone")]
-    stays = [left(mine), left(away)]
-    (tmp_path / f".latest.tmp-{dead}").write_text("")
-    (tmp_path / "notes.txt").write_text("mine")
-    old = left(away + "~")
-    for path in (*old.iterdir(), old):
-        os.utime(path, (0, 0))
-    save_checkpoint(tmp_path, model=model, step=5)
-    assert not any(path.exists() for path in (*gone, old, tmp_path / f".latest.tmp-{dead}"))
-    assert all(path.exists() for path in (*stays, tmp_path / "notes.txt"))
-    # Where pids tell nothing, only the clock does.
-    monkeypatch.setattr(ezpz_dist._checkpoints.store, "pid_namespace", lambda: 0)
-    assert is_dead(mine) is None
+    mine = find_this_process()
+    assert mine.is_alive
+    assert dataclasses.replace(mine, pid=pid).is_alive is False
+    assert dataclasses.replace(mine, started=17).is_alive is False  # it had our number before us
+    assert dataclasses.replace(mine, host="elsewhere").is_alive is None
+    # Where pids tell nothing.
+    monkeypatch.setattr(owner, "pid_namespace", lambda: 0)
+    assert mine.is_alive is None
 
 
 def rewrite(folder, without=(), **changed):
@@ -455,7 +455,7 @@ def damage(path, how):
     path.write_bytes(data)
 
 
-FILES = [".metadata", "__0_0.distcp", "index.json", "manifest.json"]
+FILES = ["00000.bin", "index.json", "manifest.json"]
 
 
 @pytest.mark.parametrize("how", ["flipped", "truncated", "missing"])
@@ -472,8 +472,6 @@ def test_a_damaged_check_point_is_passed_over(tmp_path, model, optimizer, how, c
         shutil.copytree(tmp_path / "whole", where)
         damage(where / "step-00000002" / name, how)
         refused(re.escape(name), verify_checkpoint, where)
-        if name == ".metadata":
-            continue  # torch's own tools want it; loading does not read it
         other = fresh()
         refused(re.escape(name), load_checkpoint, where, model=other, step=2)
         assert equal(other, fresh())
@@ -494,7 +492,7 @@ def test_a_damaged_check_point_is_passed_over(tmp_path, model, optimizer, how, c
 
 def test_damage_is_said_in_numbers(tmp_path, model):
     folder = Path(save_checkpoint(tmp_path, model=model, step=1).folder)
-    shard = folder / "__0_0.distcp"
+    shard = folder / "00000.bin"
     size, crc = shard.stat().st_size, zlib.crc32(shard.read_bytes())
     damage(shard, "flipped")
     found = zlib.crc32(shard.read_bytes())
@@ -527,64 +525,85 @@ class Evil:
         return os.mkdir, (str(self.path),)
 
 
-def test_nothing_in_a_hostile_check_point_is_run(tmp_path, model, optimizer):
-    """Whoever can write the files can write their checksums too."""
+@pytest.fixture
+def hostile(tmp_path, model, optimizer):
+    """Loads a checkpoint that was changed by one who writes its checksums, too."""
     given = {"model": model, "optimizer": optimizer}
     save_checkpoint(tmp_path / "good", step=1, extra={"a": "b" * 900}, **given)
-    owned = tmp_path / "owned"
-    stream = io.BytesIO()
-    torch.save(Evil(owned), stream)
-    zipped, bare = stream.getvalue(), pickle.dumps(Evil(owned))
-    os.mkdir(owned)
-    with pytest.raises(FileExistsError):  # the weapon is loaded
-        torch.load(io.BytesIO(zipped), weights_only=False)
-    owned.rmdir()
 
-    def hostile(change):
+    def load(change):
         shutil.rmtree(tmp_path / "bad", ignore_errors=True)
         shutil.copytree(tmp_path / "good", tmp_path / "bad")
-        change(tmp_path / "bad/step-00000001")
-        rewrite(tmp_path / "bad/step-00000001")
+        folder = tmp_path / "bad/step-00000001"
+        index = json.loads((folder / "index.json").read_bytes())
+        data = bytearray((folder / "00000.bin").read_bytes())
+        changed = change(index, {".".join(row[0]): row for row in index["tensors"]}, data)
+        (folder / "index.json").write_text(changed or json.dumps(index))
+        (folder / "00000.bin").write_bytes(data)
+        rewrite(folder)
         verify_checkpoint(tmp_path / "bad")
         return load_checkpoint(tmp_path / "bad", **given)
 
-    # torch's metadata, a pickle, is not read.
-    assert hostile(lambda folder: (folder / ".metadata").write_bytes(bare)).step == 1
+    assert load(lambda index, rows, data: None).step == 1
+    return load
 
-    def in_shard(key, data):
-        def change(folder):
-            """Put bytes where a tensor of this key was."""
-            index = json.loads((folder / "index.json").read_bytes())
-            shard = bytearray((folder / "__0_0.distcp").read_bytes())
-            index["tensors"][key][2][0][3:] = [len(shard), len(data)]
-            (folder / "__0_0.distcp").write_bytes(shard + data)
-            (folder / "index.json").write_text(json.dumps(index))
 
-        return change
-
-    for data in (zipped, bare):
-        refused("(?i)weights_only|unpickl|invalid", hostile, in_shard("model.0.weight", data))
-
-    def as_blob(key):
-        def change(folder):
-            tensor = io.BytesIO()
-            torch.save(torch.frombuffer(bytearray(zipped), dtype=torch.uint8), tensor)
-            in_shard(key, tensor.getvalue())(folder)
-            index = json.loads((folder / "index.json").read_bytes())
-            index["tensors"][key][1] = index["tensors"][key][2][0][1] = [len(zipped)]
-            (folder / "index.json").write_text(json.dumps(index))
-
-        return change
-
+def test_nothing_in_a_hostile_checkpoint_is_run(tmp_path, hostile):
+    owned = tmp_path / "owned"
+    stream = io.BytesIO()
+    torch.save(Evil(owned), stream)
+    os.mkdir(owned)
+    with pytest.raises(FileExistsError):  # the weapon is loaded
+        torch.load(io.BytesIO(stream.getvalue()), weights_only=False)
+    owned.rmdir()
+    text = json.dumps({"tensors": [], "value": {"<os.mkdir>": str(owned)}}).encode()
+    tagged = struct.pack("<Q", len(text)) + text
     for key in ("common", "rank.0000000", "stage.0000"):  # extra; random streams; options
-        refused(f"{key} is damaged, or holds what is not read", hostile, as_blob(key))
+        for weapon in (stream.getvalue(), pickle.dumps(Evil(owned)), tagged):
+
+            def change(index, rows, data, key=key, weapon=weapon):
+                rows[key][1:] = ["uint8", [len(weapon)], [[[0], [len(weapon)], 0, len(data)]]]
+                data += weapon
+
+            refused(f"{key} is damaged", hostile, change)
     assert not owned.exists()
-    elsewhere = (tmp_path / "good/step-00000001/index.json").read_text()
-    elsewhere = elsewhere.replace("__0_0.distcp", "../../secret")
-    unknown = '{"files": [], "tensors": {"a": ["os", [1], []]}}'
-    for text, said in ((elsewhere, "no file's name"), ("[]", ""), (unknown, ""), ("[" * 99999, "")):
-        change = lambda folder, text=text: (folder / "index.json").write_text(text)  # noqa: E731
-        refused(f"index.json is damaged.*{said}", hostile, change)
+
+
+def escape(index, rows, data):
+    index["files"] = ["../../secret"]
+
+
+def name_a_module(index, rows, data):
+    rows["model.0.weight"][1] = "os"
+
+
+def point_beyond_the_end(index, rows, data):
+    rows["model.0.weight"][3][0][3] = len(data)
+
+
+def leave_most_out(index, rows, data):
+    rows["model.0.weight"][3] = [[[0, 0], [1, 5], 0, 0]]
+
+
+def be_negative(index, rows, data):
+    rows["model.0.weight"][3][0][3] = -16
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (escape, "index.json is damaged.*no file's name"),
+        (name_a_module, "index.json is damaged.*no dtype"),
+        (be_negative, "index.json is damaged.*-16 is no size"),
+        (point_beyond_the_end, "00000.bin ends 140 bytes early"),
+        (leave_most_out, "model.0.weight is not all in it: 5 elements of 35"),
+        (lambda *_: "[]", "index.json is damaged"),
+        (lambda *_: "[" * 99999, "index.json is damaged"),
+        (lambda *_: '{"files": [], "tensors": 3}', "index.json is damaged"),
+    ],
+)
+def test_a_forged_index_is_refused(hostile, change, said):
+    refused(said, hostile, change)
 
 
 def test_what_could_not_be_read_back_is_not_saved(tmp_path, model):
@@ -599,7 +618,7 @@ def test_what_could_not_be_read_back_is_not_saved(tmp_path, model):
               for step in (-1, 1.0, True, 10**18, "3")]  # fmt: skip
     for said, given in wrong:
         refused(said, save_checkpoint, tmp_path, **{"model": model, "step": 2, **given})
-    assert entries(tmp_path) == ["latest", "step-00000001"]
+    assert entries(tmp_path) == ["step-00000001"]
 
 
 def test_deepspeed_saves_itself(tmp_path, model):
@@ -638,76 +657,27 @@ def test_another_model_is_refused(tmp_path, model, optimizer):
     )  # fmt: skip
 
 
-def test_torchs_own_converter_reads_a_step(tmp_path, model, optimizer):
-    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-
-    folder = save_checkpoint(tmp_path / "a", model=model, optimizer=optimizer, step=1).wait()
-    dcp_to_torch_save(folder, tmp_path / "b.pt")
-    found = torch.load(tmp_path / "b.pt")
-    for name, value in model.state_dict().items():
-        assert torch.equal(found[f"model.{name}"], value)
-
-
 def test_replicas_share_the_writing():
     """Rank 0 is told once what many hold; the rest is dealt out by size."""
-    tensors = {f"layer{number}": torch.zeros(64, 4) for number in range(12)}
-    items = items_of({name: pieces_of(each) for name, each in tensors.items()})
-    mine = items_of({"more": pieces_of(torch.zeros(128, 4))})
-    plans = _deal([(items, 0, range(1, 6)), ([*items[:6], *mine], 0, [0])], [[]] * 6)
-    written = [item.key for plan in plans for item in plan]
-    assert sorted(written) == sorted([*tensors, "more"])
-    sizes = [sum(item.nbytes for item in plan) for plan in plans]
+    tensors = {("model", f"layer{number}"): torch.zeros(64, 4) for number in range(12)}
+    items = list_items({name: pieces_of(each) for name, each in tensors.items()})
+    mine = list_items({("model", "more"): pieces_of(torch.zeros(128, 4))})
+    held = [(items, [1, 2, 3, 4, 5]), ([*items[:6], *mine], [0])]
+    packed = [pack_items(each) for each, _ in held]
+    holdings = [
+        Holding(data, each, ranks, frozenset({(0, 0)}))
+        for data, (each, ranks) in zip(packed, held, strict=True)
+    ]
+    plan = plan_writers(holdings)
+    written = {}
+    for data, (each, ranks) in zip(packed, held, strict=True):
+        for rank in ranks:
+            written[rank] = plan.find_own(rank, data, each)
+    keys = [item.key for each in written.values() for item in each]
+    assert sorted(keys) == sorted([*tensors, ("model", "more")])
+    sizes = [sum(item.nbytes for item in each) for each in written.values()]
     assert max(sizes) <= 3 * 64 * 4 * 4
-
-
-def test_many_small_tensors_cost_no_call_of_torch_each(tmp_path, monkeypatch):
-    """Archives that are alike are made, written and read together; all are torch's own."""
-    calls = {"save": 0, "load": 0, "write": 0}
-
-    def count(owner, name):
-        called = getattr(owner, name)
-
-        def counted(*args, **kwargs):
-            calls[name] += 1
-            return called(*args, **kwargs)
-
-        monkeypatch.setattr(owner, name, counted)
-
-    count(torch, "save")
-    count(torch, "load")
-    count(_Summing, "write")
-    counts = []
-    for number in (20, 200):
-        torch.manual_seed(number)
-        many = nn.ParameterList([torch.randn(2, 3) for _ in range(number)])
-        many.register_buffer("turned", torch.randn(3, 2).t())  # like the others, but not in memory
-        others = [torch.randn(5).bfloat16(), torch.tensor(3), torch.zeros(0), torch.randn(99, 999)]
-        for place, each in enumerate([*others, torch.randn(99, 999)]):
-            many.register_buffer(f"other{place}", each)
-        optimizer = torch.optim.AdamW(many.parameters())
-        for parameter in many.parameters():
-            parameter.grad = torch.randn(2, 3)
-        optimizer.step()
-        folder = save_checkpoint(tmp_path, model=many, optimizer=optimizer, step=number).folder
-        kept = {name: value.clone() for name, value in many.state_dict().items()}
-        state = [{**each} for each in optimizer.state.values()]
-        with torch.no_grad():
-            for value in many.state_dict().values():
-                value.zero_()
-        theirs = torch.optim.AdamW(many.parameters())
-        load_checkpoint(tmp_path, model=many, optimizer=theirs)
-        counts.append(dict(calls))
-        calls |= dict.fromkeys(calls, 0)
-        assert all(torch.equal(value, kept[name]) for name, value in many.state_dict().items())
-        for mine, old in zip(theirs.state.values(), state, strict=True):
-            assert all(torch.equal(mine[key], old[key]) for key in old)
-        data = (Path(folder) / "__0_0.distcp").read_bytes()
-        index = json.loads((Path(folder) / "index.json").read_bytes())
-        for key in ("0", "7", "turned"):
-            at, length = index["tensors"][f"model.{key}"][2][0][3:]
-            assert torch.equal(torch.load(io.BytesIO(data[at : at + length])), kept[key])
-        calls |= dict.fromkeys(calls, 0)
-    assert counts[0] == counts[1]
+    assert plan.shared == []
 
 
 def test_asynchronous(tmp_path, model):
@@ -719,7 +689,7 @@ def test_asynchronous(tmp_path, model):
         model[0].weight.zero_()
     assert saving.wait().endswith("step-00000001")
     assert "done" in repr(saving)
-    going = ezpz_dist.Saving(3, "there")
+    going = Saving(3, "there")
     refused("step 3 is not saved after 0.01 s; expected there", going.wait, 0.01)
     assert "being written" in repr(going)
     other = fresh()
@@ -731,22 +701,18 @@ def test_asynchronous(tmp_path, model):
     saving = save_checkpoint(blocked, model=model, step=1, asynchronous=True)
     finish_saving()
     shutil.rmtree(blocked)
-    # The folder is there when the save begins, and gone when it writes.
-    store = Store.begin
-
-    def and_away(self, name):
-        working = store(self, name)
-        shutil.rmtree(self.root)
-        return working
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Store, "begin", and_away)
-        patch.setattr(Store, "remove_leftovers", lambda *_: [])
+        patch.setattr(DataWriter, "finish", fail_to_write)
         failing = save_checkpoint(blocked, model=model, step=2, asynchronous=True)
-        said = "No such file.*blocked/.*__0_0.distcp"
+        said = "No such file.*blocked/.*00000.bin"
         refused(said, save_checkpoint, tmp_path, model=model, step=2)
         refused(said, failing.wait)
+    assert os.listdir(blocked) == ["owner.json"]
     assert save_checkpoint(tmp_path, model=model, step=2).done
+
+
+def fail_to_write(writer):
+    raise FileNotFoundError(errno.ENOENT, "No such file", str(writer._path))
 
 
 def test_a_url_is_no_folder(model):
@@ -761,29 +727,24 @@ def test_something_is_in_the_way(tmp_path, model, monkeypatch):
     given, said = {"model": model, "step": 1}, "step 1 cannot be saved to .*"
     refused(f"{said}(NotADir|FileExists)", save_checkpoint, tmp_path / "file", **given)
     refused(f"{said}NotADirectoryError", save_checkpoint, tmp_path / "file/below", **given)
-    begin = Store.begin
 
-    def and_another_job(self, name):
-        working = begin(self, name)
-        (tmp_path / "two" / str(name) / "its").mkdir(parents=True)
-        return working
+    def and_another_job(root, *_):
+        (root / "step-00000001/its").mkdir(parents=True)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Store, "begin", and_another_job)
+        patch.setattr(files, "find_new_name", lambda root, step: files.Name(step))
+        patch.setattr(files, "remove_leftovers", and_another_job)
         said = "step-00000001 has appeared.*one job at a time"
         refused(said, save_checkpoint, tmp_path / "two", **given)
-    assert os.listdir(tmp_path / "two") == ["step-00000001"]
+    assert entries(tmp_path / "two") == ["step-00000001"]
 
-    def and_another_saves(self, name):
-        away = owner_token().replace(owner_token().split("~")[0], "elsewhere", 1)
-        about = {"owner": away, "run": "PBS_JOBID=7", "step": 1, "sequence": 1}
-        working = begin(self, name)
-        (tmp_path / "three/owner.json").write_text(json.dumps(about))
-        return working
+    def and_another_saves(root, *_):
+        away = dataclasses.asdict(dataclasses.replace(find_this_process(), host="elsewhere"))
+        (root / "owner.json").write_text(json.dumps({"process": away, "job": "PBS_JOBID=7"}))
 
     match = rf"saves in .*three: PBS_JOBID=7, process {os.getpid()} on elsewhere, which may run"
     with monkeypatch.context() as patch:
-        patch.setattr(Store, "begin", and_another_saves)
+        patch.setattr(files, "remove_leftovers", and_another_saves)
         refused(match, save_checkpoint, tmp_path / "three", **given)
     assert os.listdir(tmp_path / "three") == ["owner.json"]
     (tmp_path / "three/owner.json").write_text("[]")  # tells nothing
@@ -813,8 +774,8 @@ def test_manifests_that_do_not_fit_their_folder(tmp_path, model):
     path, index = folder / "manifest.json", folder / "index.json"
     whole = path.read_text()
     rewrite(folder, format=9)
-    refused("has format 9; this ezpz_dist reads 1", load_checkpoint, tmp_path, model=model)
-    for name, said in (("__0_0.distcp", "does not list __0_0"), ("index.json", "has no index")):
+    refused("has format 9; this ezpz_dist reads 2", load_checkpoint, tmp_path, model=model)
+    for name, said in (("00000.bin", "does not list 00000.bin"), ("index.json", "has no index")):
         path.write_text(whole)
         rewrite(folder, without=[name])
         refused(f"the manifest {said}", load_checkpoint, tmp_path, model=model)
@@ -825,8 +786,8 @@ def test_manifests_that_do_not_fit_their_folder(tmp_path, model):
     refused(said, load_checkpoint, tmp_path, model=model)
     path.write_text(whole.replace('"step": 1', '"step": 7'))
     refused(r"manifest.json is damaged: crc32 \w+; expected \w+", verify_checkpoint, tmp_path)
-    wrong = map(summed, ([], 5, {"format": 1, "step": float("inf"), "files": {}}))
-    for text in ('{"checkpoint": {"format": 1, "files": []}, "crc32": "0"}', "nothing", *wrong):
+    wrong = map(summed, ([], 5, {"format": 2, "step": float("inf"), "files": {}}))
+    for text in ('{"checkpoint": {"format": 2, "files": []}, "crc32": "0"}', "nothing", *wrong):
         path.write_text(text)
         refused("manifest.json is damaged", verify_checkpoint, tmp_path)
         refused("manifest.json is damaged", load_checkpoint, tmp_path, model=model)
@@ -837,10 +798,8 @@ def test_manifests_that_do_not_fit_their_folder(tmp_path, model):
 
 def test_folders_that_hosts_do_not_share(tmp_path, monkeypatch, model):
     """Rank 0 sees another size than a rank wrote: here because the file is cut meanwhile."""
-    from ezpz_dist._checkpoints import save
-
-    monkeypatch.setattr(save, "_SEEN_WITHIN", 0.1)
-    monkeypatch.setattr(Store, "size", lambda *_: 3)
-    match = r"rank 0 on .* sees 3 bytes of __0_0.distcp, rank 0 on .*; expected a folder that all"
+    monkeypatch.setattr(save, "_VISIBLE_WITHIN", 0.1)
+    monkeypatch.setattr(files, "find_size", lambda *_: 3)
+    match = r"rank 0 on .* sees 3 bytes of 00000.bin, rank 0 on .*; expected a folder that all"
     refused(match, save_checkpoint, tmp_path, model=model, step=1)
-    assert os.listdir(tmp_path) == []
+    assert entries(tmp_path) == []

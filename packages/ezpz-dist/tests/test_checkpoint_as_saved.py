@@ -402,10 +402,10 @@ save_checkpoint(where, model=model, step=1)
 model[1].running_mean.fill_(rank)
 save_checkpoint(where, model=model, step=2)
 if rank == 0:
-    from ezpz_dist._checkpoints.index import decode_index
+    from ezpz_dist._checkpoints.disk_format import decode_index
     for step, count in ((1, 0), (2, size)):
         with open(f"{where}/step-{step:08d}/index.json", "rb") as file:
-            keys = [key for key in decode_index(file.read()) if key.startswith("replica.")]
+            keys = [key for key in decode_index(file.read()) if key[0] == "replica"]
         assert len(keys) == count, keys
 """
 

@@ -181,13 +181,12 @@ def heard(text, count):
 part = made(1 + rank)
 for step in (1, 2):
     save_checkpoint(where, model=part, step=step)
-    heard("ranks 0-1 share a tensor-parallel group, and their values of model.1.weight differ, "
-        "the first by up to 1: one rank's are saved", 1)
+    heard("the values of model.1.weight differ between ranks 0-1, which are taken for copies", 1)
 # What it advises. Buffers come back to each rank without it.
 for parameter in part[1].parameters():
     ezpz_tp.set_shard(parameter, ezpz_tp.Shard((8,), 0), degree=2)
 save_checkpoint(where, model=part, step=3)
-heard("values of model.1.weight differ", 1)
+heard("the values of model.1.weight differ", 1)
 other = made(0)
 for parameter in other[1].parameters():
     ezpz_tp.set_shard(parameter, ezpz_tp.Shard((8,), 0), degree=2)

@@ -12,16 +12,16 @@ from ._version import __version__ as __version__
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from ._checkpoints.load import Checkpoint as Checkpoint
+    from ._checkpoints.background import Saving as Saving
+    from ._checkpoints.background import finish_saving as finish_saving
+    from ._checkpoints.listing import Checkpoint as Checkpoint
+    from ._checkpoints.listing import latest_checkpoint as latest_checkpoint
+    from ._checkpoints.listing import list_checkpoints as list_checkpoints
+    from ._checkpoints.listing import verify_checkpoint as verify_checkpoint
     from ._checkpoints.load import Loaded as Loaded
-    from ._checkpoints.load import latest_checkpoint as latest_checkpoint
-    from ._checkpoints.load import list_checkpoints as list_checkpoints
     from ._checkpoints.load import load_checkpoint as load_checkpoint
-    from ._checkpoints.load import verify_checkpoint as verify_checkpoint
     from ._checkpoints.plain import load_into as load_into
     from ._checkpoints.plain import load_on_one_rank as load_on_one_rank
-    from ._checkpoints.save import Saving as Saving
-    from ._checkpoints.save import finish_saving as finish_saving
     from ._checkpoints.save import save_checkpoint as save_checkpoint
     from ._checkpoints.signal import SnapshotOnSignal as SnapshotOnSignal
     from ._collectives import all_gather_object as all_gather_object

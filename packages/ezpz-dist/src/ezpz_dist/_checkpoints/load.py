@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial, reduce
-from operator import and_, or_
-from typing import Any
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from ezpz_dist._data import deal_by_size
@@ -19,399 +21,57 @@ from ezpz_dist._objects import raw_of
 from ezpz_dist._world import World, current_world
 from ezpz_tp import Piece
 
-from . import index
-from . import pieces as _pieces
-from . import store as _store
-from .save import finish_saving
-from .store import CheckpointArgs, Name, Ranks, Store
+from .background import finish_saving
+from .contents import (
+    COMMON,
+    CheckpointArgs,
+    Optimizers,
+    bytes_pieces,
+    cut_state,
+    list_optimizers,
+    rank_key,
+    replica_key,
+    set_states,
+    stage_key,
+)
+from .disk_format import (
+    Chunk,
+    Key,
+    Manifest,
+    Source,
+    decode_index,
+    describe_key,
+    find_damage,
+    read_index_file,
+    read_manifest,
+    read_tensors,
+)
+from .files import Name, find_root
+from .listing import find_candidates
+from .optimizers import SavedTensor, State, allocate_state, set_optimizers
+from .owner import follow_owner
+from .pieces import (
+    AXES,
+    Splits,
+    find_frozen_names,
+    find_layout,
+    find_tied_names,
+    give_memory,
+    model_state,
+    refuse_deepspeed,
+    set_model_state,
+)
+from .plan import Held
+from .random_state import derive_rng_state, find_device, set_rng_state
+from .ranks import Ranks, find_ranks
+from .save import gc_paused
+from .values import decode
 
-
-def _overlaps(
-    pieces: _pieces.Pieces, chunks: Sequence[index.Chunk]
-) -> Iterator[tuple[index.Chunk, Piece | None, Tensor]]:
-    """Yield what pieces have in common with what is saved: of which chunk what, and where to."""
-    same = {chunk.piece: chunk for chunk in chunks}
-    for piece, tensor in pieces.held:
-        if (chunk := same.get(piece)) is not None:
-            yield chunk, None, tensor
-            continue
-        for chunk in chunks:
-            if common := chunk.piece.overlap(piece):
-                yield chunk, common.within(chunk.piece), tensor[common.within(piece).slices]
-
-
-# What a checkpoint is loaded into: planned, verified, and only then filled.
-
-_NAMED = 5  # names that a message lists
-
-
-class Target:
-    """What a checkpoint is loaded into. Each method is a collective: every rank calls it."""
-
-    def __init__(
-        self, ranks: Ranks, layout: _pieces.Layout, args: CheckpointArgs, strict: bool
-    ) -> None:
-        self._ranks, self._layout, self._args, self._strict = ranks, layout, args, strict
-
-    def plan(self, store: Store, folder: str, manifest: index.Manifest, data: bytes) -> list[str]:
-        """Find out what each rank reads, and verify it; return what is wrong on any."""
-        ranks, self._place = self._ranks, (store, folder)
-        self._what = f"{store.root}/{folder} cannot be loaded"
-        self.manifest, self._notes = manifest, list[str]()
-        try:
-            self._saved = index.decode_index(data)
-        except ValueError as error:
-            return [str(error)]
-        files = {chunk.file for about in self._saved.values() for chunk in about.chunks}
-        if unknown := files - manifest.files.keys():
-            return [f"the manifest does not list {_some(sorted(unknown))}"]
-        self._wanted = ranks.here(self._what, self._plan)
-        mine, spare = self._shared_out(set(self._wanted))
-        # Of what is in it and here on no rank: pipeline stages have some each.
-        remedy = "expected the model that was saved; strict=False leaves them out"
-        about = "of it are none of the model's", "were left out"
-        self._judge(*about, spare, f"{self._what}: ", remedy)
-        damages = (index.damage_of(store, folder, name, manifest.files[name]) for name in mine)
-        who = f"rank {ranks.rank} on {ranks.hosts[ranks.rank]}: " if ranks.size > 1 else ""
-        listed = ranks.everywhere(self._what, lambda: [who + each for each in damages if each])
-        found = ranks.tell(listed)
-        return [each for problems in found for each in problems]
-
-    def _shared_out(self, reads: set[str]) -> tuple[list[str], list[str]]:
-        """Return the files that this rank is to verify, and the tensors that no rank has."""
-        # What ranks of a host read is verified by one of them. Sent as bits: the names would be
-        # too many.
-        ranks, names = self._ranks, list(self.manifest.files)
-        keys = [key for key in self._saved if key.startswith(_pieces.MODEL)]
-        unknown = [key for key in keys if key not in self._held]
-        gathered = ranks.gather((_bits(names, reads), _bits(keys, set(unknown))))
-
-        def share() -> list[tuple[int, int]]:
-            mates = grouped((host, rank) for rank, host in enumerate(ranks.hosts))
-            spare = reduce(and_, (unknown for _, unknown in gathered))
-            mine = [(0, spare)] * ranks.size
-            for group in mates.values():
-                read = reduce(or_, (gathered[rank][0] for rank in group))
-                files = _named(names, read)
-                sizes = [self.manifest.files[name].size for name in files]
-                for rank, places in zip(group, deal_by_size(sizes, len(group)), strict=True):
-                    mine[rank] = _bits(names, {files[place] for place in places}), spare
-            return mine
-
-        verifies, spare = ranks.first_for_each(self._what, share)
-        return _named(names, verifies), sorted(_named(keys, spare))
-
-    def _plan(self) -> dict[str, list[index.Wanted]]:
-        model, rank = self._args.model, self._ranks.rank
-        _pieces.refuse_deepspeed(model)
-        self._choose_contents()
-        _store.give_memory(model)
-        self._model_state = _pieces.model_state(model)
-        self._state = self._room()
-        parts = _pieces.Parts(model, self._layout)
-        held, self._values, _ = _pieces.held_by(parts, self._model_state, self._state)
-        held = self._named_as_saved(held)
-        known = {name: pieces for name, pieces in held.items() if name in self._saved}
-        self._compare(held)
-        stages = sum(1 for key in self._saved if key.startswith("stage."))
-        blobs = [_pieces.COMMON, *map(_pieces.stage_key, range(stages))]
-        blobs += map(_pieces.rank_key, {0, rank if rank < self.manifest.world_size else 0})
-        blobs += self._replica_keys()
-        if self._args.optimizers:
-            blobs += [key for key in self._saved if key.startswith(_pieces.VALUES)]
-        for key in blobs:
-            if key not in self._saved:
-                raise CheckpointError(f"there is no {key} in it; save_checkpoint writes one")
-            known[key] = _pieces.blob_of(bytes(self._saved[key].size.numel()))
-        self._held = known
-        wanted: dict[str, list[index.Wanted]] = {}  # by file
-        for key, pieces in known.items():
-            dtype, chunks = self._saved[key].dtype, self._saved[key].chunks
-            for chunk, part, target in _overlaps(pieces, chunks):
-                one = index.Wanted(key, chunk.extent, dtype, chunk.piece.sizes, part, target)
-                wanted.setdefault(chunk.file, []).append(one)
-        return wanted
-
-    def _named_as_saved(self, held: _pieces.Held) -> _pieces.Held:
-        """Return tied tensors that were saved under one of their names under that one only."""
-        names = _pieces.tied_names(self._args.model)
-        found: _pieces.Held = {}
-        for key, pieces in held.items():
-            name = key.removeprefix(_pieces.MODEL)
-            saved_as = [key]
-            if key.startswith(_pieces.MODEL) and key not in self._saved:
-                others = (_pieces.MODEL + other for other in names.get(name, ()))
-                saved_as = [other for other in others if other in self._saved] or [key]
-            found[saved_as[0]] = pieces
-        return found
-
-    def _choose_contents(self) -> None:
-        wanted = {"optimizer", "scheduler", "data"} & set(self._args.contents)
-        lacking = ", ".join(sorted(wanted - set(self.manifest.contents)))
-        if lacking and self._strict:
-            raise CheckpointError(
-                f"it holds {', '.join(self.manifest.contents)}, but no {lacking}; leave them out, "
-                "or give strict=False"
-            )
-        if lacking:
-            self._notes.append(f"no {lacking} in it: left as they are")
-
-    def _room(self) -> _pieces.State:
-        if not self._args.optimizers or "optimizer" not in self.manifest.contents:
-            return {}
-        names = {
-            key.removeprefix(_pieces.MODEL): key
-            for key in self._saved
-            if key.startswith(_pieces.MODEL)
-        }
-        saved: dict[str, dict[str, Any]] = {}
-        for key, about in self._saved.items():
-            if key.startswith(_pieces.OPTIMIZER):
-                name, entry = _pieces.split_key(key, names)
-                saved.setdefault(name, {})[entry] = about
-        dtypes = {name: self._saved[key].dtype for name, key in names.items()}
-        return _pieces.room_for(self._args.model, self._args.optimizers, saved, dtypes)
-
-    def _compare(self, held: _pieces.Held) -> None:
-        missing, cast, left_out = [], [], set[str]()
-        if "trainable" in self.manifest.contents:
-            left_out = {_pieces.MODEL + name for name in _pieces.frozen_names(self._args.model)}
-        for key, pieces in held.items():
-            if (saved := self._saved.get(key)) is None:
-                # Of one without elements no rank had a piece to write.
-                if key not in left_out and 0 not in pieces.shape:
-                    missing.append(key)
-            elif saved.size != pieces.shape:
-                raise CheckpointError(
-                    f"{key} has shape {tuple(saved.size)} in it and {pieces.shape} here; expected "
-                    "the model that was saved"
-                )
-            elif saved.dtype != pieces.dtype:
-                cast.append(f"{key} from {saved.dtype} to {pieces.dtype}")
-        self._judge("are not in it", "were left as they are", missing)
-        self._judge("would be cast", "were cast", cast)
-
-    def _judge(
-        self, what: str, done: str, names: list[str], start: str = "",
-        remedy: str = "expected the model that was saved; strict=False loads the rest",
-    ) -> None:  # fmt: skip
-        """Refuse tensors that are not as they were saved, or note them."""
-        if names and self._strict:
-            raise CheckpointError(f"{start}{len(names)} tensors {what}: {_some(names)}; {remedy}")
-        if names:
-            self._notes.append(f"{len(names)} tensors {done}: {_some(names)}")
-
-    def fill(self, world: World | None, rng: bool) -> tuple[dict[str, Any], Any, list[str]]:
-        """Read everything; return ``extra``, the state of ``data``, and notes."""
-        self._ranks.here(self._what, self._read)
-        return self._ranks.here(self._what, lambda: self._apply(world, rng))
-
-    def _read(self) -> None:
-        store, folder = self._place
-        for name, wanted in self._wanted.items():
-            with store.open(f"{folder}/{name}", "rb") as file:
-                index.read(file, wanted)
-
-    def _bytes(self, key: str) -> bytes:
-        ((_, tensor),) = self._held[key].held
-        return bytes(raw_of(tensor))
-
-    def _object(self, key: str) -> Any:
-        return _pieces.decode(key, self._bytes(key))
-
-    def _apply(self, world: World | None, rng: bool) -> tuple[dict[str, Any], Any, list[str]]:
-        stages = [self._object(key) for key in self._held if key.startswith("stage.")]
-        common = self._object(_pieces.COMMON)
-        here = common["degrees"] == self._layout.degrees
-        own = self._object(_pieces.rank_key(self._ranks.rank if here else 0))
-        saved = {name: one for stage in reversed(stages) for name, one in stage["model"].items()}
-        missing = [name for name in self._values if name not in saved]
-        self._judge("are not in it", "were left as they are", missing)
-        for name in self._values.keys() & saved.keys():
-            self._set_value(name, saved[name])
-        replicas = self._replica_keys()
-        if here:
-            for name, value in self._replica_state().items():
-                self._set_value(name, value)
-        elif replicas:
-            names = list(self._object(replicas[0]))
-            self._notes.append(
-                f"the ranks had different buffers or extra state (of {_some(names)}): all have "
-                "those of the first"
-            )
-        _pieces.set_model_state(self._args.model, self._model_state, self._strict)
-        there = self.manifest.contents
-        if self._args.optimizers and "optimizer" in there:
-            self._set_optimizers(stages)
-        if self._args.scheduler is not None and "scheduler" in there:
-            _pieces.load_state_dicts(self._args.scheduler, common["scheduler"])
-        if self._args.data is not None and "data" in there:
-            _pieces.load_state_dicts(self._args.data, own["data"])
-            if not here:
-                self._notes.append("the position in the data is rank 0's, on every rank")
-        if rng:
-            self._set_rng(own, here, world)
-        return common["extra"] or {}, own["data"], self._notes
-
-    def _replica_keys(self) -> list[str]:
-        """Return the keys of the first rank's own buffers and extra state, and of this rank's."""
-        keys = sorted(key for key in self._saved if key.startswith(_pieces.REPLICA))
-        own = _pieces.replica_key(self._ranks.rank)
-        return [key for key in keys if key in (keys[0], own)]
-
-    def _replica_state(self) -> dict[str, Any]:
-        key = _pieces.replica_key(self._ranks.rank)
-        if key not in self._held:
-            return {}
-        found: dict[str, Any] = self._object(key)
-        return found
-
-    def _set_value(self, name: str, value: Any) -> None:
-        present = self._model_state.get(name)
-        if isinstance(present, Tensor) and isinstance(value, Tensor):
-            value = value.to(present.device)
-        self._model_state[name] = value
-
-    def _set_optimizers(self, stages: list[Mapping[str, Any]]) -> None:
-        for key in self._held:
-            if key.startswith(_pieces.VALUES):
-                name = key.removeprefix(_pieces.VALUES)
-                if name in self._state or not any(self._state):
-                    self._state.setdefault(name, {}).update(self._object(key))
-        groups = [group for stage in stages for group in stage["options"] or ()]
-        _pieces.set_state(self._args.model, self._args.optimizers, self._state, groups)
-
-    def _set_rng(self, own: Mapping[str, Any], here: bool, world: World | None) -> None:
-        device = _pieces.device_of(self._args.model, world)
-        if here:
-            self._notes += _pieces.set_rng_state(own["rng"], device)
-            return
-        key = _pieces.rank_key(self._ranks.rank)
-        if key in self._held and {*(self._layout.degrees | {"data": 1}).values()} == {1}:
-            self._notes += _pieces.set_rng_state(self._object(key)["rng"], device)
-        else:
-            # Tensor-parallel ranks draw the same numbers.
-            at, axes = self._layout.index, (axis for axis in _pieces.AXES if axis != "tensor")
-            stream = tuple(at[axis] for axis in axes)
-            _pieces.derive_rng_state(self._bytes(_pieces.rank_key(0)), stream)
-        self._notes.append(
-            f"saved by {self.manifest.world_size} ranks and loaded by {self._ranks.size}: random "
-            "streams of ranks that were not there are derived from rank 0's"
-        )
-
-
-def _bits(names: Sequence[str], chosen: Collection[str]) -> int:
-    return int("".join("1" if name in chosen else "0" for name in names) or "0", 2)
-
-
-def _named(names: Sequence[str], bits: int) -> list[str]:
-    return [name for name, bit in zip(names, f"{bits:0{len(names)}b}", strict=False) if bit == "1"]
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + more
-
-
-# Which checkpoints there are, and whether one is whole.
-
-
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """A checkpoint that was completed.
-
-    Attributes:
-        step: The step.
-        folder: Its path.
-        world_size: Ranks that wrote it.
-        contents: Of ``model`` (``trainable``: without its frozen parameters), ``optimizer``,
-            ``scheduler``, ``data``, ``extra``, ``rng``.
-        size: Bytes.
-        time: When it was complete, in seconds since 1970.
-        torch: torch's version.
-    """
-
-    step: int
-    folder: str
-    world_size: int
-    contents: tuple[str, ...]
-    size: int
-    time: float
-    torch: str
-
-
-def described(store: Store, name: str, manifest: index.Manifest) -> Checkpoint:
-    return Checkpoint(
-        manifest.step, f"{store.root}/{name}", manifest.world_size, manifest.contents,
-        manifest.size, manifest.time, manifest.torch,
-    )  # fmt: skip
-
-
-def list_checkpoints(path: str | os.PathLike[str]) -> list[Checkpoint]:
-    """Return the checkpoints under a path that were completed, the newest last.
-
-    Those that a run abandoned, as it went back to a lower step, come first. By their manifests:
-    their other files are not looked at. Not a collective.
-    """
-    return list(reversed(_completed(_store.open_store(path))))
-
-
-def latest_checkpoint(path: str | os.PathLike[str]) -> Checkpoint | None:
-    """Return the completed checkpoint that was saved last; None: there is none yet.
-
-    By its manifest: its other files are not looked at. Not a collective.
-    """
-    return next(iter(_completed(_store.open_store(path))), None)
-
-
-def _completed(store: Store) -> list[Checkpoint]:
-    found, _ = index.read_manifests(store)  # loading says what is wrong with the others
-    newest: dict[int, Checkpoint] = {}
-    for name, manifest in found.items():
-        newest.setdefault(name.step, described(store, str(name), manifest))
-    return list(newest.values())
-
-
-def _candidates(store: Store, step: int | None, must_be: bool) -> list[Name]:
-    """Return what to load, the newest first: that may be one whose manifest cannot be read."""
-    found, wrong = index.read_manifests(store, step)
-    if must_be and not (found or wrong):
-        there = sorted({name.step for name in _store.names_in(store.entries())})
-        which = "no checkpoint" if step is None else f"no checkpoint of step {step}"
-        steps = ", ".join(map(str, there)) or "none"
-        raise CheckpointError(f"{which} in {store.root}; there are: {steps}")
-    return [*wrong, *found]
-
-
-def verify_checkpoint(path: str | os.PathLike[str], step: int | None = None) -> Checkpoint:
-    """Read a checkpoint through and compare every file with its size and checksum.
-
-    Not a collective.
-
-    Args:
-        path: Where checkpoints are, or the folder of one.
-        step: Which; None: the last saved.
-
-    Raises:
-        CheckpointError: There is none, or it is damaged: every file that is, and how.
-    """
-    store = _store.open_store(path)
-    above, _, last = store.root.rpartition("/")
-    if step is None and _store.parse(last):
-        store, name = _store.open_store(above), last
-    else:
-        name = str(_candidates(store, step, must_be=True)[0])
-    try:
-        manifest = index.read_manifest(store, name)
-    except ValueError as error:
-        raise CheckpointError(f"{store.root}/{name}: {error}") from error
-    found = (index.damage_of(store, name, file, said) for file, said in manifest.files.items())
-    if problems := [problem for problem in found if problem]:
-        raise CheckpointError(f"{store.root}/{name}: {'; '.join(problems)}")
-    return described(store, name, manifest)
-
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
+
+_MAX_NAMED = 5  # tensors that a message lists
 
 
 @dataclass(frozen=True, slots=True)
@@ -441,7 +101,7 @@ def load_checkpoint(
     path: str | os.PathLike[str],
     *,
     model: nn.Module,
-    optimizer: _store.Optimizers | None = None,
+    optimizer: Optimizers | None = None,
     scheduler: Any = None,
     data: Any = None,
     step: int | None = None,
@@ -455,9 +115,9 @@ def load_checkpoint(
 
     Sizes and checksums of all files that are read are compared first. One rank of a node reads
     each file for that. All ranks skip a damaged checkpoint for the one before it, with a warning
-    that names what is wrong. No code in a file is run. Tensors are read with ``weights_only``,
-    and the rest is JSON. Any number of ranks, any wrapper, and any tensor-parallel degree of
-    ezpz_tp's layers may load what others saved.
+    that names what is wrong. No code in a file is run: there are bytes of tensors, and JSON.
+    Any number of ranks, any wrapper, and any tensor-parallel degree of ezpz_tp's layers may load
+    what others saved.
     Collective: every rank calls this.
 
     Args:
@@ -483,62 +143,412 @@ def load_checkpoint(
         HangError, LostRankError, NotSetUpError: As of `save_checkpoint`.
     """
     world = current_world("load_checkpoint()")
-    ranks = _store.ranks_of(world)
+    ranks = find_ranks(world)
     finish_saving()
     started = time.monotonic()
-    with ranks.waiting("load_checkpoint()"), _store.collecting_later():
-        store = ranks.here(f"{os.fspath(path)} cannot be loaded", lambda: _store.open_store(path))
-        ranks.same("load_checkpoint", f"{store.root}, step {step}, rng {rng}, strict {strict}")
-        names = ranks.first(f"{store.root} cannot be listed", lambda: _followed(store, step))
+    args = CheckpointArgs(model, list_optimizers(optimizer), scheduler, data)
+    with ranks.waiting("load_checkpoint()"), gc_paused():
+        arguments = f"{os.fspath(path)}, step {step}, rng {rng}, strict {strict}"
+        ranks.run_on_all("load_checkpoint", lambda: arguments, ranks.check_equal)
+        what = f"{os.fspath(path)} cannot be listed"
+        root, names = ranks.run_on_rank0(what, lambda: list_candidates(path, step))
         if not names:
             return None
-        layout = _pieces.current_layout(ranks.rank, ranks.size)
-        args = CheckpointArgs(model, _store.as_list(optimizer), scheduler, data)
-        target = Target(ranks, layout, args, strict)
         skipped: list[str] = []
         for name in names:
-            folder = f"{store.root}/{name}"
-            opened = partial(_opened, store, str(name))
-            found = ranks.first(f"{folder} cannot be read", opened)
-            damage = [found] if isinstance(found, str) else target.plan(store, str(name), *found)
+            load = Load(ranks, root / str(name), args, strict)
+            damage = load.prepare()
             if not damage:
                 break
-            skipped.append(f"{folder}: {'; '.join(damage)}")
+            skipped.append(f"{load.folder}: {'; '.join(damage)}")
             if step is None and ranks.rank == 0:
                 logger.warning("passing over a damaged checkpoint, %s", skipped[-1])
         else:
+            which = "" if step is None else f" of step {step}"
             raise CheckpointError(
-                f"no checkpoint{'' if step is None else f' of step {step}'} in {store.root} can be "
-                f"loaded: {'. '.join(skipped)}. Expected one that is whole; remove them to start "
-                "again"
+                f"no checkpoint{which} in {root} can be loaded: {'. '.join(skipped)}. Expected one "
+                "that is whole; remove them to start again"
             )
-        extra, state, notes = target.fill(world, rng)
-        manifest = target.manifest
-        if ranks.rank == 0:
-            logger.info(
-                "step %d loaded from %s: %.1f MB, saved by %d ranks, in %.2f s",
-                name.step, folder, manifest.size / 1e6, manifest.world_size,
-                time.monotonic() - started,
-            )  # fmt: skip
-            for note in notes:
-                logger.warning("step %d: %s", name.step, note)
-    damaged, odd = tuple(skipped), tuple(notes)
-    return Loaded(name.step, folder, extra, state, manifest.world_size, damaged, odd)
+        load.fill(world, rng)
+    if ranks.rank == 0:
+        logger.info(
+            "step %d loaded from %s: %.1f MB, saved by %d ranks, in %.2f s",
+            name.step,
+            load.folder,
+            load.manifest.size / 1e6,
+            load.manifest.world_size,
+            time.monotonic() - started,
+        )
+        for note in load.notes:
+            logger.warning("step %d: %s", name.step, note)
+    return Loaded(
+        step=name.step,
+        folder=str(load.folder),
+        extra=load.extra,
+        data=load.data,
+        world_size=load.manifest.world_size,
+        skipped=tuple(skipped),
+        notes=tuple(load.notes),
+    )
 
 
-def _followed(store: Store, step: int | None) -> list[Name]:
-    _store.follow(store)
-    return _candidates(store, step, must_be=step is not None)
+def list_candidates(path: str | os.PathLike[str], step: int | None) -> tuple[Path, list[Name]]:
+    root = find_root(path)
+    follow_owner(root)
+    return root, find_candidates(root, step, must_exist=step is not None)
 
 
-def _opened(store: Store, folder: str) -> tuple[index.Manifest, bytes] | str:
+class Opened(NamedTuple):
+    """The manifest of a checkpoint and its index, in bytes; or why they cannot be read."""
+
+    manifest: Manifest | None = None
+    index_data: bytes = b""
+    damage: str = ""
+
+
+def open_checkpoint(folder: Path) -> Opened:
     try:
-        manifest = index.read_manifest(store, folder)
-        if _store.INDEX not in manifest.files:
-            return f"the manifest has no {_store.INDEX}"
-        if damage := index.damage_of(store, folder, _store.INDEX, manifest.files[_store.INDEX]):
-            return damage
-        with store.open(f"{folder}/{_store.INDEX}", "rb") as file:
-            return manifest, file.read()
-    except (ValueError, OSError) as error:
-        return str(error)
+        manifest = read_manifest(folder)
+        return Opened(manifest, read_index_file(folder, manifest))
+    except ValueError as error:
+        return Opened(damage=str(error))
+
+
+class Needs(NamedTuple):
+    """What a rank tells rank 0 before anything is read."""
+
+    files: list[str]  # that it reads
+    unused: set[int]  # tensors of the model in the index that it has none for, by their number
+
+
+class Load:
+    """One checkpoint, and what it is loaded into. Its public methods are collectives."""
+
+    def __init__(self, ranks: Ranks, folder: Path, args: CheckpointArgs, strict: bool) -> None:
+        self.folder = folder
+        self.notes: list[str] = []
+        self._ranks = ranks
+        self._args = args
+        self._strict = strict
+        self._layout = find_layout(ranks.rank, ranks.size)
+        self._what = f"{folder} cannot be loaded"
+
+    # What is read, and whether it is whole.
+
+    def prepare(self) -> list[str]:
+        """Find out what each rank reads, and verify it. Return what is damaged."""
+        ranks = self._ranks
+        opened = ranks.run_on_rank0(
+            f"{self.folder} cannot be read", lambda: open_checkpoint(self.folder)
+        )
+        if opened.manifest is None:
+            return [opened.damage]
+        self.manifest = opened.manifest
+        try:
+            self._index = decode_index(opened.index_data)
+        except ValueError as error:
+            return [str(error)]
+        self._model_keys = [key for key in self._index if key[0] == "model"]
+        files: set[str] = set()
+        for saved in self._index.values():
+            files.update(chunk.file for chunk in saved.chunks)
+        unknown = sorted(files - self.manifest.files.keys())
+        if unknown:
+            return [f"the manifest does not list {list_some(unknown)}"]
+        shares, unused = ranks.run_on_all(self._what, self._plan, self._share_files)
+        self._refuse_or_note(
+            sorted(describe_key(self._model_keys[number]) for number in unused),
+            "of it are none of the model's",
+            "were left out",
+            start=f"{self._what}: ",
+            remedy="strict=False leaves them out",
+        )
+        return ranks.run_on_all(self._what, lambda: self._verify(shares), join_lists)
+
+    def _plan(self) -> Needs:
+        args = self._args
+        refuse_deepspeed(args.model)
+        self._choose_contents()
+        give_memory(args.model)
+        self._model_state = model_state(args.model)
+        self._optimizers = self._allocate_optimizers()
+        splits = Splits(args.model, self._layout)
+        cut = cut_state(splits, self._model_state, self._optimizers)
+        self._model_values = cut.model_values
+        held = self._rename_tied(cut.tensors)
+        self._compare(held)
+        self._held = {key: pieces for key, pieces in held.items() if key in self._index}
+        unused = {number for number, key in enumerate(self._model_keys) if key not in self._held}
+        self._held.update(self._allocate_bytes())
+        self._sources = self._find_sources()
+        return Needs(list(self._sources), unused)
+
+    def _choose_contents(self) -> None:
+        wanted = {"optimizer", "scheduler", "data"}.intersection(self._args.contents)
+        missing = ", ".join(sorted(wanted.difference(self.manifest.contents)))
+        if missing and self._strict:
+            raise CheckpointError(
+                f"it holds {', '.join(self.manifest.contents)}, but no {missing}; leave them out, "
+                "or give strict=False"
+            )
+        if missing:
+            self.notes.append(f"no {missing} in it: left as they are")
+
+    def _allocate_optimizers(self) -> State:
+        if not self._args.optimizers or "optimizer" not in self.manifest.contents:
+            return {}
+        saved: dict[str, dict[str, SavedTensor]] = {}
+        dtypes: dict[str, torch.dtype] = {}
+        for key, tensor in self._index.items():
+            if key[0] == "model":
+                dtypes[key[1]] = tensor.dtype
+            elif key[0] == "optimizer":
+                _, name, entry = key
+                about = SavedTensor(tensor.shape, tensor.dtype)
+                saved.setdefault(name, {})[entry] = about
+        return allocate_state(self._args.model, self._args.optimizers, saved, dtypes)
+
+    def _allocate_bytes(self) -> Held:
+        """Return room for what is saved as bytes and read by this rank."""
+        keys = [COMMON, *self._stage_keys(), rank_key(0), *self._replica_keys()]
+        if self._ranks.rank < self.manifest.world_size:
+            keys.append(rank_key(self._ranks.rank))
+        if self._args.optimizers:
+            keys += [key for key in self._index if key[0] == "optimizer-values"]
+        found: Held = {}
+        for key in keys:
+            if key not in self._index:
+                raise CheckpointError(
+                    f"there is no {describe_key(key)} in it; save_checkpoint writes one"
+                )
+            found[key] = bytes_pieces(torch.empty(self._index[key].shape, dtype=torch.uint8))
+        return found
+
+    def _stage_keys(self) -> list[Key]:
+        count = sum(1 for key in self._index if key[0] == "stage")
+        return [stage_key(stage) for stage in range(count)]
+
+    def _replica_keys(self) -> list[Key]:
+        """Return the keys of the first rank's own buffers and extra state, and of this rank's."""
+        keys = sorted(key for key in self._index if key[0] == "replica")
+        own = replica_key(self._ranks.rank)
+        return [key for key in keys if key in (keys[0], own)]
+
+    def _rename_tied(self, held: Held) -> Held:
+        """Return tied tensors, saved under one of their names, under that name."""
+        tied = find_tied_names(self._args.model)
+        found: Held = {}
+        for key, pieces in held.items():
+            saved_as = key
+            if key[0] == "model" and key not in self._index:
+                for name in sorted(tied.get(key[1], ())):
+                    if ("model", name) in self._index:
+                        saved_as = ("model", name)
+                        break
+            found[saved_as] = pieces
+        return found
+
+    def _compare(self, held: Held) -> None:
+        """Refuse tensors that are not in the checkpoint, or not as they were saved."""
+        left_out: set[str] = set()
+        if "trainable" in self.manifest.contents:
+            left_out = find_frozen_names(self._args.model)
+        missing = []
+        cast = []
+        for key, pieces in held.items():
+            name = describe_key(key)
+            saved = self._index.get(key)
+            if saved is None:
+                # Of one without elements no rank had a piece to write.
+                is_left_out = key[0] == "model" and key[1] in left_out
+                if not is_left_out and 0 not in pieces.shape:
+                    missing.append(name)
+            elif saved.shape != pieces.shape:
+                raise CheckpointError(
+                    f"{name} has shape {saved.shape} in it and {pieces.shape} here; expected the "
+                    "model that was saved"
+                )
+            elif saved.dtype != pieces.dtype:
+                cast.append(f"{name} from {saved.dtype} to {pieces.dtype}")
+        self._refuse_or_note(missing, "are not in it", "were left as they are")
+        self._refuse_or_note(cast, "would be cast", "were cast")
+
+    def _refuse_or_note(
+        self,
+        names: list[str],
+        problem: str,
+        note: str,
+        *,
+        start: str = "",
+        remedy: str = "strict=False loads the rest",
+    ) -> None:
+        """Refuse tensors that are not as they were saved, or note them."""
+        if names and self._strict:
+            raise CheckpointError(
+                f"{start}{len(names)} tensors {problem}: {list_some(names)}; expected the model "
+                f"that was saved; {remedy}"
+            )
+        if names:
+            self.notes.append(f"{len(names)} tensors {note}: {list_some(names)}")
+
+    def _find_sources(self) -> dict[str, list[Source]]:
+        """Return what to read of each file, and where to."""
+        sources: dict[str, list[Source]] = {}
+        for key, pieces in self._held.items():
+            saved = self._index[key]
+            for piece, tensor in pieces.held:
+                found = 0
+                for chunk, common in find_overlaps(piece, saved.chunks):
+                    found += math.prod(common.sizes)
+                    part = None if common == chunk.piece else common.within(chunk.piece)
+                    target = tensor if common == piece else tensor[common.within(piece).slices]
+                    source = Source(chunk.at, saved.dtype, chunk.piece.sizes, part, target)
+                    sources.setdefault(chunk.file, []).append(source)
+                if found != math.prod(piece.sizes):
+                    raise CheckpointError(
+                        f"{describe_key(key)} is not all in it: {found} elements of "
+                        f"{math.prod(piece.sizes)}; expected what save_checkpoint wrote"
+                    )
+        return sources
+
+    def _share_files(self, needs: list[Needs]) -> tuple[dict[int, list[str]], set[int]]:
+        """Return the files that each rank verifies, and the tensors that no rank has."""
+        # What ranks of a host read is verified by one of them.
+        shares: dict[int, list[str]] = {}
+        hosts = grouped((host, rank) for rank, host in enumerate(self._ranks.hosts))
+        for members in hosts.values():
+            files = sorted(set().union(*(needs[rank].files for rank in members)))
+            sizes = [self.manifest.files[file].size for file in files]
+            for rank, places in zip(members, deal_by_size(sizes, len(members)), strict=True):
+                shares[rank] = [files[place] for place in places]
+        # Pipeline stages have some of the model's tensors each.
+        return shares, set.intersection(*(each.unused for each in needs))
+
+    def _verify(self, shares: Mapping[int, Sequence[str]]) -> list[str]:
+        rank = self._ranks.rank
+        damages = []
+        for name in shares[rank]:
+            damage = find_damage(self.folder, name, self.manifest.files[name])
+            if damage is not None:
+                damages.append(self._ranks.describe(rank) + damage)
+        return damages
+
+    # Filling.
+
+    def fill(self, world: World | None, rng: bool) -> None:
+        """Read everything into the model and what else was given."""
+        # Giving FSDP1's optimizers their state takes collectives: all ranks have read by then.
+        self._ranks.run_on_all(self._what, self._read)
+        self._ranks.run_on_all(self._what, lambda: self._apply(world, rng))
+
+    def _read(self) -> None:
+        for name, sources in self._sources.items():
+            read_tensors(self.folder / name, sources)
+
+    def _read_bytes(self, key: Key) -> bytes:
+        ((_, data),) = self._held[key].held
+        return bytes(raw_of(data))
+
+    def _decode(self, key: Key) -> Any:
+        return decode(describe_key(key), self._read_bytes(key))
+
+    def _apply(self, world: World | None, rng: bool) -> None:
+        args = self._args
+        contents = self.manifest.contents
+        common = self._decode(COMMON)
+        stages = [self._decode(key) for key in self._stage_keys()]
+        is_same_layout = common["degrees"] == self._layout.degrees
+        own = self._decode(rank_key(self._ranks.rank if is_same_layout else 0))
+        self._set_model(stages, is_same_layout)
+        if args.optimizers and "optimizer" in contents:
+            self._set_optimizers(stages)
+        if args.scheduler is not None and "scheduler" in contents:
+            set_states(args.scheduler, common["scheduler"])
+        if args.data is not None and "data" in contents:
+            set_states(args.data, own["data"])
+            if not is_same_layout:
+                self.notes.append("the position in the data is rank 0's, on every rank")
+        if rng:
+            self._set_rng(own["rng"], is_same_layout, world)
+        self.extra: Mapping[str, Any] = common["extra"]
+        self.data = own["data"]
+
+    def _set_model(self, stages: Sequence[Mapping[str, Any]], is_same_layout: bool) -> None:
+        saved: dict[str, Any] = {}
+        for stage in reversed(stages):
+            saved.update(stage["model"])
+        missing = [name for name in self._model_values if name not in saved]
+        self._refuse_or_note(missing, "are not in it", "were left as they are")
+        for name in self._model_values:
+            if name in saved:
+                self._set_value(name, saved[name])
+        replicas = self._replica_keys()
+        own = replica_key(self._ranks.rank)
+        if is_same_layout and own in replicas:
+            for name, value in self._decode(own).items():
+                self._set_value(name, value)
+        elif replicas and not is_same_layout:
+            names = list(self._decode(replicas[0]))
+            self.notes.append(
+                f"the ranks had different buffers or extra state (of {list_some(names)}): all have "
+                "those of the first"
+            )
+        set_model_state(self._args.model, self._model_state, self._strict)
+
+    def _set_value(self, name: str, value: Any) -> None:
+        present = self._model_state.get(name)
+        if isinstance(present, Tensor) and isinstance(value, Tensor):
+            value = value.to(present.device)
+        self._model_state[name] = value
+
+    def _set_optimizers(self, stages: Sequence[Mapping[str, Any]]) -> None:
+        # Of the parameters that are here; FSDP1 does not say which these are, until a step.
+        has_names = len(self._optimizers) > 0
+        for key in self._held:
+            if key[0] == "optimizer-values" and (key[1] in self._optimizers or not has_names):
+                self._optimizers.setdefault(key[1], {}).update(self._decode(key))
+        options = join_lists(stage["options"] for stage in stages)
+        set_optimizers(self._args.model, self._args.optimizers, self._optimizers, options)
+
+    def _set_rng(self, state: dict[str, Any], is_same_layout: bool, world: World | None) -> None:
+        device = find_device(self._args.model, world)
+        if is_same_layout:
+            self.notes += set_rng_state(state, device)
+            return
+        own = rank_key(self._ranks.rank)
+        degrees = self._layout.degrees
+        is_data_parallel = all(degrees[axis] == 1 for axis in AXES if axis != "data")
+        if own in self._held and is_data_parallel:
+            self.notes += set_rng_state(self._decode(own)["rng"], device)
+        else:
+            # Tensor-parallel ranks draw the same numbers.
+            place = tuple(self._layout.index[axis] for axis in AXES if axis != "tensor")
+            derive_rng_state(self._read_bytes(rank_key(0)), place)
+        self.notes.append(
+            f"saved by {self.manifest.world_size} ranks and loaded by {self._ranks.size}: random "
+            "streams of ranks that were not there are derived from rank 0's"
+        )
+
+
+def find_overlaps(piece: Piece, chunks: Sequence[Chunk]) -> Iterator[tuple[Chunk, Piece]]:
+    """Yield the chunks that have a part of a piece, and that part, as a piece of the whole."""
+    for chunk in chunks:
+        if chunk.piece == piece:
+            yield chunk, piece
+            return
+    for chunk in chunks:
+        common = chunk.piece.overlap(piece)
+        if common is not None:
+            yield chunk, common
+
+
+def join_lists(lists: Iterable[list[T]]) -> list[T]:
+    return list(chain.from_iterable(lists))
+
+
+def list_some(names: Sequence[str]) -> str:
+    """Return the first names, and how many more there are."""
+    text = ", ".join(names[:_MAX_NAMED])
+    if len(names) > _MAX_NAMED:
+        text += f" and {len(names) - _MAX_NAMED} more"
+    return text

@@ -23,14 +23,14 @@ from ezpz_dist._slices import read_for_all
 from ezpz_topo import get_hostname, get_rank
 
 from .pieces import (
+    find_tied_names,
+    give_memory,
     is_extra_state,
     is_fsdp1,
     model_state,
     pieces_of,
     set_model_state,
-    tied_names,
 )
-from .store import give_memory
 
 # Reading a file of torch.save or safetensors, on one rank.
 
@@ -252,7 +252,7 @@ def _names_in_file(
     model: torch.nn.Module, mine: Iterable[str], state: Mapping[str, object]
 ) -> dict[str, str]:
     """Return the name in the file of each of the model's: of tied tensors one is enough."""
-    tied = tied_names(model)
+    tied = find_tied_names(model)
     named = {}
     for name in mine:
         there = sorted(tied.get(name, {name}) & state.keys())

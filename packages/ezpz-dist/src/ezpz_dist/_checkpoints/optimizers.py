@@ -1,0 +1,260 @@
+"""The state of optimizers by names of parameters, so that any wrapper's can take it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict as dcp
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from .pieces import hide_fsdp1_warnings, is_fsdp1, parameters_by_name
+
+State = dict[str, dict[str, Any]]
+"""By the parameter's plain name and the optimizer's key."""
+
+Options = list[dict[str, Any]]
+"""For each group: ``names`` of its parameters, and ``options``."""
+
+_NAMES_IN_A_GROUP = ("params", "param_names")
+"""Which parameters a group has: no options, and different in each layout."""
+
+
+class SavedTensor(NamedTuple):
+    """Shape and dtype of a tensor in a checkpoint."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def collect_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> tuple[State, Options]:
+    """Return the states that this rank holds, not copied, and the options of all groups."""
+    if is_fsdp1(model):
+        return collect_fsdp1(model, [each for each in optimizers if each.state])
+    names = names_by_parameter(model)
+    state: State = {}
+    options: Options = []
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group_names = [find_name(parameter, names, model) for parameter in group["params"]]
+            options.append(describe_group(group_names, group))
+        for parameter, values in unwrap_zero1(optimizer).state.items():
+            state[find_name(parameter, names, model)] = dict(values)
+    return state, options
+
+
+def collect_fsdp1(model: nn.Module, optimizers: Sequence[Optimizer]) -> tuple[State, Options]:
+    """Return the same of FSDP1, whose parameters are flat: torch takes them apart. Collective."""
+    if not optimizers:
+        return {}, []
+    with hide_fsdp1_warnings():
+        found: dict[str, Any] = dcp.get_optimizer_state_dict(model, optimizers)
+    options = [describe_group(list(group["params"]), group) for group in found["param_groups"]]
+    return dict(found["state"]), options
+
+
+def describe_group(names: list[str], group: Mapping[str, Any]) -> dict[str, Any]:
+    options = {key: value for key, value in group.items() if key not in _NAMES_IN_A_GROUP}
+    return {"names": names, "options": options}
+
+
+def names_by_parameter(model: nn.Module) -> dict[Tensor, str]:
+    return {parameter: name for name, parameter in parameters_by_name(model).items()}
+
+
+def find_name(parameter: Tensor, names: Mapping[Tensor, str], model: nn.Module) -> str:
+    if parameter not in names:
+        raise ValueError(
+            f"a parameter of the optimizer, of shape {tuple(parameter.shape)}, is none of "
+            f"{type(model).__name__}'s; expected the model that the optimizer was made for, as "
+            "it is wrapped now"
+        )
+    return names[parameter]
+
+
+def unwrap_zero1(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer that has the state: ZeRO-1's is a local one, of this rank's share."""
+    # Not imported: that compiles scripts, with a warning. Whoever has one did it.
+    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    if module is None or not isinstance(optimizer, module.ZeroRedundancyOptimizer):
+        return optimizer
+    return cast("Optimizer", optimizer.optim)
+
+
+def list_parameters(optimizer: Optimizer) -> Iterator[Tensor]:
+    return chain.from_iterable(group["params"] for group in optimizer.param_groups)
+
+
+# Tensors to fill.
+
+
+def allocate_state(
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    saved: Mapping[str, Mapping[str, SavedTensor]],
+    parameter_dtypes: Mapping[str, torch.dtype],
+) -> State:
+    """Return tensors to fill with the saved state of the parameters that this rank has.
+
+    Args:
+        model: The model.
+        optimizers: Its optimizers.
+        saved: What was saved of each parameter, by its name and the optimizer's key.
+        parameter_dtypes: What parameters were saved as.
+    """
+    if is_fsdp1(model):
+        return collect_fsdp1(model, optimizers)[0] if saved else {}
+    names = names_by_parameter(model)
+    state: State = {}
+    for optimizer in optimizers:
+        inner = unwrap_zero1(optimizer)
+        for parameter in list_parameters(inner):
+            name = find_name(parameter, names, model)
+            present = inner.state.get(parameter, {})
+            state[name] = {}
+            for key, tensor in saved.get(name, {}).items():
+                if key == "step":
+                    state[name][key] = allocate_step(present.get(key), tensor)
+                    continue
+                dtype = choose_dtype(
+                    tensor.dtype, parameter_dtypes.get(name), parameter.dtype, present.get(key)
+                )
+                what = f"{key!r} of {name!r}"
+                shape = tensor.shape
+                state[name][key] = allocate_like(what, parameter, present.get(key), shape, dtype)
+    return state
+
+
+def allocate_step(present: Any, saved: SavedTensor) -> Tensor:
+    if isinstance(present, Tensor):
+        return torch.empty_like(present, dtype=saved.dtype)
+    # Optimizers count on the host, unless their state says otherwise.
+    return torch.empty(saved.shape, dtype=saved.dtype)
+
+
+def choose_dtype(
+    saved: torch.dtype, parameter_saved: torch.dtype | None, parameter: torch.dtype, present: Any
+) -> torch.dtype:
+    """Return the dtype to load a state with: its own, unless its parameter is cast."""
+    if parameter_saved is None or parameter == parameter_saved:
+        return saved
+    # The user asked for another dtype, by strict=False.
+    if isinstance(present, Tensor):
+        return present.dtype
+    if saved == parameter_saved:
+        return parameter
+    return saved
+
+
+def allocate_like(
+    what: str, parameter: Tensor, present: Any, shape: tuple[int, ...], dtype: torch.dtype
+) -> Tensor:
+    """Return a tensor to fill, on the device, and split as the parameter is."""
+    if isinstance(present, Tensor):
+        if present.dtype == dtype:
+            return present.detach()
+        return torch.empty_like(present, dtype=dtype)
+    full_shape = getattr(parameter, "full_shape", parameter.shape)
+    if shape in (tuple(parameter.shape), tuple(full_shape)):
+        # Zeros: what pads a vocabulary is in no checkpoint.
+        return torch.zeros_like(parameter.detach(), dtype=dtype)
+    if torch.Size(shape).numel() == 1:
+        return torch.empty(shape, dtype=dtype)
+    if isinstance(parameter, DTensor):
+        raise ValueError(
+            f"{what} in the optimizer was saved with shape {shape}, the parameter has "
+            f"{tuple(parameter.shape)}: how it is sharded cannot be told; make one step with the "
+            "optimizer before load_checkpoint"
+        )
+    return torch.empty(shape, dtype=dtype, device=parameter.device)
+
+
+# Giving it back.
+
+
+def set_optimizers(
+    model: nn.Module, optimizers: Sequence[Optimizer], state: State, options: Options
+) -> None:
+    """Give optimizers their state, and their groups the options that were saved."""
+    if not options:
+        return  # FSDP1's, saved before the first step
+    if is_fsdp1(model):
+        set_fsdp1(model, optimizers, state, options)
+        return
+    names = names_by_parameter(model)
+    for optimizer in optimizers:
+        inner = unwrap_zero1(optimizer)
+        parameters = list(list_parameters(inner))
+        numbers = {parameter: number for number, parameter in enumerate(parameters)}
+        numbered: dict[int, dict[str, Any]] = {}
+        for parameter, number in numbers.items():
+            values = state.get(names[parameter])
+            if values:
+                numbered[number] = values
+        groups = []
+        for group in inner.param_groups:
+            group_names = [names[parameter] for parameter in group["params"]]
+            params = [numbers[parameter] for parameter in group["params"]]
+            groups.append({**group, **find_options(group_names, options), "params": params})
+        inner.load_state_dict({"state": numbered, "param_groups": groups})
+        restore_dtypes(inner, numbered)
+        if inner is not optimizer:
+            for group in optimizer.param_groups:
+                group_names = [names[parameter] for parameter in group["params"]]
+                group.update(find_options(group_names, options))
+
+
+def set_fsdp1(
+    model: nn.Module, optimizers: Sequence[Optimizer], state: State, options: Options
+) -> None:
+    if not state:
+        return
+    groups = [{**group["options"], "params": group["names"]} for group in options]
+    values: Any = {"state": state, "param_groups": groups}
+    with hide_fsdp1_warnings():
+        dcp.set_optimizer_state_dict(model, optimizers, values)
+
+
+def find_options(names: Sequence[str], options: Options) -> dict[str, Any]:
+    """Return the options of the saved groups that had these parameters, which must be equal."""
+    wanted = set(names)
+    groups = [group for group in options if wanted & set(group["names"])]
+    missing = wanted.difference(*(group["names"] for group in groups))
+    if missing:
+        found = f"{min(missing)!r} was in none"
+    elif any(group["options"] != groups[0]["options"] for group in groups):
+        found = f"they were in {len(groups)}"
+    else:
+        return dict(groups[0]["options"]) if groups else {}
+    raise ValueError(
+        f"a group of the optimizer has {len(wanted)} parameters, and of the groups that were "
+        f"saved {found}; expected the groups that the optimizer was saved with"
+    )
+
+
+def restore_dtypes(optimizer: Optimizer, numbered: Mapping[int, dict[str, Any]]) -> None:
+    """Put back what ``load_state_dict`` cast to the dtype of its parameter (torch 2.13)."""
+    for number, parameter in enumerate(list_parameters(optimizer)):
+        loaded = optimizer.state.get(parameter, {})
+        for key, value in numbered.get(number, {}).items():
+            # What "step" is depends on how the optimizer works, not on what was saved.
+            if key != "step" and key in loaded:
+                loaded[key] = restore_dtype(loaded[key], value)
+
+
+def restore_dtype(loaded: Any, saved: Any) -> Any:
+    if type(loaded) is not type(saved):
+        return loaded  # an optimizer with its own way of loading
+    if isinstance(saved, Tensor):
+        return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device)
+    if isinstance(saved, dict) and loaded.keys() == saved.keys():
+        return {key: restore_dtype(loaded[key], value) for key, value in saved.items()}
+    if type(saved) in (list, tuple) and len(loaded) == len(saved):
+        pairs = zip(loaded, saved, strict=True)
+        return type(saved)(restore_dtype(one, other) for one, other in pairs)
+    return loaded
