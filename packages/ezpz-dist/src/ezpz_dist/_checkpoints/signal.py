@@ -1,4 +1,4 @@
-"""Told to end, all ranks agree on a step, save there, and exit with 75."""
+"""After a signal all ranks agree on a step, save there, and exit with 75."""
 
 from __future__ import annotations
 
@@ -25,73 +25,89 @@ from ezpz_dist._watch import end_job, explain, waiting
 from ezpz_dist._world import World, current_world, find_world
 from ezpz_topo import get_hostname, get_rank
 
-# The ranks' votes, in the store, for where all of them stop to save.
+# The ranks' votes, in the store, for the step at which all of them stop to save.
 
 T = TypeVar("T")
 
-NEVER = 1 << 62  # the step of a rank that takes no more steps: all go on, and nothing is saved
+NEVER = 1 << 62  # the step of a rank that takes no more steps: all continue, and nothing is saved
 _REQUEST_TIMEOUT = 20.0
 """Seconds for a request to the store. Its server stands still while torch asks the name service
 about a new connection, often for 5 s where that does not answer (torch 2.13)."""
 
 
 class Votes:
-    """Every rank gives the step that it is in; the largest is where all of them stop."""
+    """Every rank gives the step that it is in. The largest is where all of them stop.
 
-    def __init__(self, name: str, world: World | None, hear: Callable[[dict[str, Any]], None]):
-        responder = _diagnosis.find_responder()
-        self._name, self._hear = name, hear
-        self._side = None if responder is None else responder.side
-        self._rank, self.size = (world.info.rank, world.info.world_size) if world else (0, 1)
+    Args:
+        name: Of the keys in the store, the same on every rank.
+        world: The ranks.
+        on_notice: Called with what a rank posts, on every rank.
+    """
+
+    def __init__(
+        self, name: str, world: World | None, on_notice: Callable[[dict[str, Any]], None]
+    ) -> None:
+        self._name = name
+        self._on_notice = on_notice
+        self._rank = 0
+        self.size = 1
         self._store: Store = HashStore()
-        if world is not None and self._side is not None:
-            # Opened now, not in a hurry: torch asks the name service about each connection, on both
-            # sides, and that can take seconds (torch 2.13). Its own, so that no other wait is in
-            # the way.
-            self._store = self._side.connect(world.timeout)
-        self.forget = _diagnosis.on_notice(name, hear)
+        responder = _diagnosis.find_responder()
+        self._side = None
+        if responder is not None:
+            self._side = responder.side
+        if world is not None:
+            self._rank = world.info.rank
+            self.size = world.info.world_size
+            if self._side is not None:
+                # Opened now, not in a hurry: torch asks the name service about each connection, on
+                # both sides, and that can take seconds (torch 2.13). Its own, so that no other
+                # wait is in the way.
+                self._store = self._side.connect(world.timeout)
+        self.unregister = _diagnosis.on_notice(name, on_notice)
 
-    def tell(self, **notice: Any) -> None:
-        """Have ``hear`` called on every rank, this one too."""
+    def post(self, **notice: Any) -> None:
+        """Have ``on_notice`` called on every rank, this one too."""
         if self._side is None:
-            self._hear(notice)
+            self._on_notice(notice)
             return
         post = self._side.post
-        self._ask(lambda store: post(store, "notice", name=self._name, payload=notice))
+        self._request(lambda store: post(store, "notice", name=self._name, payload=notice))
 
-    def count(self, what: str, more: int = 1) -> int:
-        """Return how many ranks have said so, this one and now too, or only looking on (0)."""
-        return self._ask(lambda store: store.add(f"{self._name}/{what}", more))
+    def count(self, counter: str, more: int = 1) -> int:
+        """Add ``more`` to a counter and return it (0 only reads)."""
+        return self._request(lambda store: store.add(f"{self._name}/{counter}", more))
 
-    def agree_on_name(self, step: int) -> str:
-        """Return what the first rank to say so calls the step at which all stop."""
-        key, said = f"{self._name}/step", str(step)
-        return self._ask(lambda store: store.compare_set(key, "", said).decode())
+    def agree_on_number(self, step: int) -> str:
+        """Return the number that the first rank gives to the step at which all stop."""
+        key = f"{self._name}/step"
+        return self._request(lambda store: store.compare_set(key, "", str(step)).decode())
 
-    def leave(self) -> None:
-        """Say that this rank knows how it ended; rank 0, which holds the store, waits for all."""
-        every = f"{self._name}/all-left"
-        if self.count("left") == self.size:
-            self._ask(lambda store: store.set(every, ""))
+    def wait_for_all(self) -> None:
+        """Count this rank as finished. Rank 0, which has the store, waits for all ranks."""
+        key = f"{self._name}/all-finished"
+        if self.count("finished") == self.size:
+            self._request(lambda store: store.set(key, ""))
         if self._rank == 0:
-            _diagnosis.arrived(self._store, [every], _REQUEST_TIMEOUT)
+            _diagnosis.arrived(self._store, [key], _REQUEST_TIMEOUT)
 
-    def give(self, step: int) -> int | None:
-        """Give this rank's step; return the largest of all, where this is the last that gives."""
+    def vote(self, step: int) -> int | None:
+        """Give this rank's step. Return the largest of all if this is the last vote."""
         key = f"{self._name}/largest"
 
-        def give(store: Store) -> int | None:
+        def vote(store: Store) -> int | None:
             largest = store.compare_set(key, "", str(step))
             while int(largest) < step:
                 largest = store.compare_set(key, largest.decode(), str(step))
-            last = store.add(f"{self._name}/given", 1) == self.size
-            is_wanted = last and store.add(f"{self._name}/requested", 0) > 0
-            return int(store.get(key)) if is_wanted else None
+            is_last = store.add(f"{self._name}/given", 1) == self.size
+            if is_last and store.add(f"{self._name}/requested", 0) > 0:
+                return int(store.get(key))
+            return None
 
-        return self._ask(give)
+        return self._request(vote)
 
-    def _ask(self, request: Callable[[Store], T]) -> T:
-        """Return the store's answer; soon, even where its process is stopped."""
+    def _request(self, request: Callable[[Store], T]) -> T:
+        """Return the store's reply, or raise after a while, even where its process is stopped."""
         return within(_REQUEST_TIMEOUT, lambda: request(self._store))
 
 
@@ -112,7 +128,7 @@ class SnapshotOnSignal(AbstractContextManager["SnapshotOnSignal"]):
     `step` then returns until the step that all agree upon; there it saves, and raises
     ``SystemExit(75)`` on every rank: to ezpz-launch and schedulers it says "start me again".
 
-    It cannot deadlock: a thread tells the step that its rank is in, no rank goes beyond the
+    It cannot deadlock: a thread gives the step that its rank is in, no rank goes beyond the
     largest of these, and up to there all of them do what they would have done without the signal.
 
     While no signal comes nothing is sent, and `step` takes well below a microsecond. The
@@ -129,8 +145,8 @@ class SnapshotOnSignal(AbstractContextManager["SnapshotOnSignal"]):
             returns, this rank's part is to be on the disk. Writes of several ranks that
             belong together are its concern: `ezpz_dist.save_checkpoint` does that.
         signals: Names of signals.
-        within: Seconds from the signal (or from another rank's word of it) after which the job
-            gives up with exit status 124 and says where this rank stands. Default: it continues
+        within: Seconds from the signal, on this rank or another, after which the job gives up with
+            exit status 124 and names the line where this rank is. Default: it continues
             until the scheduler ends it, which atomic checkpoints survive.
 
     Raises:
@@ -154,7 +170,8 @@ class SnapshotOnSignal(AbstractContextManager["SnapshotOnSignal"]):
             )
         if within is not None and not within > 0:
             raise ValueError(f"within {within}; expected a positive number of seconds, or None")
-        self._save, self._within = save, within
+        self._save = save
+        self._within = within
         self._world = current_world("SnapshotOnSignal()")
         self._rank = get_rank()
         self._who = f"rank {self._rank} on {get_hostname()}"
@@ -164,7 +181,8 @@ class SnapshotOnSignal(AbstractContextManager["SnapshotOnSignal"]):
         self._here = 1
         self._voted: int | None = None
         self._stop_at = NEVER
-        self._agreed, self._over = threading.Event(), threading.Event()
+        self._agreed = threading.Event()
+        self._over = threading.Event()
         self._outcome = ""
         self._done = threading.Event()
         # Put into by a signal's handler: of all queues only this one may be interrupted by
@@ -173,14 +191,14 @@ class SnapshotOnSignal(AbstractContextManager["SnapshotOnSignal"]):
         self._votes = Votes(f"snapshot/{next(_numbers)}", self._world, self._on_notice)
         self._listener = threading.Thread(target=self._listen, name="ezpz-snapshot", daemon=True)
         self._listener.start()
-        # Another rank's word may have come before this.
+        # Another rank may have got a signal before this.
         if self._votes.count("requested", 0):
             self._signals.put("")
         self._previous = {number: signal.signal(number, self._on_signal) for number in numbers}
         atexit.register(self.close)
 
     def step(self, step: int) -> None:
-        """Say that a step is done; after a signal, save at the step that all ranks agree upon.
+        """Count a step as done; after a signal, save at the step that all ranks agree upon.
 
         Collective: every rank calls this after each step, with the same number.
 
@@ -223,8 +241,8 @@ class SnapshotOnSignal(AbstractContextManager["SnapshotOnSignal"]):
                     before = signal.SIG_IGN
                 signal.signal(number, before)
         self._signals.put(None)
-        self._votes.forget()
-        # Whoever waits for this rank's step learns that there will be none.
+        self._votes.unregister()
+        # Other ranks learn that no step of this one will come.
         self._vote(NEVER)
 
     def __exit__(self, *_: object) -> None:
@@ -239,7 +257,7 @@ class SnapshotOnSignal(AbstractContextManager["SnapshotOnSignal"]):
             os.kill(os.getpid(), number)
 
     def _listen(self) -> None:
-        """Wait for a signal, or another rank's word of one; then answer for the main thread."""
+        """Wait for a signal on this rank or another; then vote for the main thread."""
         name = self._signals.get()
         if name is None:
             return
@@ -248,7 +266,7 @@ class SnapshotOnSignal(AbstractContextManager["SnapshotOnSignal"]):
             logger.info("rank %d got %s", self._rank, name)
         try:
             if name and self._votes.count("requested") == 1:
-                self._votes.tell(signal=name)
+                self._votes.post(signal=name)
         except LOST as error:
             self._without_store(error)
         self._vote()
@@ -257,7 +275,7 @@ class SnapshotOnSignal(AbstractContextManager["SnapshotOnSignal"]):
         self._give_up(name or "another rank's signal")
 
     def _on_notice(self, notice: dict[str, Any]) -> None:
-        """Take a word of another rank's, in the responder's thread."""
+        """Process what a rank posted, in the responder's thread."""
         if "signal" in notice:
             self._signals.put("")
         elif "stop_at" in notice:
@@ -270,7 +288,7 @@ class SnapshotOnSignal(AbstractContextManager["SnapshotOnSignal"]):
             self._done.set()
 
     def _vote(self, at_least: int = 0) -> None:
-        """Give the step that this rank is in, or a larger one, once."""
+        """Vote for the step that this rank is in, or a larger one, once."""
         with self._lock:
             if self._voted is not None:
                 return
@@ -278,20 +296,22 @@ class SnapshotOnSignal(AbstractContextManager["SnapshotOnSignal"]):
         if self._world is not None and find_world() is not self._world:
             return  # after clean-up no one waits
         try:
-            if (stop_at := self._votes.give(self._voted)) is not None:
-                self._votes.tell(stop_at=stop_at)
+            stop_at = self._votes.vote(self._voted)
+            if stop_at is not None:
+                self._votes.post(stop_at=stop_at)
         except LOST as error:
             self._without_store(error)
 
     def _without_store(self, error: Exception) -> None:
-        """Go on without: rank 0 is gone, and the next collective says so if it matters."""
+        """Continue: rank 0 has ended, and the next collective raises if that matters."""
         logger.error("rank %d cannot agree on a step to save at: %s", self._rank, error)
         self._agreed.set()
 
     def _snapshot(self, step: int) -> None:
         logger.info("rank %d saves at step %d, as every rank", self._rank, step)
         try:
-            if (other := self._votes.agree_on_name(step)) != str(step):
+            other = self._votes.agree_on_number(step)
+            if other != str(step):
                 raise MismatchError(
                     f"rank {self._rank} calls step({step}) where another rank calls step({other}); "
                     "expected the same number on every rank"
@@ -299,10 +319,10 @@ class SnapshotOnSignal(AbstractContextManager["SnapshotOnSignal"]):
             self._save(step)
         except BaseException as error:  # whatever ends this save: the others are told
             with suppress(*LOST):
-                self._votes.tell(outcome=f"{self._who}: {type(error).__name__}: {error}")
+                self._votes.post(outcome=f"{self._who}: {type(error).__name__}: {error}")
             raise
         if self._votes.count("saved") == self._votes.size:
-            self._votes.tell(outcome="")
+            self._votes.post(outcome="")
         self._wait(self._done, "SnapshotOnSignal.step(), for every rank to save", step)
         if self._outcome:
             raise CheckpointError(
@@ -310,7 +330,7 @@ class SnapshotOnSignal(AbstractContextManager["SnapshotOnSignal"]):
                 "save; what was saved before is what there is"
             )
         with suppress(*LOST):  # then no rank is left to wait for
-            self._votes.leave()
+            self._votes.wait_for_all()
         # Python forgets a SystemExit before what runs at exit, to which this run has not finished.
         sys.last_value = SystemExit(EXIT_SAVED)
         raise sys.last_value
