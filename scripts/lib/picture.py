@@ -100,7 +100,7 @@ def report(page: str) -> str:
     """The top of a report's page as a picture: its first lines, and its plots side by side."""
     (style,) = re.findall(r"<style>.*?</style>", page, re.DOTALL)
     (top,) = re.findall(r"<header>(.*?)<nav", page, re.DOTALL)
-    figures = re.findall(r"<figure>.*?</figure>", page, re.DOTALL)
+    figures = re.findall(r"<figure[^>]*>.*?</figure>", page, re.DOTALL)
     # What is said below the plots changes from run to run, and the curves are drawn already.
     plots = re.sub(r"<p>.*?</p>|(?<=<svg) data-curves=\"[^\"]*\"", "", "".join(figures))
     return (

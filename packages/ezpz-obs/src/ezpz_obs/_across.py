@@ -84,11 +84,9 @@ class Across:
 
     def end(self, exchange: Exchange, *, closing: bool = False) -> tuple[dict[str, float], str]:
         """Return the statistics by name, and a warning where ranks differ ("" where not)."""
+        limit = [timedelta(seconds=_CLOSE_SECONDS)] if closing and self._device == "cpu" else []
         with _translate_errors(f"at step {exchange.step}"):
-            if closing and self._device == "cpu":
-                exchange.work.wait(timedelta(seconds=_CLOSE_SECONDS))
-            else:
-                exchange.work.wait()
+            exchange.work.wait(*limit)
         table = exchange.gathered.cpu().numpy()
         most = int(table[:, _HEAD - 1].max())
         if most > self._room:  # all ranks see that, make room, and send once more
@@ -105,9 +103,8 @@ class Across:
         ranks = ", ".join(f"rank {rank} ({self._hosts[rank]})" for rank in different[:3])
         if len(different) > 3:
             ranks += f" and {len(different) - 3} more"
-        problem = "metrics of other names"
-        if (table[:, 1] != table[0, 1]).any():
-            problem = "other steps"
+        has_other_steps = (table[:, 1] != table[0, 1]).any()
+        problem = "other steps" if has_other_steps else "metrics of other names"
         warning = (
             f"{ranks} recorded {problem} than rank 0; expected the same steps and names on every "
             "rank: such records have no statistics"
@@ -121,14 +118,8 @@ class Across:
 def compute_statistics(values: NDArray[np.float64], names: Sequence[str]) -> dict[str, float]:
     """Return ``loss/mean``, ``loss/std`` (of the population), ... of an array (ranks, metrics)."""
     with np.errstate(invalid="ignore", over="ignore"):  # NaN and infinities are allowed
-        rows = (
-            values.mean(axis=0).tolist(),
-            values.std(axis=0).tolist(),
-            values.min(axis=0).tolist(),
-            values.max(axis=0).tolist(),
-            values.argmin(axis=0).tolist(),
-            values.argmax(axis=0).tolist(),
-        )
+        reductions = (values.mean, values.std, values.min, values.max, values.argmin, values.argmax)
+        rows = [reduction(axis=0).tolist() for reduction in reductions]
     statistics: dict[str, float] = {}
     for name, *numbers in zip(names, *rows, strict=True):
         for statistic, number in zip(STATISTICS, numbers, strict=True):
