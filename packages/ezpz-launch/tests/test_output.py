@@ -217,9 +217,9 @@ def full():
 def test_where_nobody_reads_a_signal_ends_the_launch(background, until, tmp_path, full):
     script = (
         f"trap 'echo bye >{tmp_path}/bye-$RANK; exit 9' TERM; "
-        f"yes & touch {tmp_path}/started-$RANK; wait"
+        f"sleep 600 & touch {tmp_path}/started-$RANK; wait"
     )
-    launch = background("-n", "2", "sh", "-c", script, stdout=full, stderr=subprocess.DEVNULL)
+    launch = background("-n", "2", "sh", "-c", script, stderr=full)
     until(lambda: len(list(tmp_path.glob("started-*"))) == 2)
     launch.terminate()
     assert launch.wait() == 143

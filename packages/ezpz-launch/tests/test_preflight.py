@@ -71,6 +71,7 @@ def throttled():
         group.rmdir()
 
 
+@pytest.mark.slow
 def test_of_three_nodes_one_is_good_one_is_throttled_and_one_has_its_own_clock_and_more(
     *, look, full, throttled, tmp_path
 ):

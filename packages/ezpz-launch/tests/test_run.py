@@ -56,7 +56,7 @@ def ran(capfd):
 
 def test_ranks_that_do_not_start_are_named_once_and_the_launch_goes_on(ran, monkeypatch):
     monkeypatch.setattr(module, "_ABSENT", 2)  # in which a busy host starts one
-    ended, _, err = ran("sleep 4", starts=[0])  # long enough for a round with nothing due
+    ended, _, err = ran("sleep 3", starts=[0])  # long enough for a round with nothing due
     absent = f"after 2 s 3 of 4 ranks have not started: 1 on {HERE}, 2 on beta, 3 on beta\n"
     assert (ended.exit_status, err.count(absent)) == (1, 1)
 
@@ -255,7 +255,7 @@ def test_what_is_written_to_files_is_output(background, tmp_path, writes):
     """Also to files older than the launch."""
     (tmp_path / "rank-0.out").touch()
     os.utime(tmp_path / "rank-0.out", (1, 1))
-    script = "for i in $(seq 16); do echo $i; sleep 0.25; done" if writes else "sleep 600"
+    script = "for i in $(seq 12); do echo $i; sleep 0.25; done" if writes else "sleep 600"
     words = ["-n", "2", "--idle-timeout", "2", "--log-dir", tmp_path, "sh", "-c"]
     launch = background(*words, f"[ $RANK = 1 ] && exit 0; {script}", stderr=-1)
     assert launch.wait() == (0 if writes else 124), launch.stderr.read()

@@ -333,7 +333,8 @@ def home(tmp_path_factory):
     shutil.copy(os.path.realpath(sys.executable), home / "python" / "bin" / version)
     (home / "python" / "bin" / "python").symlink_to(version)
     left_out = shutil.ignore_patterns("site-packages", "dist-packages", "test", "tests", "idlelib",
-                                      "lib2to3", "tkinter", "config-*", "*.a")  # fmt: skip
+                                      "lib2to3", "tkinter", "config-*", "*.a", "unittest",
+                                      "distutils", "ensurepip", "pydoc_data")  # fmt: skip
     library = Path(json.__file__).parents[1]
     shutil.copytree(library, home / "python" / "lib" / version, ignore=left_out)
     packages = home / "python" / "lib" / version / "site-packages"
