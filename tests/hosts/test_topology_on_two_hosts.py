@@ -9,9 +9,6 @@ import pytest
 
 PROGRAM = Path(__file__).resolve().parents[1] / "worlds" / "say_topology.py"
 
-TWO_EACH = ["nodeA:2", "nodeB:2"]
-JOB = {"PBS_JOBID": "7.pbs-0001"}
-
 
 @pytest.fixture
 def say(hosts, tool, tmp_path):
@@ -53,48 +50,19 @@ def row(said, name):
     return said["explained"][name][0]
 
 
-def is_untold(said):
-    """Whether the index of the node is an error, and a gap where detect() explains itself."""
-    error = "IncompleteLauncherError: pmi does not tell which node this is"
-    return str(said["node_index"]).startswith(error) and row(said, "node index") is None
-
-
 def test_ranks_without_a_job_agree_with_mpi(say):
-    said = say(TWO_EACH, "--mpi")
+    said = say(["nodeA:2", "nodeB:2"], "--mpi")
     assert [place(one) for one in said] == [(0, 4, 0, 2), (1, 4, 1, 2), (2, 4, 0, 2), (3, 4, 1, 2)]
     for one in said:
         assert one["mpi"] == [*place(one), one["hostname"]]
         # No rank can see whether the other node has as many.
-        assert str(one["num_nodes"]).startswith("IncompleteLauncherError: pmi: ")
+        assert one["num_nodes"].startswith("IncompleteLauncherError: pmi: ")
         assert row(one, "nodes") is None
-        assert is_untold(one)
+        assert one["node_index"].startswith("IncompleteLauncherError: pmi does not tell which node")
+        assert row(one, "node index") is None
         assert one["allocation"]["scheduler"] == "none"
         # This host alone would be half an answer.
         assert one["hosts"].startswith("HostfileError: 4 ranks of pmi, not all of them known")
-
-
-@pytest.mark.parametrize(
-    ("order", "slots"), [(("nodeA", "nodeB"), 2), (("nodeB", "nodeA"), 1)], ids=str
-)
-def test_the_node_file_gives_nodes_and_indices_by_name(say, tmp_path, order, slots):
-    names, path = [f"{host}.example" for host in order], tmp_path / "nodefile"
-    path.write_text("".join(f"{name}\n" * slots for name in names), encoding="utf-8")
-    for one in say(TWO_EACH, env={**JOB, "PBS_NODEFILE": str(path)}):
-        allocation = one["allocation"]
-        assert (allocation["scheduler"], allocation["job_id"]) == ("pbs", JOB["PBS_JOBID"])
-        assert (allocation["hosts"], allocation["slots"]) == (names, [slots, slots])
-        assert allocation["node_name"] == f"{one['hostname']}.example"
-        if order[0] == "nodeA":
-            assert one["node_index"] == row(one, "node index") == order.index(one["hostname"])
-        else:
-            # The ranks begin on the job's second host: whose numbers are meant?
-            assert is_untold(one)
-        assert one["num_nodes"] == row(one, "nodes") == 2
-        assert one["hosts"] == {
-            "entries": [{"host": name, "slots": slots} for name in names],
-            "source": "PBS_NODEFILE",
-            "path": str(path),
-        }
 
 
 def test_hosts_that_gloo_cannot_connect_are_an_error_of_set_up(say, sandbox):

@@ -177,12 +177,11 @@ def test_a_job_is_followed_from_the_queue_across_a_requeue_to_its_end(jobs):
     assert f"job {job} (twice): completed" in err
 
 
-@pytest.mark.parametrize("command", ["jobs", "follow", "kill"])
-def test_an_id_that_slurm_does_not_know_is_no_job(jobs, command):
+def test_an_id_that_slurm_does_not_know_is_no_job(jobs):
     held = jobs.submit("true", "--hold")
     # Never given, long forgotten, a task that is none, too large, and in the form of PBS.
     for unknown in ("99999", "99999_3", f"{held}_3", "9999999999999", "12.srv"):
-        done = jobs.ours(command, unknown, expect=2)
+        done = jobs.ours("kill", unknown, expect=2)
         assert f"no job '{unknown}'; expected a name or an id of yours" in done.stderr
         assert done.stdout == ""
     assert jobs.until(held, "held")["id"] == held

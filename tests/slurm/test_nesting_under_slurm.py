@@ -1,6 +1,6 @@
 """What ezpz_topo says of launchers inside launchers: the innermost counts, not what it inherits."""
 
-from tests.slurm.topology import JOB, assert_ranks_of_a_step, hosts, row
+from tests.slurm.topology import JOB, assert_ranks_of_a_step, row
 
 
 def slurm_row(rank, size, local, local_size, node):
@@ -15,16 +15,6 @@ def test_srun_within_a_rank_of_ezpz_launch(batch, tool):
     for one in said:
         assert (one["env"]["EZPZ_RANK"], one["env"]["EZPZ_WORLD_SIZE"]) == ("0", "1"), "inherited"
         assert "slurm before ezpz" in one["rank_info"]["notes"][0]
-
-
-def test_srun_with_pmi2_within_mpiexec(say, tool):
-    # PMI_RANK is srun's, beside it MPI_LOCALRANKID of the rank above.
-    outer = (tool("mpiexec"), "-iface", "lo", "-n", "1")
-    said = say(*JOB, *outer, "srun", "--mpi=pmi2", "--overlap", "-N", "2", "-n", "4")
-    assert [(one["env"]["PMI_RANK"], one["env"]["MPI_LOCALRANKID"]) for one in said] == [
-        (str(rank), "0") for rank in range(4)
-    ]
-    assert_ranks_of_a_step(said)
 
 
 def test_steps_that_give_ranks_the_numbers_that_they_inherit(say, tool):
@@ -42,11 +32,3 @@ def test_mpiexec_within_a_step_of_one_task(say, tool):
     assert [row(one) for one in said] == [("pmi", 0, 2, 0, 2, 0), ("pmi", 1, 2, 1, 2, 0)]
     assert {one["env"]["SLURM_STEP_NUM_TASKS"] for one in said} == {"1"}, "inherited"
     assert {one["num_nodes"] for one in said} == {1}
-
-
-def test_ezpz_launch_within_a_step_of_one_task(say, tool):
-    job = ("salloc", "-Q", "-w", "nid001,nid002", "-n", "4")
-    step = ("srun", "-w", "nid002", "-N", "1", "-n", "1", "-c", "2")
-    said = say(*job, *step, tool("ezpz-launch"), "-n", "2")
-    assert [row(one) for one in said] == [("ezpz", 0, 2, 0, 2, 0), ("ezpz", 1, 2, 1, 2, 0)]
-    assert [(hosts(one), one["node_index"]) for one in said] == [(["nid002"], 0)] * 2

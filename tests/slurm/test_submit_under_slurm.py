@@ -106,32 +106,12 @@ def test_jobs_that_had_to_go_are_another_attempt(slurm, submit, partitions):
 @pytest.mark.parametrize(("words", "message"), [
     (["--partition", "none"], "invalid partition specified: none"),
     (["-A", "closed"], "account closed has no hours left"),
-    (["-A", "closed"], "asked for nodes 2, account closed; expected"),
     (["--submit-args", "--constraint=none"], "Invalid feature specification; asked for nodes 2"),
 ])  # fmt: skip
 def test_what_slurm_refuses_is_said_in_its_words(sandbox, submit, words, message):
     if "closed" in words and not sandbox.LUA:
         lacking("this Slurm has no job_submit/lua, which refuses an account")
     assert message in submit(*words, "true", expect=2).said
-
-
-TWICE_SAVED = 'echo "here $EZPZ_ATTEMPT"; [ "$EZPZ_ATTEMPT" = 1 ] || exit 75'
-BALANCE = "Remaining balance: 497,218 hours"
-
-
-@pytest.mark.parametrize("lines", [
-    [f'real "$@" && echo "{BALANCE}"'],
-    [f'echo "{BALANCE}"', 'echo 3 jobs of yours wait', 'real "$@"'],
-    ["shift", f'real "$@" && echo "{BALANCE}"'],  # without --parsable
-], ids=["after", "before", "plain"])  # fmt: skip
-def test_lines_of_a_site_beside_the_id(submit, site, lines):
-    chain = submit("--chain", "2", "sh", "-c", TWICE_SAVED, env=site("sbatch", *lines))
-    record, said = chain.ends("done", 2)
-    ids = [job["id"] for job in record["jobs"]]
-    assert chain.said.splitlines()[0] == " ".join(ids)
-    assert all(map(str.isdecimal, ids))
-    ranks = [line for line in said.splitlines() if line.startswith("here ")]
-    assert sorted(ranks) == ["here 0", "here 0", "here 1", "here 1"]
 
 
 def test_a_job_of_another_cluster_is_asked_for_and_ended_there(
@@ -170,19 +150,6 @@ def test_a_chain_of_another_cluster_goes_on_there(submit, clusters, tmp_path):
 
 
 ENDS = "import os, sys; sys.exit(75 * (os.environ['EZPZ_ATTEMPT'] == '0'))"
-
-
-def test_a_job_without_an_id_is_said_to_be_queued(slurm, tool, submit, site):
-    words = ["--name", "silent", "--submit-args", "--hold", "true"]
-    submitted = submit(*words, expect=2, env=site("sbatch", 'real --quiet "$@"'))
-    assert "sbatch --parsable " in submitted.said
-    assert "ended well and printed ''; expected one line that is a job's id" in submitted.said
-    assert "a job may be queued all the same: ezpz jobs shows it, and ezpz kill" in submitted.said
-    state = ["squeue", "-h", "-n", "silent", "-o", "%T"]
-    assert slurm.run(state).stdout.split() == ["PENDING"], "it is"
-    assert "silent" in slurm.run([tool("ezpz"), "jobs"], env=submitted.env).stdout
-    slurm.run([tool("ezpz"), "kill", "silent"], env=submitted.env)
-    assert slurm.run(state).stdout == ""
 
 
 def test_words_arrive_byte_for_byte(submit):
