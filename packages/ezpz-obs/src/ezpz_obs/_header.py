@@ -55,8 +55,7 @@ def make_header(
         "git": find_commit(),
         "versions": versions,
         **given,
-        # ezpz-launch tells which attempt it is, and whose fault the end of the one before was.
-        "launch_attempt": os.environ.get("EZPZ_LAUNCH_ID"),
+        # ezpz-launch tells whose fault the end of the attempt before was.
         "last_fault": redact(os.environ.get("EZPZ_LAST_FAULT")),
     }
     if project:

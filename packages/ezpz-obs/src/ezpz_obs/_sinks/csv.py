@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from ezpz_obs._errors import SinkError
 from ezpz_obs._run import Run, read_run
@@ -22,6 +22,7 @@ class CsvSink:
     def __init__(self) -> None:
         self._path = Path()
         self._columns: list[str] = []
+        self._file: TextIO | None = None  # to which rows are appended
 
     def open(self, header: Mapping[str, Any], folder: Path | None) -> None:  # noqa: ARG002
         if folder is None:
@@ -38,16 +39,22 @@ class CsvSink:
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         row = {"step": step, **metrics}
-        if row.keys() <= set(self._columns):
-            with open(self._path, "a", encoding="utf-8", newline="") as file:
-                csv.DictWriter(file, self._columns).writerow(row)
-        else:
+        if self._file is None or not row.keys() <= set(self._columns):
             self._export()
+            # `_export` closes it.
+            self._file = open(  # noqa: SIM115
+                self._path, "a", buffering=1, encoding="utf-8", newline=""
+            )
+        else:
+            csv.DictWriter(self._file, self._columns).writerow(row)
 
     def close(self) -> None:
         self._export()
 
     def _export(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
         # Of damaged lines whoever writes or replays the run warns, and not each table.
         run = Run(read_run(self._path.parent).path, warn=False)
         export(run, csv=self._path)
