@@ -147,7 +147,7 @@ def setup_wandb(
     if config is not None:
         options["config"] = redact(dict(config))
     project = find_project({"argv": sys.argv, "project": project_name}, "WANDB_PROJECT")
-    _end_service_after(threading.main_thread().join)
+    threading.Thread(target=_end_service_with_main, name="ezpz_obs wandb", daemon=True).start()
     run: Run | None = start_run(project=project, **options)
     return run
 
@@ -259,19 +259,19 @@ def _first_line(error: object) -> str:
     return to_text(error).partition("\n")[0] or type(error).__name__
 
 
-def _end_service_after(wait: Callable[[], object]) -> None:
-    """End W&B's service some seconds after a wait, if it is still waiting for its server."""
-
+def _end_service_with_main() -> None:
+    """End W&B's service some seconds after the main thread, if it still waits for its server."""
     # Hooks of the interpreter's end wait for that service without a limit. A hook of ours could
     # come before or after; a daemon thread sees the main thread end in any case.
-    def run() -> None:
-        wait()
-        time.sleep(_EXIT_SECONDS)
-        for pid, parent, name in _list_processes():
-            if parent == os.getpid() and "wandb-core" in name:
-                os.kill(pid, signal.SIGKILL)
+    threading.main_thread().join()
+    time.sleep(_EXIT_SECONDS)
+    _end_service()
 
-    threading.Thread(target=run, name="ezpz_obs wandb", daemon=True).start()
+
+def _end_service() -> None:
+    for pid, parent, name in _list_processes():
+        if parent == os.getpid() and "wandb-core" in name:
+            os.kill(pid, signal.SIGKILL)
 
 
 def _list_processes() -> Iterator[tuple[int, int, str]]:
@@ -333,8 +333,13 @@ class WandbSink:
     def close(self) -> None:
         if self._run is None or self._is_live:
             return
-        _end_service_after(lambda: None)
-        self._run.finish()
+        timer = threading.Timer(_EXIT_SECONDS, _end_service)
+        timer.daemon = True
+        timer.start()
+        try:
+            self._run.finish()
+        finally:
+            timer.cancel()
 
     def _options(
         self, header: Mapping[str, Any], folder: Path | None, *, is_replay: bool
