@@ -272,7 +272,8 @@ def test_who_does_not_know_the_secret_of_the_node_is_refused(side, until, said):
     with connection:
         connection.sendall(said)
         assert side.is_refused(connection, until)
-    assert (side.nodes._agents, side.nodes.lost) == ({}, [])
+    assert side.nodes.unreached([0, 2, 4, 6]) == [0, 2, 4, 6]
+    assert side.nodes.lost == []
 
 
 def test_what_an_agent_has_said_is_of_no_use_to_another(side, until):
