@@ -2,7 +2,6 @@
 
 import os
 import signal
-import sys
 import threading
 import time
 
@@ -196,33 +195,6 @@ def test_none_had_started_and_a_port_that_is_taken(ran, until):
     assert f"0 on {HERE}, 1 on {HERE}, 2 on beta, 3 on beta; none had started" in err
     outcome, *_ = ran("sleep 600", reports=[("taken", 0, 29500)])  # it ends at once
     assert (outcome.exit_status, outcome.port_taken) == (2, True)
-
-
-@pytest.mark.slow
-def test_time_for_which_we_were_stopped_does_not_count(background, until, tmp_path):
-    code = (
-        "import os, pathlib, signal, sys, time\n"
-        "folder = pathlib.Path(sys.argv[1])\n"
-        "def save(*_):\n"
-        "    (folder / 'heard').touch()\n"
-        "    for _ in range(15): time.sleep(0.1)\n"
-        "    (folder / 'saved').touch(); os._exit(75)\n"
-        "signal.signal(signal.SIGTERM, save)\n"
-        "(folder / 'new').write_text(str(os.getpid())); (folder / 'new').rename(folder / 'pid')\n"
-        "time.sleep(600)"
-    )
-    launch = background("-n", "1", "--grace", "3", sys.executable, "-c", code, tmp_path)
-    until((tmp_path / "pid").exists)
-    both = int((tmp_path / "pid").read_text()), launch.pid
-    launch.terminate()
-    until((tmp_path / "heard").exists)
-    for pid in both:
-        os.kill(pid, signal.SIGSTOP)
-    time.sleep(5)  # longer than the grace
-    for pid in both:
-        os.kill(pid, signal.SIGCONT)
-    assert launch.wait() == 75
-    assert (tmp_path / "saved").exists()
 
 
 # hangs
