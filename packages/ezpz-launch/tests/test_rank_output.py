@@ -228,8 +228,9 @@ print(sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])))
 @pytest.mark.parametrize("ignored", [[], ["SIGINT", "SIGUSR1", "SIGCHLD"]])
 def test_what_was_ignored_stays_ignored_and_nothing_else(ignored):
     def ignore():
-        for name in ignored:
-            signal.signal(signal.Signals[name], signal.SIG_IGN)
+        for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGCHLD"):
+            action = signal.SIG_IGN if name in ignored else signal.SIG_DFL  # not as under nohup
+            signal.signal(signal.Signals[name], action)
 
     done = pump(*python(SHOW), options=[], preexec_fn=ignore)
     assert done.stdout.decode() == f"{ignored}\n[]\n"
