@@ -11,19 +11,12 @@ from tests.faults.launches import MEET_HERE, PROGRAMS, SLACK
 
 pytestmark = pytest.mark.two_ranks
 
-# Plain processes, which nobody ends but themselves.
-_PLAIN = """
-for rank in 0 1; do RANK=$rank LOCAL_RANK=$rank LOCAL_WORLD_SIZE=2 WORLD_SIZE=2 "$@" & done
-for each in $(jobs -p); do wait $each || status=$?; done
-exit $status
-"""
 BARE = {
     "hydra": ["mpiexec", "-n", "2"],
     "srun": ["srun", "-N", "2", "-n", "2"],
-    "spawn": ["bash", "-c", _PLAIN, "plain"],
     "torchrun": ["torchrun", "--nproc-per-node=2"],
 }
-GUILTY = {"hydra": 0, "srun": 1, "spawn": 0, "torchrun": 1}
+GUILTY = {"hydra": 0, "srun": 1, "torchrun": 1}
 """Under ezpz-launch; without it, it is the other one. Rank 0 holds the store."""
 
 
@@ -70,7 +63,7 @@ def test_an_exception_ends_all_at_once_and_who_raised_it_is_named(launch, place)
     assert f'"rank": {guilty}' in record.read_text()
 
 
-@pytest.mark.under("hydra", "srun", "spawn", "torchrun")
+@pytest.mark.under("hydra", "srun", "torchrun")
 def test_an_exception_ends_all_at_once_without_ezpz_launch(launch, place):
     guilty, mpi = 1 - GUILTY[place.launcher], place.launcher == "hydra"
     env = {"OMP_NUM_THREADS": "1"}
