@@ -64,7 +64,7 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SchedulerType=sched/backfill
 # Only backfill starts heterogeneous jobs, and by default it looks every 30 s.
-SchedulerParameters=batch_sched_delay=0,sched_min_interval=0,bf_interval=1
+SchedulerParameters=batch_sched_delay=0,sched_min_interval=0,sched_interval=1,bf_interval=1
 ReturnToService=2
 KillWait=1
 # Ports are derived from job ids: two sandboxes on one machine should not share them.
@@ -131,8 +131,13 @@ class SlurmSandbox(Sandbox):
     def start_again(self, job):
         """Have a job that is being requeued start in seconds, not after Slurm's two minutes."""
         deadline = time.monotonic() + START_TIMEOUT
-        show = ("scontrol", "show", "job", job)
-        self._wait(f"{job} is requeued", lambda: "Restarts=1" in self._ask(*show), deadline)
+
+        def is_requeued():
+            told = self._ask("scontrol", "--oneliner", "show", "job", job)
+            # When its first run has completed, it gets the time of the next.
+            return "Restarts=1 " in told and " Reason=BeginTime " in told
+
+        self._wait(f"{job} is requeued", is_requeued, deadline)
         # In the second of its end Slurm takes its new credential for the one that it revoked.
         self.run(["scontrol", "update", f"JobId={job}", "StartTime=now+3"])
 
