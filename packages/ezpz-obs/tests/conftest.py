@@ -63,6 +63,7 @@ def python(tmp_path):
         if shell:
             command = ["sh", "-c", f'exec "$@" {shell}', "sh", *command]
         env = {**os.environ, **given.pop("env", {})}
+        env.pop("PYTHONUNBUFFERED", None)  # a user's standard error is buffered
         done = subprocess.run(
             command, cwd=tmp_path, env=env, text=True, check=False,
             **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **given},

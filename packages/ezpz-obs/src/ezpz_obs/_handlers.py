@@ -49,8 +49,12 @@ class TerminalHandler(logging.StreamHandler[TextIO]):
             self._is_terminal = is_terminal(stream)
             self._checked = stream
         self.failed = False
-        with _without_bars(stream) if self._is_terminal else nullcontext():
-            super().emit(record)
+        try:
+            line = self.format(record) + self.terminator
+            with _without_bars(stream) if self._is_terminal else nullcontext():
+                _write_past_buffer(stream, line)
+        except Exception:  # noqa: BLE001 - a formatter or a user's stream may raise anything
+            self.handleError(record)
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
         """Let a full disk, or a reader that has gone, not end a training."""
@@ -152,6 +156,30 @@ def is_terminal(stream: TextIO | None) -> bool:
         return bool(os.environ.get("EZPZ_TERMINAL")) and not is_file
     except (OSError, ValueError, AttributeError):  # closed, or hardly a stream
         return False
+
+
+def _write_past_buffer(stream: TextIO, line: str) -> None:
+    """Write a line at once, so that lines of ranks that share the stream stay whole."""
+    descriptor = _find_descriptor(stream)
+    if descriptor is None:
+        stream.write(line)
+        stream.flush()
+        return
+    stream.flush()  # what the script has printed comes first
+    # What Python's buffer cannot write it tries again at exit, which makes the exit status 120.
+    rest = line.encode(stream.encoding, "backslashreplace")
+    while rest:
+        rest = rest[os.write(descriptor, rest) :]
+
+
+def _find_descriptor(stream: TextIO) -> int | None:
+    """Return the descriptor of standard error itself; None of what only stands in for it."""
+    if stream is not sys.__stderr__:
+        return None
+    try:
+        return stream.fileno()
+    except (OSError, ValueError):  # closed
+        return None
 
 
 def _without_bars(stream: TextIO) -> AbstractContextManager[Any]:
