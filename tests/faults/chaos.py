@@ -296,7 +296,7 @@ def do_to(fault, pids, proxies):
 # rank may be silent for long, and a node that answers late is not lost.
 OPTIONS = [
     "-N", str(NODES), "--ppn", str(PPN), "--spares", str(SPARES), "--retries", "5",
-    "--grace", "2", "--idle-timeout", "40",
+    "--grace", "2", "--idle-timeout", "25",
 ]  # fmt: skip
 NODE_TIMEOUT = "10"
 
