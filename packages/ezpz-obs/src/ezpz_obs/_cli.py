@@ -53,7 +53,9 @@ class UsageError(ObsError):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``ezpz-obs`` with these words (default: the process's) and return its exit status."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    if argv is None:
+        argv = sys.argv[1:]
+    words = list(argv)
     try:
         _run(words)
         if sys.stdout is not None:

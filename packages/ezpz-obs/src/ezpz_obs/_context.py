@@ -31,7 +31,9 @@ def find_rank_info(env: Mapping[str, str] | None = None) -> RankInfo:
     dist = getattr(torch, "distributed", None)  # None while torch is being imported
     if env is None and dist is not None and dist.is_available() and dist.is_initialized():
         return RankInfo(dist.get_rank(), dist.get_world_size(), host)
-    info = get_rank_info(os.environ if env is None else env)
+    if env is None:
+        env = os.environ
+    info = get_rank_info(env)
     return RankInfo(info.rank, info.world_size, host)
 
 

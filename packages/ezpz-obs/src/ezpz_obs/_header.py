@@ -81,8 +81,9 @@ def _find_environment() -> dict[str, Any]:
 
 def find_commit() -> dict[str, Any] | None:
     """Return the commit of the script's folder; None without a repository, git or its answer."""
-    script = Path(sys.argv[0] if sys.argv and sys.argv[0] else ".")
-    folder = script.resolve().parent if script.is_file() else Path.cwd()
+    folder = Path.cwd()
+    if sys.argv and Path(sys.argv[0]).is_file():
+        folder = Path(sys.argv[0]).resolve().parent
     commit = _run_git(folder, "rev-parse", "HEAD")
     if not commit:
         return None

@@ -172,7 +172,7 @@ class History:
         if sinks:
             from ._sinks import SinkGroup
 
-            folder = None if self.path is None else self.path.parent
+            folder = self.path.parent if self.path else None
             self._sinks = SinkGroup(sinks, header, folder)
 
     @property

@@ -79,7 +79,7 @@ class Run:
     @property
     def name(self) -> str:
         """The name in its first header, which is its folder's; else the folder's now."""
-        named = self.headers[0].get("run") if self.headers else None
+        named = (self.headers or [{}])[0].get("run")
         return str(named or self.path.resolve().parent.name)
 
     @property

@@ -196,7 +196,7 @@ def _make_attributes(values: Floats, count: int) -> dict[str, Any]:
 
 
 def _make_facts(run: Run) -> dict[str, Any]:
-    header = run.headers[-1] if run.headers else {}
+    header = (run.headers or [{}])[-1]
     facts: dict[str, Any] = {"run": run.name, "path": str(run.path), "attempts": len(run.headers)}
     for name in ("world_size", "machine", "hosts", "git", "versions", "config", "argv"):
         value = header.get(name)

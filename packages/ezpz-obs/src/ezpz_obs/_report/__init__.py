@@ -114,7 +114,7 @@ def write_report(
     require("jinja2", "a report")
     found = [run if isinstance(run, Run) else read_run(run) for run in given]
     report = make_report(found)
-    folder = found[0].path.parent / "report" if out is None else Path(out)
+    folder = Path(out or found[0].path.parent / "report")
     folder.mkdir(parents=True, exist_ok=True)
     charts = chain.from_iterable(report.sections.values())
     pictures = [_write(folder / chart.file, _make_standalone(chart.svg)) for chart in charts]
@@ -171,7 +171,9 @@ def _draw_charts(summaries: Sequence[Summary]) -> tuple[dict[str, list[Chart]], 
     sections: dict[str, list[str]] = {}
     for title in titles[:MOST_CHARTS]:
         name = wanted[title][0][2]
-        section = "Speed and memory" if last_part(name) in _UNITS else "Curves"
+        section = "Curves"
+        if last_part(name) in _UNITS:
+            section = "Speed and memory"
         sections.setdefault(section, []).append(title)
     drawn = {}
     for section in sorted(sections):

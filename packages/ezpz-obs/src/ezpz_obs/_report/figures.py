@@ -172,7 +172,9 @@ def _mark_not_finite(axes: Any, line: Line, *, has_label: bool) -> list[str]:
         counts.append(f"{nan:,} NaN")
     if infinite:
         counts.append(f"{infinite:,} infinite")
-    label = f"{shorten(line.label, 24)}: " if has_label else ""
+    label = ""
+    if has_label:
+        label = f"{shorten(line.label, 24)}: "
     return [f"{label}{' and '.join(counts)} ({TIMES}), first at step {int(steps[0]):,}"]
 
 

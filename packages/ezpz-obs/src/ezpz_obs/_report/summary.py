@@ -290,7 +290,9 @@ def make_metric_table(summary: Summary) -> Table:
         odd = len(series.values) - len(finite)
         if odd:
             marked.add(len(rows))
-        std = float(finite.std()) if len(finite) else None
+        std = None
+        if len(finite):
+            std = float(finite.std())
         rows.append(
             (
                 name, format_number(series.last), format_number(series.mean), format_number(std),
@@ -357,7 +359,9 @@ def make_notice_table(summary: Summary) -> Table:
     for notice in notices[:_MOST_NOTICES]:
         if notice.kind == "warning":
             marked.add(len(rows))
-        times = f"{notice.count:,} {TIMES}" if notice.count > 1 else ""
+        times = ""
+        if notice.count > 1:
+            times = f"{notice.count:,} {TIMES}"
         began = format_time(notice.time).removesuffix(" UTC")
         rows.append((began, format_number(notice.step), notice.kind, notice.text, times))
     left_out = len(notices) - len(rows)

@@ -49,7 +49,7 @@ def plot(
         ReportError: There is no such metric, or plotext is not installed.
     """
     plotext = require("plotext", "a plot")
-    out = sys.stdout if file is None else file
+    out = file or sys.stdout
     if not isinstance(run, Run):
         run = read_run(run)
     series, _ = read_series(run)
@@ -156,9 +156,11 @@ def tail(
         HistoryError: There is no such run, or a line is longer than 64 MiB.
     """
     found = read_run(run)
-    out = sys.stdout if file is None else file
+    out = file or sys.stdout
     waiting: deque[Mapping[str, Any]] | None = deque(maxlen=max(0, lines))
-    width = shutil.get_terminal_size((80, 24)).columns if out.isatty() else None
+    width = None
+    if out.isatty():
+        width = shutil.get_terminal_size((80, 24)).columns
     ended = False
 
     def show(line: Mapping[str, Any]) -> None:
@@ -191,7 +193,9 @@ def format_line(line: Mapping[str, Any]) -> str:
     if "ezpz_obs" in line:
         text = f"── attempt {line.get('attempt', 0)} of {line.get('run')}"
         ranks = line.get("world_size")
-        text += f", {ranks} rank" if ranks == 1 else f", {ranks} ranks"
+        text += f", {ranks} rank"
+        if ranks != 1:
+            text += "s"
         if line.get("continues") is not None:
             text += f", continues after step {line['continues']}"
     elif "event" in line:

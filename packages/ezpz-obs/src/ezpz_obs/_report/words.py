@@ -11,7 +11,8 @@ from ezpz_topo import redact
 NOTHING: Final = "\N{EN DASH}"  # in a cell without a value
 TIMES: Final = "\N{MULTIPLICATION SIGN}"
 _MINUS: Final = "\N{MINUS SIGN}"
-_UNITS: Final = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k"))
+_UNITS: Final = ((1e12, 1e12, "T"), (1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k"))
+"""From which size, its divisor, and the unit: 8,000 stays as it is."""
 
 
 def clean(text: object) -> str:
@@ -45,7 +46,7 @@ def format_number(value: float | None, digits: int = 4) -> str:
     if math.isnan(value):
         return "NaN"
     if math.isinf(value):
-        return "∞" if value > 0 else f"{_MINUS}∞"
+        return f"{_MINUS}∞" if value < 0 else "∞"
     if float(value).is_integer() and abs(value) < 1e9:
         text = f"{int(value):,}"
     elif 1e3 <= abs(value) < 1e9:
@@ -103,9 +104,8 @@ def format_tick(value: float) -> str:
     """Return a number in few letters, for the axes of plots: 20k, 1.5M, 3e-05."""
     size = abs(value)
     text = f"{size:.10g}"
-    for least, unit in _UNITS:
+    for least, divisor, unit in _UNITS:
         if least <= size < 1e15:
-            divisor = min(least, 1e3) if unit == "k" else least
             text = f"{size / divisor:.10g}{unit}"
             break
     if value < 0:
