@@ -77,6 +77,15 @@ def test_the_table(env, write):
     ]
 
 
+def test_the_last_column_is_broken_at_the_width_of_a_terminal(env, write, monkeypatch):
+    monkeypatch.setattr(os, "isatty", lambda _: True)
+    monkeypatch.setattr(os, "get_terminal_size", lambda _: os.terminal_size((80, 24)))
+    write(record(command=("python", *("--option",) * 9), **ENDED))
+    title, *rows = launches([], env).splitlines()
+    assert len(rows) > 1
+    assert {len(row) - len(row.lstrip()) for row in rows[1:]} == {title.index("command")}
+
+
 def test_the_newest_are_last_and_no_more_than_asked(env, write):
     write(*(record(number, nproc=number + 1) for number in range(25)))
     assert [one["nproc"] for one in told(env, "-n2")] == [24, 25]

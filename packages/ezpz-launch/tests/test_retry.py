@@ -18,6 +18,7 @@ from ezpz_launch._retry import (
     Attempts,
     Retries,
     UnansweredError,
+    _hostfile,
     ends_with_import_error,
     job_end,
     time_limit,
@@ -189,6 +190,18 @@ def test_a_taken_port_is_replaced_but_not_for_ever(attempts, more, times):
     attempts._run = run
     assert attempts._attempt().port_taken != ("free_at" in more)
     assert len(ports) == len(set(ports)) == times
+
+
+def test_a_hostfile_that_somebody_removes_and_nowhere_to_write_it(attempts, tmp_path, monkeypatch):
+    monkeypatch.setattr("ezpz_launch._retry.needs_hostfile", lambda _: True)
+    monkeypatch.setattr("ezpz_launch._retry.hostfile_of", lambda _: ["alpha", "beta"])
+    with _hostfile(attempts._planned, str(tmp_path)) as ready:
+        path = tmp_path / os.path.basename(ready.hostfile)
+        assert path.read_text() == "alpha\nbeta\n"
+        path.unlink()  # what cleans /tmp finds it old
+    expected = pytest.raises(LaunchError, match="set TMPDIR to one")
+    with expected, _hostfile(attempts._planned, str(tmp_path / "absent")):
+        pytest.fail("not reached")
 
 
 # --log-dir.

@@ -1,5 +1,6 @@
 """One launch, seen through by the run loop: the launcher, what ranks report, the end, hangs."""
 
+import gc
 import os
 import signal
 import threading
@@ -103,6 +104,17 @@ def test_a_signal_for_ranks_that_no_agent_reaches_goes_through_the_launcher(ran)
     assert (out, outcome.exit_status, outcome.told) == ("heard\n", 143, signal.SIGTERM)
     assert "no agent on beta.invalid" in err
     assert "SIGTERM goes through the launcher, which may kill at once" in err
+
+
+def test_a_run_leaves_no_file_open(ran):
+    gc.disable()  # what is not closed is not closed by chance either
+    try:
+        ran("true", reports=ALL)
+        before = sorted(os.listdir("/proc/self/fd"))
+        ran("true", reports=ALL)
+        assert sorted(os.listdir("/proc/self/fd")) == before
+    finally:
+        gc.enable()
 
 
 # how it ended

@@ -18,6 +18,7 @@ import ezpz_launch
 import ezpz_topo
 from ezpz_launch import _archive, _stage_node
 from ezpz_launch._archive import Python, Root, Source, What
+from ezpz_launch._nodes import recall
 from ezpz_launch._tree import Tree
 
 SOURCES = [str(Path(package.__file__).parents[1]) for package in (ezpz_launch, ezpz_topo)]
@@ -217,6 +218,21 @@ def test_a_damaged_chunk_is_asked_for_again(*, staged, data):
     nodes = staged(2, source=Damaged)
     assert nodes.tree.failed() == {}
     assert is_same(data, Path(f"{nodes.root(1)}{data}"))
+
+
+def test_who_keeps_sending_damaged_chunks_is_named(*, data, disk, staged, until):
+    path = Path(f"{staged(1).root()}{data}/big.so")
+    status = path.stat()
+    with path.open("r+b") as file:
+        file.write(b"not what was staged")
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    with Nodes(data, disk, 3) as nodes:
+        nodes.start(0)
+        until(lambda: nodes.tree.had)
+        nodes.start(1, 2).done()
+    assert list(nodes.tree.failed()) == ["host0"]
+    assert "damaged" in nodes.tree.failed()["host0"]
+    assert is_same(data, Path(f"{nodes.root(2)}{data}"))
 
 
 def test_a_node_that_cannot_write_is_named_and_its_children_get_another_parent(
@@ -523,6 +539,16 @@ def test_a_staged_environment_is_used_again_listed_and_cleaned(environment, tmp_
     run(prefix, env, "--clean", first=["stage"])
     status = run(prefix, env, "--status", first=["stage"])
     assert "nothing is staged" in status.stdout
+
+
+def test_what_changes_while_it_is_staged_is_no_hosts_fault(environment, process, tmp_path):
+    prefix, env = environment("site")
+    log = tmp_path / "log"
+    log.touch()
+    process("sh", "-c", f"while :; do echo >>{log}; sleep 0.001; done")
+    done = run(prefix, env, "-n", "1", "--stage", "--stage-data", log, "python", "-c", "0")
+    assert f"{log} changed while it was staged; start again\n" in done.stderr
+    assert recall(env) == []
 
 
 def test_a_spare_that_cannot_be_staged_to_is_no_attempt(environment, tmp_path):
