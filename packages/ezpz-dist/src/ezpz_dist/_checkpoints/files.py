@@ -76,7 +76,7 @@ def name_temporary(target: Path, kind: str = "tmp") -> Path:
 
 
 def publish(aside: Path, target: Path) -> None:
-    """Flush a file, or a folder whose files are flushed, and rename it to its name."""
+    """Flush a folder whose files are flushed, and rename it to its name."""
     flush(aside)
     aside.rename(target)
     flush(target.parent)
@@ -84,9 +84,10 @@ def publish(aside: Path, target: Path) -> None:
 
 def write_file(target: Path, data: bytes) -> None:
     """Write a small file whole: a reader sees the old or the new one."""
+    # Not flushed: after a power cut an empty one is as good as none.
     aside = name_temporary(target)
     aside.write_bytes(data)
-    publish(aside, target)
+    aside.replace(target)
 
 
 def flush(path: Path) -> None:

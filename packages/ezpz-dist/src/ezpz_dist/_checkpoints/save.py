@@ -348,6 +348,9 @@ class Save:
         )
         owner.check_owner(self._root)  # another job may have begun as this one did
         write_checksummed(working / MANIFEST, encode_manifest(manifest))
+        # One after the other is written, and then both are flushed: that takes half the time.
+        files.flush(working / INDEX)
+        files.flush(working / MANIFEST)
         self._publish()
         # It is saved: an error in what follows must neither be raised nor have it discarded.
         try:
