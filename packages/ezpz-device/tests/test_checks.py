@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ezpz_device import get_torch_device_type
-from ezpz_device._checks import check, count_devices, is_built_for, try_backend, try_devices
+from ezpz_device._checks import check, count_devices, is_built_for, try_devices
 
 NOTHING = {"PATH": "/nonexistent"}
 
@@ -86,15 +86,6 @@ def test_devices_are_counted_as_torch_does_and_multiply():
     done, wrong = try_devices("meta", 1, time.monotonic() + 60)
     assert done == 0
     assert wrong.startswith("meta:0 cannot multiply: Cannot copy out of meta tensor")
-
-
-def test_a_backend_that_starts_and_one_that_does_not():
-    assert try_backend("gloo", "cpu", 60) == ""
-    assert not torch.distributed.is_initialized()
-    wrong = try_backend("nccl", "cpu", 60)
-    assert wrong
-    assert "\n" not in wrong
-    assert not torch.distributed.is_initialized()
 
 
 @cpu_only
