@@ -14,9 +14,9 @@ BY_MPI = {"implementation": "mpi"}
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int8]
+    ("dtype", "width"),
+    [(torch.float64, 2), (torch.float32, 20000), (torch.bfloat16, 20000), (torch.int8, 2)],
 )
-@pytest.mark.parametrize("width", [2, 20000])
 def test_tensors(world, dtype, width):
     rank, size = world
     mine = {"these": torch.full((3, width), rank + 1, dtype=dtype), "ones": torch.ones(90_000)}
