@@ -56,10 +56,15 @@ def explain(path: str, error: Exception) -> CheckpointError:
     where = f"rank {get_rank()} on {get_hostname()} cannot load {path}"
     text = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     if isinstance(error, pickle.UnpicklingError):
-        refused, wants = _REFUSED.search(str(error)), _GLOBAL.search(str(error))
-        what = f"it asks for {wants[1]}" if wants else refused[1] if refused else text
+        reason = text
+        refused = _REFUSED.search(str(error))
+        if refused is not None:
+            reason = refused[1]
+        wanted = _GLOBAL.search(str(error))
+        if wanted is not None:
+            reason = f"it asks for {wanted[1]}"
         return CheckpointError(
-            f"{where}: {what}, and what it holds beyond tensors and plain values could run code; "
+            f"{where}: {reason}, and what it holds beyond tensors and plain values could run code; "
             "nothing of it was run; expected a state dict; save model.state_dict(), or allow a "
             "class that you trust by torch.serialization.add_safe_globals"
         )
@@ -101,7 +106,8 @@ def load_into(
     """
     file = PlainFile(path, root, None, "load_into()")
     state = file.tree(list(file.infos))
-    trouble, targets = "", {}
+    trouble = ""
+    targets: dict[int, list[torch.Tensor]] = {}
     try:
         if key is not None:
             state = _get_inner(state, key)
@@ -109,9 +115,9 @@ def load_into(
     except CheckpointError as error:
         trouble = str(error)
     # No rank begins what another cannot: it would wait.
-    for rank, said in enumerate(all_gather_object(trouble)):
-        if said:
-            raise CheckpointError(f"{os.fspath(path)} does not fit on rank {rank}: {said}")
+    for rank, problem in enumerate(all_gather_object(trouble)):
+        if problem:
+            raise CheckpointError(f"{os.fspath(path)} does not fit on rank {rank}: {problem}")
     rest = {name: value for name, value in state.items() if not isinstance(value, TensorInfo)}
     extra_states = {
         name: info.index
@@ -195,17 +201,20 @@ class PlainFile:
 
     def __init__(self, path: str | os.PathLike[str], root: int, group: Any, operation: str) -> None:
         """Read on ``root``; raise on every rank what that raises. Collective."""
-        self._members, name = find_members(operation, group), os.fspath(path)
-        self._root, self._what = root, f"{operation} of {name}"
+        name = os.fspath(path)
+        self._members = find_members(operation, group)
+        self._root = root
+        self._what = f"{operation} of {name}"
         self._tensors: list[torch.Tensor] = []
 
-        def take() -> tuple[bytes, list[TensorInfo]]:
-            pickler = _Pickler(buffer := io.BytesIO())
+        def split() -> tuple[bytes, list[TensorInfo]]:
+            buffer = io.BytesIO()
+            pickler = _Pickler(buffer)
             pickler.dump(read(name))
             self._tensors = pickler.tensors
             return buffer.getvalue(), pickler.infos
 
-        self._tree, self.infos = read_for_all(take, self._members, root, partial(explain, name))
+        self._tree, self.infos = read_for_all(split, self._members, root, partial(explain, name))
 
     def tree(self, leaves: list[Any]) -> Any:
         """Return the tree, with these in the tensors' places."""
@@ -238,12 +247,12 @@ class _Pickler(pickle.Pickler):
             return None
         tensor: torch.Tensor = obj.detach()
         # Empty ones have no address to be told apart by.
-        where = tensor.data_ptr() if tensor.numel() else -1 - len(self.infos)
-        key = (where, tensor.dtype, tensor.shape, tensor.stride(), type(obj))
+        address = tensor.data_ptr() if tensor.numel() else -1 - len(self.infos)
+        key = (address, tensor.dtype, tensor.shape, tensor.stride(), type(obj))
         index = self._seen.setdefault(key, len(self.infos))
         if index == len(self.infos):
-            shape, is_parameter = tuple(tensor.shape), isinstance(obj, torch.nn.Parameter)
-            self.infos.append(TensorInfo(index, tensor.dtype, shape, is_parameter))
+            is_parameter = isinstance(obj, torch.nn.Parameter)
+            self.infos.append(TensorInfo(index, tensor.dtype, tuple(tensor.shape), is_parameter))
             self.tensors.append(tensor)
         return index
 
@@ -255,11 +264,11 @@ def _names_in_file(
     tied = find_tied_names(model)
     named = {}
     for name in mine:
-        there = sorted(tied.get(name, {name}) & state.keys())
-        if name in there or not there:
+        names = sorted(tied.get(name, {name}) & state.keys())
+        if name in names or not names:
             named[name] = name
         else:
-            named[name] = there[0]
+            named[name] = names[0]
     return named
 
 
@@ -296,6 +305,8 @@ def load_on_one_rank(
     file = PlainFile(path, root, group, "load_on_one_rank()")
     leaves: list[Any] = []
     for info, tensor in zip(file.infos, file.tensors(), strict=True):
-        there = tensor.to(map_location)
-        leaves.append(torch.nn.Parameter(there, False) if info.is_parameter else there)
+        leaf = tensor.to(map_location)
+        if info.is_parameter:
+            leaf = torch.nn.Parameter(leaf, requires_grad=False)
+        leaves.append(leaf)
     return file.tree(leaves)
