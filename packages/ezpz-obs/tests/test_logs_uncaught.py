@@ -3,6 +3,7 @@
 import json
 import signal
 import socket
+import os
 import subprocess
 import sys
 import textwrap
@@ -114,7 +115,9 @@ def test_undone_under_another_hook(run):
 
 def test_a_closed_standard_error(run):
     # Python's own status: 120 where it keeps the traceback for which there is no room.
-    plain = subprocess.run([sys.executable, "-c", "import os; os.close(2); 1 / 0"], check=False)
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    words = [sys.executable, "-c", "import os; os.close(2); 1 / 0"]
+    plain = subprocess.run(words, env=env, check=False)
     err, (line,) = run("os.close(2)\n" + FAIL, plain.returncode)
     assert err == ""
     assert line["event"] == "uncaught ValueError: boom"

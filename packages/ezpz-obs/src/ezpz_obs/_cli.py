@@ -114,7 +114,7 @@ def _parse(words: list[str]) -> Call:
         raise UsageError(f"{given}; expected one of {', '.join(_COMMANDS)}")
     if "--" in words:
         raise UsageError("'--' is an unknown option")
-    commands = {name: _defer(function) for name, function in _COMMANDS.items()}
+    commands = {name: _as_deferred_call(function) for name, function in _COMMANDS.items()}
     try:
         with contextlib.redirect_stderr(io.StringIO()):
             call: Call = fire.Fire(commands, words, name="ezpz-obs", serialize=lambda _call: None)
@@ -133,7 +133,7 @@ def _parse(words: list[str]) -> Call:
     return call
 
 
-def _defer(function: Callable[..., None]) -> Callable[..., Call]:
+def _as_deferred_call(function: Callable[..., None]) -> Callable[..., Call]:
     """Return a function of the same signature that only keeps what it is called with, as text."""
     import fire
 

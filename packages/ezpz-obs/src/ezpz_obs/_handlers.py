@@ -43,7 +43,7 @@ class TerminalHandler(logging.StreamHandler[TextIO]):
 
     def emit(self, record: logging.LogRecord) -> None:
         stream = self.stream
-        if stream is None or _is_shown_by_another(record, stream):
+        if stream is None or _is_shown_by_other_handler(record, stream):
             return
         if stream is not self._checked:
             self._is_terminal = is_terminal(stream)
@@ -136,7 +136,7 @@ def writes_to(handler: logging.Handler, stream: TextIO | None) -> bool:
     return stream is not None and getattr(handler, "stream", None) is stream
 
 
-def _is_shown_by_another(record: logging.LogRecord, stream: TextIO) -> bool:
+def _is_shown_by_other_handler(record: logging.LogRecord, stream: TextIO) -> bool:
     if isinstance(record.msg, dict):  # an event of ours
         return False
     for handler in iterate_user_handlers(logging.getLogger(record.name)):

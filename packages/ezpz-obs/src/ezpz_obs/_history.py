@@ -31,7 +31,7 @@ from ._records import (
 )
 from ._tensors import Copy, copy_to_host, finish_copies
 from ._text import to_text
-from ._writer import PreviousContent, Writer, find_folder, find_launch
+from ._writer import PreviousContent, Writer, find_folder, find_launch_id
 
 if TYPE_CHECKING:
     from ._across import Across, Exchange
@@ -44,7 +44,7 @@ _OWN_FIELDS: Final = RESERVED - {"step", "replay"}
 
 
 @dataclass
-class _Pending:
+class _PendingRecord:
     """A record that is still to be written: other ranks' numbers, or a device's, are on the way."""
 
     record: dict[str, Any]  # step, time, replay
@@ -116,7 +116,7 @@ class History:
         self._every = int(cross_rank)
         self._deferred = deferred
         self._updates = 0
-        self._pending: _Pending | None = None
+        self._pending: _PendingRecord | None = None
         self._last: dict[str, Any] = {}
         self._not_finite: set[str] = set()  # metrics that were warned about
         self._closed = ""  # why nothing more goes anywhere: "after close()"
@@ -199,13 +199,13 @@ class History:
             ValueError: A name is History's own, such as ``step``.
         """
         with self._lock:  # of two threads, each gets a step of its own
-            written = self._record(metrics, step)
+            written = self._record_step(metrics, step)
             return summarize(written, has_statistics=self._every > 0)
 
     def record(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Record and write as `update` does, without a summary."""
         with self._lock:
-            self._record(metrics, step)
+            self._record_step(metrics, step)
 
     def event(self, kind: str, message: str = "", **fields: Any) -> None:
         """Write something that happened, with the time and the last step: a checkpoint, say.
@@ -305,7 +305,7 @@ class History:
             return self._memory or ()
         return self.read(self.path)
 
-    def _record(self, metrics: Mapping[str, Any], step: int | None) -> dict[str, Any]:
+    def _record_step(self, metrics: Mapping[str, Any], step: int | None) -> dict[str, Any]:
         """Record one step; return the record that was written, {} where none was yet."""
         if step is None:
             step = self._next_step
@@ -349,7 +349,7 @@ class History:
             finish_copies(copies, metrics)
             self._write({**record, **metrics})
             raise
-        self._pending = _Pending(record, metrics, copies, exchange)
+        self._pending = _PendingRecord(record, metrics, copies, exchange)
         if self._deferred:
             return before
         return self._write_pending()
@@ -425,7 +425,7 @@ class History:
             logger.warning("%s", error)
         if failure is not None:
             cause = describe_cause(failure)
-        self.event("end", cause, launch=find_launch())
+        self.event("end", cause, launch=find_launch_id())
         if self._progress is not None:
             self._progress.write()
         if self._writer is not None:

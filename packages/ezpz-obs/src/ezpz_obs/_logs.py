@@ -107,16 +107,16 @@ def make_output(
     return Output(place, chain, terminal, [terminal], as_json)
 
 
-class Emitter:
+class LogEmitter:
     """What structlog's logger ends in: makes a record of an event, and hands it to the handlers."""
 
     def __init__(self, name: str | None) -> None:
         self.name = name
         self._standard = logging.getLogger(name)
 
-    def __reduce__(self) -> tuple[type[Emitter], tuple[str | None]]:
+    def __reduce__(self) -> tuple[type[LogEmitter], tuple[str | None]]:
         """Let copies of a model with a logger in it, and spawned processes, log as this one."""
-        return Emitter, (self.name,)
+        return LogEmitter, (self.name,)
 
     def is_enabled(self, level: int) -> bool:
         if level >= _level:
@@ -185,7 +185,7 @@ class Emitter:
         return record
 
 
-def _run_chain(logger: Emitter, method_name: str, event_dict: EventDict) -> Any:
+def _run_chain(logger: LogEmitter, method_name: str, event_dict: EventDict) -> Any:
     """Run the chain as it is now: `configure_logs` may come after the logger was made."""
     for processor in find_output().chain:
         event_dict = processor(logger, method_name, event_dict)  # type: ignore[assignment]
@@ -236,7 +236,7 @@ def get_logger(name: str | None = None, **initial_values: Any) -> FilteringBound
     """
     find_output(refresh=True)  # launchers' variables may come after the first logger
     # Structlog's protocol is what it has, by way of a class that is made at import.
-    logger: FilteringBoundLogger = Logger(Emitter(name), [_run_chain], initial_values)
+    logger: FilteringBoundLogger = Logger(LogEmitter(name), [_run_chain], initial_values)
     return logger
 
 
@@ -370,7 +370,7 @@ def configure_logs(
     if path is not None:
         _add_file(output, path, min(number, logging.INFO), undo)
     _set_output(replace(output, is_configured=True))
-    _join_standard_library(output, undo, is_level_given=level is not None)
+    _attach_to_stdlib_logging(output, undo, is_level_given=level is not None)
     _capture_warnings(undo)
     _hook_exceptions(undo)
     _active = LogSetup(path, request, undo)
@@ -389,7 +389,7 @@ def _add_file(output: Output, path: Path, level: int, undo: ExitStack) -> None:
     undo.callback(handler.close)
 
 
-def _join_standard_library(output: Output, undo: ExitStack, *, is_level_given: bool) -> None:
+def _attach_to_stdlib_logging(output: Output, undo: ExitStack, *, is_level_given: bool) -> None:
     # One handler goes on the root logger, and on loggers that keep their records from it (torch's).
     # The root's level is given where one was asked for, or it is the default and no one else's.
     root = logging.getLogger()
@@ -478,7 +478,7 @@ def log_uncaught(value: BaseException, *, with_traceback: bool) -> None:
     lines = to_text(value).splitlines()
     if lines:
         text = f"{text}: {lines[0][:_LONGEST]}"
-    emitter = Emitter("ezpz_obs")
+    emitter = LogEmitter("ezpz_obs")
     for handler in output.handlers:
         event: EventDict = {"event": text}
         if with_traceback or handler is not output.terminal:

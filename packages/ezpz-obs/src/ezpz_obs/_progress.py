@@ -80,7 +80,7 @@ class Progress(Generic[T]):
         wants_bar = output.terminal.level <= logging.INFO and not output.as_json
         if wants_bar and is_terminal(sys.stderr):
             return self._with_bar()
-        return self._with_lines()
+        return self._iterate_with_log_lines()
 
     @cached_property
     def _length(self) -> int | None:
@@ -110,7 +110,7 @@ class Progress(Generic[T]):
         finally:
             bar.close()
 
-    def _with_lines(self) -> Iterator[T]:
+    def _iterate_with_log_lines(self) -> Iterator[T]:
         total = self._length
         start = time.monotonic()
         last = start

@@ -40,7 +40,7 @@ _POLL_SECONDS: Final = 0.2  # a file on a shared file system tells nobody that i
 
 
 @dataclass(frozen=True)
-class Block:
+class RecordBlock:
     """Consecutive records of the same metrics, as arrays."""
 
     names: tuple[str, ...]
@@ -116,7 +116,7 @@ class Run:
         yield from self._decode_records(waiting, current.end_step)
         self.warn_of_damage()
 
-    def blocks(self, rows: int = 16_384) -> Iterator[Block]:
+    def blocks(self, rows: int = 16_384) -> Iterator[RecordBlock]:
         """Read the records as arrays, at most so many rows at once; fewer of many metrics.
 
         Raises:
@@ -287,7 +287,7 @@ def _line_too_long(number: int, path: Path) -> HistoryError:
     )
 
 
-def to_blocks(records: Iterable[dict[str, Any]], rows: int = 16_384) -> Iterator[Block]:
+def to_blocks(records: Iterable[dict[str, Any]], rows: int = 16_384) -> Iterator[RecordBlock]:
     """Yield records, whose first names are step and time, as arrays."""
     names: tuple[str, ...] = ()
     waiting: list[tuple[Any, ...]] = []
@@ -305,7 +305,7 @@ def to_blocks(records: Iterable[dict[str, Any]], rows: int = 16_384) -> Iterator
         yield _make_block(names, waiting)
 
 
-def _make_block(names: tuple[str, ...], rows: list[tuple[Any, ...]]) -> Block:
+def _make_block(names: tuple[str, ...], rows: list[tuple[Any, ...]]) -> RecordBlock:
     import numpy as np
 
     try:
@@ -313,4 +313,4 @@ def _make_block(names: tuple[str, ...], rows: list[tuple[Any, ...]]) -> Block:
     except OverflowError:  # an integer beyond 1.8e308
         table = np.array([list(map(as_float, row[1:])) for row in rows])
     steps = np.array([row[0] for row in rows], dtype=np.int64)
-    return Block(names[2:], steps, table[:, 0], table[:, 1:])
+    return RecordBlock(names[2:], steps, table[:, 0], table[:, 1:])

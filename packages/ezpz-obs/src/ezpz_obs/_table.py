@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from ._context import replacing
 from ._errors import ReportError, require
 from ._records import as_float
-from ._run import Block, Run, read_run, to_blocks
+from ._run import RecordBlock, Run, read_run, to_blocks
 
 Floats = NDArray[np.float64]
 _ROWS: Final = 16_384
@@ -153,10 +153,10 @@ def dataset_of(run: Run | Iterable[Mapping[str, Any]]) -> Any:
 
 
 def _make_arrays(
-    blocks: Iterable[Block],
+    blocks: Iterable[RecordBlock],
 ) -> tuple[NDArray[np.int64], Floats, dict[str, Floats], Counter[str]]:
     """Return steps, times, each metric's numbers, and how many records have it."""
-    placed: list[tuple[int, Block]] = []
+    placed: list[tuple[int, RecordBlock]] = []
     counts: Counter[str] = Counter()
     rows = 0
     names: set[str] = set()

@@ -60,7 +60,7 @@ class Writer:
         self._descriptor = open_to_append(path)
         try:
             _lock(self._descriptor, path)
-            self.before = _scan(self._descriptor, path)
+            self.before = _read_previous_content(self._descriptor, path)
         except BaseException:  # also Ctrl-C; raised again
             os.close(self._descriptor)
             raise
@@ -124,7 +124,7 @@ def _lock(descriptor: int, path: Path) -> None:
 _STEP_OF_RECORD = re.compile(rb'\{"step": ?(-?\d+), ?"time"').match
 
 
-def _scan(descriptor: int, path: Path) -> PreviousContent:
+def _read_previous_content(descriptor: int, path: Path) -> PreviousContent:
     """Cut off a torn last line; return how many attempts there were, and how far they got."""
     attempts = 0
     last_step: int | None = None
@@ -176,18 +176,18 @@ def _is_torn_line(rest: bytes) -> bool:
     return any(begun.startswith(kind[: len(begun)]) for kind in (HEADER, RECORD, EVENT))
 
 
-def find_launch() -> str | None:
+def find_launch_id() -> str | None:
     """Return the launch that this process is of, without the number of its attempt."""
     return os.environ.get("EZPZ_LAUNCH_ID", "").rpartition(".")[0] or None
 
 
 def find_folder(outdir: Path, *, resume: bool) -> Path:
     """Return the folder, or the first one beside it without a run that another launch finished."""
-    if resume or not _is_of_another_launch(_read_last_line(outdir / FILE_NAME)):
+    if resume or not _is_from_other_launch(_read_last_line(outdir / FILE_NAME)):
         return outdir
     for number in count(2):
         folder = outdir.with_name(f"{outdir.name}-{number}")
-        if not _is_of_another_launch(_read_last_line(folder / FILE_NAME)):
+        if not _is_from_other_launch(_read_last_line(folder / FILE_NAME)):
             break
     logger.warning(
         "%s has a finished run; this one is in %s (resume=True continues the former)",
@@ -196,11 +196,11 @@ def find_folder(outdir: Path, *, resume: bool) -> Path:
     return folder
 
 
-def _is_of_another_launch(end: Mapping[str, Any]) -> bool:
+def _is_from_other_launch(end: Mapping[str, Any]) -> bool:
     """Return whether a file's last line is the end of a run that another launch has finished."""
     if end.get("event") != "end" or end.get("message") not in FINISHED:
         return False
-    own = find_launch()
+    own = find_launch_id()
     other = end.get("launch")
     if own and other:
         return bool(own != other)

@@ -5,7 +5,7 @@ import matplotlib as mpl
 import numpy as np
 import pytest
 
-from ezpz_obs._report.figures import Line, draw_chart, find_limits
+from ezpz_obs._report.figures import ChartLine, draw_chart, find_y_limits
 from ezpz_obs._report.series import Series
 from ezpz_obs._report.words import shorten
 
@@ -17,7 +17,7 @@ def make_curve(values):
 def line(values, label="loss", color=0, **fields):
     values = np.array(values, np.float64)
     odd = np.flatnonzero(~np.isfinite(values)), np.isnan(values).sum(), np.isinf(values).sum()
-    return Line(label, color, make_curve(values), odd, fields.get("spread"))
+    return ChartLine(label, color, make_curve(values), odd, fields.get("spread"))
 
 
 def noise(count=500):
@@ -71,11 +71,11 @@ def test_spread_over_ranks_is_drawn_as_bands():
 def test_one_outlier_does_not_hide_the_rest():
     values = np.random.default_rng(0).normal(1, 0.1, 500)
     values[77] = 1e9
-    low, high, is_log, has_outliers = find_limits([line(values)])
+    low, high, is_log, has_outliers = find_y_limits([line(values)])
     assert (is_log, has_outliers) == (False, True)
     assert high < 10
     assert low < 1 < high
-    low, high, is_log, _ = find_limits([line(np.logspace(0, -6, 300))])
+    low, high, is_log, _ = find_y_limits([line(np.logspace(0, -6, 300))])
     assert is_log, "of many decades"
     assert low < 1e-6
     assert high > 1

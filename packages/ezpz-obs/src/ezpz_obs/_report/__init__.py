@@ -22,17 +22,17 @@ from ezpz_obs._records import STATISTICS, to_file_name
 from ezpz_obs._run import Run, read_run
 from ezpz_obs._version import __version__
 
-from .figures import LIGHT, Line, draw_chart, make_style
+from .figures import LIGHT, ChartLine, draw_chart, make_style
 from .series import Series
 from .summary import (
     STEP_PARTS,
     Summary,
     Table,
     Tile,
-    last_part,
     make_facts,
     make_tables,
     make_tiles,
+    metric_basename,
     summarize_run,
 )
 from .words import clean, format_time, shorten
@@ -172,7 +172,7 @@ def _draw_charts(summaries: Sequence[Summary]) -> tuple[dict[str, list[Chart]], 
     for title in titles[:MOST_CHARTS]:
         name = wanted[title][0][2]
         section = "Curves"
-        if last_part(name) in _UNITS:
+        if metric_basename(name) in _UNITS:
             section = "Speed and memory"
         sections.setdefault(section, []).append(title)
     drawn = {}
@@ -187,16 +187,16 @@ def _draw_charts(summaries: Sequence[Summary]) -> tuple[dict[str, list[Chart]], 
 
 
 def _find_title(name: str, summary: Summary) -> str:
-    present = {last_part(other) for other in summary.groups}
+    present = {metric_basename(other) for other in summary.groups}
     for title, parts in _JOINT:
-        if last_part(name) in parts and len(present.intersection(parts)) > 1:
+        if metric_basename(name) in parts and len(present.intersection(parts)) > 1:
             return title
     return name
 
 
 def _find_order(title: str) -> tuple[int, int]:
     """Return a sort key: losses first, then how good it is, then the rest as they came."""
-    part = last_part(title)
+    part = metric_basename(title)
     if part in _UNITS:
         return 4, list(_UNITS).index(part)
     if "loss" in part:
@@ -217,16 +217,18 @@ def _draw(title: str, wanted: Sequence[tuple[str, Summary, str]], *, has_wide: b
             if len({len(curve.steps) for curve in spread.values()}) > 1:
                 spread = None  # somebody's own metrics of these names
         series = summary.series_of(name)
-        lines.append(Line(label, color, series.make_curve(), _find_not_finite(series), spread))
+        lines.append(
+            ChartLine(label, color, series.make_curve(), _summarize_not_finite(series), spread)
+        )
     svg, notes = draw_chart(lines, f"{title} over steps")
     wide_svg = ""
     if has_wide:
         wide_svg, _ = draw_chart(lines, f"{title} over steps", wide=True)
-    unit = _UNITS.get(last_part(wanted[0][2]), "")
+    unit = _UNITS.get(metric_basename(wanted[0][2]), "")
     return Chart(title, unit, f"{to_file_name('curve', title)}.svg", svg, wide_svg, notes)
 
 
-def _find_not_finite(series: Series) -> tuple[Any, int, int]:
+def _summarize_not_finite(series: Series) -> tuple[Any, int, int]:
     is_nan = np.isnan(series.values)
     is_infinite = np.isinf(series.values)
     return series.steps[is_nan | is_infinite], int(is_nan.sum()), int(is_infinite.sum())

@@ -46,7 +46,7 @@ _FAR: Final = 20.0  # so many times the range of nearly all values beyond it, a 
 
 
 @dataclass(frozen=True)
-class Line:
+class ChartLine:
     """One line of a chart: its curve, and mean, std, min and max over the ranks if known."""
 
     label: str
@@ -65,7 +65,9 @@ def make_style(selector: str) -> str:
     return f"{rules[0]}\n@media screen and (prefers-color-scheme: dark) {{ {rules[1]} }}"
 
 
-def draw_chart(lines: Sequence[Line], title: str, *, wide: bool = False) -> tuple[str, list[str]]:
+def draw_chart(
+    lines: Sequence[ChartLine], title: str, *, wide: bool = False
+) -> tuple[str, list[str]]:
     """Draw metrics over steps; return the SVG, and notes for below it."""
     # Each has a faint line of what was recorded, a clear one of its smoothed values, and bands for
     # the spread over the ranks. The title is for those who cannot see the chart.
@@ -75,7 +77,7 @@ def draw_chart(lines: Sequence[Line], title: str, *, wide: bool = False) -> tupl
         left = 0.115 * _WIDTHS[False] / _WIDTHS[wide]
         axes = figure.add_axes((left, 0.155, 0.97 - left, 0.81))
         notes = []
-        low, high, is_log, has_outliers = find_limits(lines)
+        low, high, is_log, has_outliers = find_y_limits(lines)
         if has_outliers:
             notes.append("outliers are outside the frame")
         if is_log:
@@ -97,7 +99,7 @@ def draw_chart(lines: Sequence[Line], title: str, *, wide: bool = False) -> tupl
         return _to_svg(figure, title, _describe(figure, axes, lines)), notes
 
 
-def find_limits(lines: Sequence[Line]) -> tuple[float, float, bool, bool]:
+def find_y_limits(lines: Sequence[ChartLine]) -> tuple[float, float, bool, bool]:
     """Return the frame: both ends, whether it is logarithmic, whether something is outside."""
     means = np.concatenate([line.curve.mean for line in lines])
     means = means[np.isfinite(means)]
@@ -118,7 +120,7 @@ def find_limits(lines: Sequence[Line]) -> tuple[float, float, bool, bool]:
     return low - margin, high + margin, False, has_outliers
 
 
-def _visible_curves(lines: Sequence[Line]) -> list[Curve]:
+def _visible_curves(lines: Sequence[ChartLine]) -> list[Curve]:
     curves = []
     for line in lines:
         curves.append(line.curve)
@@ -127,7 +129,7 @@ def _visible_curves(lines: Sequence[Line]) -> list[Curve]:
     return [curve for curve in curves if np.isfinite(curve.mean).any()]
 
 
-def _draw_line(axes: Any, line: Line, *, alone: bool) -> Any:
+def _draw_line(axes: Any, line: ChartLine, *, alone: bool) -> Any:
     """Draw a line with its bands; return what stands for it in a legend."""
     color = _LINES[line.color % len(_LINES)]
     steps = line.curve.steps
@@ -159,7 +161,7 @@ def _draw_line(axes: Any, line: Line, *, alone: bool) -> Any:
     return axes.plot(steps, mean, color=color, linewidth=1.7, linestyle=dashes)[0]
 
 
-def _mark_not_finite(axes: Any, line: Line, *, has_label: bool) -> list[str]:
+def _mark_not_finite(axes: Any, line: ChartLine, *, has_label: bool) -> list[str]:
     steps, nan, infinite = line.odd
     if not len(steps):
         return []
@@ -214,7 +216,7 @@ def _add_legend(axes: Any, handles: Sequence[Any], labels: Sequence[str]) -> Non
         text.set_text(shorten(label, 24))
 
 
-def _describe(figure: Any, axes: Any, lines: Sequence[Line]) -> dict[str, Any]:
+def _describe(figure: Any, axes: Any, lines: Sequence[ChartLine]) -> dict[str, Any]:
     """Return what is drawn and where, in the picture's units, for the page's script."""
     box = axes.get_position()
     width, height = (72 * figure.get_size_inches()).tolist()

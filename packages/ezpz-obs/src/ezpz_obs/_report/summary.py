@@ -91,12 +91,12 @@ class Summary:
     def find(self, part: str) -> Series | None:
         """Return the first metric whose name ends so, if it has a finite value."""
         for name in self.groups:
-            if last_part(name) == part and len(self.series_of(name).finite):
+            if metric_basename(name) == part and len(self.series_of(name).finite):
                 return self.series_of(name)
         return None
 
 
-def last_part(name: str) -> str:
+def metric_basename(name: str) -> str:
     """Return what a metric is, without whose it is: "train/loss" is a loss."""
     return name.rpartition("/")[2]
 
@@ -177,8 +177,8 @@ def _count(number: int, noun: str) -> str:
 def make_tiles(summary: Summary) -> list[Tile]:
     """Return the figures that are looked at first: loss, step time, rates, memory."""
     tiles = []
-    losses = [name for name in summary.groups if last_part(name) == "loss"]
-    losses += [name for name in summary.groups if "loss" in last_part(name)]
+    losses = [name for name in summary.groups if metric_basename(name) == "loss"]
+    losses += [name for name in summary.groups if "loss" in metric_basename(name)]
     if losses:
         series = summary.series_of(losses[0])
         lowest = series.find_extreme(greatest=False)
@@ -243,16 +243,16 @@ def make_rank_table(summary: Summary) -> Table:
     for name, has_spread in summary.groups.items():
         if not has_spread or f"{name}/max_rank" not in summary.series:
             continue
-        greatest = _most_often(summary.series[f"{name}/max_rank"])
-        least = _most_often(summary.series[f"{name}/min_rank"])
+        greatest = _format_most_common(summary.series[f"{name}/max_rank"])
+        least = _format_most_common(summary.series[f"{name}/min_rank"])
         rows.append((name, greatest, least, format_number(summary.series[f"{name}/std"].mean, 3)))
     # Times first: whoever is slow there holds up all others.
-    rows.sort(key=lambda row: last_part(row[0]) not in ("step_s", *STEP_PARTS))
+    rows.sort(key=lambda row: metric_basename(row[0]) not in ("step_s", *STEP_PARTS))
     columns = ("metric", "most often the greatest", "most often the least", "std, mean")
     return Table("Ranks", columns, rows, is_text=False)
 
 
-def _most_often(series: Series) -> str:
+def _format_most_common(series: Series) -> str:
     ranks, counts = np.unique(series.values, return_counts=True)
     place = int(counts.argmax())
     return f"rank {int(ranks[place])} ({format_share(counts[place] / counts.sum())})"

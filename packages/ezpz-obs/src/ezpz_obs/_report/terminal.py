@@ -53,7 +53,7 @@ def plot(
     if not isinstance(run, Run):
         run = read_run(run)
     series, _ = read_series(run)
-    chosen = _choose(run, series, names)
+    chosen = _choose_metrics(run, series, names)
     has_colors = out.isatty() and "NO_COLOR" not in os.environ
     marker = "braille" if _can_write(out, "\u28ff") else "x"
     figure = plotext.figure  # plotext has one, its own
@@ -99,7 +99,7 @@ def plot(
         out.write(f"{text}\n")
 
 
-def _choose(run: Run, series: Mapping[str, Series], names: tuple[str, ...]) -> list[str]:
+def _choose_metrics(run: Run, series: Mapping[str, Series], names: tuple[str, ...]) -> list[str]:
     if not series:
         raise ReportError(f"{run.path} has no records yet; nothing to draw")
     for name in names:
@@ -203,11 +203,11 @@ def format_line(line: Mapping[str, Any]) -> str:
         if line.get("step") is not None:
             text = f"step={line['step']} {text}"
     else:
-        text = _format_record(line)
+        text = _format_history_line(line)
     return f"{_format_clock(line)} {clean(text)}"
 
 
-def _format_record(line: Mapping[str, Any]) -> str:
+def _format_history_line(line: Mapping[str, Any]) -> str:
     text = summarize(line, has_statistics=True)
     if line.get("replay"):
         text += " (replayed)"

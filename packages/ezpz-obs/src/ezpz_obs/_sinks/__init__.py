@@ -62,14 +62,14 @@ def find_sinks() -> dict[str, EntryPoint]:
 def make_sinks(sinks: str | Iterable[str | Sink]) -> list[Sink]:
     """Make the sinks that are named; else those of the environment, else W&B's live run."""
     if isinstance(sinks, str):
-        sinks = _split(sinks)
+        sinks = _parse_sink_names(sinks)
     requested = list(sinks) or _default_names()
     return [make_sink(sink) for sink in requested if sink not in ("jsonl", "none")]
 
 
 def _default_names() -> list[str | Sink]:
     text = os.environ.get("EZPZ_SINKS") or os.environ.get("EZPZ_TRACKER_BACKENDS") or ""
-    names = _split(text)
+    names = _parse_sink_names(text)
     wandb = sys.modules.get("wandb")
     if not names and getattr(wandb, "run", None) is not None:
         names.append("wandb")
@@ -77,7 +77,7 @@ def _default_names() -> list[str | Sink]:
     return names
 
 
-def _split(text: str) -> list[str | Sink]:
+def _parse_sink_names(text: str) -> list[str | Sink]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
@@ -154,10 +154,13 @@ class SinkGroup:
         if sink in self._active:
             self._active.remove(sink)
         logger.warning(
-            "sink %s %s; training goes on without it, %s", sink.name, problem, self._remedy(sink)
+            "sink %s %s; training goes on without it, %s",
+            sink.name,
+            problem,
+            self._recovery_hint(sink),
         )
 
-    def _remedy(self, sink: Sink) -> str:
+    def _recovery_hint(self, sink: Sink) -> str:
         if self._folder is None:
             return "and the run has no file to replay"
         if sink.name in find_sinks():

@@ -78,7 +78,7 @@ def to_library_numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:
     return numbers
 
 
-def run_config(header: Mapping[str, Any]) -> dict[str, Any]:
+def config_from_header(header: Mapping[str, Any]) -> dict[str, Any]:
     """Return what is worth showing beside a run: its configuration, and where it ran."""
     facts = {}
     for name in ("world_size", "host", "hosts", "machine", "job", "git", "versions", "argv"):

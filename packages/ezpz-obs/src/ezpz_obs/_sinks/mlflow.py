@@ -14,7 +14,7 @@ from typing import Any
 from ezpz_obs._errors import SinkError
 from ezpz_obs._records import as_float
 
-from .common import SET_UP, check_installed, find_project, run_config, run_key
+from .common import SET_UP, check_installed, config_from_header, find_project, run_key
 
 _TAG = "ezpz_obs.run"
 _BATCH = 500  # metrics a request; MLflow takes 1,000
@@ -84,7 +84,7 @@ class MlflowSink:
         self._run = run.info.run_id
         parameters = [
             self._make_parameter(to_mlflow_name(name), str(value)[:_LONGEST_VALUE])
-            for name, value in _flatten(run_config(header))
+            for name, value in _flatten(config_from_header(header))
         ]
         for first in range(0, len(parameters), _MOST_PARAMETERS):
             self._client.log_batch(self._run, params=parameters[first : first + _MOST_PARAMETERS])

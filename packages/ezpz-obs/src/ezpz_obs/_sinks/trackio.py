@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .common import find_project, run_config, run_key, to_library_numbers
+from .common import config_from_header, find_project, run_key, to_library_numbers
 
 
 class TrackioSink:
@@ -24,7 +24,7 @@ class TrackioSink:
         self._run = self._init(
             find_project(header, "TRACKIO_PROJECT"),
             name=f"{header.get('run', 'run')}-{run_key(header, folder)[:6]}",
-            config=run_config(header),
+            config=config_from_header(header),
             resume="allow",
             embed=False,
             auto_log_gpu=False,

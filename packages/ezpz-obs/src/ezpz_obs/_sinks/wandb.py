@@ -24,8 +24,8 @@ from ezpz_topo import redact
 
 from .common import (
     check_installed,
+    config_from_header,
     find_project,
-    run_config,
     run_key,
     start_call,
     to_library_numbers,
@@ -147,7 +147,9 @@ def setup_wandb(
     if config is not None:
         options["config"] = redact(dict(config))
     project = find_project({"argv": sys.argv, "project": project_name}, "WANDB_PROJECT")
-    threading.Thread(target=_end_service_with_main, name="ezpz_obs wandb", daemon=True).start()
+    threading.Thread(
+        target=_stop_service_with_main_thread, name="ezpz_obs wandb", daemon=True
+    ).start()
     run: Run | None = start_run(project=project, **options)
     return run
 
@@ -259,7 +261,7 @@ def _first_line(error: object) -> str:
     return to_text(error).partition("\n")[0] or type(error).__name__
 
 
-def _end_service_with_main() -> None:
+def _stop_service_with_main_thread() -> None:
     """End W&B's service some seconds after the main thread, if it still waits for its server."""
     # Hooks of the interpreter's end wait for that service without a limit. A hook of ours could
     # come before or after; a daemon thread sees the main thread end in any case.
@@ -315,7 +317,7 @@ class WandbSink:
         self._is_live = wandb.run is not None and not is_replay
         if self._is_live:
             self._run = wandb.run
-            self._run.config.update(run_config(header), allow_val_change=True)
+            self._run.config.update(config_from_header(header), allow_val_change=True)
         else:
             self._run = start_run(**self._options(header, folder, is_replay=is_replay))
         if self._run is not None:
@@ -350,7 +352,7 @@ class WandbSink:
             "id": key,
             "name": os.environ.get("WANDB_NAME") or str(header.get("run", key)),
             "resume": "allow",
-            "config": run_config(header),
+            "config": config_from_header(header),
         }
         if is_replay:
             options["reinit"] = "create_new"
