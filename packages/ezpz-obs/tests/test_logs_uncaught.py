@@ -1,9 +1,9 @@
 """Exceptions that nobody catches, and what is left of the logs of real ranks."""
 
 import json
+import os
 import signal
 import socket
-import os
 import subprocess
 import sys
 import textwrap
