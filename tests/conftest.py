@@ -31,20 +31,34 @@ def load(name):
 SERVICES = ("slurm", "pbs", "hosts")
 """Folders whose tests share one service: they run one after another, in one process."""
 
-SLOW = (*SERVICES, "faults", "benchmarks", "docs", "typing")
+NEEDS_SLURM = {"tests/faults/test_signals.py::test_slurm_s_own_signal_reaches_each_rank_once"}
+"""Tests of other folders that start the private Slurm, beside the rows [srun]."""
+
+SLOW = (*SERVICES, "faults", "benchmarks", "docs", "mpi", "packaging", "site", "typing")
 """Folders of slow tests."""
 
 
 def pytest_collection_modifyitems(config, items):
     for item in items:
-        folder = item.path.relative_to(config.rootpath).parts[1]
-        if folder in SLOW:
+        if item.path.relative_to(config.rootpath).parts[1] in SLOW:
             item.add_marker(pytest.mark.slow)
-        parameters = getattr(item, "callspec", None)
-        if folder in SERVICES:
-            item.add_marker(pytest.mark.xdist_group(folder))
-        elif parameters is not None and parameters.params.get("place") == "srun":
-            item.add_marker(pytest.mark.xdist_group("slurm"))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Hand out the tests of a service together, and all others one by one."""
+    from xdist.scheduler.loadscope import LoadScopeScheduling
+
+    class Scheduler(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            folder = nodeid.split("/")[1]
+            if folder in SERVICES:
+                return folder
+            if "[srun" in nodeid or nodeid in NEEDS_SLURM:
+                return "slurm"
+            return nodeid
+
+    return Scheduler(config, log)
 
 
 def lacking(reason):

@@ -21,17 +21,22 @@ LAUNCHERS = {
 }
 
 
-def run(words, cwd=None, **variables):
+def start(words, cwd=None, **variables):
+    """Run a command of this environment to its end, whatever that is."""
     scripts = sysconfig.get_path("scripts")
     env = {
         **os.environ, "PATH": os.pathsep.join([scripts, os.environ["PATH"]]),
         "OMP_NUM_THREADS": "1", "NO_COLOR": "1", **variables,
     }  # fmt: skip
     assert shutil.which(words[0], path=env["PATH"]), f"{words[0]} is not in this environment"
-    process = subprocess.run(
+    return subprocess.run(
         words, env=env, cwd=cwd, stdin=subprocess.DEVNULL, capture_output=True, text=True,
         check=False,
     )  # fmt: skip
+
+
+def run(words, cwd=None, **variables):
+    process = start(words, cwd, **variables)
     assert process.returncode == 0, process.stderr
     return process.stderr
 
