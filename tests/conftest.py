@@ -39,9 +39,14 @@ SLOW = (*SERVICES, "faults", "benchmarks", "docs", "mpi", "packaging", "site", "
 
 
 def pytest_collection_modifyitems(config, items):
+    def folder_of(item):
+        return item.path.relative_to(config.rootpath).parts[1]
+
     for item in items:
-        if item.path.relative_to(config.rootpath).parts[1] in SLOW:
+        if folder_of(item) in SLOW:
             item.add_marker(pytest.mark.slow)
+    # What takes longest, one after another, begins first.
+    items.sort(key=lambda item: folder_of(item) not in SERVICES)
 
 
 @pytest.hookimpl(optionalhook=True)

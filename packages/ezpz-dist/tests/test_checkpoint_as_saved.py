@@ -95,6 +95,7 @@ for name, optimizer_of in optimizers.items():
 """
 
 
+@pytest.mark.slow
 def test_training_goes_on_after_a_resume_with_every_optimizer(ranks, tmp_path):
     """Parameters of one element have state of the shape of a counter."""
     ranks(2, MODELS + OPTIMIZERS, env={"FOLDER": str(tmp_path)}, timeout=300)

@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 BODY = """
 import hashlib, random, json
 from torch import nn
@@ -232,6 +234,7 @@ for kind, wrap in dict(ddp=DistributedDataParallel, fsdp2=fully_shard, compiled=
 """
 
 
+@pytest.mark.slow
 def test_any_wrapper_on_any_number_of_ranks_loads_what_two_ranks_wrote(ranks, tmp_path):
     body = BODY.replace("{where!r}", repr(str(tmp_path))) + STATES
     ranks(2, body + WRITE + SHARED)

@@ -71,6 +71,7 @@ def adamw(parameters):
 """
 
 
+@pytest.mark.slow
 @needs_deepspeed
 @pytest.mark.parametrize("n", [1, 2])
 def test_every_stage_follows_one_process(ranks, n, tmp_path):

@@ -177,6 +177,7 @@ assert one.all_gather(torch.tensor(rank)).tolist() == [0, 1]
 }
 
 
+@pytest.mark.slow
 def test_other_libraries_see_the_same_ranks(clean_env, tmp_path):
     there = [library for library in LIBRARIES if importlib.util.find_spec(library)]
     if not there:

@@ -378,6 +378,7 @@ def test_memory_does_not_grow_with_the_run(python):
     assert after - before < 2048, "kB; 100,000 records are 25 MB on disk"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"deferred": True}])
 def test_kill_9_loses_nothing_that_was_said(tmp_path, options):
     """At random moments, each run going on with the file of the one before."""

@@ -147,6 +147,7 @@ def test_finetune_writes_adapters_that_peft_reads_and_resumes(alone, capsys, tmp
     assert all(one.abs().sum() > 0 for one in learned), "they were 0 at first"
 
 
+@pytest.mark.slow
 def test_finetune_writes_a_model_that_transformers_reads(launch, tmp_path):
     needs("finetune")
     import transformers
