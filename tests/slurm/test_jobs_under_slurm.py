@@ -97,7 +97,7 @@ def cancel(jobs, job):
 
 
 # Limits are whole minutes, and looked at twice a minute.
-reach_the_limit = control("update", "JobId={}", "EndTime=now")
+reach_the_limit = control("update", "JobId={}", "EndTime=now+1")
 
 CASES = {
     # script, options, what is done to it once it runs; state, exit status of follow or why it waits

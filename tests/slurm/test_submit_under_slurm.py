@@ -64,7 +64,7 @@ def test_a_time_limit_without_a_checkpoint_is_seen_through(slurm, submit):
     chain = submit("--until-done", "3", "--time", "1m", "sh", "-c", body)
     (first, *_) = chain.writes("here 0")["jobs"]
     # Limits are whole minutes, and looked at twice a minute.
-    slurm.run(["scontrol", "update", f"JobId={first['id']}", "EndTime=now"])
+    slurm.run(["scontrol", "update", f"JobId={first['id']}", "EndTime=now+1"])
     record, _ = chain.ends("done", 2)
     assert len(record["jobs"]) == 3, "the third was in the queue"
 
