@@ -213,3 +213,10 @@ def test_threads_do_not_mix_their_lines(tmp_path):
                 pool.submit(logger.info, "x" * 5000, number=number)
         lines = logs.path.read_text().splitlines()
     assert sorted(json.loads(line)["number"] for line in lines) == list(range(400))
+
+
+def test_a_stand_in_for_standard_error_gets_what_its_encoding_has(monkeypatch):
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(written, encoding="ascii"))
+    get_logger("x").info("caf\xe9")
+    assert b"caf\\xe9" in written.getvalue()

@@ -160,16 +160,18 @@ def is_terminal(stream: TextIO | None) -> bool:
 
 def _write_past_buffer(stream: TextIO, line: str) -> None:
     """Write a line at once, so that lines of ranks that share the stream stay whole."""
+    encoding = getattr(stream, "encoding", None) or "utf-8"  # a stand-in need not have one
+    encoded = line.encode(encoding, "backslashreplace")
     descriptor = _find_descriptor(stream)
     if descriptor is None:
-        stream.write(line)
+        stream.write(encoded.decode(encoding))
         stream.flush()
         return
     stream.flush()  # what the script has printed comes first
     # What Python's buffer cannot write it tries again at exit, which makes the exit status 120.
-    rest = line.encode(stream.encoding, "backslashreplace")
-    while rest:
-        rest = rest[os.write(descriptor, rest) :]
+    while encoded:
+        written = os.write(descriptor, encoded)
+        encoded = encoded[written:]
 
 
 def _find_descriptor(stream: TextIO) -> int | None:

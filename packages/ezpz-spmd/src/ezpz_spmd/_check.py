@@ -278,9 +278,9 @@ def _exchange() -> ExitStack:
             stack.push(torch.compiler.set_stance("force_eager"))
         for name in _WRITES:
             original = getattr(distributed_c10d, name)
-            told = functools.wraps(original)(functools.partial(_collective, name, original))
+            wrapper = functools.wraps(original)(functools.partial(_collective, name, original))
             for module in (dist, distributed_c10d):
-                setattr(module, name, told)
+                setattr(module, name, wrapper)
                 stack.callback(setattr, module, name, original)
         return stack.pop_all()
 
@@ -299,14 +299,14 @@ def _paused(checkers: Sequence[Checker]) -> Iterator[None]:
 
 def _exchange_regions(stack: ExitStack) -> None:
     """Exchange the region functions in every module that has one by name, the user's too."""
-    told: dict[int, Function] = {}
-    told[id(finalize_grads)] = functools.partial(_call_finalize_grads, finalize_grads)
+    wrappers: dict[int, Function] = {}  # by the id of the function: not every value has a hash
+    wrappers[id(finalize_grads)] = functools.partial(_call_finalize_grads, finalize_grads)
     for region in regions.REGIONS:
-        told[id(region)] = functools.wraps(region)(functools.partial(_call_region, region))
+        wrappers[id(region)] = functools.wraps(region)(functools.partial(_call_region, region))
     for module in list(sys.modules.values()):
         for name, value in list(getattr(module, "__dict__", {}).items()):
-            if id(value) in told:
-                setattr(module, name, told[id(value)])
+            if id(value) in wrappers:
+                setattr(module, name, wrappers[id(value)])
                 stack.callback(setattr, module, name, value)
 
 
