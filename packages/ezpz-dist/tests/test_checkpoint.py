@@ -803,3 +803,11 @@ def test_folders_that_hosts_do_not_share(tmp_path, monkeypatch, model):
     match = r"rank 0 on .* sees 3 bytes of 00000.bin, rank 0 on .*; expected a folder that all"
     refused(match, save_checkpoint, tmp_path, model=model, step=1)
     assert entries(tmp_path) == []
+
+
+def test_an_owner_that_cannot_be_read_is_not_passed_over(tmp_path):
+    owner = tmp_path / "owner.json"
+    owner.symlink_to(owner)  # a loop: also root cannot read it
+    with pytest.raises(CheckpointError, match=r"owner\.json"):
+        save_checkpoint(tmp_path, model=nn.Linear(2, 2), step=1)
+    assert os.listdir(tmp_path) == ["owner.json"]

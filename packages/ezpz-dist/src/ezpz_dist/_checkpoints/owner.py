@@ -72,9 +72,18 @@ _owned: set[Path] = set()
 
 
 def read_owner(root: Path) -> Owner | None:
-    """Return who saves there; None if nobody does, as far as can be read."""
-    with suppress(OSError, AttributeError, LookupError, TypeError, ValueError):
-        fields = json.loads((root / OWNER).read_bytes())
+    """Return the process that saves there; None if there is none.
+
+    Raises:
+        OSError: The file exists and cannot be read.
+    """
+    try:
+        content = (root / OWNER).read_bytes()
+    except FileNotFoundError:
+        return None
+    # It is not flushed: after a power cut it may hold anything, and its process has ended.
+    with suppress(AttributeError, LookupError, TypeError, ValueError):
+        fields = json.loads(content)
         process = fields["process"]
         return Owner(
             Process(
@@ -90,9 +99,10 @@ def read_owner(root: Path) -> Owner | None:
 
 def follow_owner(root: Path) -> None:
     """Note that this process loads from there, and may save there next."""
-    owner = read_owner(root)
-    if owner is not None:
-        _followed.add(owner.process)
+    with suppress(OSError):  # who only loads need not read it; a save there says what is wrong
+        owner = read_owner(root)
+        if owner is not None:
+            _followed.add(owner.process)
 
 
 def check_owner(root: Path) -> None:
@@ -131,10 +141,9 @@ def release_all() -> None:
     """Remove the lock files of this process."""
     while _owned:
         root = _owned.pop()
-        owner = read_owner(root)
-        if owner is None or owner.process != find_this_process():
-            continue
         try:
-            (root / OWNER).unlink(missing_ok=True)
+            owner = read_owner(root)
+            if owner is not None and owner.process == find_this_process():
+                (root / OWNER).unlink(missing_ok=True)
         except OSError as error:
             logger.debug("%s/%s is not removed: %s", root, OWNER, error)
