@@ -73,5 +73,7 @@ def srun_place(slurm, tmp_path_factory):
             words = ["squeue", "--noheader", "--steps", "--jobs", environment["SLURM_JOB_ID"]]
             return slurm.run(words, expect=None).stdout
 
-        nodes = ["nid001", "nid002", "nid003"]
+        # Which three: a node may still be busy with what an earlier test ended.
+        names = slurm.run(["scontrol", "show", "hostnames", environment["SLURM_JOB_NODELIST"]])
+        nodes = names.stdout.split()
         yield launches.Place("srun", environment, nodes, ["-n", "3", "--ppn", "1"], leftovers=steps)
