@@ -24,7 +24,6 @@ from llama import (
 from on_ranks import on_ranks
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
@@ -171,34 +170,10 @@ def fsdp2(config):
     return model
 
 
-def torchs_pipeline(config):
-    state, rows, width = tp.get_state(), 4, config.sequence
-    index, first = state.index("pipeline"), state.index("pipeline") == 0
-    model = Llama(config, first=first, last=not first, layers=[index]).double()
-    length = width // (state.size("tensor") if config.sequence_parallel else 1)
-    double = {"dtype": torch.float64}
-    tokens = torch.zeros(rows, width, dtype=torch.int64)
-    hidden = torch.zeros(length, rows, config.hidden, requires_grad=True, **double)
-    logits = torch.zeros(rows, width, config.vocabulary // state.size("tensor"), **double)
-    inputs, outputs = (tokens, hidden) if first else (hidden, logits)
-    shapes = {"input_args": (inputs,), "output_args": (outputs,)}  # sent through numpy otherwise
-    group = state.group("pipeline")
-    stage = PipelineStage(model, index, 2, torch.device("cpu"), **shapes, group=group)
-    schedule = ScheduleGPipe(stage, MICRO, loss_fn=parallel_loss_of)
-    batches = zip(*map(text_batch, range(MICRO)), strict=True)
-    tokens, labels = (torch.cat(each) for each in batches)
-    if first:
-        schedule.step(tokens)
-    else:
-        schedule.step(target=labels)
-    return model
-
-
 WRAPPED = [
     (ddp, {"tensor": 2, "data": 2}),
     (fsdp2, {"tensor": 2, "data": 2}),
     (ddp, {"context": 2, "data": 2}),
-    (torchs_pipeline, {"tensor": 2, "pipeline": 2}),
 ]
 
 

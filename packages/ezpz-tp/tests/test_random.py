@@ -4,7 +4,6 @@ import contextlib
 import importlib
 import io
 from functools import partial
-from threading import Event, Thread
 from unittest import mock
 
 import pytest
@@ -204,41 +203,17 @@ def test_recomputation_that_would_draw_other_numbers(tracker, use_reentrant):
         pass
 
 
-def test_other_recomputations(tracker):
-    """By a function that restores the streams itself, and of a region inside a fork."""
-
-    class Own(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.states, ctx.default = tracker.get_states(), torch.get_rng_state()
-            ctx.save_for_backward(x)
-            return run(x)
-
-        @staticmethod
-        def backward(ctx, grad):
-            later = tracker.get_states()
-            tracker.set_states(ctx.states)
-            torch.set_rng_state(ctx.default)
-            with torch.enable_grad():
-                x = ctx.saved_tensors[0].detach().requires_grad_()
-                run(x).backward(grad)
-            tracker.set_states(later)
-            return x.grad
-
-    def inside(call, x):
-        with tracker.fork("other"):
-            return call(x)
-
+def test_recomputation_of_a_region_inside_of_a_fork(tracker):
     run, states = region(tracker), tracker.get_states()
     x = torch.randn(64, dtype=torch.float64, requires_grad=True)
-    again = partial(checkpointed, run, tracker)
-    for plain, other in ((run, Own.apply), (partial(inside, run), partial(inside, again))):
-        grads = []
-        for call in (plain, other):
-            tracker.set_states(states)
-            torch.manual_seed(3)
-            grads += torch.autograd.grad(call(x).sum(), x)
-        assert torch.equal(*grads)
+    grads = []
+    for call in (run, partial(checkpointed, run, tracker)):
+        tracker.set_states(states)
+        torch.manual_seed(3)
+        with tracker.fork("other"):
+            output = call(x)
+        grads += torch.autograd.grad(output.sum(), x)
+    assert torch.equal(*grads)
 
 
 def first_of(name):
@@ -356,7 +331,7 @@ def test_under_compilation():
     assert torch.equal(found, expected)
 
 
-def test_a_region_of_megatrons_says_that_it_runs_in_its_thread():
+def test_a_region_of_megatrons_says_that_it_runs():
     seen = []
 
     def function(x):
@@ -367,30 +342,6 @@ def test_a_region_of_megatrons_says_that_it_runs_in_its_thread():
     assert not random.is_checkpointing()
     y.sum().backward()
     assert seen == [True, True]
-    assert not random.is_checkpointing()
-    # Regions of two threads do not end each other.
-    began, ended, left = Event(), Event(), []
-
-    def first(x):
-        began.wait()
-        return x.exp()
-
-    def second(x):
-        began.set()
-        ended.wait()
-        return x.exp()
-
-    def run(function):
-        tp.checkpoint(function, False, torch.zeros(2, requires_grad=True))
-        ended.set()
-        left.append(random.is_checkpointing())
-
-    threads = [Thread(target=run, args=(each,)) for each in (first, second)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert left == [False, False]
     assert not random.is_checkpointing()
 
 

@@ -683,12 +683,3 @@ def test_every_collective_of_one_rank_is_a_copy_and_leaves_nothing_behind():
     (expected,) = torch.autograd.grad(model(x).square().sum(), model.weight)
     assert torch.equal(model.weight.grad, expected)
     state.destroy()
-
-
-def test_without_torch_distributed():
-    group = Alone(0)
-    assert (group.rank(), group.size()) == (0, 1)
-    x = torch.ones(2)
-    group.allreduce([x]).wait()
-    assert torch.equal(x, torch.ones(2))
-    group.forget()
