@@ -22,7 +22,7 @@ from slurm_here import SlurmJobError, SlurmMissingError, in_a_job
 from table import finish, read
 
 from ezpz_launch import Request, plan
-from ezpz_launch._launchers import Launcher, argv, hostfile_of
+from ezpz_launch._plan.launchers import Launcher, argv, hostfile_of
 from ezpz_topo import imagine
 
 WHAT = {

@@ -20,9 +20,9 @@ import fire
 from scaling.fresh import STRACE, environment, traced
 from scaling.strace import looked_at
 
-from ezpz_launch import _stage_node
-from ezpz_launch._archive import Python, Root, Source, What
-from ezpz_launch._tree import Tree
+from ezpz_launch._nodes import stage_node
+from ezpz_launch._nodes.archive import Python, Root, Source, What
+from ezpz_launch._nodes.tree import Tree
 
 _MEMORY = next((each for each in ("/dev/shm",) if os.path.isdir(each)), None)  # noqa: S108 - a disk
 
@@ -30,7 +30,7 @@ _MEMORY = next((each for each in ("/dev/shm",) if os.path.isdir(each)), None)  #
 NODE = """
 import sys, time
 sys.path.insert(0, sys.argv[1])
-import _stage_node as node
+import stage_node as node
 write, rate = node.Node._write, float(sys.argv.pop(2))
 def slow(self, file, offset, data):
     write(self, file, offset, data)
@@ -59,7 +59,7 @@ def staged(what: Source, nodes: int, folder: Path, rate: float) -> Tree:
     tree = Tree(["localhost"] * nodes, here=True)
     tree.order("stage", what.name, 0.5, source=what)
     tree.start()
-    program = Path(_stage_node.__file__)
+    program = Path(stage_node.__file__)
     processes = []
     for node in range(nodes):
         place = folder / str(node)
@@ -83,7 +83,7 @@ def model(
     fan_out = 2 if nodes <= 64 else 4
     depth = math.ceil(math.log(nodes * (fan_out - 1) + 1, fan_out))
     slowest = max(size / read, size * fan_out / link, size / unpack)
-    chunk = _stage_node.CHUNK / 1e9
+    chunk = stage_node.CHUNK / 1e9
     return start + slowest + depth * chunk * (1 / link * fan_out + 1 / unpack)
 
 

@@ -37,8 +37,8 @@ print(json.dumps([took * 1e3, rank * 1e3, peak / 1024]))
 PLAN = """
 import dataclasses, json, sys, time
 from ezpz_launch import Request, plan
-from ezpz_launch._launchers import Launcher, argv, hostfile_of
-from ezpz_launch._record import record_of, to_json
+from ezpz_launch._plan.launchers import Launcher, argv, hostfile_of
+from ezpz_launch._run.record import record_of, to_json
 from ezpz_topo import imagine
 machine, kind, path, each = *sys.argv[1:4], int(sys.argv[4])
 request, launcher = Request(("python", "train.py"), ppn=12), Launcher(kind, kind, "")

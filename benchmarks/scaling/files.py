@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from ezpz_launch._launch import VARIABLE
-from ezpz_launch._plan import SHIM
+from ezpz_launch._plan.plan import SHIM
+from ezpz_launch._run.launch import VARIABLE
 
 from .fresh import STRACE, environment, traced
 from .growth import Absent, Fact, Found

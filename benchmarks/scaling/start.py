@@ -9,8 +9,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from ezpz_launch._launch import VARIABLE, Control
-from ezpz_launch._plan import SHIM
+from ezpz_launch._plan.plan import SHIM
+from ezpz_launch._run.launch import VARIABLE, Control
 
 from .fresh import STRACE, environment, traced
 from .growth import NODES, PER_NODE, Absent, Curve, Fact, Found, sampled
@@ -89,7 +89,7 @@ def _count(lines: list[str]) -> tuple[float, float]:
 def agent() -> tuple[list[str], dict[str, str]]:
     """Return command and environment of a node's agent that finds nobody at its address."""
     nobody = CONTROL._replace(where=("127.0.0.1:9",))
-    words = [sys.executable, "-I", "-S", str(Path(SHIM).with_name("_agent.py")), "0"]
+    words = [sys.executable, "-I", "-S", str(Path(SHIM).with_name("agent.py")), "0"]
     # It stays for as long as what started its shim, which is gone at once here.
     words = ["sh", "-c", '"$@" &', "sh", *words]
     return words, environment(**{VARIABLE: nobody.value()})

@@ -281,7 +281,7 @@ def do_to(fault, pids, proxies):
     kind = fault["kind"]
     ranks = [pid for pid in pids if str(PROGRAM) in words_of(pid)[1:2]]
     mine = [pid for pid in ranks if variables_of(pid).get("EZPZ_RANK") == str(fault["rank"])]
-    agents = [pid for pid in pids if any(word.endswith("_agent.py") for word in words_of(pid))]
+    agents = [pid for pid in pids if any(word.endswith("agent.py") for word in words_of(pid))]
     if kind == "kill a rank":
         send(mine, signal.SIGKILL)
     elif kind == "segfault of a rank":

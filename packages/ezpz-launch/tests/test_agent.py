@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-import ezpz_launch._agent as module
-from ezpz_launch._agent import Ranks, is_running
+import ezpz_launch._run.agent as module
+from ezpz_launch._run.agent import Ranks, is_running
 
 ID = f"agent-test.{os.getpid()}"  # a session beside this one must not meet ours
 PUMP = str(Path(module.__file__).with_name("rank_output.py"))

@@ -11,9 +11,9 @@ import pytest
 from ezpz_launch import Request, main
 from ezpz_launch._cli import _planned, _replanned
 from ezpz_launch._errors import StageError
-from ezpz_launch._launch import Outcome
-from ezpz_launch._nodes import Pool, avoid, recall, remember
-from ezpz_launch._retry import Attempts
+from ezpz_launch._nodes.attempts import Attempts
+from ezpz_launch._nodes.bad_nodes import Pool, avoid, recall, remember
+from ezpz_launch._run.launch import Outcome
 from ezpz_topo import imagine
 
 HOSTS = ("node0001", "node0002", "node0003", "node0004")

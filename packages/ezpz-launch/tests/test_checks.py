@@ -15,7 +15,7 @@ from ezpz_launch._checks import (
     disk,
     shared_memory,
 )
-from ezpz_launch._preflight import Ended, run
+from ezpz_launch._nodes.preflight import Ended, run
 
 VERSION = 'if [ "$1" = --version ]; then echo {}; exit; fi\n'
 
@@ -137,7 +137,7 @@ def test_pals_outside_of_a_job_is_judged_by_name(
     *, library, status, tmp_path, clean_env, program, monkeypatch
 ):
     pals = os.path.dirname(program("pals/mpiexec", "exit 9"))
-    monkeypatch.setattr("ezpz_launch._launchers.pals.Pals.folder", pals)
+    monkeypatch.setattr("ezpz_launch._plan.launchers.pals.Pals.folder", pals)
     (tmp_path / "mpi4py").mkdir()
     (tmp_path / "mpi4py" / "__init__.py").write_text("class rc: pass\n")
     (tmp_path / "mpi4py" / "MPI.py").write_text(

@@ -2,8 +2,8 @@
 
 import pytest
 
-from ezpz_launch._launch import Facts, Outcome
-from ezpz_launch._nodes import Suspects, Verdict, describe, exceptions, patterns, verdict
+from ezpz_launch._nodes.bad_nodes import Suspects, Verdict, describe, exceptions, patterns, verdict
+from ezpz_launch._run.launch import Facts, Outcome
 
 HOSTS = ("n0", "n1", "n2", "n3")
 

@@ -7,9 +7,9 @@ import time
 import pytest
 
 from ezpz_launch import LaunchError, UsageError
-from ezpz_launch._agent import birth_of
-from ezpz_launch._jobs import LAUNCHES_PAGE, launches
-from ezpz_launch._record import Record, iso_time, new_id, to_json
+from ezpz_launch._job.jobs import LAUNCHES_PAGE, launches
+from ezpz_launch._run.agent import birth_of
+from ezpz_launch._run.record import Record, iso_time, new_id, to_json
 from ezpz_topo import get_hostname
 
 START = 1795227043.25

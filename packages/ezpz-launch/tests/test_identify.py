@@ -14,7 +14,7 @@ from ezpz_launch import (
     Request,
     UsageError,
 )
-from ezpz_launch._launchers import (
+from ezpz_launch._plan.launchers import (
     beside_python,
     choose_launcher,
     find_mpiexec,
@@ -24,7 +24,7 @@ from ezpz_launch._launchers import (
     require_command,
     require_program,
 )
-from ezpz_launch._placement import arrange
+from ezpz_launch._plan.placement import arrange
 from ezpz_topo import FAMILIES, get_rank_info, imagine
 
 # Which it is.
@@ -61,7 +61,7 @@ def test_pbss_own_mpiexec_is_passed_over_where_an_mpis_follows(tmp_path):
 
 
 def test_pals_is_known_by_where_it_lies_and_what_shadows_it_is_warned_about(tmp_path, monkeypatch):
-    monkeypatch.setattr("ezpz_launch._launchers.pals.Pals.folder", str(tmp_path / "pals"))
+    monkeypatch.setattr("ezpz_launch._plan.launchers.pals.Pals.folder", str(tmp_path / "pals"))
     site = program(tmp_path / "pals" / "mpiexec", "mpiexec 1.3.4")
     conda = program(tmp_path / "conda" / "mpiexec", "HYDRA")
     assert identify(site).kind == "pals"

@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from ezpz_launch import main
-from ezpz_launch._jobs import Tail
-from ezpz_launch._record import last_record
+from ezpz_launch._job.jobs import Tail
+from ezpz_launch._run.record import last_record
 
 HOST = os.uname().nodename
 SAYS_UNKNOWN = "echo slurm_load_jobs error: Invalid job id specified >&2; exit 1"

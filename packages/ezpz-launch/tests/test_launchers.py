@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from ezpz_launch import LaunchError, Request, UsageError, plan
-from ezpz_launch._launchers import Launcher, argv, hostfile_of
-from ezpz_launch._launchers.spawn import SPAWN
+from ezpz_launch._plan.launchers import Launcher, argv, hostfile_of
+from ezpz_launch._plan.launchers.spawn import SPAWN
 from ezpz_topo import imagine
 
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-import ezpz_launch._agent
-import ezpz_launch._launch
-from ezpz_launch._agent import proof
-from ezpz_launch._launch import Control, Launch, Nodes
+import ezpz_launch._run.agent
+import ezpz_launch._run.launch
+from ezpz_launch._run.agent import proof
+from ezpz_launch._run.launch import Control, Launch, Nodes
 
 ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has /proc")
 HERE = os.uname().nodename
@@ -47,7 +47,7 @@ class Side:
     def start_agent(self, node=0, where=None, **options):
         """Start the agent of a node, as the shim does."""
         control = Control(self.id, 5, where=where or self.nodes.where, secret=self.nodes.secret)
-        words = [sys.executable, "-I", "-S", ezpz_launch._agent.__file__, str(node)]
+        words = [sys.executable, "-I", "-S", ezpz_launch._run.agent.__file__, str(node)]
         env = {**os.environ, "EZPZ_CONTROL": control.value()}
         subprocess.run(words, env=env, check=True, **options)
 
@@ -380,7 +380,7 @@ def test_without_an_address_there_are_no_agents(monkeypatch):
     def nowhere(_):
         raise OSError(-2, "Name or service not known")
 
-    monkeypatch.setattr(ezpz_launch._launch, "_own_address", nowhere)
+    monkeypatch.setattr(ezpz_launch._run.launch, "_own_address", nowhere)
     nodes = Side(["absent.invalid"]).nodes
     assert nodes.why_not == (
         "no address of ours that absent.invalid could reach ([Errno -2] Name or service not known)"

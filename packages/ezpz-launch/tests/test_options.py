@@ -8,7 +8,7 @@ import pytest
 
 from ezpz_launch import LaunchError, Request, UsageError, split
 from ezpz_launch._cli import EXAMPLES, USAGE, help_page
-from ezpz_launch._options import OPTIONS, request_of, settings
+from ezpz_launch._plan.options import OPTIONS, request_of, settings
 
 USER = ["python", "train.py", "--lr", "1e-4", "-n", "5", "--help", "--", "--x", "a b", ""]
 

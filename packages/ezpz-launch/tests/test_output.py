@@ -9,7 +9,7 @@ import tty
 import pytest
 from waiting import all_of
 
-from ezpz_launch._output import Output, Reports
+from ezpz_launch._run.output import Output, Reports
 
 ID = "20260101T000000000001Z-42-abcdef.0"
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from ezpz_launch import LaunchError, Request, UsageError
-from ezpz_launch._placement import arrange, match_hosts, place, select_hosts
+from ezpz_launch._plan.placement import arrange, match_hosts, place, select_hosts
 from ezpz_topo import Accelerators, imagine
 
 # Hosts.

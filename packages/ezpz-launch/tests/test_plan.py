@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from ezpz_launch import LaunchError, Request, UsageError, _plan, main, plan
-from ezpz_launch._launchers import Launcher
-from ezpz_launch._plan import SHIM, choose_options, free_port
+from ezpz_launch import LaunchError, Request, UsageError, main, plan
+from ezpz_launch._plan import plan as plan_module
+from ezpz_launch._plan.launchers import Launcher
+from ezpz_launch._plan.plan import SHIM, choose_options, free_port
 from ezpz_topo import imagine, known_machines
 
 
@@ -189,15 +190,15 @@ def test_a_port_that_is_taken_is_passed_over(monkeypatch, family, address):
     with socket.socket(family) as holder:
         holder.bind((address, 0))
         holder.listen()
-        monkeypatch.setattr(_plan, "_FIRST", holder.getsockname()[1])
-        monkeypatch.setattr(_plan, "_COUNT", 1)
+        monkeypatch.setattr(plan_module, "_FIRST", holder.getsockname()[1])
+        monkeypatch.setattr(plan_module, "_COUNT", 1)
         with pytest.raises(LaunchError, match="is taken"):
             free_port()
 
 
 CHOOSE = """
 import os
-from ezpz_launch._plan import free_port
+from ezpz_launch._plan.plan import free_port
 os.urandom = bytes
 print(free_port(), flush=True)
 input()

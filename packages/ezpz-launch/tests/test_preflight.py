@@ -9,7 +9,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from ezpz_launch._preflight import guilty, judge, table, unjudged
+from ezpz_launch._nodes.preflight import guilty, judge, table, unjudged
 
 # A node of which the clock goes wrong, and that has another Python.
 OTHER = """
@@ -31,7 +31,7 @@ def look():
         base = {**os.environ, **of_all, "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
         started = []
         for rank, (variables, before) in enumerate(nodes):
-            words = [*before, sys.executable, "-P", "-m", "ezpz_launch._preflight"]
+            words = [*before, sys.executable, "-P", "-m", "ezpz_launch._nodes.preflight"]
             env = {**base, "RANK": str(rank), **variables}
             started.append(subprocess.Popen(words, env=env, stdout=subprocess.PIPE, text=True))
         lines = [node.communicate()[0].strip() for node in started]

@@ -3,7 +3,7 @@
 import pytest
 
 from ezpz_launch import UsageError
-from ezpz_launch._queue import SCHEDULERS, Job, _pbs_job, _slurm_job, require_one_cluster
+from ezpz_launch._job.queue import SCHEDULERS, Job, _pbs_job, _slurm_job, require_one_cluster
 
 BALANCE = "Remaining balance: 497,218 hours"
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from ezpz_launch._agent import is_running
-from ezpz_launch._launchers.spawn import SPAWN
+from ezpz_launch._plan.launchers.spawn import SPAWN
+from ezpz_launch._run.agent import is_running
 
 # It is a program, never imported here.
 PUMP = [sys.executable, "-I", "-S", SPAWN, "3", "nid01"]

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from ezpz_launch._agent import is_running
-from ezpz_launch._launch import Control
-from ezpz_launch._launchers import pack_env
-from ezpz_launch._plan import SHIM
+from ezpz_launch._plan.launchers import pack_env
+from ezpz_launch._plan.plan import SHIM
+from ezpz_launch._run.agent import is_running
+from ezpz_launch._run.launch import Control
 
 NAMES = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID")
 HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}

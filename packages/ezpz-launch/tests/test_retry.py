@@ -13,8 +13,7 @@ import pytest
 
 from ezpz_launch import LaunchError, Request, UsageError, main
 from ezpz_launch._cli import _planned
-from ezpz_launch._launch import Outcome
-from ezpz_launch._retry import (
+from ezpz_launch._nodes.attempts import (
     Attempts,
     Retries,
     UnansweredError,
@@ -24,6 +23,7 @@ from ezpz_launch._retry import (
     time_limit,
     when_to_signal,
 )
+from ezpz_launch._run.launch import Outcome
 from ezpz_topo import Allocation, detect, get_allocation
 
 # What is tried again.
@@ -193,8 +193,8 @@ def test_a_taken_port_is_replaced_but_not_for_ever(attempts, more, times):
 
 
 def test_a_hostfile_that_somebody_removes_and_nowhere_to_write_it(attempts, tmp_path, monkeypatch):
-    monkeypatch.setattr("ezpz_launch._retry.needs_hostfile", lambda _: True)
-    monkeypatch.setattr("ezpz_launch._retry.hostfile_of", lambda _: ["alpha", "beta"])
+    monkeypatch.setattr("ezpz_launch._nodes.attempts.needs_hostfile", lambda _: True)
+    monkeypatch.setattr("ezpz_launch._nodes.attempts.hostfile_of", lambda _: ["alpha", "beta"])
     with _hostfile(attempts._planned, str(tmp_path)) as ready:
         path = tmp_path / os.path.basename(ready.hostfile)
         assert path.read_text() == "alpha\nbeta\n"

@@ -8,11 +8,12 @@ import time
 
 import pytest
 
-from ezpz_launch import LaunchError, _agent
-from ezpz_launch import _run as module
-from ezpz_launch._agent import is_running
-from ezpz_launch._launch import Control, Launch
-from ezpz_launch._run import run
+from ezpz_launch import LaunchError
+from ezpz_launch._run import agent
+from ezpz_launch._run import loop as module
+from ezpz_launch._run.agent import is_running
+from ezpz_launch._run.launch import Control, Launch
+from ezpz_launch._run.loop import run
 
 HERE = os.uname().nodename
 NO_PID = 1 << 30
@@ -168,7 +169,7 @@ def test_silent_ranks_are_no_success(ran, script, expected):
 
 
 def test_a_rank_that_was_killed_with_its_shim_is_lost(ran, monkeypatch):
-    monkeypatch.setattr(_agent, "_UNREPORTED", 0.5)
+    monkeypatch.setattr(agent, "_UNREPORTED", 0.5)
     outcome, _, err = ran("sleep 600", ranks=1, hosts=(HERE,), on_this_host=True)
     assert outcome.failure == (0, HERE, 137)
     assert err.startswith(f"rank 0 on {HERE} is lost: what started it is gone\n")
@@ -176,7 +177,7 @@ def test_a_rank_that_was_killed_with_its_shim_is_lost(ran, monkeypatch):
 
 def test_an_end_that_waits_behind_output_is_no_loss(monkeypatch):
     """As after Ctrl-S: our standard error is not read for three seconds."""
-    monkeypatch.setattr(_agent, "_UNREPORTED", 0.0)
+    monkeypatch.setattr(agent, "_UNREPORTED", 0.0)
     launch_id = f"run-test.{os.urandom(8).hex()}"
     texts = [report(what, 0, number, launch_id) for what, number in (("start", NO_PID), ("end", 0))]
     words = ("sh", "-c", 'printf %s "$1" >&2; yes | head -c 300000 >&2; printf %s "$2" >&2', "sh")

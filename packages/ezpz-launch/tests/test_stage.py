@@ -16,10 +16,10 @@ import pytest
 
 import ezpz_launch
 import ezpz_topo
-from ezpz_launch import _archive, _stage_node
-from ezpz_launch._archive import Python, Root, Source, What
-from ezpz_launch._nodes import recall
-from ezpz_launch._tree import Tree
+from ezpz_launch._nodes import archive, stage_node
+from ezpz_launch._nodes.archive import Python, Root, Source, What
+from ezpz_launch._nodes.bad_nodes import recall
+from ezpz_launch._nodes.tree import Tree
 
 SOURCES = [str(Path(package.__file__).parents[1]) for package in (ezpz_launch, ezpz_topo)]
 
@@ -45,7 +45,7 @@ def data(tmp_path):
     (folder / "near").symlink_to("p1/1.py")
     (folder / "whole").symlink_to(folder / "p1")
     (folder / "outside").symlink_to("/usr/bin/env")
-    time.sleep(_archive._GRAIN / 1e9)  # what is younger is taken for changed at the next look
+    time.sleep(archive._GRAIN / 1e9)  # what is younger is taken for changed at the next look
     return folder
 
 
@@ -73,7 +73,7 @@ class Nodes:
             place = self.disk / str(node if folder is None else folder)
             place.mkdir(exist_ok=True)
             told = {"EZPZ_STAGE": f"{self.tree.where} {self.tree.secret}", "RANK": str(node)}
-            words = [*before, sys.executable, "-I", "-S", _stage_node.__file__, str(place)]
+            words = [*before, sys.executable, "-I", "-S", stage_node.__file__, str(place)]
             self.processes.append(subprocess.Popen(words, env=told, **options))
         return self
 
@@ -159,7 +159,7 @@ def test_a_second_start_sends_nothing_and_a_changed_environment_what_changed(*, 
 
 def test_a_file_that_may_change_unseen_is_taken_for_changed(*, data, disk, monkeypatch):
     assert look(data, disk).name == look(data, disk).name
-    monkeypatch.setattr(_archive, "_GRAIN", 3600 * 10**9)
+    monkeypatch.setattr(archive, "_GRAIN", 3600 * 10**9)
     assert look(data, disk).name != look(data, disk).name
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from ezpz_launch import main
-from ezpz_launch._chain import path_of, read_chains, see_through
 from ezpz_launch._errors import StageError
+from ezpz_launch._job.chain import path_of, read_chains, see_through
 from ezpz_topo import get_hostname, known_machines
 
 GOLDEN = Path(__file__).parent / "scripts"

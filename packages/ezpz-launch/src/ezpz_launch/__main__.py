@@ -1,5 +1,5 @@
 """``python -m ezpz_launch``: the same as ``ezpz-launch``."""
 
-from ._cli import console
+from ezpz_launch._cli import console
 
 console()

@@ -8,10 +8,9 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 
-from ezpz_topo import CheckResult, TopoError, get_allocation
-
-from ._errors import CommandNotFoundError, LaunchError
-from ._launchers import (
+from ezpz_launch._errors import CommandNotFoundError, LaunchError
+from ezpz_launch._nodes.preflight import Ended, run
+from ezpz_launch._plan.launchers import (
     LAUNCHERS,
     Launcher,
     beside_python,
@@ -19,8 +18,8 @@ from ._launchers import (
     find_mpiexec,
     outside_of_launch,
 )
-from ._preflight import Ended, run
-from ._record import records_folder, why_not_written
+from ezpz_launch._run.record import records_folder, why_not_written
+from ezpz_topo import CheckResult, TopoError, get_allocation
 
 # The check ``mpi``: the library that mpi4py loads belongs to the mpiexec that starts the ranks.
 

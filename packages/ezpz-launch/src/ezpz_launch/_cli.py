@@ -11,11 +11,9 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from ezpz_topo import TopoError, Topology, detect, fold_nodelist, get_allocation, get_hosts, imagine
-
-from ._errors import LaunchError, UsageError, discard, open_closed_streams, say
-from ._launchers import argv as argv_of
-from ._launchers import (
+from ezpz_launch._errors import LaunchError, UsageError, discard, open_closed_streams, say
+from ezpz_launch._plan.launchers import argv as argv_of
+from ezpz_launch._plan.launchers import (
     beside_python,
     choose_launcher,
     hostfile_of,
@@ -25,23 +23,24 @@ from ._launchers import (
     require_command,
     require_program,
 )
-from ._options import OPTIONS, Request, help_row, request_of, split
-from ._plan import LaunchPlan, explain, explain_json, free_port, plan
-from ._version import __version__
+from ezpz_launch._plan.options import OPTIONS, Request, help_row, request_of, split
+from ezpz_launch._plan.plan import LaunchPlan, explain, explain_json, free_port, plan
+from ezpz_launch._version import __version__
+from ezpz_topo import TopoError, Topology, detect, fold_nodelist, get_allocation, get_hosts, imagine
 
 if TYPE_CHECKING:
-    from ._retry import Attempts
-    from ._stage import Staging
+    from ezpz_launch._nodes.attempts import Attempts
+    from ezpz_launch._nodes.stage import Staging
 
 COMMANDS = {
-    "launches": "_jobs:launches",
-    "nodes": "_nodes:command",
+    "launches": "_job.jobs:launches",
+    "nodes": "_nodes.bad_nodes:command",
     "preflight": "_cli:preflight",
     "stage": "_cli:stage",
-    "submit": "_submit:command",
-    "jobs": "_jobs:jobs",
-    "follow": "_jobs:follow",
-    "kill": "_jobs:kill",
+    "submit": "_job.submit:command",
+    "jobs": "_job.jobs:jobs",
+    "follow": "_job.jobs:follow",
+    "kill": "_job.jobs:kill",
 }
 """What may stand in a command's place: who has it, called with the words behind it and the
 environment; it returns what is to be printed, or the exit status."""
@@ -92,7 +91,7 @@ def _main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         topology = imagine(request.machine, (request.nodes or 1) + request.spares, env)
         return _print(_explained(_planned(topology, request, {}, is_here=False)))
     if env.get("EZPZ_CHAIN") and not request.dry_run:
-        from ._chain import CHAIN, see_through  # noqa: PLC0415  # only a submitted job needs it
+        from ezpz_launch._job.chain import CHAIN, see_through  # noqa: PLC0415  # only a submitted job needs it
 
         own = {name: value for name, value in env.items() if name != CHAIN}
         return see_through(env, lambda *before: _prepared(request, own, *before))
@@ -107,7 +106,7 @@ def _prepared(
     request: Request, env: Mapping[str, str], before: int = 0, progress_file: str = ""
 ) -> Attempts:
     """Return a launch that is ready to run; attempts of earlier jobs count before its own."""
-    from ._retry import Attempts  # noqa: PLC0415  # a dry run does without
+    from ezpz_launch._nodes.attempts import Attempts  # noqa: PLC0415  # a dry run does without
 
     planned, topology, own = _looked_at(request, env)
     if sys.stdout is None and not request.log_dir:
@@ -148,7 +147,7 @@ def _looked_at(
     require_command(request.command[0], {**env, **dict(pair.split("=", 1) for pair in request.env)})
     planned = _planned(topology, request, env)
     if request.preflight and not request.dry_run:
-        from ._preflight import leave_out  # noqa: PLC0415  # only this option needs it
+        from ezpz_launch._nodes.preflight import leave_out  # noqa: PLC0415  # only this option needs it
 
         if leave_out(planned, topology.allocation, env):
             planned = _planned(topology, request, env)
@@ -158,7 +157,7 @@ def _looked_at(
 
 def preflight(argv: Sequence[str], env: Mapping[str, str]) -> str | int:
     """Do ``ezpz preflight``: what ``--preflight`` does before a launch, without one."""
-    from ._preflight import command  # noqa: PLC0415  # only this needs it
+    from ezpz_launch._nodes.preflight import command  # noqa: PLC0415  # only this needs it
 
     def plan_of(request: Request) -> tuple[LaunchPlan, Mapping[str, str]]:
         # Nodes that were found bad are looked at as well.
@@ -170,7 +169,7 @@ def preflight(argv: Sequence[str], env: Mapping[str, str]) -> str | int:
 
 def stage(argv: Sequence[str], env: Mapping[str, str]) -> int:
     """Do ``ezpz stage``: what ``--stage`` does before a launch, without one."""
-    from ._stage import PAGE, Staging, python_of, read_words  # noqa: PLC0415  # only this needs it
+    from ezpz_launch._nodes.stage import PAGE, Staging, python_of, read_words  # noqa: PLC0415  # only this needs it
 
     options, folder = read_words(argv)
     if "help" in options:
@@ -186,7 +185,7 @@ def stage(argv: Sequence[str], env: Mapping[str, str]) -> int:
 
 
 def _staging(planned: LaunchPlan, topology: Topology, env: Mapping[str, str]) -> Staging:
-    from ._stage import prepare  # noqa: PLC0415  # few launches need it
+    from ezpz_launch._nodes.stage import prepare  # noqa: PLC0415  # few launches need it
 
     return prepare(planned, env, partial(_planned_on, planned.placement.hosts, topology, env))
 
@@ -212,7 +211,7 @@ def _planned(
         of_each = dict(zip(hosts, slots, strict=True))
         hosts, slots = only, [of_each.get(host, 0) for host in only]
     elif is_here:
-        from ._nodes import allocation_of, avoid  # noqa: PLC0415  # what was found bad
+        from ezpz_launch._nodes.bad_nodes import allocation_of, avoid  # noqa: PLC0415  # what was found bad
 
         bad, notes = avoid(hosts, request, allocation_of(job, request, env), env)
         if bad:

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from itertools import count
 from typing import Any
 
-from ._archive import Source
-from ._launch import _accept, _Connection, _listen, _own_address
-from ._stage_node import is_introduced, say, serve
+from ezpz_launch._nodes.archive import Source
+from ezpz_launch._nodes.stage_node import is_introduced, say, serve
+from ezpz_launch._run.launch import _accept, _Connection, _listen, _own_address
 
 _PATIENCE = 60.0
 """Seconds without a sign of a node, or behind the others, after which it is left out."""

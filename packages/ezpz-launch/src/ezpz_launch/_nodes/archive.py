@@ -18,8 +18,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, islice
 from typing import NamedTuple
 
-from ._errors import UsageError
-from ._stage_node import CHUNK, MANIFEST, Chunk, File, Folder, Manifest, checksums, packed
+from ezpz_launch._errors import UsageError
+from ezpz_launch._nodes.stage_node import (
+    CHUNK,
+    MANIFEST,
+    Chunk,
+    File,
+    Folder,
+    Manifest,
+    checksums,
+    packed,
+)
 
 # The environment of a Python, and what of it is the user's own.
 

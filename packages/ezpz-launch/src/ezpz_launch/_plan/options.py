@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-from ._errors import UsageError
+from ezpz_launch._errors import UsageError
 
 # Whole numbers as people list them: cores as ``4-7``, or ``0-7,104-111``.
 
@@ -110,7 +110,7 @@ _HERE = os.path.dirname(os.path.abspath(__file__))
 
 PYTHON = re.compile("(pypy|python)[0-9.]*t?")  # how an interpreter is called
 
-_FILES = os.listdir(os.path.join(_HERE, "_launchers"))
+_FILES = os.listdir(os.path.join(_HERE, "launchers"))
 KINDS = tuple(sorted(f[:-3] for f in _FILES if f.endswith(".py") and not f.startswith("_")))
 """The kinds of launchers: each has a file of its own."""
 

@@ -12,13 +12,12 @@ from contextlib import suppress
 from datetime import datetime
 from typing import Any, NamedTuple
 
+from ezpz_launch._errors import LaunchError, say
+from ezpz_launch._plan.plan import LaunchPlan, wrapped
+from ezpz_launch._run.agent import birth_of, is_running
+from ezpz_launch._run.launch import Outcome, how
+from ezpz_launch._version import __version__
 from ezpz_topo import Allocation, fold_nodelist, get_hostname, same_host
-
-from ._agent import birth_of, is_running
-from ._errors import LaunchError, say
-from ._launch import Outcome, how
-from ._plan import LaunchPlan, wrapped
-from ._version import __version__
 
 
 class Record(NamedTuple):

@@ -1,8 +1,8 @@
 """Program: a node's agent, which signals, ends and looks at its ranks as ezpz-launch orders.
 
 On ezpz-launch's own host it is a child of it, by `fork`, and ends everything if ezpz-launch is
-killed. On other hosts the first rank's shim starts it: ``python -I -S _agent.py NODE``. Where it is
-gone, a small launch ends what it left: ``_agent.py --end LAUNCH_ID``.
+killed. On other hosts the first rank's shim starts it: ``python -I -S agent.py NODE``. Where it is
+gone, a small launch ends what it left: ``agent.py --end LAUNCH_ID``.
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ def send(target: int, number: int) -> None:
 
 # The launcher: its own processes have its launch's EZPZ_CONTROL, which a rank's command has not.
 
-_PROGRAMS = ("rank_shim.sh", "_agent.py")
+_PROGRAMS = ("rank_shim.sh", "agent.py")
 """Programs of ours that have it, too, and are ended otherwise."""
 
 

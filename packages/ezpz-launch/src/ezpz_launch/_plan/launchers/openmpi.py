@@ -10,7 +10,7 @@ from ezpz_topo import Machine
 from . import Env, Kind, Launcher, Words, is_sh_name, pack_env
 
 if TYPE_CHECKING:
-    from ezpz_launch._plan import LaunchPlan
+    from ezpz_launch._plan.plan import LaunchPlan
 
 _OF_A_HOST = ("HOSTNAME", "PWD", "OLDPWD", "SHLVL", "_", "DISPLAY", "TMPDIR", "XDG_RUNTIME_DIR")
 _OF_A_LOGIN = ("HOME", "USER", "LOGNAME", "SHELL", "MAIL", "TERM")

@@ -12,10 +12,21 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 
-from ._agent import kill_launcher, send
-from ._errors import LaunchError
-from ._launch import ENDING, NEVER, VARIABLE, Facts, Heard, Launch, Nodes, Outcome, how, signals
-from ._output import Output, Report
+from ezpz_launch._errors import LaunchError
+from ezpz_launch._run.agent import kill_launcher, send
+from ezpz_launch._run.launch import (
+    ENDING,
+    NEVER,
+    VARIABLE,
+    Facts,
+    Heard,
+    Launch,
+    Nodes,
+    Outcome,
+    how,
+    signals,
+)
+from ezpz_launch._run.output import Output, Report
 
 SETTLE = 1.0  # seconds that the other ranks have to end by themselves after the first failure
 _LAUNCHER_ENDS = 2.0  # seconds that a launcher has after its last rank, and again after SIGTERM

@@ -9,8 +9,8 @@ from ezpz_launch._errors import LaunchError
 from . import Kind
 
 if TYPE_CHECKING:
-    from ezpz_launch._placement import Placement
-    from ezpz_launch._plan import LaunchPlan
+    from ezpz_launch._plan.placement import Placement
+    from ezpz_launch._plan.plan import LaunchPlan
 
 
 class Torchrun(Kind):

@@ -11,7 +11,7 @@ from ezpz_topo import Family
 from . import PROGRAMS, Kind
 
 if TYPE_CHECKING:
-    from ezpz_launch._plan import LaunchPlan
+    from ezpz_launch._plan.plan import LaunchPlan
 
 SPAWN = os.path.join(PROGRAMS, "rank_output.py")
 

@@ -11,6 +11,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from ezpz_launch._errors import UsageError, say
+from ezpz_launch._run.record import moment
 from ezpz_topo import (
     Answer,
     InvalidVariableError,
@@ -21,9 +23,6 @@ from ezpz_topo import (
     get_pbs_folder,
     get_pbs_jobs,
 )
-
-from ._errors import UsageError, say
-from ._record import moment
 
 # One job, as its scheduler tells of it.
 

@@ -12,13 +12,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ezpz_topo import NoSchedulerError, SchedulerError, find_schedulers, get_hostname, same_host
-
-from ._agent import send
-from ._chain import Chain, change_chain, output_of, path_of, read_chain, read_chains
-from ._errors import LaunchError, UsageError, discard, say
-from ._options import Option, _number, split
-from ._queue import (
+from ezpz_launch._errors import LaunchError, UsageError, discard, say
+from ezpz_launch._job.chain import Chain, change_chain, output_of, path_of, read_chain, read_chains
+from ezpz_launch._job.queue import (
     CLUSTERS,
     RUNNING,
     SCHEDULERS,
@@ -28,7 +24,10 @@ from ._queue import (
     require_one_cluster,
     schedulers,
 )
-from ._record import (
+from ezpz_launch._plan.options import Option, _number, split
+from ezpz_launch._run.agent import send
+from ezpz_launch._run.loop import REQUESTS
+from ezpz_launch._run.record import (
     ID,
     KEPT,
     Stored,
@@ -46,7 +45,7 @@ from ._record import (
     state_of,
     write,
 )
-from ._run import REQUESTS
+from ezpz_topo import NoSchedulerError, SchedulerError, find_schedulers, get_hostname, same_host
 
 # A job, its chain and its launches together.
 

@@ -14,12 +14,11 @@ from dataclasses import dataclass, field
 from socket import AF_INET, SOCK_DGRAM, socket
 from typing import NamedTuple
 
+from ezpz_launch._errors import LaunchError, UsageError
+from ezpz_launch._plan.launchers import LAUNCHERS, SHIM, Flags, Launcher, pack_env
+from ezpz_launch._plan.options import Request, read_ranges, settings
+from ezpz_launch._plan.placement import Arrangement, Placement, arrange
 from ezpz_topo import Machine, Topology, fold_nodelist
-
-from ._errors import LaunchError, UsageError
-from ._launchers import LAUNCHERS, SHIM, Flags, Launcher, pack_env
-from ._options import Request, read_ranges, settings
-from ._placement import Arrangement, Placement, arrange
 
 # What the machine's options bring that the user selected by name (``[options.NAME]`` of its file).
 

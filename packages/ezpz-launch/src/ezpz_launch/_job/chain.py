@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ezpz_topo import SchedulerError, TopoError, ask, get_pbs_folder
-
-from ._errors import LaunchError, StageError, UsageError, say
-from ._queue import CLUSTERS, SCHEDULERS, env_of_cluster
-from ._record import (
+from ezpz_launch._errors import LaunchError, StageError, UsageError, say
+from ezpz_launch._job.queue import CLUSTERS, SCHEDULERS, env_of_cluster
+from ezpz_launch._nodes.attempts import Attempts, Progress
+from ezpz_launch._run.loop import REQUEUE
+from ezpz_launch._run.record import (
     Stored,
     dump,
     iso_time,
@@ -26,8 +26,7 @@ from ._record import (
     records_folder,
     write,
 )
-from ._retry import Attempts, Progress
-from ._run import REQUEUE
+from ezpz_topo import SchedulerError, TopoError, ask, get_pbs_folder
 
 # The record of a job, or of a chain of them: one JSON file, beside the batch script.
 

@@ -17,11 +17,10 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import NamedTuple
 
+from ezpz_launch._errors import UsageError
+from ezpz_launch._plan.options import GRACE
+from ezpz_launch._run.agent import PROTOCOL_LINE, fork, is_proof, keep_alive, proof
 from ezpz_topo import same_host
-
-from ._agent import PROTOCOL_LINE, fork, is_proof, keep_alive, proof
-from ._errors import UsageError
-from ._options import GRACE
 
 NEVER = float("inf")
 
@@ -65,7 +64,7 @@ class Control(NamedTuple):
         program = os.path.join(self.programs, "rank_output.py")
         fields = [
             self.launch_id, f"{self.hold:.0f}", self.python,
-            os.path.join(self.programs, "_agent.py") if self.where else "", " ".join(self.where),
+            os.path.join(self.programs, "agent.py") if self.where else "", " ".join(self.where),
             self.secret, str(self.node_timeout), self.files,
             program if pumped else "", "--prefix" if self.prefix else "", str(self.port or ""),
             self.device_type, str(self.devices), str(int(self.one_device)), str(self.attempt),

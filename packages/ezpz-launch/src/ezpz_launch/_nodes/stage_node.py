@@ -28,15 +28,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, partial
 from queue import Queue
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
-if TYPE_CHECKING or __package__:
-    from ._agent import _connect, _environments, is_proof, proof
-else:  # the program
-    sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-    from _agent import _connect, _environments, is_proof, proof
+if __name__ == "__main__":  # a program without site packages: this package's folder is enough
+    sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
-    del sys.path[0]
+from ezpz_launch._run.agent import _connect, _environments, is_proof, proof
 
 VARIABLE = "EZPZ_STAGE"
 

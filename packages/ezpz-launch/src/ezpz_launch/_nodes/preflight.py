@@ -1,6 +1,6 @@
 """`ezpz preflight`: look at every node of a job at once, and name those that differ.
 
-``python -m ezpz_launch._preflight`` is what looks at one node, started as a rank, one a node.
+``python -m ezpz_launch._nodes.preflight`` is what looks at one node, started as a rank, one a node.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ from importlib.metadata import PackageNotFoundError, version
 from statistics import median
 from typing import IO, Any, NamedTuple
 
+from ezpz_launch._errors import LaunchError, UsageError, say
+from ezpz_launch._nodes.bad_nodes import NODE, allocation_of, one_a_node, patterns, remember
+from ezpz_launch._plan.options import Request, request_of, split
+from ezpz_launch._plan.plan import LaunchPlan
+from ezpz_launch._run.record import aligned, why_not_written
 from ezpz_topo import Allocation
-
-from ._errors import LaunchError, UsageError, say
-from ._nodes import NODE, allocation_of, one_a_node, patterns, remember
-from ._options import Request, request_of, split
-from ._plan import LaunchPlan
-from ._record import aligned, why_not_written
 
 # What is wrong with a node: pure, from what all of them report.
 

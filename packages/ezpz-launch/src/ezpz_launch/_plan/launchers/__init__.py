@@ -20,18 +20,18 @@ from ezpz_launch._errors import (
     LaunchError,
     UsageError,
 )
-from ezpz_launch._options import KINDS, PYTHON, Request
-from ezpz_launch._placement import Arrangement, Placement, match_hosts
+from ezpz_launch._plan.options import KINDS, PYTHON, Request
+from ezpz_launch._plan.placement import Arrangement, Placement, match_hosts
 from ezpz_topo import FAMILIES, Family, Machine, Topology, family
 
 if TYPE_CHECKING:
-    from ezpz_launch._plan import LaunchPlan
+    from ezpz_launch._plan.plan import LaunchPlan
 
 Words = tuple[str, ...]
 Env = Mapping[str, str]
 
-PROGRAMS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-"""The folder of the programs that run beside the ranks."""
+PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+PROGRAMS = os.path.join(PACKAGE, "_run")  # the folder of the programs that run beside the ranks
 
 SHIM = os.path.join(PROGRAMS, "rank_shim.sh")  # what every rank starts with
 _ESCAPE = "+"  # put before every word of a command that holds a launcher's own separator

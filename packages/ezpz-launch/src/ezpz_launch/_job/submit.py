@@ -13,9 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ezpz_topo import Machine, SchedulerError, find_schedulers, get_machine_info, redact
-
-from ._chain import (
+from ezpz_launch._errors import LaunchError, UsageError
+from ezpz_launch._job.chain import (
     CHAIN,
     Chain,
     change_chain,
@@ -27,9 +26,9 @@ from ._chain import (
     queue_one,
     submit_words,
 )
-from ._errors import LaunchError, UsageError
-from ._launchers import require_command, require_program
-from ._options import (
+from ezpz_launch._job.queue import SCHEDULERS, Scheduler, clock
+from ezpz_launch._plan.launchers import require_command, require_program
+from ezpz_launch._plan.options import (
     OPTIONS,
     Options,
     Request,
@@ -42,10 +41,20 @@ from ._options import (
     rows_of,
     split,
 )
-from ._plan import because
-from ._queue import SCHEDULERS, Scheduler, clock
-from ._record import dump, iso_time, make_folder, name_of, new_id, prune, type_of, unwritable, write
-from ._version import __version__
+from ezpz_launch._plan.plan import because
+from ezpz_launch._run.record import (
+    dump,
+    iso_time,
+    make_folder,
+    name_of,
+    new_id,
+    prune,
+    type_of,
+    unwritable,
+    write,
+)
+from ezpz_launch._version import __version__
+from ezpz_topo import Machine, SchedulerError, find_schedulers, get_machine_info, redact
 
 # The options of the job, beside those of the launch in it.
 

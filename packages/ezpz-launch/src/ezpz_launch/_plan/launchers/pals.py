@@ -9,8 +9,8 @@ from ezpz_topo import Machine
 from . import Env, Flags, Kind, Launcher, Words
 
 if TYPE_CHECKING:
-    from ezpz_launch._placement import Arrangement
-    from ezpz_launch._plan import LaunchPlan
+    from ezpz_launch._plan.placement import Arrangement
+    from ezpz_launch._plan.plan import LaunchPlan
 
 
 class Pals(Kind):

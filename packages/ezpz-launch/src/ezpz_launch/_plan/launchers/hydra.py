@@ -12,8 +12,8 @@ from ezpz_topo import Topology, get_pbs_folder
 from . import PROGRAMS, Env, Kind, Launcher, Words, find_command
 
 if TYPE_CHECKING:
-    from ezpz_launch._placement import Arrangement
-    from ezpz_launch._plan import LaunchPlan
+    from ezpz_launch._plan.placement import Arrangement
+    from ezpz_launch._plan.plan import LaunchPlan
 
 _PBS_RSH = os.path.join(PROGRAMS, "pbs_rsh.sh")
 """Starts a proxy as rsh would, by the program that EZPZ_PBS_TMRSH names."""

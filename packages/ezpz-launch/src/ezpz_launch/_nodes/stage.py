@@ -1,7 +1,7 @@
 """``--stage``, and `ezpz stage`: the environment on each node's own disk before the ranks start.
 
 What is staged is found and read by `_archive`, and handed on by a tree of nodes: `_tree` is its
-root, `_stage_node` what runs on each of them.
+root, `stage_node` what runs on each of them.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
-from ._archive import Source, What, ask, survey
-from ._errors import LaunchError, StageError, UsageError, say
-from ._launch import Control, Heard, Outcome, signals
-from ._launchers import LAUNCHERS, PROGRAMS
-from ._options import OPTIONS, PYTHON, Option, Options, Request, split
-from ._plan import LaunchPlan
-from ._record import new_id
-from ._retry import Preparation, launch_of
-from ._run import run
-from ._stage_node import VARIABLE
-from ._tree import Tree
+from ezpz_launch._errors import LaunchError, StageError, UsageError, say
+from ezpz_launch._nodes import stage_node
+from ezpz_launch._nodes.archive import Source, What, ask, survey
+from ezpz_launch._nodes.attempts import Preparation, launch_of
+from ezpz_launch._nodes.tree import Tree
+from ezpz_launch._plan.launchers import LAUNCHERS
+from ezpz_launch._plan.options import OPTIONS, PYTHON, Option, Options, Request, split
+from ezpz_launch._plan.plan import LaunchPlan
+from ezpz_launch._run.launch import Control, Heard, Outcome, signals
+from ezpz_launch._run.loop import run
+from ezpz_launch._run.record import new_id
 
 # What a launch does.
 
@@ -191,16 +191,16 @@ class Staging(Preparation):
         return "\n".join(lines or [f"nothing is staged in {self.folder} on {nodes} nodes"])
 
     def _on_nodes(self, order: Callable[[Tree], None], heard: Heard) -> tuple[Tree, Outcome]:
-        """Run `_stage_node.py` once a node, by the launch's own launcher."""
+        """Run `stage_node.py` once a node, by the launch's own launcher."""
         planned = self._planned
         hosts, scratch = planned.placement.hosts, self._env.get("TMPDIR") or "/tmp"
         tree = Tree(hosts, here=planned.on_this_host)
-        words = (sys.executable, "-I", "-S", os.path.join(PROGRAMS, "_stage_node.py"), self.folder)
+        words = (sys.executable, "-I", "-S", stage_node.__file__, self.folder)
         its = planned.request
         request = Request(
             words, ppn=1, nodes=len(hosts), hostfile=its.hostfile, launcher=its.launcher,
             machine=its.machine, options=its.options, cpu_bind="none",
-            env=(*its.env, f"{VARIABLE}={tree.where} {tree.secret}"),
+            env=(*its.env, f"{stage_node.VARIABLE}={tree.where} {tree.secret}"),
             launcher_args=its.launcher_args,
         )  # fmt: skip
         tree.start()

@@ -19,13 +19,12 @@ from contextlib import suppress
 from functools import cache, partial
 from typing import NamedTuple
 
+from ezpz_launch._errors import LaunchError, UsageError, say
+from ezpz_launch._plan.options import Request
+from ezpz_launch._plan.plan import LaunchPlan
+from ezpz_launch._run.launch import Facts, Outcome, how
+from ezpz_launch._run.record import aligned, dump, iso_time, make_folder, records_folder, write
 from ezpz_topo import Allocation, TopoError, ask, fold_nodelist, get_pbs_folder, same_host
-
-from ._errors import LaunchError, UsageError, say
-from ._launch import Facts, Outcome, how
-from ._options import Request
-from ._plan import LaunchPlan
-from ._record import aligned, dump, iso_time, make_folder, records_folder, write
 
 # Whose fault the end of one attempt was: pure, from its facts and its last words.
 

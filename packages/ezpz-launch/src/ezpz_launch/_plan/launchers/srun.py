@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ezpz_launch._errors import LaunchError, UsageError
-from ezpz_launch._options import read_ranges
-from ezpz_launch._placement import Arrangement, Placement, match_hosts, shown
+from ezpz_launch._plan.options import read_ranges
+from ezpz_launch._plan.placement import Arrangement, Placement, match_hosts, shown
 from ezpz_topo import Machine, Topology, fold_nodelist
 
 from . import Env, Flags, Kind, Words
 
 if TYPE_CHECKING:
-    from ezpz_launch._plan import LaunchPlan
+    from ezpz_launch._plan.plan import LaunchPlan
 
 _LONGEST_WORD = 100_000
 """Bytes of one word of a command line, with room to spare (Linux: MAX_ARG_STRLEN, 131,072)."""

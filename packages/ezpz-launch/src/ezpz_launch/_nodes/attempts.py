@@ -15,11 +15,12 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
-from ezpz_topo import Allocation, TopoError, Topology, get_allocation, same_host
-
-from . import _nodes
-from ._errors import LaunchError, StageError, UsageError, say
-from ._launch import (
+from ezpz_launch._errors import LaunchError, StageError, UsageError, say
+from ezpz_launch._nodes import bad_nodes
+from ezpz_launch._plan.launchers import PROGRAMS, SHIM, hostfile_of, needs_hostfile, pack_env
+from ezpz_launch._plan.launchers import argv as argv_of
+from ezpz_launch._plan.plan import LaunchPlan, free_port
+from ezpz_launch._run.launch import (
     NEVER,
     NODE_TIMEOUT,
     VARIABLE,
@@ -30,11 +31,9 @@ from ._launch import (
     pause,
     signals,
 )
-from ._launchers import PROGRAMS, SHIM, hostfile_of, needs_hostfile, pack_env
-from ._launchers import argv as argv_of
-from ._plan import LaunchPlan, free_port
-from ._record import Keeper, duration, read_progress, why_not_written
-from ._run import REQUEUE, SETTLE, run
+from ezpz_launch._run.loop import REQUEUE, SETTLE, run
+from ezpz_launch._run.record import Keeper, duration, read_progress, why_not_written
+from ezpz_topo import Allocation, TopoError, Topology, get_allocation, same_host
 
 _LOOK = 0.1  # seconds between two looks for the first step
 _LOOKED_UP = 1000  # so many hosts are looked up, to find whose an address is
@@ -61,13 +60,13 @@ class Preparation(Protocol):
 class Attempts:
     def __init__(
         self, planned: LaunchPlan, topology: Topology, env: Mapping[str, str],
-        before: int = 0, progress_file: str = "", *, replan: _nodes.Replan | None = None,
+        before: int = 0, progress_file: str = "", *, replan: bad_nodes.Replan | None = None,
         prepare: Callable[[LaunchPlan], Preparation] | None = None,
     ) -> None:  # fmt: skip
         """See a plan through; ``before`` attempts were earlier jobs', with a file for all."""
-        self._pool, self._suspects = _nodes.Pool(planned, replan), _nodes.Suspects()
+        self._pool, self._suspects = bad_nodes.Pool(planned, replan), bad_nodes.Suspects()
         self._began = self._first_step = self._failed = self._ended = 0.0
-        self._allocation = _nodes.allocation_of(topology.allocation, planned.request, env)
+        self._allocation = bad_nodes.allocation_of(topology.allocation, planned.request, env)
         self._fault = ""  # the last attempt's, as people read it
         self._sweeps: list[Callable[[], object]] = []
         self._has_successor = bool(progress_file)
@@ -101,7 +100,7 @@ class Attempts:
         if self._pool.replaces:
             # The ranks do not wait for the scheduler's answer.
             job = topology.allocation, env
-            threading.Thread(target=_nodes.warn_of_the_scheduler, args=job, daemon=True).start()
+            threading.Thread(target=bad_nodes.warn_of_the_scheduler, args=job, daemon=True).start()
 
     def _fit(self, planned: LaunchPlan) -> LaunchPlan:
         """Return a plan whose ranks are told of a terminal; make ready to prepare its hosts."""
@@ -139,7 +138,7 @@ class Attempts:
                 if outcome.failure and folder:
                     self._say_what_is_in_the_files(outcome.failure[0])
                 status, seconds, found = outcome.exit_status, None, self._judge(outcome)
-                if found and found.whose == _nodes.NODE and self._pool.replaces:
+                if found and found.whose == bad_nodes.NODE and self._pool.replaces:
                     seconds = self._replace(found)
                 elif status and self._request.retries:
                     seconds = self._pause_after(outcome, found)
@@ -150,7 +149,7 @@ class Attempts:
                         self._number += 1
                         continue
                     status = 128 + told
-                elif self._has_successor and found and found.whose == _nodes.NODE:
+                elif self._has_successor and found and found.whose == bad_nodes.NODE:
                     say(f"exit status {REQUEUE} instead of {status}: the next job has other nodes")
                     status = REQUEUE
                 self._end(status, outcome)
@@ -167,7 +166,7 @@ class Attempts:
                     return status
                 self._planned = self._with_terminal(self._preparation.planned)
                 if failed:  # it was theirs: on the others it succeeds
-                    _nodes.remember(failed, "staging failed", self._allocation, self._env)
+                    bad_nodes.remember(failed, "staging failed", self._allocation, self._env)
                 return 0
             except StageError as error:
                 if error.is_shared or not self._pool.replaces:
@@ -196,26 +195,26 @@ class Attempts:
             if pause(_LONGEST_PAUSE, self._heard):
                 time.sleep(SETTLE)  # the script has the same signal
 
-    def _judge(self, outcome: Outcome) -> _nodes.Verdict | None:
+    def _judge(self, outcome: Outcome) -> bad_nodes.Verdict | None:
         """Say whose fault it was, and keep it; None where it did not fail by itself."""
         if outcome.facts is None or outcome.port_taken or outcome.exit_status == REQUEUE:
             return None
         self._failed, self._ended = outcome.facts.seen, time.time()
         words = self._last_words(outcome)
-        found = _nodes.verdict(outcome, words, self._host_at)
+        found = bad_nodes.verdict(outcome, words, self._host_at)
         several = len(outcome.facts.hosts) > 1 or self._pool.replaces
         if several:
             found = self._suspects.judge(found, outcome.failure)
         if gone := [outcome.facts.hosts[node] for node in sorted(outcome.facts.gone)]:
             launch = f"{self._keeper.launch_id}.{self._number}"
-            self._sweeps.append(_nodes.sweep(gone, launch, self._planned, self._env))
+            self._sweeps.append(bad_nodes.sweep(gone, launch, self._planned, self._env))
         # Of a line of the ranks' it may hold anything.
-        self._fault = "".join(c if c.isprintable() else "?" for c in _nodes.describe(found))
+        self._fault = "".join(c if c.isprintable() else "?" for c in bad_nodes.describe(found))
         if several:
             say(self._fault)
-            _nodes.forget(self._suspects.cleared, self._env)
-            if found.whose == _nodes.NODE:
-                _nodes.remember(found.hosts, found.why, self._allocation, self._env)
+            bad_nodes.forget(self._suspects.cleared, self._env)
+            if found.whose == bad_nodes.NODE:
+                bad_nodes.remember(found.hosts, found.why, self._allocation, self._env)
         told = {"whose": found.whose, "bad": list(found.hosts), "why": found.why}
         self._keeper.note(
             outcome, told, began=self._began, first_step=self._first_step,
@@ -223,7 +222,7 @@ class Attempts:
         )  # fmt: skip
         return found
 
-    def _replace(self, found: _nodes.Verdict) -> float | None:
+    def _replace(self, found: bad_nodes.Verdict) -> float | None:
         """Plan the next attempt without these nodes; return the seconds to wait for it, or None."""
         try:
             planned, done = self._pool.without(found.hosts, self._planned)
@@ -315,11 +314,11 @@ class Attempts:
             python=moved(sys.executable), programs=moved(PROGRAMS),
         )  # fmt: skip
 
-    def _pause_after(self, outcome: Outcome, found: _nodes.Verdict | None) -> float | None:
+    def _pause_after(self, outcome: Outcome, found: bad_nodes.Verdict | None) -> float | None:
         """Return the seconds to wait before the next attempt, and say why; None for no other."""
         # On one node alone it may be the node's, and then another attempt may succeed.
         may_be_nodes = (
-            found and found.whose == _nodes.UNKNOWN and found.hosts and self._pool.replaces
+            found and found.whose == bad_nodes.UNKNOWN and found.hosts and self._pool.replaces
         )
         seconds, why = self._retries.decide(
             outcome.exit_status,
@@ -568,7 +567,7 @@ class Retries:
 
 def ends_with_import_error(stderr: bytes) -> bool:
     """Whether a rank's last words are Python's traceback of an import that failed."""
-    *_, (_, raised, _) = [(0, "", b""), *_nodes.tracebacks(stderr)]
+    *_, (_, raised, _) = [(0, "", b""), *bad_nodes.tracebacks(stderr)]
     return _FAILED_IMPORT.match(raised) is not None
 
 

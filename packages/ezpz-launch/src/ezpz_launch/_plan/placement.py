@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from ezpz_launch._errors import LaunchError, UsageError
+from ezpz_launch._plan.options import Request
 from ezpz_topo import (
     NodelistError,
     Topology,
@@ -13,9 +15,6 @@ from ezpz_topo import (
     same_host,
     short_name,
 )
-
-from ._errors import LaunchError, UsageError
-from ._options import Request
 
 # Which hosts a launch may use: all that there are, less what the user leaves out.
 

@@ -1,0 +1,1 @@
+"""The nodes of a job: attempts on them, bad ones, preflight, staging."""

@@ -1,0 +1,1 @@
+"""What would run: options, placement, launchers, and the plan made of them."""

@@ -1,0 +1,1 @@
+"""One run of a plan: its processes, its output, its end."""
