@@ -11,12 +11,8 @@ from ezpz_topo import (
     get_cpus_per_node,
     get_memory_limit,
 )
-from ezpz_topo._devices import (
-    Shown,
-    ask_vendor_tool,
-    cpu_count_with_source,
-    cpus_per_node_with_source,
-)
+from ezpz_topo._cpus import cpu_count_with_source, cpus_per_node_with_source
+from ezpz_topo._devices import KernelDevices, count_by_vendor_tool
 
 # CPUs of this process and of this node, under every kind of cgroup.
 
@@ -462,7 +458,7 @@ GPU[1]\t\t: Device ID: \t\tN/A
 
 def ask_of(vendor, env):
     """Ask of devices that the kernel shows without telling how many."""
-    return ask_vendor_tool(Shown(vendor, "", None, ""), env)
+    return count_by_vendor_tool(KernelDevices(vendor, "", None, ""), env)
 
 
 @pytest.mark.parametrize(("vendor", "tool", "text", "count", "source", "note"), [

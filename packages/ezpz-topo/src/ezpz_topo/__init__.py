@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from ._checks import CheckResult as CheckResult
     from ._commands import Answer as Answer
     from ._commands import ask as ask
+    from ._cpus import get_cpu_count as get_cpu_count
+    from ._cpus import get_cpus_per_node as get_cpus_per_node
+    from ._cpus import get_memory_limit as get_memory_limit
     from ._devices import Accelerators as Accelerators
     from ._devices import get_accelerators as get_accelerators
-    from ._devices import get_cpu_count as get_cpu_count
-    from ._devices import get_cpus_per_node as get_cpus_per_node
-    from ._devices import get_memory_limit as get_memory_limit
     from ._env import FAMILIES as FAMILIES
     from ._env import Family as Family
     from ._env import family as family

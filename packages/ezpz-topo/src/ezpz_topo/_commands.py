@@ -83,7 +83,7 @@ def ask(
         said = _shown(lines[-1]) if lines else "nothing"
         none = any(words in f"{answer.stderr}\n{answer.stdout}" for words in _NOT_SET_UP)
         raise (NoSchedulerError if none else SchedulerError)(
-            f"{shown} ended with {ended_with(answer.status)} ({tried}) and said {said}; expected "
+            f"{shown} ended with {describe_end(answer.status)} ({tried}) and said {said}; expected "
             "an answer; run it by hand: the scheduler, or its client on this host, is not well"
         )
     return answer
@@ -112,7 +112,7 @@ def get_time_limit(env: Mapping[str, str]) -> float:
     return seconds
 
 
-def ended_with(status: int) -> str:
+def describe_end(status: int) -> str:
     return f"exit status {status}" if status >= 0 else f"signal {-status}"
 
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, NoReturn
 
 from ._allocation import scheduler_of
-from ._devices import DEVICE_TYPES, cores_of
+from ._cpus import parse_cores
+from ._devices import DEVICE_TYPES
 from ._env import FAMILIES
 from ._errors import MachineError, did_you_mean
 from ._hostfile import read_regular
@@ -470,7 +471,7 @@ class _Reader:
                 table.fail(name, list(ranges), f"{devices or 'no'} ranges, as devices_per_node has")
             taken = set(reserved)
             for text in ranges:
-                cores = cores_of(text)
+                cores = parse_cores(text)
                 if not cores:
                     table.fail(name, text, "cores low-high, such as 4-7 or 0-7,104-111")
                 if not taken.isdisjoint(cores):

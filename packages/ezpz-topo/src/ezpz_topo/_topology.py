@@ -8,12 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from ._allocation import Allocation, scheduler_of
-from ._devices import (
-    Accelerators,
-    cpu_count_with_source,
-    cpus_per_node_with_source,
-    get_accelerators,
-)
+from ._cpus import cpu_count_with_source, cpus_per_node_with_source
+from ._devices import Accelerators, get_accelerators
 from ._errors import IncompleteLauncherError, MachineError, SchedulerError
 from ._hosts import get_allocation
 from ._machine import Machine, get_machine_info
