@@ -80,6 +80,19 @@ def test_what_two_ranks_record(ranks):
         assert room == [[2.5, 2.5], [2.5, 39.5], [2.5, 2.5], [2.5, 499.5]]
 
 
+def test_a_rank_that_is_not_finite_is_one_warning(ranks):
+    here, there = ranks(
+        """
+        history = History(cross_rank=True)
+        for _ in range(2):
+            history.update({"x": [1.0, math.nan][RANK]})
+        """,
+        2,
+    )
+    assert here.err.splitlines() == ["x/mean is nan at step 0"]
+    assert there.err.splitlines() == ["x is nan at step 0"]
+
+
 def test_one_collective_an_update_or_one_in_every_n(ranks):
     code = """
         from torch.profiler import profile

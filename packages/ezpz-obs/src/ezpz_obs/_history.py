@@ -394,11 +394,18 @@ class History:
             self._warn_if_not_finite(record)
 
     def _warn_if_not_finite(self, record: Mapping[str, Any]) -> None:
-        """Warn once of each metric that is NaN or infinite."""
+        """Warn once of each metric that is not finite: here, and on rank 0 on any rank."""
         for name, value in record.items():
-            is_finite = not isinstance(value, float) or math.isfinite(value)
-            if not is_finite and name not in self._not_finite:
-                self._not_finite.add(name)
+            if not isinstance(value, float) or math.isfinite(value):
+                continue
+            metric, _, statistic = name.rpartition("/")
+            is_statistic = statistic in STATISTICS and metric in record
+            if is_statistic and self._place.rank != 0:
+                continue
+            if not is_statistic:
+                metric = name
+            if metric not in self._not_finite:
+                self._not_finite.add(metric)
                 self._warn(f"{name} is {value} at step {record['step']}")
 
     def _warn(self, message: str) -> None:
