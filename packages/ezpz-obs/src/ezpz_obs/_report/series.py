@@ -13,10 +13,8 @@ from ezpz_obs._records import STATISTICS
 from ezpz_obs._run import Run
 
 Floats = NDArray[np.float64]
-POINTS: Final = 600  # of a curve: about one for each pixel of its width
+POINTS: Final = 400  # of a curve, about one for each pixel of its width on a phone
 LARGEST: Final = 1e300  # of what is drawn: plotting libraries need room to reckon in
-_FEW: Final = 24  # points that need no smoothing
-_LITTLE: Final = 0.004  # of the range: less is no noise but a learning rate's corners
 
 
 @dataclass(frozen=True)
@@ -116,22 +114,3 @@ def group_metrics(series: dict[str, Series], world_size: object) -> dict[str, bo
         else:
             groups.setdefault(name, False)
     return groups
-
-
-def smooth(values: Floats) -> Floats | None:
-    """Return the values without their noise; None where there is none to speak of."""
-    # Each is a mean of all, their weights falling off exponentially to both sides: unlike a moving
-    # average it does not lag behind. What is no number leaves a gap.
-    known = np.isfinite(values)
-    if known.sum() < _FEW:
-        return None
-    scale = float(np.abs(values[known]).max()) or 1.0
-    scaled = np.where(known, values, 0.0) / scale  # squares of 1e200 are no doubles
-    # The standard deviation of what has no course, from each value's two neighbours.
-    noise = np.median(np.abs(np.diff(scaled[known], 2))) / (0.6745 * 6**0.5)
-    if noise <= _LITTLE * np.ptp(scaled[known]):
-        return None
-    places = np.arange(len(values), dtype=np.float64)
-    distance = np.abs(places - places[:, None]) / max(2.5, len(values) / 60)
-    weight = np.exp(-distance) * known
-    return np.where(known, weight @ scaled / weight.sum(1) * scale, np.nan)

@@ -18,10 +18,9 @@ from ezpz_obs._history import summarize
 from ezpz_obs._run import Run, read_run
 from ezpz_obs._run import follow as read_on
 
-from .series import Series, read_series, smooth
+from .series import Series, read_series
 from .words import clean, format_number, format_tick, shorten
 
-_POINTS: Final = 400
 _ASCII_FRAME: Final = str.maketrans("┌┐└┘├┤┬┴─│┼…", "++++++++-|+.")
 _COLORS: Final = (33, 208, 35, 170)  # blue, orange, green, pink on black and on white
 _OTHER_COLORS: Final = re.compile(r"\x1b\[(?!0m|38;5;(?:33|208|35|170)m)[\d;]*m")
@@ -62,10 +61,8 @@ def plot(
     steps: list[float] = []
     heights: list[float] = []
     for place, name in enumerate(chosen):
-        curve = series[name].make_curve(_POINTS)
-        values = smooth(curve.mean)
-        if values is None:
-            values = curve.mean
+        curve = series[name].make_curve()
+        values = curve.mean
         known = np.isfinite(values)
         # Also where the end is no number: the axis shows how far the run got.
         steps += [float(series[name].steps[0]), float(series[name].steps[-1])]
