@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import heapq
+import math
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.distributed import ProcessGroup
@@ -36,7 +38,8 @@ def data_share() -> tuple[int, int]:
     world = current_world("data_share()")
     if world is None or world.info.world_size == 1:
         return 0, 1
-    if (state := parallel_state()) is not None:
+    state = parallel_state()
+    if state is not None:
         return state.index("data"), state.size("data")
     return world.info.rank, world.info.world_size
 
@@ -61,7 +64,7 @@ def share_of(
         NotSetUpError: There are several ranks and `setup_torch` was not called.
         ValueError: There are not as many sizes as items, or ``share`` is none.
     """
-    which, count = checked(share)
+    which, count = check_share(share)
     if len(items) < count:
         raise DataError(
             f"{len(items)} items for {count} data-parallel ranks; expected at least one each; "
@@ -71,21 +74,24 @@ def share_of(
         return list(items[which::count])
     if len(sizes) != len(items):
         raise ValueError(f"{len(sizes)} sizes; expected one for each of {len(items)} items")
-    return [items[place] for place in sorted(deal_by_size(sizes, count)[which])]
+    places = deal_by_size(sizes, count)[which]
+    return [items[place] for place in sorted(places)]
 
 
 def deal_by_size(sizes: Sequence[float], count: int) -> list[list[int]]:
-    """Return the places of the items of each part: the largest first, each to who has least."""
-    loads, parts = [(0.0, 0)] * count, [list[int]() for _ in range(count)]
+    """Return the places of the items of each part: the largest first, each to the smallest part."""
+    parts: list[list[int]] = [[] for _ in range(count)]
+    # By size, then by number of items: those without a size are dealt out evenly, too.
+    queue = [(0.0, 0, number) for number in range(count)]
     for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
-        # Items without a size are dealt out evenly, too.
-        least = min(range(count), key=loads.__getitem__)
-        loads[least] = loads[least][0] + sizes[place], loads[least][1] + 1
-        parts[least].append(place)
+        load, length, number = queue[0]
+        parts[number].append(place)
+        heapq.heapreplace(queue, (load + sizes[place], length + 1, number))
     return parts
 
 
-def checked(share: tuple[int, int] | None) -> tuple[int, int]:
+def check_share(share: tuple[int, int] | None) -> tuple[int, int]:
+    """Return a share, having made sure that it is one; None stands for `data_share`."""
     if share is None:
         return data_share()
     which, count = share
@@ -98,6 +104,9 @@ def checked(share: tuple[int, int] | None) -> tuple[int, int]:
 
 _CHUNK = 8192  # indices that become Python's ints at once
 _MAX_EPOCHS = 1 << 20
+
+Position = tuple[int, int]
+"""An epoch, and how many samples of its order all ranks together have had."""
 
 
 class DataParallelSampler(Sampler[int]):
@@ -135,22 +144,25 @@ class DataParallelSampler(Sampler[int]):
         drop_last: bool = False, share: tuple[int, int] | None = None,
     ) -> None:  # fmt: skip
         self._length = source if isinstance(source, int) else len(source)
-        self._which, self._count = checked(share)
+        self._which, self._count = check_share(share)
         if not 0 <= seed < 1 << 43:
             raise ValueError(f"seed {seed}; expected 0 to 2**43 - 1")
-        if self._length < (self._count if drop_last else 1):
+        enough = self._count if drop_last else 1
+        if self._length < enough:
             raise DataError(
                 f"{self._length} samples for {self._count} data-parallel ranks with "
-                f"{drop_last=}; expected at least one{' each' if drop_last else ''}"
+                f"{drop_last=}; expected at least {enough}"
             )
-        self._shuffle, self._seed, self._drop_last = shuffle, seed, drop_last
-        self._epoch, self._start = 0, 0
-        self._handed = 0, 0
+        self._shuffle = shuffle
+        self._seed = seed
+        self._drop_last = drop_last
+        self._next: Position = (0, 0)  # where the next pass begins
+        self._reached: Position = (0, 0)  # behind the last sample that was handed out
 
     @property
     def epoch(self) -> int:
         """The epoch of the next pass, or of the one under way."""
-        return self._epoch
+        return self._next[0]
 
     @property
     def count(self) -> int:
@@ -158,9 +170,9 @@ class DataParallelSampler(Sampler[int]):
         return self._count
 
     @property
-    def start(self) -> tuple[int, int]:
+    def start(self) -> Position:
         """Where the next pass begins: (epoch, position)."""
-        return self._epoch, self._start
+        return self._next
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next pass be of this epoch, from its beginning if it is another one.
@@ -172,46 +184,54 @@ class DataParallelSampler(Sampler[int]):
         """
         if not 0 <= epoch < _MAX_EPOCHS:
             raise ValueError(f"epoch {epoch}; expected 0 to {_MAX_EPOCHS - 1}")
-        if epoch != self._epoch:
-            self.begin_at(epoch, 0)
+        if epoch != self.epoch:
+            self.begin_at((epoch, 0))
 
-    def begin_at(self, epoch: int, position: int) -> None:
+    def begin_at(self, start: Position) -> None:
         """Let the next pass begin there."""
-        self._epoch, self._start = self._handed = epoch, position
+        self._next = start
+        self._reached = start
 
     def __len__(self) -> int:
         return self._rounds(0)
 
     def __iter__(self) -> Iterator[int]:
-        epoch, start = self._handed = self.start
-        self._start = 0
-        return self._indices(epoch, start)
+        start = self._next
+        self._reached = start
+        self._next = (self.epoch, 0)
+        return self._indices(start)
 
-    def _indices(self, epoch: int, start: int) -> Iterator[int]:
+    def _indices(self, start: Position) -> Iterator[int]:
+        epoch, position = start
         order = self._order(epoch)
-        stop = start + self._rounds(start) * self._count
-        for first in range(start, stop, _CHUNK * self._count):
-            last = min(first + _CHUNK * self._count, stop)
+        stop = position + self._rounds(position) * self._count
+        for begin in range(position, stop, _CHUNK * self._count):
+            end = min(begin + _CHUNK * self._count, stop)
             # Beyond the end: the first ones again.
-            places = torch.arange(first + self._which, last, self._count) % self._length
-            for taken, index in enumerate((places if order is None else order[places]).tolist(), 1):
-                self._handed = self.after(epoch, first, taken)
+            indices = torch.arange(begin + self._which, end, self._count) % self._length
+            if order is not None:
+                indices = order[indices]
+            for taken, index in enumerate(indices.tolist(), 1):
+                self._reached = self.advance((epoch, begin), taken)
                 yield index
-        if self._epoch == epoch:
-            self.begin_at(epoch + 1, 0)
+        if self.epoch == epoch:
+            self.begin_at((epoch + 1, 0))
 
-    def after(self, epoch: int, start: int, samples: int) -> tuple[int, int]:
-        """Return (epoch, position) when each rank has had so many samples from ``start`` on."""
-        position = start + samples * self._count
-        return (epoch, position) if self._rounds(position) > 0 else (epoch + 1, 0)
+    def advance(self, start: Position, samples: int) -> Position:
+        """Return the position once each rank has had ``samples`` more, from ``start`` on."""
+        epoch = start[0]
+        position = start[1] + samples * self._count
+        if self._rounds(position) > 0:
+            return epoch, position
+        return epoch + 1, 0
 
     def state_dict(self) -> dict[str, int | bool]:
         """Return where this is in what order: the same on every rank."""
-        return self.state_at(*self._handed)
+        return self.state_at(self._reached)
 
-    def state_at(self, epoch: int, position: int) -> dict[str, int | bool]:
-        """Return the state of being there."""
-        return {"epoch": epoch, "position": position, **self._fixed()}
+    def state_at(self, position: Position) -> dict[str, int | bool]:
+        """Return the state at a position."""
+        return {"epoch": position[0], "position": position[1], **self._settings()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next pass begin where another one was.
@@ -222,10 +242,11 @@ class DataParallelSampler(Sampler[int]):
         Raises:
             DataError: It is of another order: other samples, another seed.
         """
-        fixed = self._fixed()
+        settings = self._settings()
         try:
-            differ = {name: state[name] for name in fixed if state[name] != fixed[name]}
-            epoch, position = int(state["epoch"]), int(state["position"])
+            differ = {name: state[name] for name in settings if state[name] != settings[name]}
+            epoch = int(state["epoch"])
+            position = int(state["position"])
         except KeyError as error:
             raise DataError(
                 f"a sampler's state without {error}; expected what state_dict() returned, "
@@ -233,20 +254,22 @@ class DataParallelSampler(Sampler[int]):
             ) from error
         if differ or not 0 <= position <= self._length:
             raise DataError(
-                f"a sampler's state of {differ or position}; expected {fixed}: the order of the "
+                f"a sampler's state of {differ or position}; expected {settings}: the order of the "
                 "samples would be another, and some would come twice and others never"
             )
         if not 0 <= epoch < _MAX_EPOCHS:
             raise DataError(f"a sampler's epoch {epoch}; expected 0 to {_MAX_EPOCHS - 1}")
-        self.begin_at(*self.after(epoch, position, 0))
+        self.begin_at(self.advance((epoch, position), 0))
 
-    def _fixed(self) -> dict[str, int | bool]:
+    def _settings(self) -> dict[str, int | bool]:
         return {"length": self._length, "shuffle": self._shuffle, "seed": self._seed}
 
     def _rounds(self, start: int) -> int:
         """Return how many samples each rank gets from a position to the epoch's end."""
-        left = max(0, self._length - start)
-        return left // self._count if self._drop_last else -(-left // self._count)
+        remaining = max(0, self._length - start)
+        if self._drop_last:
+            return remaining // self._count
+        return math.ceil(remaining / self._count)
 
     def _order(self, epoch: int) -> torch.Tensor | None:
         if not self._shuffle:
@@ -264,8 +287,13 @@ class DataParallelSampler(Sampler[int]):
 
 T_co = TypeVar("T_co", covariant=True)
 
-# The position behind a batch, and the batch, or none at the end; or what the reader failed by.
-_Message = tuple[dict[str, int | bool], list[Any]] | DataError
+
+class _Message(NamedTuple):
+    """What the reader sends to those that work on the same samples."""
+
+    state: dict[str, int | bool]  # behind the batch
+    batches: list[Any]  # one; none at the end of a pass
+    failure: str = ""
 
 
 class DataLoader(torch.utils.data.DataLoader[T_co]):
@@ -321,11 +349,12 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         device: torch.device | str | None = None, generator: torch.Generator | None = None,
         worker_init_fn: Callable[[int], None] | None = None, **more: Any,
     ) -> None:  # fmt: skip
-        if given := {"sampler", "batch_sampler"} & more.keys():
-            raise TypeError(
-                f"{', '.join(sorted(given))}= for ezpz_dist.DataLoader; it makes its own; give "
-                "yours to torch.utils.data.DataLoader"
-            )
+        for name in ("sampler", "batch_sampler"):
+            if name in more:
+                raise TypeError(
+                    f"{name}= for ezpz_dist.DataLoader; it makes its own; give yours to "
+                    "torch.utils.data.DataLoader"
+                )
         if isinstance(dataset, IterableDataset):
             raise DataError(
                 f"{type(dataset).__name__} has no indices to deal out; expected a map-style data "
@@ -333,19 +362,26 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             )
         sized: Any = dataset  # it must have a length
         self._order = DataParallelSampler(sized, shuffle=shuffle, seed=seed, drop_last=drop_last)
-        # Where the training is, and where the next pass begins.
-        self._at = self._next = self._order.start
-        self._links = _find_links(self._order.count) if one_reader else []
-        self._device = None if device is None else torch.device(device)
+        self._reached = self._order.start  # behind the last batch that the training was given
+        self._next = self._order.start  # where the next pass begins
+        self._links: list[tuple[int, ProcessGroup]] = []
+        if one_reader:
+            self._links = _find_links(self._order.count)
+        self._device = device
         self._seed = seed
         self._data_rank = data_share()[0]
         # torch draws the workers' seed in each pass. From the default generator, a resumed run
         # would draw once more than the uninterrupted one, and have other random numbers.
         self._seeds_workers = generator is None
-        more["generator"] = torch.Generator() if generator is None else generator
-        more |= {"sampler": self._order, "worker_init_fn": partial(_begin_worker, worker_init_fn)}
-        more["drop_last"] = drop_last and batch_size is not None
-        super().__init__(dataset, batch_size, **more)
+        super().__init__(
+            dataset,
+            batch_size,
+            sampler=self._order,
+            drop_last=drop_last and batch_size is not None,
+            generator=generator or torch.Generator(),
+            worker_init_fn=partial(_begin_worker, worker_init_fn),
+            **more,
+        )
 
     @property
     def is_reader(self) -> bool:
@@ -355,67 +391,81 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     @property
     def epoch(self) -> int:
         """The epoch of the next batch."""
-        return self._at[0]
+        return self._reached[0]
+
+    def _begin_at(self, position: Position) -> None:
+        self._reached = position
+        self._next = position
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next pass be of this epoch, from its beginning if it is another one."""
-        self._order.begin_at(*self._next)
+        self._order.begin_at(self._next)
         self._order.set_epoch(epoch)
-        self._at = self._next = self._order.start
+        self._begin_at(self._order.start)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names a private class
-        read = self._read_for_all if self.is_reader else self._receive
-        batches = read() if self._links else self._read()
-        device = self._device
-        return batches if device is None else (_moved(batch, device) for batch in batches)
+        if not self._links:
+            batches = self._read()
+        elif self.is_reader:
+            batches = self._read_for_all()
+        else:
+            batches = self._receive()
+        if self._device is None:
+            return batches
+        return map(partial(_move, device=torch.device(self._device)), batches)
 
     def _read(self) -> Iterator[Any]:
-        epoch, start = self._at = self._next
+        epoch, position = self._next
         # Not the sampler's own: workers may have come to its end before the training.
-        self._order.begin_at(epoch, start)
-        self._next = epoch, 0
+        self._order.begin_at(self._next)
+        self._reached = self._next
+        self._next = (epoch, 0)
         if self._seeds_workers:
-            workers = derive_seed(self._seed, self._data_rank, epoch, start)
-            self.generator.manual_seed(workers)
+            seed = derive_seed(self._seed, self._data_rank, epoch, position)
+            self.generator.manual_seed(seed)
         batches = super().__iter__()
         _let_workers_end(batches)
-        return self._count(batches, epoch, start)
+        return self._count(batches, (epoch, position))
 
-    def _count(self, batches: Iterator[Any], epoch: int, start: int) -> Iterator[Any]:
+    def _count(self, batches: Iterator[Any], start: Position) -> Iterator[Any]:
+        """Pass batches on, keeping the position behind each."""
+        next_epoch = (start[0] + 1, 0)
         size = self.batch_size or 1
         for number, batch in enumerate(batches, 1):
-            self._at = self._order.after(epoch, start, number * size)
-            if self.drop_last and self._order.after(*self._at, size - 1)[0] != epoch:
-                self._at = epoch + 1, 0
+            self._reached = self._order.advance(start, number * size)
+            if self.drop_last and self._order.advance(self._reached, size - 1) == next_epoch:
+                self._reached = next_epoch  # what remains fills no batch
             yield batch
-        self._at = self._next = epoch + 1, 0
+        self._begin_at(next_epoch)
 
     def _read_for_all(self) -> Iterator[Any]:
         batches: Iterator[Any] | None = None
         while True:
             try:
-                batches = batches or self._read()  # which starts the workers
+                if batches is None:
+                    batches = self._read()  # starts the workers
                 batch = next(batches)
             except StopIteration:
-                self._send((self.state_dict(), []))
+                self._broadcast(_Message(self.state_dict(), []))
                 return
             except Exception as error:  # whatever it is: the others must not wait for a batch
-                said = f"rank {get_rank()}: {type(error).__name__}: {error}"
-                self._send(DataError(f"the reader of this rank's batches failed, {said}"))
+                failure = f"rank {get_rank()}: {type(error).__name__}: {error}"
+                self._broadcast(_Message(self.state_dict(), [], failure))
                 raise
-            self._send((self.state_dict(), [batch]))
+            self._broadcast(_Message(self.state_dict(), [batch]))
             yield batch
 
     def _receive(self) -> Iterator[Any]:
-        while not isinstance(message := self._send(None), DataError):
-            state, batches = message
-            self.load_state_dict(state)
-            if not batches:
+        while True:
+            message = self._broadcast(None)
+            if message.failure:
+                raise DataError(f"the reader of this rank's batches failed, {message.failure}")
+            self.load_state_dict(message.state)
+            if not message.batches:
                 return
-            yield batches[0]
-        raise message
+            yield message.batches[0]
 
-    def _send(self, message: _Message | None) -> _Message:
+    def _broadcast(self, message: _Message | None) -> _Message:
         for root, group in self._links:
             message = broadcast(message, root, group)
         assert message is not None  # the reader's
@@ -423,7 +473,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     def state_dict(self) -> dict[str, int | bool]:
         """Return the epoch and how much of it the training has had: the same on every rank."""
-        return self._order.state_at(*self._at)
+        return self._order.state_at(self._reached)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where another one was, also with another number of ranks of any kind.
@@ -434,7 +484,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             DataError: It is of another order: other samples, another seed.
         """
         self._order.load_state_dict(state)
-        self._at = self._next = self._order.start
+        self._begin_at(self._order.start)
 
 
 def derive_seed(*numbers: int) -> int:
@@ -446,27 +496,33 @@ def derive_seed(*numbers: int) -> int:
 
 
 def _find_links(count: int) -> list[tuple[int, ProcessGroup]]:
-    """Return the broadcasts by which a batch comes and goes here: from whom, in which group."""
-    world, state = find_world(), parallel_state()
+    """Return the broadcasts by which a batch comes and goes here: root and group of each."""
+    world = find_world()
+    state = parallel_state()
     if world is None or world.info.world_size == count or state is None:
-        return []  # every rank has samples of its own
-    axes = ("pipeline", "context", "tensor")  # as a batch travels
-    return [
-        (state.ranks(axis)[0], state.group(axis))
-        for place, axis in enumerate(axes)
-        # Along the pipeline it goes between ranks that are first along the other axes only.
-        if state.size(axis) > 1 and not any(state.index(later) for later in axes[place + 1 :])
-    ]
+        return []  # every rank has other samples
+    links: list[tuple[int, ProcessGroup]] = []
+    # Backwards as a batch travels: along the pipeline it goes between ranks that are first along
+    # the other axes only.
+    for axis in ("tensor", "context", "pipeline"):
+        if state.size(axis) > 1:
+            links.insert(0, (state.ranks(axis)[0], state.group(axis)))
+        if state.index(axis) > 0:
+            break
+    return links
 
 
-def _moved(batch: Any, device: torch.device) -> Any:
+def _move(batch: Any, device: torch.device) -> Any:
+    """Return a batch with its tensors on a device."""
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, Mapping):
-        return {name: _moved(value, device) for name, value in batch.items()}
+        return {name: _move(value, device) for name, value in batch.items()}
     if isinstance(batch, (list, tuple)):
-        values = [_moved(value, device) for value in batch]
-        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
+        values = [_move(value, device) for value in batch]
+        if hasattr(batch, "_fields"):
+            return type(batch)(*values)
+        return type(batch)(values)
     return batch
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from ezpz_device import as_dtype
 from ezpz_topo import get_hostname, get_rank
 
 from ._collectives import all_gather_object, broadcast
-from ._data import checked
+from ._data import check_share
 from ._errors import CollectiveError, DataError, DistError
 from ._members import Call, Members, exchange, find_members
 from ._mpi import find_channel, find_running, finish_request
@@ -67,24 +68,28 @@ def read_share(
     """
     name = os.fspath(path)
     dtype = as_dtype(dtype)
-    row = dtype.itemsize * torch.Size(shape[1:]).numel() if len(shape) else 0
-    if row < 1 or shape[0] < -1 or offset < 0:
+    row_bytes = 0
+    if len(shape) > 0:
+        row_bytes = dtype.itemsize * math.prod(shape[1:])
+    if row_bytes < 1 or shape[0] < -1 or offset < 0:
         raise ValueError(f"shape {tuple(shape)}, offset {offset}; expected rows that hold bytes")
     members = find_members("read_share()", None)
-    running = None if members is None else find_running(members.size)
-    by = implementation or ("mpi" if running else "posix")
-    if by not in ("mpi", "posix"):
-        raise ValueError(f"implementation {by!r}; expected 'mpi', 'posix' or None")
-    which, count = checked(share)
-    exchange(Call(f"read_share(implementation={by!r})"), members)
-    with _all_or_none(name):
-        rows, extra = divmod(_rows(name, shape[0], row, offset), count)
+    if implementation is None:
+        is_running = members is not None and find_running(members.size)
+        implementation = "mpi" if is_running else "posix"
+    if implementation not in ("mpi", "posix"):
+        raise ValueError(f"implementation {implementation!r}; expected 'mpi', 'posix' or None")
+    which, count = check_share(share)
+    exchange(Call(f"read_share(implementation={implementation!r})"), members)
+    with _raise_on_all(name):
+        rows, extra = divmod(_count_rows(name, shape[0], row_bytes, offset), count)
         start = which * rows + min(which, extra)
-        rows += which < extra
+        if which < extra:
+            rows += 1
     part = torch.empty(rows, *shape[1:], dtype=dtype)
-    begin = offset + start * row
-    with _all_or_none(name):
-        if by == "mpi" and members is not None:
+    begin = offset + start * row_bytes
+    with _raise_on_all(name):
+        if implementation == "mpi" and members is not None:
             _read_over_mpi(name, part, begin, members)
         else:
             with open(name, "rb", buffering=0) as file:
@@ -94,55 +99,62 @@ def read_share(
 
 
 @contextmanager
-def _all_or_none(name: str) -> Iterator[None]:
+def _raise_on_all(name: str) -> Iterator[None]:
     """Raise on every rank, at the end of a block, what any of them could not do."""
-    trouble, cause = "", None
+    failure = ""
+    cause = None
     try:
         yield
     except CollectiveError:  # the others have it too
         raise
     except Exception as error:  # noqa: BLE001 - MPI's own, say: the others wait for this one
         cause = error
-        who = f"rank {get_rank()} on {get_hostname()}"
-        trouble = f"{who} cannot read its share of {name}: {type(error).__name__}: {error}"
-    if failed := [words for words in all_gather_object(trouble) if words]:
-        more = f" (and {len(failed) - 1} ranks more)" if len(failed) > 1 else ""
-        raise DataError(failed[0] + more) from cause
+        this_rank = f"rank {get_rank()} on {get_hostname()}"
+        failure = f"{this_rank} cannot read its share of {name}: {type(error).__name__}: {error}"
+    failures = [each for each in all_gather_object(failure) if each]
+    if len(failures) > 1:
+        raise DataError(f"{failures[0]} (and {len(failures) - 1} ranks more)") from cause
+    if failures:
+        raise DataError(failures[0]) from cause
 
 
-def _rows(name: str, asked: int, row: int, offset: int) -> int:
+def _count_rows(name: str, requested: int, row_bytes: int, offset: int) -> int:
+    """Return the rows of an array, having made sure that the file has them."""
     size = os.path.getsize(name)
-    there = max(0, size - offset)
-    if asked == -1:
-        if there % row:
-            raise DataError(f"{there} bytes after offset {offset}; expected rows of {row} bytes")
-        return there // row
-    if there < asked * row:
+    available = max(0, size - offset)
+    if requested == -1:
+        if available % row_bytes:
+            raise DataError(
+                f"{available} bytes after offset {offset}; expected rows of {row_bytes} bytes"
+            )
+        return available // row_bytes
+    if available < requested * row_bytes:
         raise DataError(
-            f"it has {size} bytes; expected {offset + asked * row}: offset {offset} and {asked} "
-            f"rows of {row}"
+            f"it has {size} bytes; expected {offset + requested * row_bytes}: offset {offset} and "
+            f"{requested} rows of {row_bytes}"
         )
-    return asked
+    return requested
 
 
 def _fill(file: RawIOBase, part: torch.Tensor) -> None:
-    if not part.nbytes:
+    if part.nbytes == 0:
         return
     memory = (ctypes.c_char * part.nbytes).from_address(part.data_ptr())
     view = memoryview(memory).cast("B")
     done = 0
     while done < len(view):
-        got = file.readinto(view[done : done + _PIECE])
-        if not got:
+        count = file.readinto(view[done : done + _PIECE])
+        if not count:
             raise DataError(f"it ended {len(view) - done} bytes early; expected it not to change")
-        done += got
+        done += count
 
 
 def _read_over_mpi(name: str, part: torch.Tensor, begin: int, members: Members) -> None:
     # Has MPI initialised if need be, on all ranks and in time, and its world compared.
     find_channel("read_share()", "mpi", members, None)
     # Collective reads: as many on each rank as on the one with most.
-    rounds = -(-max(all_gather_object(part.nbytes)) // _PIECE)
+    largest = max(all_gather_object(part.nbytes))
+    rounds = math.ceil(largest / _PIECE)
     mpi: Any = importlib.import_module("mpi4py.MPI")
     try:
         file = mpi.File.Open(mpi.COMM_WORLD, name, mpi.MODE_RDONLY)
@@ -180,7 +192,8 @@ def node_group() -> dist.ProcessGroup | None:
     if "node" not in world.kept:
         import ezpz_tp  # noqa: PLC0415 - only where its groups are used
 
-        host, timeout = world.hosts[world.info.rank], timedelta(seconds=world.timeout)
+        host = world.hosts[world.info.rank]
+        timeout = timedelta(seconds=world.timeout)
         ranks = [rank for rank, name in enumerate(world.hosts) if name == host]
         with waiting("node_group()", world):  # the node's ranks alone make it
             world.kept["node"] = ezpz_tp.make_group(ranks, "gloo", timeout)
@@ -208,30 +221,51 @@ def scatter_from_one_reader(
             parts or one that cannot be pickled. The reader's own exception is its cause there.
         NotSetUpError: There are several ranks and `setup_torch` was not called.
     """
-    members = find_members("scatter_from_one_reader()", node_group() if group is None else group)
-    what, count = "scatter_from_one_reader()", 1 if members is None else len(members.ranks)
-    held: list[Sequence[T]] = []
-    dumped: list[bytes | None] = []
+    if group is None:
+        group = node_group()
+    what = "scatter_from_one_reader()"
+    members = find_members(what, group)
+    count = 1
+    reader = 0
+    name = "rank 0"
+    if members is not None:
+        count = len(members.ranks)
+        reader = members.ranks[0]
+        name = f"rank {reader} on {members.world.hosts[reader]}"
+    parts: Sequence[T] = []  # the reader's
+    pickled: list[bytes | None] = []  # of the others; None: sent as it is
 
-    def take() -> None:
-        held.append(parts := read())
-        is_list = isinstance(parts, Sequence)
-        if not is_list or len(parts) != count:
-            said = f"{len(parts)} parts" if is_list else f"a {type(parts).__name__}"
-            expected = f"expected a list, one part for each of {count} ranks"
-            raise DataError(f"it returned {said}; {expected}")
-        # Here, where the others hear of it, and not while they receive.
-        dumped.extend(None if is_plain(part) else dump(part) for part in parts[1:])
+    def read_parts() -> None:
+        nonlocal parts
+        parts = _check_parts(read(), count)
+        # Here, where the others hear of an error, and not while they receive.
+        pickled.extend(None if is_plain(part) else dump(part) for part in parts[1:])
 
-    read_for_all(take, members, *_first(what, members))
+    def explain(error: Exception) -> DistError:
+        text = f"{type(error).__name__}: {error}"
+        if type(error) is DataError:
+            text = str(error)
+        return DataError(f"{what}: the reader, {name}, failed: {text}")
+
+    read_for_all(read_parts, members, reader, explain)
     if members is None:
-        return held[0][0]
+        return parts[0]
     with waiting(what, members.world):
-        if not held:
-            return cast("T", receive_object(members.ranks[0], members.where, members.group))
-        for rank, part, data in zip(members.ranks[1:], held[0][1:], dumped, strict=True):
+        if members.place > 0:
+            return cast("T", receive_object(reader, members.where, members.group))
+        for rank, part, data in zip(members.ranks[1:], parts[1:], pickled, strict=True):
             send_object(part, rank, members.where, members.group, data)
-        return held[0][0]
+    return parts[0]
+
+
+def _check_parts(parts: Any, count: int) -> Sequence[Any]:
+    if not isinstance(parts, Sequence):
+        returned = f"a {type(parts).__name__}"
+    elif len(parts) != count:
+        returned = f"{len(parts)} parts"
+    else:
+        return parts
+    raise DataError(f"it returned {returned}; expected a list, one part for each of {count} ranks")
 
 
 def read_for_all(
@@ -241,26 +275,16 @@ def read_for_all(
     explain: Callable[[Exception], DistError],
 ) -> T:
     """Return on every rank what ``root`` reads, or raise what it could not. Collective."""
-    found: Any = None
+    result: Any = None
     cause: Exception | None = None
     if members is None or members.ranks[members.place] == root:
         try:
-            found = work()
+            result = work()
         except Exception as error:  # noqa: BLE001 - whatever it is, every rank raises it
-            found, cause = explain(error), error
+            result = explain(error)
+            cause = error
     if members is not None:
-        found = broadcast(found, root, members.group)
-    if isinstance(found, DistError):
-        raise found from cause
-    return cast("T", found)
-
-
-def _first(what: str, members: Members | None) -> tuple[int, Callable[[Exception], DistError]]:
-    reader = 0 if members is None else members.ranks[0]
-    host = "" if members is None else f" on {members.world.hosts[reader]}"
-
-    def explain(error: Exception) -> DistError:
-        text = str(error) if type(error) is DataError else f"{type(error).__name__}: {error}"
-        return DataError(f"{what}: the reader, rank {reader}{host}, failed: {text}")
-
-    return reader, explain
+        result = broadcast(result, root, members.group)
+    if isinstance(result, DistError):
+        raise result from cause
+    return cast("T", result)
