@@ -9,7 +9,7 @@ import time
 import pytest
 
 from ezpz_dist import Timer, Timers, timed, timeitlogit
-from ezpz_dist._timers import in_words
+from ezpz_dist._timers import format_seconds
 
 
 def test_a_timer_adds_up_and_nests():
@@ -74,8 +74,8 @@ def test_a_timer_that_is_off_costs_little():
     assert min(cost(Timer()) for _ in range(5)) < 100e-6
 
 
-def test_times_in_words():
-    assert [in_words(seconds) for seconds in (0.0, 2e-6, 9.996e-4, 0.25, 0.9996, 999.7)] == [
+def test_times_format_seconds():
+    assert [format_seconds(seconds) for seconds in (0.0, 2e-6, 9.996e-4, 0.25, 0.9996, 999.7)] == [
         "0 us", "2 us", "1 ms", "250 ms", "1 s", "1,000 s",
     ]  # fmt: skip
 

@@ -8,7 +8,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ParamSpec, Self, TypeVar, cast
@@ -23,20 +23,27 @@ from ._world import find_world
 Span = tuple[Clock, Any, Any]  # a clock, and its marks at a start and an end
 
 
-def clock_here(device: torch.device | None = None, *, synchronize: bool = False) -> Clock:
+def find_own_clock(device: torch.device | None = None, *, synchronize: bool = False) -> Clock:
     """Return a device's clock; default: this rank's, before set-up what torch already uses."""
     world = find_world()
-    where = world.device if device is None and world is not None else device
-    return find_clock(where, synchronize=synchronize) or cast("Clock", find_clock("cpu"))
+    if device is None and world is not None:
+        device = world.device
+    clock = find_clock(device, synchronize=synchronize)
+    if clock is None:
+        clock = cast("Clock", find_clock("cpu"))
+    return clock
 
 
-def in_words(seconds: float) -> str:
+def format_seconds(seconds: float) -> str:
     if abs(seconds) >= 999.5:
         return f"{seconds:,.0f} s"
     # As it will be shown: 999.6 us are a millisecond.
     size = abs(float(f"{seconds:.3g}"))
-    scale, unit = (1.0, "s") if size >= 1 else (1e3, "ms") if size >= 1e-3 else (1e6, "us")
-    return f"{seconds * scale:.3g} {unit}"
+    if size >= 1:
+        return f"{seconds:.3g} s"
+    if size >= 1e-3:
+        return f"{seconds * 1e3:.3g} ms"
+    return f"{seconds * 1e6:.3g} us"
 
 
 # The time of a function or a block, logged by one rank.
@@ -63,8 +70,8 @@ def timed(
         log: Where to.
     """
     world = find_world()
-    here = get_rank() if world is None else world.info.rank
-    timer = Timer(name, enabled=here == (rank or 0))
+    this_rank = get_rank() if world is None else world.info.rank
+    timer = Timer(name, enabled=this_rank == (rank or 0))
     failed = ""
     try:
         with timer:
@@ -74,8 +81,8 @@ def timed(
         raise
     finally:
         if timer.enabled and timer.timing.count:
-            took = in_words(timer.timing.last)
-            log.log(level, "%s took %s on rank %d%s", name, took, here, failed)
+            took = format_seconds(timer.timing.last)
+            log.log(level, "%s took %s on rank %d%s", name, took, this_rank, failed)
 
 
 def timeitlogit(
@@ -150,10 +157,9 @@ class Timing:
     def __str__(self) -> str:
         if not self.count:
             return "not used"
-        return (
-            f"{self.count} x {in_words(self.mean)} ({in_words(self.min)} to {in_words(self.max)}), "
-            f"{in_words(self.total)} in all"
-        )
+        extremes = f"{format_seconds(self.min)} to {format_seconds(self.max)}"
+        total = format_seconds(self.total)
+        return f"{self.count} x {format_seconds(self.mean)} ({extremes}), {total} in all"
 
 
 class Timer:
@@ -191,15 +197,18 @@ class Timer:
     def reset(self) -> None:
         """Forget what has been measured; what is being measured goes on."""
         self._pending.clear()
-        self._count, self._total, self._last = 0, 0.0, math.nan
-        self._min, self._max = math.inf, -math.inf
+        self._count = 0
+        self._total = 0.0
+        self._min = math.inf
+        self._max = -math.inf
+        self._last = math.nan
 
     @property
     def timing(self) -> Timing:
         """What has been measured; waits for a device that is not through with it."""
-        self._settle(wait=True)
+        self._read_spans(wait=True)
         if not self._count:
-            return Timing(0, 0.0, *[math.nan] * 4)
+            return Timing(0, 0.0, math.nan, math.nan, math.nan, math.nan)
         mean = self._total / self._count
         return Timing(self._count, self._total, mean, self._min, self._max, self._last)
 
@@ -207,27 +216,38 @@ class Timer:
         if not self.enabled:
             self._open.append(None)
             return self
-        clock = clock_here(self._device, synchronize=self._synchronize)
+        clock = find_own_clock(self._device, synchronize=self._synchronize)
         self._open.append((clock, clock.mark()))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        begun = self._open.pop()
-        if begun is None:
+        opened = self._open.pop()
+        if opened is None:
             return
-        clock, start = begun
-        # A device that has failed cannot be asked, and the first error is the better one.
-        with suppress(RuntimeError) if kind else nullcontext():
-            self._pending.append((clock, start, clock.mark()))
-        self._settle(wait=False)
+        clock, start = opened
+        try:
+            end = clock.mark()
+        except RuntimeError:
+            # A device that has failed cannot be asked, and the first error is the better one.
+            if kind is None:
+                raise
+            return
+        self._pending.append((clock, start, end))
+        self._read_spans(wait=False)
 
-    def _settle(self, *, wait: bool) -> None:
-        while self._pending and (wait or self._pending[0][0].has_passed(self._pending[0][2])):
-            clock, start, end = self._pending.popleft()
-            self._last = seconds = clock.seconds(start, end)
+    def _read_spans(self, *, wait: bool) -> None:
+        """Add up the spans that are over; ``wait``: all of them."""
+        while self._pending:
+            clock, start, end = self._pending[0]
+            if not wait and not clock.has_passed(end):
+                return
+            self._pending.popleft()
+            seconds = clock.seconds(start, end)
             self._count += 1
             self._total += seconds
-            self._min, self._max = min(self._min, seconds), max(self._max, seconds)
+            self._min = min(self._min, seconds)
+            self._max = max(self._max, seconds)
+            self._last = seconds
 
 
 class Timers:
