@@ -81,7 +81,7 @@ def breakpoint(rank: int = 0) -> None:  # noqa: A001  # the name that was promis
     if size == 1:
         world = None  # no one waits
     frame = sys._getframe(1)  # noqa: SLF001  # the caller's, as pdb itself finds it
-    place = frame.f_code.co_filename, frame.f_lineno
+    place = (frame.f_code.co_filename, frame.f_lineno)
     line = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
     key = f"breakpoint/{rank}/{line}/{_calls[place]}"
     _calls[place] += 1
@@ -276,9 +276,10 @@ class RankPdb(pdb.Pdb):
 
 # The ranks that wait.
 
-EVERY = 60.0  # seconds after which one of them says so, and looks whether it waits in vain
+EVERY = 60.0  # seconds after which one of them logs that, and whether the rank can still come
 
-_FASTEST, _SLOWEST = 0.05, 5.0  # seconds between two looks whether it is over
+_MIN_PAUSE = 0.05  # seconds between two looks whether it is over
+_MAX_PAUSE = 5.0
 _REQUESTS = 2000  # looks a second, of all ranks together, that the store's server is given
 
 
@@ -287,7 +288,7 @@ def _wait(world: World, rank: int, key: str, line: str) -> None:
     store = world.store
     is_reporter = store.add(f"{key}/others", 1) == 1
     # Often enough for a person, and few enough requests for one server.
-    pause = min(_SLOWEST, max(_FASTEST, world.info.world_size / _REQUESTS))
+    pause = min(_MAX_PAUSE, max(_MIN_PAUSE, world.info.world_size / _REQUESTS))
     began = time.monotonic()
     next_look = began + EVERY
     is_here = False
@@ -313,7 +314,8 @@ def _wait(world: World, rank: int, key: str, line: str) -> None:
                 "breakpoint(rank=%d) at %s: the other ranks wait for %.0f s; %s",
                 rank, line, now - began, place,
             )  # fmt: skip
-    if lost := store.get(f"{key}/over").decode():
+    lost = store.get(f"{key}/over").decode()
+    if lost:
         raise LostRankError(f"breakpoint(rank={rank}) at {line}: {lost}", [rank])
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,62 +20,104 @@ from ._world import find_world, parallel_state
 
 # The world as a table in text: pure, and readable at ten thousand ranks.
 
-_NODES_SHOWN, _FIRST_NODES = 8, 3  # of more nodes so many first ones, and the last, are shown
+_NODES_SHOWN = 8  # of more nodes the first ones are shown, and the last
+_FIRST_NODES = 3
 _WIDTH = 60  # characters for ranks in columns, and for a folded list of hosts or ranks
 
 
+class _Row(NamedTuple):
+    node: str
+    host: str
+    ranks: Sequence[int]
+
+
 def picture(info: Mapping[str, Any], hosts: Sequence[str]) -> str:
-    nodes = grouped((host, rank) for rank, host in enumerate(hosts))
-    sizes = sorted({len(ranks) for ranks in nodes.values()})
-    each = f"{sizes[0]:,}" if len(sizes) == 1 else f"{sizes[0]:,} to {sizes[-1]:,}"
-    s = "s" * (len(hosts) != 1), "s" * (len(nodes) != 1)
-    head = f"{len(hosts):,} rank{s[0]} on {len(nodes):,} node{s[1]}"
-    lines = [f"{head}, {each} a node" if len(nodes) > 1 else head, *_facts(info), ""]
-    return "\n".join(lines + _table(nodes))
+    """Return what is known of a world, and a table of its nodes.
+
+    Args:
+        info: As of `get_dist_info`.
+        hosts: The host of each rank.
+    """
+    rows: list[_Row] = []
+    for host, ranks in grouped((host, rank) for rank, host in enumerate(hosts)).items():
+        rows.append(_Row(str(len(rows)), host, ranks))
+    return "\n".join([_head(rows), *_facts(info), "", *_table(rows)])
 
 
-def _facts(info: Mapping[str, Any]) -> Iterator[str]:
-    job = f", {info['scheduler']} job {info['job_id']}" if info["job_id"] else ""
-    started = "one process" if info["launcher"] == "none" else f"started by {info['launcher']}"
-    yield f"{started} on {info['machine']}{job}"
-    timeout = "" if info["timeout"] is None else f", time-out {info['timeout']:g} s"
-    yield f"device {info['device']}, backend {info['backend']}{timeout}"
-    if any(degree > 1 for axis, degree in info["degrees"].items() if axis != "data"):
-        degrees = (f"{axis} {degree:,}" for axis, degree in info["degrees"].items())
-        yield "parallel: " + " x ".join(degrees)
-    yield ", ".join(f"{name} {version}" for name, version in info["versions"].items())
+def _head(rows: Sequence[_Row]) -> str:
+    sizes = [len(row.ranks) for row in rows]
+    head = f"{_count(sum(sizes), 'rank')} on {_count(len(rows), 'node')}"
+    if len(rows) == 1:
+        return head
+    if min(sizes) == max(sizes):
+        return f"{head}, {sizes[0]:,} a node"
+    return f"{head}, {min(sizes):,} to {max(sizes):,} a node"
+
+
+def _count(number: int, noun: str) -> str:
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number:,} {noun}s"
+
+
+def _facts(info: Mapping[str, Any]) -> list[str]:
+    start = f"started by {info['launcher']} on {info['machine']}"
+    if info["launcher"] == "none":
+        start = f"one process on {info['machine']}"
+    if info["job_id"]:
+        start += f", {info['scheduler']} job {info['job_id']}"
+    device = f"device {info['device']}, backend {info['backend']}"
+    if info["timeout"] is not None:
+        device += f", time-out {info['timeout']:g} s"
+    facts = [start, device]
+    degrees = info["degrees"]
+    if max(degrees[axis] for axis in degrees if axis != "data") > 1:
+        texts = [f"{axis} {degree:,}" for axis, degree in degrees.items()]
+        facts.append("parallel: " + " x ".join(texts))
+    facts.append(", ".join(f"{name} {version}" for name, version in info["versions"].items()))
     if not info["is_set_up"]:
-        yield "not set up yet: this is what the environment says"
+        facts.append("not set up yet: this is what the environment says")
+    return facts
 
 
-def _table(nodes: Mapping[str, Sequence[int]]) -> list[str]:
+def _table(rows: Sequence[_Row]) -> list[str]:
     """Return a line a node, those in the middle of many as one."""
-    rows = [(str(index), host, ranks) for index, (host, ranks) in enumerate(nodes.items())]
-    shown = rows if len(rows) <= _NODES_SHOWN else [*rows[:_FIRST_NODES], rows[-1]]
-    digits = max(len(str(rank)) for _, _, ranks in shown for rank in ranks)
-    in_columns = max(len(ranks) for _, _, ranks in shown) * (digits + 2) <= _WIDTH
-    node_width = max(len("node"), *(len(index) for index, _, _ in shown))
-    host_width = max(len("host"), *(len(host) for _, host, _ in shown))
+    shown = list(rows)
+    hidden: list[_Row] = []
+    if len(rows) > _NODES_SHOWN:
+        shown = [*rows[:_FIRST_NODES], rows[-1]]
+        hidden = list(rows[_FIRST_NODES:-1])
+    largest = max(row.ranks[-1] for row in shown)
+    most = max(len(row.ranks) for row in shown)
+    digits = len(str(largest))
+    is_in_columns = most * (digits + 2) <= _WIDTH
+    node_width = max(len("node"), len(shown[-1].node))
+    host_width = max([len("host"), *(len(row.host) for row in shown)])
     lines = [f"{'node':>{node_width}}  {'host':<{host_width}}  ranks"]
-    for index, host, ranks in shown:
-        columns = "  ".join(f"{rank:>{digits}}" for rank in ranks)
-        text = columns if in_columns else _cut(fold(ranks))
-        lines.append(f"{index:>{node_width}}  {host:<{host_width}}  {text}")
-    if shown is not rows:
-        hidden = rows[_FIRST_NODES:-1]
-        ranks = [rank for _, _, own in hidden for rank in own]
-        names = [host for _, host, _ in hidden]
-        try:
-            where = fold_nodelist(names)
-        except NodelistError:
-            where = ", ".join(names)  # names that no nodelist can hold
-        more = f"{len(hidden):,} more: {_cut(where)}, ranks {_cut(fold(ranks))}"
-        lines.insert(-1, f"{'...':>{node_width}}  {more}")
+    for row in shown:
+        ranks = _shorten(fold(row.ranks))
+        if is_in_columns:
+            ranks = "  ".join(f"{rank:>{digits}}" for rank in row.ranks)
+        lines.append(f"{row.node:>{node_width}}  {row.host:<{host_width}}  {ranks}")
+    if hidden:
+        lines.insert(-1, f"{'...':>{node_width}}  {_summarize(hidden)}")
     return lines
 
 
-def _cut(text: str) -> str:
-    return text if len(text) <= _WIDTH else f"{text[: _WIDTH - 4]} ..."
+def _summarize(rows: Sequence[_Row]) -> str:
+    names = [row.host for row in rows]
+    try:
+        hosts = fold_nodelist(names)
+    except NodelistError:
+        hosts = ", ".join(names)  # names that no nodelist can hold
+    ranks = fold(chain.from_iterable(row.ranks for row in rows))
+    return f"{len(rows):,} more: {_shorten(hosts)}, ranks {_shorten(ranks)}"
+
+
+def _shorten(text: str) -> str:
+    if len(text) <= _WIDTH:
+        return text
+    return f"{text[: _WIDTH - 4]} ..."
 
 
 # What set-up decided, and what the environment says, as plain values.
@@ -100,34 +143,58 @@ def get_dist_info() -> dict[str, Any]:
     """
     import ezpz_tp  # noqa: PLC0415 - only where it is asked
 
+    job = _find_allocation()
+    hostname = ezpz_topo.get_hostname()
     world = find_world()
-    info = ezpz_topo.get_rank_info() if world is None else world.info
-    job = _allocation()
-    device = torch.device(ezpz_device.get_torch_device() if world is None else world.device)
-    hosts = list(job.hosts) or [ezpz_topo.get_hostname()]
-    if world is not None:
+    if world is None:
+        info = ezpz_topo.get_rank_info()
+        hosts = list(job.hosts) or [hostname]
+        num_nodes = info.num_nodes
+        device = torch.device(ezpz_device.get_torch_device())
+        backend = ezpz_device.get_torch_backend()
+        timeout = None
+    else:
+        info = world.info
         hosts = list(dict.fromkeys(world.hosts))
-    port = os.environ.get("MASTER_PORT", "")
+        num_nodes = info.num_nodes or len(hosts)
+        device = world.device
+        backend = world.backend
+        timeout = world.timeout
     degrees = {"tensor": 1, "context": 1, "pipeline": 1, "data": info.world_size}
-    if (state := parallel_state()) is not None:
+    state = parallel_state()
+    if state is not None:
         degrees = {axis: state.size(axis) for axis in degrees}
+    master_port = None
+    port = os.environ.get("MASTER_PORT", "")
+    if port.isascii() and port.isdigit():
+        master_port = int(port)
+    versions = {
+        "torch": str(torch.__version__),  # a plain string, for YAML too
+        "python": platform.python_version(),
+        "ezpz_dist": __version__,
+        "ezpz_topo": ezpz_topo.__version__,
+        "ezpz_device": ezpz_device.__version__,
+        "ezpz_tp": ezpz_tp.__version__,
+    }
     return {
-        "is_set_up": world is not None, **_place(info),
-        "num_nodes": info.num_nodes if world is None else info.num_nodes or len(hosts),
-        "hostname": ezpz_topo.get_hostname(), "hosts": hosts,
-        "device": str(device), "device_type": device.type,
-        "backend": ezpz_device.get_torch_backend() if world is None else world.backend,
-        "timeout": None if world is None else world.timeout,
-        "launcher": info.launcher, "scheduler": job.scheduler, "job_id": job.job_id,
-        "machine": ezpz_topo.get_machine(), "master_addr": os.environ.get("MASTER_ADDR") or None,
-        "master_port": int(port) if port.isascii() and port.isdigit() else None, "degrees": degrees,
-        "versions": {
-            "torch": str(torch.__version__),  # a plain string, for YAML too
-            "python": platform.python_version(), "ezpz_dist": __version__,
-            "ezpz_topo": ezpz_topo.__version__, "ezpz_device": ezpz_device.__version__,
-            "ezpz_tp": ezpz_tp.__version__,
-        },
-    }  # fmt: skip
+        "is_set_up": world is not None,
+        **_find_place(info),
+        "num_nodes": num_nodes,
+        "hostname": hostname,
+        "hosts": hosts,
+        "device": str(device),
+        "device_type": device.type,
+        "backend": backend,
+        "timeout": timeout,
+        "launcher": info.launcher,
+        "scheduler": job.scheduler,
+        "job_id": job.job_id,
+        "machine": ezpz_topo.get_machine(),
+        "master_addr": os.environ.get("MASTER_ADDR") or None,
+        "master_port": master_port,
+        "degrees": degrees,
+        "versions": versions,
+    }
 
 
 def print_dist_setup() -> str:
@@ -142,7 +209,8 @@ def print_dist_setup() -> str:
         ezpz_topo.TopoError: As `get_dist_info`.
         ezpz_device.DeviceError: As `get_dist_info`.
     """
-    world, info = find_world(), get_dist_info()
+    world = find_world()
+    info = get_dist_info()
     hosts = [info["hostname"]] if world is None else world.hosts
     text = picture(info, hosts)
     if world is None and info["world_size"] > 1:
@@ -167,31 +235,37 @@ def query_environment(env: Mapping[str, str] | None = None) -> dict[str, Any]:
     Raises:
         ezpz_topo.TopoError: The variables are half set or contradict each other.
     """
-    env = os.environ if env is None else env
+    if env is None:
+        env = os.environ
     info = ezpz_topo.get_rank_info(env)
     names = sorted(launch_variables())
     return {
-        **_place(info), "launcher": info.launcher, "sources": dict(info.sources),
-        "variables": {name: env[name] for name in names if env.get(name)}, "notes": [*info.notes],
-    }  # fmt: skip
+        **_find_place(info),
+        "launcher": info.launcher,
+        "sources": dict(info.sources),
+        "variables": {name: env[name] for name in names if env.get(name)},
+        "notes": list(info.notes),
+    }
 
 
-_PLACE = "rank", "world_size", "local_rank", "local_world_size", "node_rank", "num_nodes"
+_PLACE = ("rank", "world_size", "local_rank", "local_world_size", "node_rank", "num_nodes")
 
 
-def _place(info: ezpz_topo.RankInfo) -> dict[str, Any]:
+def _find_place(info: ezpz_topo.RankInfo) -> dict[str, Any]:
     return {name: getattr(info, name) for name in _PLACE}
 
 
 def launch_variables() -> set[str]:
-    found = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"}
+    """Return the names of all variables by which the known launchers tell a rank its place."""
+    names = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"}
     for family in ezpz_topo.FAMILIES:
-        found.update(*(getattr(family, name) for name in (*_PLACE, "proof")))
-        found.add(family.tasks_per_node)
-    return found
+        names.add(family.tasks_per_node)
+        for field in (*_PLACE, "proof"):
+            names.update(getattr(family, field))
+    return names
 
 
-def _allocation() -> ezpz_topo.Allocation:
+def _find_allocation() -> ezpz_topo.Allocation:
     try:
         # No rank may start the scheduler's commands: ten thousand at once take it down.
         return ezpz_topo.get_allocation(ask=False)
