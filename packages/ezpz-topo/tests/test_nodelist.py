@@ -19,7 +19,7 @@ from ezpz_topo import (
     same_host,
     short_name,
 )
-from ezpz_topo._nodelist import find_host, is_host, tasks_on_node
+from ezpz_topo._nodelist import find_host, get_tasks_on_node, is_host
 
 # Names of hosts: short ones, the same one, and what is none.
 
@@ -230,11 +230,11 @@ def test_folding_answers_or_raises_nodelist_error(hosts):
     [("4", [4]), ("4(x2),3", [4, 4, 3]), ("1,2(x3),1", [1, 2, 2, 2, 1]), ("12(x10080)", [12] * 5)],
 )
 def test_task_counts_in_order(text, counts):
-    assert [tasks_on_node(text, node, variable="V") for node in range(len(counts))] == counts
+    assert [get_tasks_on_node(text, node, variable="V") for node in range(len(counts))] == counts
 
 
 @pytest.mark.parametrize("text", ["", "x", "4(x2", "4(2)", "4,,3", "4 ", "-1", "4(x2)3", "4(x2),3"])
 def test_task_counts_that_are_refused_with_the_variable(text):
     what = "tells of 3 nodes; expected more than 9" if text == "4(x2),3" else "SLURM_V="
     with pytest.raises(InvalidVariableError, match=what):
-        tasks_on_node(text, 9, variable="SLURM_V")
+        get_tasks_on_node(text, 9, variable="SLURM_V")

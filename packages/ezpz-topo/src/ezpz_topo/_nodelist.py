@@ -7,6 +7,7 @@ import operator
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from ._errors import InvalidVariableError, NodelistError
 
@@ -37,8 +38,9 @@ def short_name(host: str) -> str:
     >>> short_name("x1n0.hsn.example"), short_name("10.0.0.1"), short_name("fe80::1")
     ('x1n0', '10.0.0.1', 'fe80::1')
     """
-    is_address = ":" in host or host.replace(".", "").isdigit()
-    return host if is_address else host.partition(".")[0]
+    if ":" in host or host.replace(".", "").isdigit():
+        return host
+    return host.partition(".")[0]
 
 
 def same_host(a: str, b: str) -> bool:
@@ -68,7 +70,9 @@ def host_key(host: str) -> str:
         is_loopback = name in _LOOPBACK
     if name.startswith("127.") and name.replace(".", "").isdigit():
         is_loopback = True
-    return "localhost" if is_loopback else name
+    if is_loopback:
+        return "localhost"
+    return name
 
 
 def is_own_address(host: str) -> bool:
@@ -82,17 +86,22 @@ def is_own_address(host: str) -> bool:
     import socket  # noqa: PLC0415 - few hosts are named by addresses
 
     host = host.removeprefix("[").removesuffix("]")
-    is_ipv6 = ":" in host
-    if not is_host(host) or (not is_ipv6 and not host.replace(".", "").isdigit()):
+    if not is_host(host):
         return False
-    family = socket.AF_INET6 if is_ipv6 else socket.AF_INET
+    if ":" in host:
+        family = socket.AF_INET6
+        setting = "/proc/sys/net/ipv6/ip_nonlocal_bind"
+    elif host.replace(".", "").isdigit():
+        family = socket.AF_INET
+        setting = "/proc/sys/net/ipv4/ip_nonlocal_bind"
+    else:
+        return False
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.bind((host, 0))
     except OSError:
         return False
     # Where this is set, every address can be bound.
-    setting = f"/proc/sys/net/{'ipv6' if is_ipv6 else 'ipv4'}/ip_nonlocal_bind"
     try:
         with open(setting, encoding="ascii") as file:
             return file.read().strip() == "0"
@@ -105,9 +114,13 @@ def find_host(host: str, hosts: Sequence[str]) -> str | None:
     key = host_key(host)
     # Few of ten thousand begin alike, and only those are compared. Addresses and loopback names
     # have several spellings.
-    start = "" if ":" in key or key[:1].isdigit() or key == "localhost" else key
-    alike = (each for each in hosts if each.lower().startswith(start))
-    return next((each for each in alike if host_key(each) == key), None)
+    start = key
+    if ":" in key or key[:1].isdigit() or key == "localhost":
+        start = ""
+    for each in hosts:
+        if each.lower().startswith(start) and host_key(each) == key:
+            return each
+    return None
 
 
 def is_host(text: str) -> bool:
@@ -142,9 +155,20 @@ def _ipv6(text: str) -> str | None:
 MAX_HOSTS = 1 << 20
 """More hosts than this are refused before they are made; the largest machines have 10,000."""
 
-_ITEM = r"(?:[^\s,\[\]]|\[[^\[\]]*\])+"
-_BRACKET = r"\[([^\[\]]*)\]"
-_RANGE = r"([0-9]{1,15})(?:-([0-9]{1,15}))?"
+_ITEM = re.compile(r"(?:[^\s,\[\]]|\[[^\[\]]*\])+")
+_BRACKET = re.compile(r"\[([^\[\]]*)\]")
+_RANGE = re.compile(r"([0-9]{1,15})(?:-([0-9]{1,15}))?")
+
+
+class _Range(NamedTuple):
+    """One range of a bracket; its numbers have at least ``width`` digits."""
+
+    low: int
+    high: int
+    width: int
+
+
+_Ranges = list[_Range]  # of one bracket
 
 
 def expand_nodelist(nodelist: str, *, max_hosts: int = MAX_HOSTS) -> list[str]:
@@ -166,9 +190,9 @@ def expand_nodelist(nodelist: str, *, max_hosts: int = MAX_HOSTS) -> list[str]:
     ['nid001', 'nid002', 'nid003', 'nid7', 'login1']
     """
     hosts: list[str] = []
-    for item, at in _items(nodelist):
-        literals, ranges = _brackets(item, at, nodelist, len(hosts), max_hosts)
-        hosts += _expand(literals, ranges)
+    for name, position in _split_names(nodelist):
+        literals, brackets = _parse_name(name, position, nodelist, len(hosts), max_hosts)
+        hosts += _expand(literals, brackets)
     return hosts
 
 
@@ -178,11 +202,13 @@ def first_host(nodelist: str) -> str:
     Raises:
         NodelistError: The list is empty, or its first name does not parse.
     """
-    for item, at in _items(nodelist):
-        literals, ranges = _brackets(item, at, nodelist, 0, float("inf"))
-        lows = [f"{low:0{width}d}" for ((low, _, width), *_) in ranges]
-        return "".join(part for pair in zip(literals, [*lows, ""], strict=True) for part in pair)
-    raise NodelistError(f"nodelist {_shown(nodelist)} names no host")
+    for name, position in _split_names(nodelist):
+        literals, brackets = _parse_name(name, position, nodelist, 0, float("inf"))
+        host = literals[0]
+        for ranges, literal in zip(brackets, literals[1:], strict=True):
+            host += f"{ranges[0].low:0{ranges[0].width}d}{literal}"
+        return host
+    raise NodelistError(f"nodelist {_shorten(nodelist)} names no host")
 
 
 def fold_nodelist(hosts: Iterable[str]) -> str:
@@ -198,119 +224,142 @@ def fold_nodelist(hosts: Iterable[str]) -> str:
     'nid[001-003,7],login'
     """
     items: list[str] = []
-    # A name without a number folds with none, whatever it begins with.
-    for (prefix, numbered), group in itertools.groupby(
-        map(_split_number, hosts), key=lambda split: (split[0], bool(split[1]))
-    ):
+    for (prefix, _), group in itertools.groupby(map(_split_number, hosts), key=_fold_key):
         numbers = [number for _, number in group]
-        if len(numbers) == 1 or not numbered:
-            items += [f"{prefix}{number}" for number in numbers]
+        if len(numbers) > 1 and numbers[0]:
+            items.append(f"{prefix}[{','.join(_fold_numbers(numbers))}]")
         else:
-            items.append(f"{prefix}[{','.join(_runs(numbers))}]")
+            items += [f"{prefix}{number}" for number in numbers]
     return ",".join(items)
 
 
-def _items(nodelist: str) -> Iterable[tuple[str, int]]:
+def _split_names(nodelist: str) -> Iterable[tuple[str, int]]:
     """Yield each name with its position; whatever is left over is an error."""
-    name, at = re.compile(_ITEM), 0
-    while at < len(nodelist):
-        if nodelist[at] == "," or nodelist[at].isspace():
-            at += 1
+    position = 0
+    while position < len(nodelist):
+        if nodelist[position] == "," or nodelist[position].isspace():
+            position += 1
             continue
-        match = name.match(nodelist, at)
-        end = at if match is None else match.end()
-        if end < len(nodelist) and nodelist[end] in "[]":
-            what = "is not closed, or holds another" if nodelist[end] == "[" else "was not opened"
+        match = _ITEM.match(nodelist, position)
+        end = position
+        if match is not None:
+            end = match.end()
+        bracket = nodelist[end : end + 1]
+        if bracket in ("[", "]"):
+            problem = "was not opened"
+            if bracket == "[":
+                problem = "is not closed, or holds another"
             raise NodelistError(
-                f"nodelist {_shown(nodelist)}: the bracket at position {end}, "
-                f"{nodelist[end : end + 20]!r}, {what}; expected ranges such as nid[001-004,007]"
+                f"nodelist {_shorten(nodelist)}: the bracket at position {end}, "
+                f"{nodelist[end : end + 20]!r}, {problem}; expected ranges such as nid[001-004,007]"
             )
-        yield nodelist[at:end], at
-        at = end
+        yield nodelist[position:end], position
+        position = end
 
 
-_Pairs = list[tuple[int, int, int]]  # low, high, width of each range of one bracket
-
-
-def _brackets(
-    item: str, at: int, nodelist: str, held: int, max_hosts: float
-) -> tuple[list[str], list[_Pairs]]:
-    """Return the text around the brackets of one name, and their ranges."""
-    pieces, span = re.split(_BRACKET, item), re.compile(_RANGE)
-    literals, insides = pieces[::2], pieces[1::2]
-    ranges: list[_Pairs] = []
+def _parse_name(
+    name: str, position: int, nodelist: str, hosts_before: int, max_hosts: float
+) -> tuple[list[str], list[_Ranges]]:
+    """Return the text around the brackets of one name, and the ranges of each bracket."""
+    pieces = _BRACKET.split(name)
+    brackets: list[_Ranges] = []
     count = 1
-    _check_size(held + count, item, at, nodelist, max_hosts)
-    for inside in insides:
-        pairs: _Pairs = []
-        for part in inside.split(","):
-            match = span.fullmatch(part)
-            low, high = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
-            if match is None or high < low:
-                raise NodelistError(
-                    f"nodelist {_shown(nodelist)}: {part[:20]!r} in the bracket [{inside[:20]}] of "
-                    f"the name at position {at} is no range; expected low-high in decimal, "
-                    "such as nid[001-004,007]"
-                )
-            pairs.append((low, high, len(match[1])))
-        ranges.append(pairs)
+    _check_size(hosts_before + count, name, position, nodelist, max_hosts)
+    for text in pieces[1::2]:
+        ranges = [_parse_range(part, text, position, nodelist) for part in text.split(",")]
+        brackets.append(ranges)
         # After each bracket: ten thousand of them make a number that cannot be printed.
-        count *= sum(high - low + 1 for low, high, _ in pairs)
-        _check_size(held + count, item, at, nodelist, max_hosts)
-    return literals, ranges
+        count *= sum(each.high - each.low + 1 for each in ranges)
+        _check_size(hosts_before + count, name, position, nodelist, max_hosts)
+    return pieces[::2], brackets
 
 
-def _check_size(count: int, item: str, at: int, nodelist: str, max_hosts: float) -> None:
+def _parse_range(part: str, bracket: str, position: int, nodelist: str) -> _Range:
+    match = _RANGE.fullmatch(part)
+    if match is not None:
+        low = int(match[1])
+        high = int(match[2] or match[1])
+        if low <= high:
+            return _Range(low, high, len(match[1]))
+    raise NodelistError(
+        f"nodelist {_shorten(nodelist)}: {part[:20]!r} in the bracket [{bracket[:20]}] of "
+        f"the name at position {position} is no range; expected low-high in decimal, "
+        "such as nid[001-004,007]"
+    )
+
+
+def _check_size(count: int, name: str, position: int, nodelist: str, max_hosts: float) -> None:
     if count > max_hosts:
         raise NodelistError(
-            f"nodelist {_shown(nodelist)}: {item[:40]!r} at position {at} brings it to "
+            f"nodelist {_shorten(nodelist)}: {name[:40]!r} at position {position} brings it to "
             f"{count} hosts or more; expected at most {max_hosts}; name fewer hosts"
         )
 
 
-def _expand(literals: list[str], ranges: list[_Pairs]) -> list[str]:
-    if not ranges:
+def _expand(literals: list[str], brackets: list[_Ranges]) -> list[str]:
+    if not brackets:
         return literals
-    heads = _names(literals[0], ranges[0], literals[1])
-    if len(ranges) == 1:
+    heads = _number_names(literals[0], brackets[0], literals[1])
+    if len(brackets) == 1:
         return heads
     # The last bracket varies fastest, then the first, the second and so on.
-    for pairs, literal in zip(ranges[1:-1], literals[2:-1], strict=True):
-        heads = [head + slower for slower in _names("", pairs, literal) for head in heads]
-    tails = _names("", ranges[-1], literals[-1])
+    for ranges, literal in zip(brackets[1:-1], literals[2:-1], strict=True):
+        slower = _number_names("", ranges, literal)
+        heads = [head + part for part, head in itertools.product(slower, heads)]
+    tails = _number_names("", brackets[-1], literals[-1])
     return list(itertools.starmap(operator.add, itertools.product(heads, tails)))
 
 
-def _names(prefix: str, pairs: _Pairs, suffix: str) -> list[str]:
+def _number_names(prefix: str, ranges: _Ranges, suffix: str) -> list[str]:
     """Return prefix, number, suffix for each number of one bracket."""
-    spans = ((width, range(low, high + 1)) for low, high, width in pairs)
-    return [f"{prefix}{number:0{width}d}{suffix}" for width, span in spans for number in span]
+    names: list[str] = []
+    for low, high, width in ranges:
+        names += [f"{prefix}{number:0{width}d}{suffix}" for number in range(low, high + 1)]
+    return names
 
 
 def _split_number(host: str) -> tuple[str, str]:
-    if not host or any(char in ",[]" or char.isspace() for char in host):
+    if not host or re.search(r"[,\[\]\s]", host):
         raise NodelistError(
             f"host name {host[:40]!r}; expected one without commas, brackets and white space"
         )
-    stem = host.rstrip("0123456789")
-    # More digits than a range may have are left as they are.
-    return (stem, host[len(stem) :]) if len(host) - len(stem) <= 15 else (host, "")
+    prefix = host.rstrip("0123456789")
+    if len(host) - len(prefix) > 15:
+        # More digits than a range may have are left as they are.
+        return host, ""
+    return prefix, host[len(prefix) :]
 
 
-def _runs(numbers: list[str]) -> Iterable[str]:
+def _fold_key(split: tuple[str, str]) -> tuple[str, bool]:
+    """Return what neighbours must share: a name without a number folds with none that has one."""
+    prefix, number = split
+    return prefix, bool(number)
+
+
+def _fold_numbers(numbers: list[str]) -> Iterable[str]:
     """Yield ``001-003`` and ``7`` for 001, 002, 003, 7."""
-    first = last = numbers[0]
+    first = numbers[0]
+    last = first
     for number in numbers[1:]:
         if number == f"{int(last) + 1:0{len(first)}d}":
             last = number
             continue
-        yield first if first == last else f"{first}-{last}"
-        first = last = number
-    yield first if first == last else f"{first}-{last}"
+        yield _format_range(first, last)
+        first = number
+        last = number
+    yield _format_range(first, last)
 
 
-def _shown(nodelist: str) -> str:
-    return repr(nodelist if len(nodelist) <= 60 else f"{nodelist[:57]}...")
+def _format_range(first: str, last: str) -> str:
+    if first == last:
+        return first
+    return f"{first}-{last}"
+
+
+def _shorten(nodelist: str) -> str:
+    if len(nodelist) > 60:
+        nodelist = f"{nodelist[:57]}..."
+    return repr(nodelist)
 
 
 # Slurm's compressed task counts: ``4(x2),3`` is 4, 4, 3 in the order of the nodelist.
@@ -318,31 +367,36 @@ def _shown(nodelist: str) -> str:
 _TASK = r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?"
 
 
-def tasks_on_node(text: str, node_rank: int, *, variable: str) -> int:
-    left = node_rank
+def get_tasks_on_node(text: str, node_rank: int, *, variable: str) -> int:
+    """Return the number of tasks on one node."""
     # Source: slurm's ``srun`` manual, SLURM_TASKS_PER_NODE; checked on Slurm 22.05.8.
-    for tasks, nodes in _task_items(text, variable):
-        if left < nodes:
+    nodes_before = 0
+    for tasks, nodes in _parse_task_counts(text, variable):
+        nodes_before += nodes
+        if node_rank < nodes_before:
             return tasks
-        left -= nodes
     raise InvalidVariableError(
-        f"{variable}={text!r} tells of {node_rank - left} nodes; expected more than {node_rank}"
+        f"{variable}={text!r} tells of {nodes_before} nodes; expected more than {node_rank}"
     )
 
 
-def tasks_of_nodes(text: str, num_nodes: int, *, variable: str) -> tuple[int, ...]:
-    counts = list(_task_items(text, variable))
-    told = sum(nodes for _, nodes in counts)
+def get_tasks_per_node(text: str, num_nodes: int, *, variable: str) -> tuple[int, ...]:
+    """Return the number of tasks on each node."""
+    counts = list(_parse_task_counts(text, variable))
+    listed = sum(nodes for _, nodes in counts)
     # Before they are made: a repeat can have nine digits.
-    if told != num_nodes:
+    if listed != num_nodes:
         raise InvalidVariableError(
-            f"{variable}={text[:60]!r} tells of {told} nodes; expected {num_nodes}, as the "
+            f"{variable}={text[:60]!r} tells of {listed} nodes; expected {num_nodes}, as the "
             "nodelist has; unset the variable that is a leftover of another job"
         )
-    return tuple(tasks for tasks, nodes in counts for _ in range(nodes))
+    tasks_per_node: list[int] = []
+    for tasks, nodes in counts:
+        tasks_per_node += [tasks] * nodes
+    return tuple(tasks_per_node)
 
 
-def _task_items(text: str, variable: str) -> Iterator[tuple[int, int]]:
+def _parse_task_counts(text: str, variable: str) -> Iterator[tuple[int, int]]:
     for item in text.split(","):
         match = re.fullmatch(_TASK, item)
         if match is None:

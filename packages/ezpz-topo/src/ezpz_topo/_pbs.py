@@ -6,10 +6,10 @@ import contextlib
 import os
 import pwd
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import _commands
 from ._allocation import Allocation
@@ -22,73 +22,96 @@ from ._nodelist import find_host, get_hostname
 
 def allocation(env: Mapping[str, str], *, commands: bool = True) -> Allocation:
     """Return the allocation that ``PBS_JOBID`` names: from the node file, else from qstat."""
+    job = _read_node_file(env)
+    if job is None:
+        job = _ask_for_hosts(env, commands=commands)
+    sources = {**job.sources, "scheduler": "PBS_JOBID", "job_id": "PBS_JOBID"}
+    if env.get("PBS_JOBNAME"):
+        job = replace(job, name=env["PBS_JOBNAME"])
+        sources["name"] = "PBS_JOBNAME"
+    if env.get("PBS_QUEUE"):
+        job = replace(job, queue=env["PBS_QUEUE"])
+        sources["queue"] = "PBS_QUEUE"
+    return _find_own_node(replace(job, sources=sources), get_hostname())
+
+
+def _read_node_file(env: Mapping[str, str]) -> Allocation | None:
+    """Return the job's hosts and slots by its node file; None if it cannot be read here."""
     path = env.get("PBS_NODEFILE", "")
-    why = f"PBS_NODEFILE={path!r} cannot be read here" if path else "PBS_NODEFILE is not set"
+    # It lies on every node of the job (OpenPBS 23.06), but not at every site.
+    if not path or not os.access(path, os.R_OK):
+        return None
     try:
-        # It lies on every node of the job (OpenPBS 23.06), but not at every site.
-        slots = read_slots(path) if path and os.access(path, os.R_OK) else {}
+        slots = read_slots(path)
     except HostfileError as error:
         raise HostfileError(
             f"PBS_NODEFILE: {error}; unset PBS_NODEFILE to ask qstat instead"
         ) from error
-    if slots:
-        counts = tuple(n or 1 for n in slots.values())  # a host that is named once has one
-        sources = dict.fromkeys(("hosts", "slots"), "PBS_NODEFILE")
-        job = Allocation("pbs", env["PBS_JOBID"], tuple(slots), slots=counts, sources=sources)
-    elif not commands:
+    counts = tuple(n or 1 for n in slots.values())  # a host that is named once has one
+    sources = dict.fromkeys(("hosts", "slots"), "PBS_NODEFILE")
+    return Allocation("pbs", env["PBS_JOBID"], tuple(slots), slots=counts, sources=sources)
+
+
+def _ask_for_hosts(env: Mapping[str, str], *, commands: bool) -> Allocation:
+    reason = "PBS_NODEFILE is not set"
+    if env.get("PBS_NODEFILE"):
+        reason = f"PBS_NODEFILE={env['PBS_NODEFILE']!r} cannot be read here"
+    if not commands:
         raise SchedulerError(
-            f"{why}; expected PBS's node file; set PBS_NODEFILE to a copy of it that every node of "
-            "the job can read"
+            f"{reason}; expected PBS's node file; set PBS_NODEFILE to a copy of it that every node "
+            "of the job can read"
         )
-    else:
-        try:
-            job = job_by_id(env["PBS_JOBID"], env)
-        except SchedulerError as error:
-            raise SchedulerError(f"{why}, and {error}") from error
-        job = replace(job, notes=(f"{why}: asked qstat",))
-    variables = {"scheduler": "PBS_JOBID", "job_id": "PBS_JOBID"}
-    variables |= {k: v for k, v in (("name", "PBS_JOBNAME"), ("queue", "PBS_QUEUE")) if env.get(v)}
-    name, queue = env.get("PBS_JOBNAME") or job.name, env.get("PBS_QUEUE") or job.queue
-    job = replace(job, name=name, queue=queue, sources={**job.sources, **variables})
-    return _placed(job, get_hostname())
+    try:
+        job = job_by_id(env["PBS_JOBID"], env)
+    except SchedulerError as error:
+        raise SchedulerError(f"{reason}, and {error}") from error
+    return replace(job, notes=(f"{reason}: asked qstat",))
 
 
-def cpus_of_job(
-    job: Allocation, env: Mapping[str, str], *, commands: bool
-) -> tuple[int, int, str] | None:
-    """Return the job's CPUs here, those on the node where it has fewest, and the source."""
+class JobCpus(NamedTuple):
+    """CPUs that a job was given on a node."""
+
+    here: int
+    fewest: int  # on the node where it has fewest
+    source: str
+
+
+def cpus_of_job(job: Allocation, env: Mapping[str, str], *, commands: bool) -> JobCpus | None:
+    """Return the job's CPUs, by ``NCPUS`` and qstat; None if these do not tell."""
     # ncpus of the first chunk, or its ompthreads where the job requested these.
     text = env.get("NCPUS", "")
     if not re.fullmatch("[0-9]{1,6}", text) or not int(text):
         return None
     if job.node_name is None or job.slots is None:
         return None
-    each, slots = int(text), dict(zip(job.hosts, job.slots, strict=True))
+    each = int(text)
+    slots = dict(zip(job.hosts, job.slots, strict=True))
     if slots[job.node_name] == 1:
-        return each, each, "NCPUS"
+        return JobCpus(each, each, "NCPUS")
     # Several slots of a node share the CPUs, or have as many each: only qstat tells.
     if not commands:
         return None
     try:
         # It must not hold up for long what can go on without.
-        job_id, brief = env["PBS_JOBID"], {_commands.TIME_LIMIT: "2", **env}
-        chunks = _chunks(job_id, _job(job_id, brief))
+        job_id = env["PBS_JOBID"]
+        chunks = _parse_exec_host(job_id, _query_job(job_id, {_commands.TIME_LIMIT: "2", **env}))
     except SchedulerError:
-        return each, each, "NCPUS: qstat does not tell whether it is for each process"
-    told: dict[str, int] = {}
+        source = "NCPUS: qstat does not tell whether it is for each process"
+        return JobCpus(each, each, source)
+    chunk_cpus: dict[str, int] = {}
     for name, count in chunks:
-        told[name] = told.get(name, 0) + count
-    cpus = {
-        name: min(told[known], each * slots[name])
-        for name in job.hosts
-        if (known := find_host(name, list(told)))
-    }
+        chunk_cpus[name] = chunk_cpus.get(name, 0) + count
+    cpus: dict[str, int] = {}
+    for name in job.hosts:
+        known = find_host(name, list(chunk_cpus))
+        if known is not None:
+            cpus[name] = min(chunk_cpus[known], each * slots[name])
     here = cpus.get(job.node_name, each)
-    return here, min(cpus.values(), default=here), "exec_host and NCPUS"
+    return JobCpus(here, min(cpus.values(), default=here), "exec_host and NCPUS")
 
 
-def _placed(job: Allocation, hostname: str) -> Allocation:
-    """Say which node of the job this process is on; PBS variables can be exported anywhere."""
+def _find_own_node(job: Allocation, hostname: str) -> Allocation:
+    """Add which node of the job this process is on; PBS variables can be exported anywhere."""
     name = find_host(hostname, job.hosts)
     job = replace(job, node_name=name, sources={**job.sources, "node_name": "uname"})
     if name is not None:
@@ -149,10 +172,12 @@ def get_pbs_jobs(
         SchedulerError: qstat is missing, failed, or did not answer in time.
     """
     env = os.environ if env is None else env
-    return _jobs(job_ids, env, "-x", attempts=1)[1] if job_ids else {}
+    if not job_ids:
+        return {}
+    return _query_jobs(job_ids, env, "-x", attempts=1)[1]
 
 
-def _jobs(
+def _query_jobs(
     job_ids: Sequence[str], env: Mapping[str, str], *more: str, attempts: int = 2
 ) -> tuple[int, dict[str, dict[str, Any]]]:
     """Return qstat's exit status, and the jobs that it tells of."""
@@ -163,14 +188,14 @@ def _jobs(
                 "unset PBS_JOBID, or give it as qstat prints it"
             )
     # qstat itself makes text of times, with ctime (OpenPBS, qstat.c): the zone is ours to choose.
-    answer = _commands.ask(
+    reply = _commands.ask(
         (*QSTAT.split(), *more, *job_ids), env={**env, "TZ": "UTC0"},
         good=(0, _UNKNOWN, _FINISHED), attempts=attempts, place=get_pbs_folder(env),
     )  # fmt: skip
     found: dict[str, dict[str, Any]] = {}
-    before, *parts = re.split(r"(?m)^Job Id: ", answer.stdout)
+    before, *parts = re.split(r"(?m)^Job Id: ", reply.stdout)
     # A site's lines may stand before the jobs, or alone where there is none.
-    if before.strip() and not parts and not answer.status:
+    if before.strip() and not parts and not reply.status:
         raise SchedulerError(
             f"{QSTAT} printed {before[:60]!r}; expected 'Job Id: 1.pbs-0001' and lines of its "
             "attributes; run it by hand, and ask the site which qstat this is"
@@ -180,50 +205,67 @@ def _jobs(
         job = found.setdefault(job_id.strip(), {})
         for name, text in re.findall(r"(?m)^ {4}([\w.]+) = (.*)", lines):
             group, _, key = name.rpartition(".")
-            place = job.setdefault(group, {}) if group else job
-            # What a value's own lines say comes later.
-            place.setdefault(key, _number_of(text, _READ[key]) if key in _READ else text)
-    return answer.status, found
+            attributes = job
+            if group:
+                attributes = job.setdefault(group, {})
+            # What looks like an attribute inside another's value comes later.
+            attributes.setdefault(key, _parse_value(key, text))
+    return reply.status, found
 
 
-def _number_of(text: str, read: Callable[[str], float]) -> str | float:
+def _parse_value(key: str, text: str) -> str | float:
+    """Return a moment or a length of time as a number, all else as it is."""
+    parse = _PARSERS.get(key)
+    if parse is None:
+        return text
     try:
-        return read(text)
+        return parse(text)
     except (ValueError, OverflowError):
         return text
 
 
-def _moment(text: str) -> float:
-    """Read "Sat Nov 21 02:10:43 2026", always in English, in the zone that `_jobs` chose."""
+def _parse_moment(text: str) -> float:
+    """Read "Sat Nov 21 02:10:43 2026", always in English, in the zone that `_query_jobs` chose."""
     _, month, day, clock, year = text.split()
     hour, minute, second = clock.split(":")
-    date = (int(year), _MONTHS.index(month) + 1, int(day))
-    return datetime(*date, int(hour), int(minute), int(second), tzinfo=UTC).timestamp()
+    moment = datetime(
+        int(year), _MONTHS.index(month) + 1, int(day), int(hour), int(minute), int(second),
+        tzinfo=UTC,
+    )  # fmt: skip
+    return moment.timestamp()
 
 
-def _walltime(text: str) -> float:
+def _parse_walltime(text: str) -> float:
     """Read ``DD:HH:MM:SS``, of which any left part may be missing, in seconds."""
     if not _WALLTIME.fullmatch(text):
         raise ValueError(text)
-    parts = reversed(text.partition(".")[0].split(":"))
-    return float(sum(unit * int(part) for unit, part in zip(_UNITS, parts, strict=False)))
+    parts = text.partition(".")[0].split(":")
+    seconds = 0
+    for part, unit in zip(reversed(parts), _UNITS, strict=False):
+        seconds += int(part) * unit
+    return float(seconds)
 
 
 _UNITS = (1, 60, 3600, 86400)
-_READ = {
-    **dict.fromkeys(("qtime", "stime", "mtime", "obittime", "start_time"), _moment),
-    "walltime": _walltime,
+_PARSERS = {
+    "qtime": _parse_moment,
+    "stime": _parse_moment,
+    "mtime": _parse_moment,
+    "obittime": _parse_moment,
+    "start_time": _parse_moment,
+    "walltime": _parse_walltime,
 }
 """What is text to qstat, and a number here."""
 
 
 def job_by_id(job_id: str, env: Mapping[str, str]) -> Allocation:
-    return _allocation_of(job_id, _job(job_id, env))
+    """Return a running job, by qstat."""
+    return _build_allocation(job_id, _query_job(job_id, env))
 
 
 def end_time(job_id: str, env: Mapping[str, str]) -> datetime | None:
     """Return when the job's walltime ends, by qstat; None before it starts or without a limit."""
-    return _end(job_id, _job(job_id, env))
+    return _compute_end(job_id, _query_job(job_id, env))
 
 
 def job_of_this_host(env: Mapping[str, str], hostname: str) -> Allocation | None:
@@ -231,15 +273,19 @@ def job_of_this_host(env: Mapping[str, str], hostname: str) -> Allocation | None
     if _commands.find("qselect", env, get_pbs_folder(env)) is None:
         return None
     # -T: the subjobs of an array, which itself never runs (manual page of 23.06; not captured).
-    argv = ("qselect", "-T", "-u", _user(env), "-s", "R")
+    argv = ("qselect", "-T", "-u", _get_user(env), "-s", "R")
     lines = _commands.ask(argv, env=env, place=get_pbs_folder(env)).stdout.splitlines()
     job_ids = [line for line in lines if _JOB_ID.fullmatch(line)]  # others are a site's own
     if not job_ids:
         return None
     # A job that ended since qselect has no exec_host, or is not told at all.
-    jobs = _jobs(job_ids, env)[1]
-    found = [_allocation_of(key, job) for key, job in jobs.items() if "exec_host" in job]
-    here = [job for job in found if find_host(hostname, job.hosts)]
+    _, jobs = _query_jobs(job_ids, env)
+    here = []
+    for job_id, attributes in jobs.items():
+        if "exec_host" in attributes:
+            job = _build_allocation(job_id, attributes)
+            if find_host(hostname, job.hosts):
+                here.append(job)
     if len(here) > 1:
         ids = ", ".join(str(job.job_id) for job in here)
         raise SchedulerError(
@@ -248,11 +294,11 @@ def job_of_this_host(env: Mapping[str, str], hostname: str) -> Allocation | None
         )
     if not here:
         return None
-    source = f"qselect, {QSTAT}"
-    return _placed(replace(here[0], sources=dict.fromkeys(here[0].sources, source)), hostname)
+    sources = dict.fromkeys(here[0].sources, f"qselect, {QSTAT}")
+    return _find_own_node(replace(here[0], sources=sources), hostname)
 
 
-def _user(env: Mapping[str, str]) -> str:
+def _get_user(env: Mapping[str, str]) -> str:
     user = env.get("USER") or env.get("LOGNAME") or ""
     if not user:
         with contextlib.suppress(KeyError):
@@ -264,77 +310,85 @@ def _user(env: Mapping[str, str]) -> str:
     return user
 
 
-def _job(job_id: str, env: Mapping[str, str]) -> Attributes:
-    status, jobs = _jobs([job_id], env)
+def _query_job(job_id: str, env: Mapping[str, str]) -> Attributes:
+    status, jobs = _query_jobs([job_id], env)
     # The server's name may be left out of an id, and is told in full.
     number = re.split("[.@]", job_id)[0]
     named = [job for key, job in jobs.items() if key.partition(".")[0] == number]
     if len(named) == 1:
         return named[0]
-    what = {_FINISHED: "has finished", _UNKNOWN: "is unknown to the server"}
+    problems = {_FINISHED: "has finished", _UNKNOWN: "is unknown to the server"}
+    problem = problems.get(status, "is not in the answer")
     raise SchedulerError(
-        f"{QSTAT}: job {job_id} {what.get(status, 'is not in the answer')}; expected one that "
-        "runs; unset PBS_JOBID where it is left over from an earlier job"
+        f"{QSTAT}: job {job_id} {problem}; expected one that runs; unset PBS_JOBID where it is "
+        "left over from an earlier job"
     )
 
 
-def _allocation_of(job_id: str, job: Attributes) -> Allocation:
-    names = [name for name, _ in _chunks(job_id, job)]
+def _build_allocation(job_id: str, job: Attributes) -> Allocation:
+    names = [name for name, _ in _parse_exec_host(job_id, job)]
     facts: dict[str, object] = {
-        "slots": _slots(names, job.get("Resource_List", {})),
+        "slots": _count_slots(names, job.get("Resource_List", {})),
         "name": job.get("Job_Name"),
         "queue": job.get("queue"),
     }
     with contextlib.suppress(SchedulerError):  # the hosts are known without it
-        facts["ends_at"] = _end(job_id, job)
-    told = {key: fact for key, fact in facts.items() if fact}
-    sources = dict.fromkeys(("scheduler", "job_id", "hosts", *told), QSTAT)
-    return Allocation("pbs", job_id, tuple(dict.fromkeys(names)), sources=sources, **told)  # type: ignore[arg-type]
+        facts["ends_at"] = _compute_end(job_id, job)
+    known = {key: fact for key, fact in facts.items() if fact}
+    sources = dict.fromkeys(("scheduler", "job_id", "hosts", *known), QSTAT)
+    return Allocation("pbs", job_id, tuple(dict.fromkeys(names)), sources=sources, **known)  # type: ignore[arg-type]
 
 
-def _chunks(job_id: str, job: Attributes) -> list[tuple[str, int]]:
-    exec_host, state = job.get("exec_host", ""), job.get("job_state", "unknown")
+def _parse_exec_host(job_id: str, job: Attributes) -> list[tuple[str, int]]:
+    """Return host and CPUs of each chunk of a job."""
+    exec_host = job.get("exec_host", "")
     if not exec_host:
         raise SchedulerError(
-            f"{QSTAT}: job {job_id} has no exec_host and is in state {state!r}; "
-            "expected a job that runs; wait until it starts"
+            f"{QSTAT}: job {job_id} has no exec_host and is in state "
+            f"{job.get('job_state', 'unknown')!r}; expected a job that runs; wait until it starts"
         )
-    chunks = [_CHUNK.fullmatch(part) for part in exec_host.split("+")]
-    found = [(match[1], int(match[2] or 1)) for match in chunks if match]
-    if len(found) < len(chunks):
-        raise SchedulerError(
-            f"{QSTAT}: job {job_id} has exec_host {exec_host[:80]!r}; expected a form such as "
-            "x1n0/0*2+x1n1/0*2; set PBS_NODEFILE to a file with one host a line"
-        )
-    return found
+    chunks = []
+    for part in exec_host.split("+"):
+        match = _CHUNK.fullmatch(part)
+        if match is None:
+            raise SchedulerError(
+                f"{QSTAT}: job {job_id} has exec_host {exec_host[:80]!r}; expected a form such as "
+                "x1n0/0*2+x1n1/0*2; set PBS_NODEFILE to a file with one host a line"
+            )
+        chunks.append((match[1], int(match[2] or 1)))
+    return chunks
 
 
-def _slots(names: Sequence[str], resources: Attributes) -> tuple[int, ...] | None:
+def _count_slots(names: Sequence[str], resources: Attributes) -> tuple[int, ...] | None:
     """Return the MPI slots of each host, where ``select`` and ``mpiprocs`` leave no doubt."""
     # The numbers of exec_host are CPUs. It has one entry a chunk of ``select``, in its order,
     # and a chunk has one slot unless it says ``mpiprocs``.
-    each: list[int] = []
+    chunk_slots: list[int] = []
     for part in resources.get("select", "").split("+"):
         number, *items = part.split(":")
         if "=" in number:
-            number, items = "1", [number, *items]
-        wanted = dict(item.partition("=")[::2] for item in items)
-        procs = wanted.get("mpiprocs", "1")
-        if not _COUNT.fullmatch(number) or not _COUNT.fullmatch(procs):
+            items.insert(0, number)
+            number = "1"
+        requested = dict(item.partition("=")[::2] for item in items)
+        slots = requested.get("mpiprocs", "1")
+        if not _COUNT.fullmatch(number) or not _COUNT.fullmatch(slots):
             return None
-        if wanted.get("ncpus") == "0" or len(each) + int(number) > len(names):
+        if requested.get("ncpus") == "0" or len(chunk_slots) + int(number) > len(names):
             return None
-        each += [int(procs)] * int(number)
-    if len(each) != len(names) or resources.get("mpiprocs", "") not in ("", str(sum(each))):
+        chunk_slots += [int(slots)] * int(number)
+    if len(chunk_slots) != len(names):
         return None
-    slots = dict.fromkeys(names, 0)
-    for name, procs_here in zip(names, each, strict=True):
-        slots[name] += procs_here
-    return tuple(slots.values())
+    if resources.get("mpiprocs", "") not in ("", str(sum(chunk_slots))):
+        return None
+    host_slots = dict.fromkeys(names, 0)
+    for name, count in zip(names, chunk_slots, strict=True):
+        host_slots[name] += count
+    return tuple(host_slots.values())
 
 
-def _end(job_id: str, job: Attributes) -> datetime | None:
-    start, limit = job.get("stime"), job.get("Resource_List", {}).get("walltime")
+def _compute_end(job_id: str, job: Attributes) -> datetime | None:
+    start = job.get("stime")
+    limit = job.get("Resource_List", {}).get("walltime")
     if not start or not limit:
         return None
     try:

@@ -25,7 +25,7 @@ from ._errors import (
     LauncherConflictError,
     NodelistError,
 )
-from ._nodelist import expand_nodelist, tasks_on_node
+from ._nodelist import expand_nodelist, get_tasks_on_node
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +68,10 @@ ONE_PROCESS = RankInfo(
     sources=dict.fromkeys(_FIELDS, "no launcher's variables are set: one process"),
 )  # fmt: skip
 
-_NAMES = frozenset(
-    name for each in FAMILIES for key in _REQUIRED for name in getattr(each, key)
-) | {TORCHRUN_PROOF}
+_NAMES = {TORCHRUN_PROOF}
 """Where none of these is set, there is nothing to decide."""
+for _family in FAMILIES:
+    _NAMES.update(_family.rank, _family.world_size, _family.local_rank)
 
 
 def get_rank_info(
@@ -96,24 +96,28 @@ def get_rank_info(
             above it tells which of them started it.
     """
     if ancestors is None:
-        ancestors = launching_ancestors() if env is None or env is os.environ else ()
+        ancestors = ()
+        if env is None or env is os.environ:
+            ancestors = launching_ancestors()
     env = os.environ if env is None else env
     if not any(map(env.get, _NAMES)):
         return ONE_PROCESS
-    env, note_on_job = _without_another_jobs_launch(env)
+    env, note_on_job = _drop_launch_of_other_job(env)
     note_on_step = ""
     if is_step(env):
         ancestors = list(ancestors)
-        if why := why_another_step(env, ancestors):
-            note_on_step = f"SLURM_STEP_ID={env['SLURM_STEP_ID']} set aside: {why}"
+        reason = explain_other_step(env, ancestors)
+        if reason:
+            note_on_step = f"SLURM_STEP_ID={env['SLURM_STEP_ID']} set aside: {reason}"
             env = {name: value for name, value in env.items() if name != "SLURM_STEP_ID"}
-    best = _by_order_of_trust(env)
+    best = _choose_most_trusted(env)
     if best.launcher == "slurm":
         _check_step(best, env)
-    if conflicts := _find_conflicts(best, env):
+    conflicts = _find_conflicts(best, env)
+    if conflicts:
         best = _resolve_conflict(best, conflicts, ancestors, env)
     for note in (note_on_job, note_on_step, _note_on_leftover(best, env)):
-        best = _with_note(best, note)
+        best = _add_note(best, note)
     return best
 
 
@@ -148,7 +152,7 @@ def get_local_device(env: Mapping[str, str] | None = None) -> int:
     env = os.environ if env is None else env
     info = get_rank_info(env)
     if info.launcher == EZPZ.name and env.get(EZPZ_LOCAL_DEVICE):
-        return _number(env, EZPZ_LOCAL_DEVICE)
+        return _read_number(env, EZPZ_LOCAL_DEVICE)
     return info.local_rank
 
 
@@ -167,47 +171,54 @@ def get_local_world_size(env: Mapping[str, str] | None = None) -> int:
     return info.local_world_size
 
 
-def _by_order_of_trust(env: Mapping[str, str]) -> RankInfo:
+def _choose_most_trusted(env: Mapping[str, str]) -> RankInfo:
     # Half of ezpz-launch's variables were not set by it: that is an error too.
     reading = read(EZPZ, env)
-    launched = None if reading is None else _complete(reading)
+    launched = None if reading is None else _require_complete(reading)
     if env.get(TORCHRUN_PROOF):
         # torchrun may run below an MPI launcher (one agent a node): the agent is nearer. The
         # shim of ezpz-launch removes the proof, so that this one runs below ezpz-launch too.
-        inner = _complete(read(TORCHRUN, env))
-        note = launched and f"torchrun runs below rank {launched.rank} of an ezpz-launch"
-        return _with_note(inner, note or "")
+        inner = _require_complete(read(TORCHRUN, env))
+        note = ""
+        if launched is not None:
+            note = f"torchrun runs below rank {launched.rank} of an ezpz-launch"
+        return _add_note(inner, note)
     if launched is not None:
         return launched
-    half: IncompleteLauncherError | None = None
+    half_set: IncompleteLauncherError | None = None
     for each in LAUNCHERS:
         reading = read(each, env)
         if isinstance(reading, RankInfo):
             return reading
-        half = half or reading
+        half_set = half_set or reading
     by_hand = read(TORCHRUN, env)
     if isinstance(by_hand, RankInfo):
         return by_hand
-    if half is None and by_hand is None:
+    if half_set is None and by_hand is None:
         return ONE_PROCESS
-    return _complete(half or by_hand)
+    return _require_complete(half_set or by_hand)
 
 
-def _with_note(info: RankInfo, note: str) -> RankInfo:
-    return replace(info, notes=(*info.notes, note)) if note else info
+def _add_note(info: RankInfo, note: str) -> RankInfo:
+    if not note:
+        return info
+    return replace(info, notes=(*info.notes, note))
 
 
 def _note_on_leftover(best: RankInfo, env: Mapping[str, str]) -> str:
     if best.launcher in ("none", EZPZ.name, TORCHRUN.name):
         return ""
-    right = {"RANK": best.rank, "WORLD_SIZE": best.world_size, "LOCAL_RANK": best.local_rank}
-    wrong = [
-        f"{name}={env[name]}" for name, n in right.items() if env.get(name, "") not in ("", str(n))
-    ]
+    expected = {"RANK": best.rank, "WORLD_SIZE": best.world_size, "LOCAL_RANK": best.local_rank}
+    wrong = []
+    for name, number in expected.items():
+        if env.get(name, "") not in ("", str(number)):
+            wrong.append(f"{name}={env[name]}")
     if not wrong:
         return ""
-    seen = " ".join(wrong)
-    return f"set aside: {seen} of the environment, because {best.launcher} started this process"
+    return (
+        f"set aside: {' '.join(wrong)} of the environment, because {best.launcher} started this "
+        "process"
+    )
 
 
 # One launcher's variables, read into a `RankInfo`, or the error to raise where they are half set.
@@ -215,72 +226,106 @@ def _note_on_leftover(best: RankInfo, env: Mapping[str, str]) -> str:
 
 def read(family: Family, env: Mapping[str, str]) -> RankInfo | IncompleteLauncherError | None:
     """Read one family; None when it is absent. An error is returned: another may be complete."""
-    chosen = _choose(family, env)
+    chosen = _choose_variables(family, env)
     if chosen is None:
         return None
-    sources = {key: name for key, name in chosen.items() if name is not None}
-    if len(sources) < len(chosen):
-        missing = tuple(
-            "/".join(getattr(family, key)) or f"a {key.replace('_', ' ')}"
-            for key in chosen
-            if key not in sources
-        )
-        present = sorted(sources.values())
-        seen = ", ".join(f"{name}={env[name]}" for name in present)
-        return IncompleteLauncherError(
-            f"half-set {family.name} environment: {seen} without {' and '.join(missing)}; "
-            "expected all of them or none; start the ranks with ezpz-launch, or unset "
-            f"{' '.join(present)}",
-        )
-
-    told: dict[str, int | None] = {}
+    if None in chosen.values():
+        return _describe_half_set(family, chosen, env)
+    values: dict[str, int | None] = {}
+    sources: dict[str, str] = {}
     for key in _FIELDS:
-        name = _first_set(env, getattr(family, key))
-        told[key] = None if name is None else _number(env, name)
-        sources[key] = name or f"not told by {family.name}"
-    tasks, node_rank, nodes = env.get(family.tasks_per_node), told["node_rank"], told["num_nodes"]
-    if told["local_world_size"] is None and tasks and node_rank is not None:
-        size = tasks_on_node(tasks, node_rank, variable=family.tasks_per_node)
-        told["local_world_size"] = size
-        sources["local_world_size"] = f"{family.tasks_per_node} at {sources['node_rank']}"
-    if node_rank is not None and nodes is not None and not node_rank < nodes:
-        raise InvalidVariableError(
-            f"{sources['node_rank']}={node_rank} with {sources['num_nodes']}={nodes}; expected "
-            "a node below the number of nodes; unset both, or start with ezpz-launch"
-        )
-    if told["local_world_size"] is None and told["world_size"] == 1:
-        told["local_world_size"], sources["local_world_size"] = 1, "a world of one"
-    if told["local_world_size"] == told["world_size"]:
+        name = _find_set_variable(env, getattr(family, key))
+        if name is None:
+            values[key] = None
+            sources[key] = f"not told by {family.name}"
+        else:
+            values[key] = _read_number(env, name)
+            sources[key] = name
+    _check_node(values, sources)
+    _infer_local_size(family, env, values, sources)
+    if values["local_world_size"] == values["world_size"]:
         for key, value in (("node_rank", 0), ("num_nodes", 1)):
-            if told[key] is None:
-                told[key], sources[key] = value, "every rank is on this node"
-    info = RankInfo(**told, launcher=family.name, sources=sources)  # type: ignore[arg-type]
+            if values[key] is None:
+                values[key] = value
+                sources[key] = "every rank is on this node"
+    info = RankInfo(**values, launcher=family.name, sources=sources)  # type: ignore[arg-type]
     _check_ranges(info)
     return info
 
 
+def _describe_half_set(
+    family: Family, chosen: Mapping[str, str | None], env: Mapping[str, str]
+) -> IncompleteLauncherError:
+    present = sorted(name for name in chosen.values() if name is not None)
+    missing = []
+    for key, name in chosen.items():
+        if name is None:
+            missing.append("/".join(getattr(family, key)) or f"a {key.replace('_', ' ')}")
+    settings = ", ".join(f"{name}={env[name]}" for name in present)
+    return IncompleteLauncherError(
+        f"half-set {family.name} environment: {settings} without {' and '.join(missing)}; "
+        "expected all of them or none; start the ranks with ezpz-launch, or unset "
+        f"{' '.join(present)}",
+    )
+
+
+def _infer_local_size(
+    family: Family, env: Mapping[str, str], values: dict[str, int | None], sources: dict[str, str]
+) -> None:
+    """Set the local world size where the tasks of each node, or a world of one, tell it."""
+    if values["local_world_size"] is not None:
+        return
+    tasks = env.get(family.tasks_per_node)
+    node_rank = values["node_rank"]
+    if tasks and node_rank is not None:
+        size = get_tasks_on_node(tasks, node_rank, variable=family.tasks_per_node)
+        values["local_world_size"] = size
+        sources["local_world_size"] = f"{family.tasks_per_node} at {sources['node_rank']}"
+    elif values["world_size"] == 1:
+        values["local_world_size"] = 1
+        sources["local_world_size"] = "a world of one"
+
+
+def _check_node(values: Mapping[str, int | None], sources: Mapping[str, str]) -> None:
+    node_rank = values["node_rank"]
+    num_nodes = values["num_nodes"]
+    if node_rank is not None and num_nodes is not None and node_rank >= num_nodes:
+        raise InvalidVariableError(
+            f"{sources['node_rank']}={node_rank} with {sources['num_nodes']}={num_nodes}; expected "
+            "a node below the number of nodes; unset both, or start with ezpz-launch"
+        )
+
+
 def read_partial(family: Family, env: Mapping[str, str]) -> dict[str, str]:
-    """Return what a family tells of rank, world size and local rank, unchecked."""
-    chosen = _choose(family, env) or {}
+    """Return the variables' texts of rank, world size and local rank, those that are set."""
+    chosen = _choose_variables(family, env) or {}
     return {key: env[name] for key, name in chosen.items() if name is not None}
 
 
-def _choose(family: Family, env: Mapping[str, str]) -> dict[str, str | None] | None:
+def _choose_variables(family: Family, env: Mapping[str, str]) -> dict[str, str | None] | None:
     """Return the variable that tells each required field; None where the family is absent."""
-    if any(env.get(name, "") in ("", *family.disproof) for name in family.proof):
-        return None
-    chosen = {key: _first_set(env, getattr(family, key)) for key in _REQUIRED}
+    for name in family.proof:
+        if env.get(name, "") in ("", *family.disproof):
+            return None
+    chosen = {key: _find_set_variable(env, getattr(family, key)) for key in _REQUIRED}
     # The world size's name may belong to another family too (PMI_SIZE): rank and local
     # rank, or for a family with names of its own any of the three, show that it is there.
-    own = ("rank", "local_rank") if family.name == "pals" else _REQUIRED
-    return chosen if any(chosen[key] for key in own) else None
+    proving: tuple[str, ...] = _REQUIRED
+    if family.name == "pals":
+        proving = ("rank", "local_rank")
+    if any(chosen[key] for key in proving):
+        return chosen
+    return None
 
 
-def _first_set(env: Mapping[str, str], names: tuple[str, ...]) -> str | None:
-    return next((name for name in names if env.get(name)), None)
+def _find_set_variable(env: Mapping[str, str], names: tuple[str, ...]) -> str | None:
+    for name in names:
+        if env.get(name):
+            return name
+    return None
 
 
-def _complete(reading: RankInfo | IncompleteLauncherError | None) -> RankInfo:
+def _require_complete(reading: RankInfo | IncompleteLauncherError | None) -> RankInfo:
     if isinstance(reading, RankInfo):
         return reading
     raise reading or IncompleteLauncherError(
@@ -289,7 +334,7 @@ def _complete(reading: RankInfo | IncompleteLauncherError | None) -> RankInfo:
     )
 
 
-def _number(env: Mapping[str, str], name: str) -> int:
+def _read_number(env: Mapping[str, str], name: str) -> int:
     text = env[name]
     # int() would take " 1_0 " and Arabic digits; a launcher writes plain decimals.
     if not re.fullmatch("[0-9]{1,9}", text):
@@ -301,13 +346,16 @@ def _number(env: Mapping[str, str], name: str) -> int:
 
 
 def _check_ranges(info: RankInfo) -> None:
-    size, local_size = info.world_size, info.local_world_size
-    if not info.rank < size:
+    size = info.world_size
+    local_size = info.local_world_size
+    if info.rank >= size:
         raise InvalidVariableError(
             f"{info.sources['rank']}={info.rank} with {info.sources['world_size']}={size}; "
             f"expected a rank below the world size; unset both, or start with ezpz-launch"
         )
-    upper = size if local_size is None else local_size
+    upper = local_size
+    if upper is None:
+        upper = size
     if not info.local_rank < upper <= size:
         raise InvalidVariableError(
             f"{info.sources['local_rank']}={info.local_rank} with "
@@ -322,27 +370,31 @@ def _check_ranges(info: RankInfo) -> None:
 _JOB_IDS = ("SLURM_JOB_ID", "SLURM_HET_JOB_ID", "PBS_JOBID")
 
 
-def _without_another_jobs_launch(env: Mapping[str, str]) -> tuple[Mapping[str, str], str]:
+def _drop_launch_of_other_job(env: Mapping[str, str]) -> tuple[Mapping[str, str], str]:
     """Return the environment without launch variables of another job, and a note on them."""
-    theirs = env.get(EZPZ_JOB_ID, "")
-    ours = [env[name] for name in _JOB_IDS if env.get(name)]
-    if not theirs or not ours or theirs in ours:
+    launch_job = env.get(EZPZ_JOB_ID, "")
+    jobs = [env[name] for name in _JOB_IDS if env.get(name)]
+    if not launch_job or not jobs or launch_job in jobs:
         return env, ""
     launched = read_partial(EZPZ, env)
-    leftover = {*_variables(EZPZ), EZPZ_JOB_ID, EZPZ_LOCAL_DEVICE, EZPZ_LAUNCHER}
+    leftover = {*_list_variables(EZPZ), EZPZ_JOB_ID, EZPZ_LOCAL_DEVICE, EZPZ_LAUNCHER}
     # The shim exports torchrun's names too, and reads those of its launcher; Slurm's own are of
     # this job.
     for each in (TORCHRUN, *LAUNCHERS):
-        told = read_partial(each, env)
-        same = all(told.get(key) in (None, launched.get(key)) for key in ("rank", "world_size"))
-        if each is TORCHRUN or each.name == env.get(EZPZ_LAUNCHER) != "slurm":
-            leftover |= _variables(each) if same else set()
-    note = f"the variables of ezpz-launch are of job {theirs}, and this is {ours[0]}: set aside"
+        if each is not TORCHRUN and (each.name == "slurm" or each.name != env.get(EZPZ_LAUNCHER)):
+            continue
+        texts = read_partial(each, env)
+        if all(texts.get(key) in (None, launched.get(key)) for key in ("rank", "world_size")):
+            leftover |= _list_variables(each)
+    note = f"the variables of ezpz-launch are of job {launch_job}, and this is {jobs[0]}: set aside"
     return {name: value for name, value in env.items() if name not in leftover}, note
 
 
-def _variables(family: Family) -> set[str]:
-    return {name for key in _FIELDS for name in getattr(family, key)}
+def _list_variables(family: Family) -> set[str]:
+    variables: set[str] = set()
+    for key in _FIELDS:
+        variables.update(getattr(family, key))
+    return variables
 
 
 def is_step(env: Mapping[str, str]) -> bool:
@@ -350,12 +402,15 @@ def is_step(env: Mapping[str, str]) -> bool:
     return env.get("SLURM_STEP_ID", "") not in ("", *SLURM_SHELL_STEPS)
 
 
-def why_another_step(env: Mapping[str, str], above: Iterable[Ancestor]) -> str:
+def explain_other_step(env: Mapping[str, str], ancestors: Iterable[Ancestor]) -> str:
     """Return why this process is not in the step that its variables name; empty if it may be."""
-    started_by = next((each for each in above if each.family == "slurm"), None)
-    if started_by is not None and _SHELL_STEP.search(started_by.process):
-        return f"{started_by.process} started this"
-    step, job = env.get("SLURM_STEP_NODELIST", ""), env.get("SLURM_JOB_NODELIST", "")
+    for ancestor in ancestors:
+        if ancestor.family == "slurm":
+            if _SHELL_STEP.search(ancestor.process):
+                return f"{ancestor.process} started this"
+            break
+    step = env.get("SLURM_STEP_NODELIST", "")
+    job = env.get("SLURM_JOB_NODELIST", "")
     # Most steps are as wide as their job, and ten thousand names need not be made for that.
     if not step or not job or step == job:
         return ""
@@ -363,15 +418,17 @@ def why_another_step(env: Mapping[str, str], above: Iterable[Ancestor]) -> str:
         others = set(expand_nodelist(step)) - set(expand_nodelist(job))
     except NodelistError:
         return ""  # an error to whoever needs the hosts
-    return f"its node {min(others)} is none of the job's, {job[:60]}" if others else ""
+    if not others:
+        return ""
+    return f"its node {min(others)} is none of the job's, {job[:60]}"
 
 
 def _check_step(best: RankInfo, env: Mapping[str, str]) -> None:
     """Refuse another job's step where only the variables can show it."""
-    here = env.get("SLURM_GTIDS", "")
-    if here and len(here.split(",")) != best.local_world_size:
+    ids = env.get("SLURM_GTIDS", "")
+    if ids and len(ids.split(",")) != best.local_world_size:
         raise InvalidVariableError(
-            f"SLURM_GTIDS={here[:40]} beside {best.local_world_size} tasks of this node "
+            f"SLURM_GTIDS={ids[:40]} beside {best.local_world_size} tasks of this node "
             f"({best.sources['local_world_size']}); expected one id a task; unset SLURM_STEP_ID, "
             "which is left over from the step that submitted this job"
         )
@@ -382,58 +439,70 @@ def _check_step(best: RankInfo, env: Mapping[str, str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Conflict:
-    """A launcher that tells of another rank or world than the one that was chosen."""
+    """A launcher whose variables give another rank or world than the one that was chosen."""
 
     family: Family
-    told: Mapping[str, str]
+    texts: Mapping[str, str]  # of its variables for rank, world size, local rank
 
     def __str__(self) -> str:
-        rank, size, local = (self.told.get(key, "?") for key in _REQUIRED)
-        return f"{self.family.name} says {rank} of {size}, local rank {local}"
+        rank = self.texts.get("rank", "?")
+        size = self.texts.get("world_size", "?")
+        local_rank = self.texts.get("local_rank", "?")
+        return f"{self.family.name} says {rank} of {size}, local rank {local_rank}"
 
 
 def _find_conflicts(best: RankInfo, env: Mapping[str, str]) -> list[Conflict]:
     conflicts = []
     for other in (*LAUNCHERS, TORCHRUN):
-        told = read_partial(other, env) if other.name != best.launcher else {}
+        if other.name == best.launcher:
+            continue
+        texts = read_partial(other, env)
+        is_complete = len(texts) == len(_REQUIRED)
         # A few of torchrun's variables are a leftover of the user's shell, and noted as such.
-        if not told or (other is TORCHRUN and len(told) < len(_REQUIRED)):
+        if not texts or (other is TORCHRUN and not is_complete):
             continue
         device = env.get(EZPZ_LOCAL_DEVICE)
-        if other is TORCHRUN and best.launcher == EZPZ.name and told["local_rank"] == device:
+        if other is TORCHRUN and best.launcher == EZPZ.name and texts["local_rank"] == device:
             # The shim exports the index of the rank's device as LOCAL_RANK.
-            told = {**told, "local_rank": str(best.local_rank)}
-        contradicts = any(text != str(getattr(best, key)) for key, text in told.items())
-        if contradicts or (len(told) == len(_REQUIRED) and _is_spread_otherwise(best, other, env)):
-            conflicts.append(Conflict(other, told))
+            texts["local_rank"] = str(best.local_rank)
+        contradicts = any(text != str(getattr(best, key)) for key, text in texts.items())
+        if contradicts or (is_complete and _has_other_local_size(best, other, env)):
+            conflicts.append(Conflict(other, texts))
     return conflicts
 
 
-def _is_spread_otherwise(best: RankInfo, family: Family, env: Mapping[str, str]) -> bool:
+def _has_other_local_size(best: RankInfo, family: Family, env: Mapping[str, str]) -> bool:
     """Return whether the same rank of the same world is of a launch inside, over other nodes."""
     try:
         reading = read(family, env)
     except InvalidVariableError:
         return False  # it is not believed yet, so it may be anything
-    sizes = {best.local_world_size, getattr(reading, "local_world_size", None)} - {None}
-    return len(sizes) > 1
+    if not isinstance(reading, RankInfo):
+        return False
+    known = (best.local_world_size, reading.local_world_size)
+    return None not in known and known[0] != known[1]
 
 
 def _resolve_conflict(
-    best: RankInfo, conflicts: Sequence[Conflict], above: Iterable[Ancestor], env: Mapping[str, str]
+    best: RankInfo,
+    conflicts: Sequence[Conflict],
+    ancestors: Iterable[Ancestor],
+    env: Mapping[str, str],
 ) -> RankInfo:
     """Let the nearest launching process decide; without one, refuse what is no known nesting."""
     by_name = {conflict.family.name: conflict for conflict in conflicts}
-    started_by = env.get(EZPZ_LAUNCHER, "") if best.launcher == EZPZ.name else best.launcher
+    started_by = best.launcher
+    if best.launcher == EZPZ.name:
+        started_by = env.get(EZPZ_LAUNCHER, "")
     decided = False
-    for ancestor in above:
+    for ancestor in ancestors:
         if ancestor.family in by_name:
-            nearest = _complete(read(by_name[ancestor.family].family, env))
+            nearest = _require_complete(read(by_name[ancestor.family].family, env))
             note = (
                 f"{nearest.launcher} before {best.launcher}, which says {best.rank} of "
                 f"{best.world_size}: {ancestor.process} is the nearest launcher above"
             )
-            return _with_note(nearest, note)
+            return _add_note(nearest, note)
         if ancestor.family == started_by:
             decided = True
             break
@@ -442,11 +511,11 @@ def _resolve_conflict(
         if best.world_size > 1:
             _refuse(best, by_name[TORCHRUN.name], env)
         note = f"RANK, WORLD_SIZE and LOCAL_RANK were set below rank {best.rank} of an ezpz-launch"
-        return _with_note(_complete(read(TORCHRUN, env)), note)
+        return _add_note(_require_complete(read(TORCHRUN, env)), note)
     for conflict in conflicts:
         if not decided and not _is_known_nesting(best, conflict, started_by, env):
             _refuse(best, conflict, env)
-        best = _with_note(best, f"{conflict}: set aside, {best.launcher} is nearer")
+        best = _add_note(best, f"{conflict}: set aside, {best.launcher} is nearer")
     return best
 
 
@@ -456,7 +525,7 @@ def _is_known_nesting(
     """Return whether the numbers can be those of an outer launcher, as far as variables show."""
     if conflict.family is TORCHRUN:
         return True  # a leftover of the user's shell
-    size = conflict.told.get("world_size", "")
+    size = conflict.texts.get("world_size", "")
     if conflict.family.name == "slurm" or env.get(TORCHRUN_PROOF):
         # Ranks of MPI carry the SLURM_PROCID of their proxy, and torchrun's workers whatever
         # their agent is: there are never more proxies or agents than ranks.
@@ -466,7 +535,7 @@ def _is_known_nesting(
 
 
 def _refuse(best: RankInfo, conflict: Conflict, env: Mapping[str, str]) -> None:
-    _complete(read(conflict.family, env))
+    _require_complete(read(conflict.family, env))
     raise LauncherConflictError(
         f"{best.launcher} says rank {best.rank} of {best.world_size} ({best.sources['rank']}), "
         f"{conflict}; expected one launcher; unset the variables of the one that did not start "
@@ -476,13 +545,11 @@ def _refuse(best: RankInfo, conflict: Conflict, env: Mapping[str, str]) -> None:
 
 # The launching processes above this one: they decide where variables cannot.
 
-_FAMILY_OF = {
-    # The kernel keeps 15 bytes of a process's name.
-    known: each.name
-    for each in FAMILIES
-    for name in each.processes
-    for known in (name, name[:15])
-}
+_FAMILY_OF_PROCESS: dict[str, str] = {}
+for _family in FAMILIES:
+    for _name in _family.processes:
+        _FAMILY_OF_PROCESS[_name] = _family.name
+        _FAMILY_OF_PROCESS[_name[:15]] = _family.name  # all that the kernel keeps of a name
 _SHELL_STEP = re.compile(r"\[[0-9+]+\.(batch|extern|interactive)\]")  # of a slurmstepd of no ranks
 _DEEPEST = 256
 
@@ -507,19 +574,20 @@ def launching_ancestors(pid: int | None = None, *, proc: str = "/proc") -> Itera
     for _ in range(_DEEPEST):
         # pid (name) state ppid ...: a name may hold spaces and brackets.
         fields = _read(f"{proc}/{pid}/stat").rpartition(")")[2].split()
-        pid = int(fields[1]) if len(fields) > 1 and fields[1].isdigit() else 0
-        if pid == 0:
+        if len(fields) < 2 or not fields[1].isdigit() or fields[1] == "0":
             return
+        pid = int(fields[1])
         words = _read(f"{proc}/{pid}/cmdline").split("\0")
-        for name in (_read(f"{proc}/{pid}/comm").strip(), *_run_by_python(words)):
-            if name in _FAMILY_OF:
-                # slurmstepd writes its step there: "slurmstepd: [7.batch]".
-                title = words[0] if name == "slurmstepd" else name
-                yield Ancestor(_FAMILY_OF[name], f"{title or name} (pid {pid})")
+        for name in (_read(f"{proc}/{pid}/comm").strip(), *_find_python_program(words)):
+            if name in _FAMILY_OF_PROCESS:
+                title = name
+                if name == "slurmstepd" and words[0]:
+                    title = words[0]  # with its step: "slurmstepd: [7.batch]"
+                yield Ancestor(_FAMILY_OF_PROCESS[name], f"{title} (pid {pid})")
                 break
 
 
-def _run_by_python(words: list[str]) -> list[str]:
+def _find_python_program(words: list[str]) -> list[str]:
     """Return the names of the module or script that a Python's command line runs."""
     if not os.path.basename(words[0]).startswith("python"):
         return []

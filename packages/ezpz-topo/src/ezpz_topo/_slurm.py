@@ -12,8 +12,8 @@ from . import _commands
 from ._allocation import Allocation
 from ._env import EZPZ, EZPZ_LAUNCHER
 from ._errors import InvalidVariableError, SchedulerError
-from ._nodelist import expand_nodelist, find_host, get_hostname, tasks_of_nodes
-from ._rank import get_rank_info, is_step, launching_ancestors, why_another_step
+from ._nodelist import expand_nodelist, find_host, get_hostname, get_tasks_per_node
+from ._rank import explain_other_step, get_rank_info, is_step, launching_ancestors
 
 # The variables.
 
@@ -94,7 +94,7 @@ def _is_in_step(env: Mapping[str, str]) -> bool:
     """Return whether the step's nodes are this process's: not if it is that of MPI's proxies."""
     if not is_step(env):
         return False
-    if why_another_step(env, launching_ancestors() if env is os.environ else ()):
+    if explain_other_step(env, launching_ancestors() if env is os.environ else ()):
         return False
     rank = get_rank_info(env)
     launcher = env.get(EZPZ_LAUNCHER, "") if rank.launcher == EZPZ.name else rank.launcher
@@ -117,7 +117,7 @@ def _slots(
         return None, ""
     if not env.get(name):
         return None, ""
-    return tasks_of_nodes(env[name], num_nodes, variable=name), name
+    return get_tasks_per_node(env[name], num_nodes, variable=name), name
 
 
 def _end_from_variable(env: Mapping[str, str]) -> datetime | None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from ._allocation import Allocation, scheduler_of
-from ._cpus import cpu_count_with_source, cpus_per_node_with_source
+from ._cpus import cpu_count_with_source, cpus_per_node_with_source, parse_cores
 from ._devices import Accelerators, get_accelerators
 from ._errors import IncompleteLauncherError, MachineError, SchedulerError
 from ._hosts import get_allocation
@@ -47,14 +46,16 @@ class Topology:
 
     def explain(self) -> list[Row]:
         """Return ``(name, value, source)`` rows, one a fact; a value of None is not known."""
-        job, machine, devices, rank = self.allocation, self.machine, self.accelerators, self.rank
+        job = self.allocation
+        devices = self.accelerators
+        rank = self.rank
         sources = rank.sources
         return [
-            ("machine", machine.name, machine.matched_by),
+            ("machine", self.machine.name, self.machine.matched_by),
             ("hostname", self.hostname, "uname"),
             ("scheduler", job.scheduler, job.sources.get("scheduler", "its job's variables")),
-            *(() if job.scheduler == "none" else _explain_job(job)),
-            ("nodes", *_or_why(count_nodes, rank, job)),
+            *_explain_job(job),
+            ("nodes", *_call_or_explain(count_nodes, rank, job)),
             ("hosts", fold_nodelist(job.hosts) or None, job.sources["hosts"]),
             ("device type", devices.device_type, devices.source),
             ("devices per node", devices.count, devices.source),
@@ -63,23 +64,28 @@ class Topology:
             ("launcher", rank.launcher, sources["rank"]),
             ("rank", rank.rank, sources["rank"]),
             ("world size", rank.world_size, sources["world_size"]),
-            ("world size total", *_or_why(_world_size_total, rank, job, devices)),
+            ("world size total", *_call_or_explain(_count_places, rank, job, devices)),
             ("local rank", rank.local_rank, sources["local_rank"]),
             ("local world size", rank.local_world_size, sources["local_world_size"]),
-            ("node index", *_or_why(_node_index, rank, job)),
+            ("node index", *_call_or_explain(_find_node_index, rank, job)),
         ]
 
     def _repr_html_(self) -> str:
         from html import escape  # noqa: PLC0415 - only a notebook needs it
 
-        rows = ("".join(f"<td>{escape(str(cell))}</td>" for cell in row) for row in self.explain())
-        return f"<table>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"
+        table = ""
+        for row in self.explain():
+            cells = "".join(f"<td>{escape(str(cell))}</td>" for cell in row)
+            table += f"<tr>{cells}</tr>"
+        return f"<table>{table}</table>"
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What was seen and set aside, in words for people."""
-        parts = (self.rank, self.allocation, self.machine, self.accelerators)
-        return tuple(note for part in parts for note in part.notes)
+        return (
+            *self.rank.notes, *self.allocation.notes, *self.machine.notes,
+            *self.accelerators.notes,
+        )  # fmt: skip
 
 
 def detect(env: Mapping[str, str] | None = None, *, ask: bool | None = None) -> Topology:
@@ -97,8 +103,11 @@ def detect(env: Mapping[str, str] | None = None, *, ask: bool | None = None) -> 
         TopoError: What was found is half set, impossible or contradictory.
     """
     env = os.environ if env is None else env
-    rank, machine = get_rank_info(env), get_machine_info(env)
-    may_ask = False if ask is None and rank.world_size > 1 else ask  # not a command a rank
+    rank = get_rank_info(env)
+    machine = get_machine_info(env)
+    may_ask = ask
+    if ask is None and rank.world_size > 1:
+        may_ask = False  # not a command a rank
     try:
         job = get_allocation(env, ask=may_ask)
     except SchedulerError as error:
@@ -111,14 +120,25 @@ def detect(env: Mapping[str, str] | None = None, *, ask: bool | None = None) -> 
     if job.scheduler == "pbs" and not (machine.devices_per_node or machine.cores_per_node):
         from ._pbs import cpus_of_job  # noqa: PLC0415 - only in a job of PBS
 
-        told = cpus_of_job(job, env, commands=rank.world_size == 1 and ask is not False)
-        if told and told[0] < cpu_count:
-            cpu_count, cpu_source = told[0], told[2]
-        if told and told[1] < cpus_per_node:
-            cpus_per_node, cpus_per_node_source = told[1], told[2]
-    devices = _devices_here(env, rank, job, machine)
-    cpus = (cpu_count, cpu_source, cpus_per_node, cpus_per_node_source)
-    return Topology(rank, job, machine, devices, get_hostname(), *cpus)
+        commands = rank.world_size == 1 and ask is not False
+        granted = cpus_of_job(job, env, commands=commands)
+        if granted is not None and granted.here < cpu_count:
+            cpu_count = granted.here
+            cpu_source = granted.source
+        if granted is not None and granted.fewest < cpus_per_node:
+            cpus_per_node = granted.fewest
+            cpus_per_node_source = granted.source
+    return Topology(
+        rank=rank,
+        allocation=job,
+        machine=machine,
+        accelerators=_count_devices(env, rank, job, machine),
+        hostname=get_hostname(),
+        cpu_count=cpu_count,
+        cpu_source=cpu_source,
+        cpus_per_node=cpus_per_node,
+        cpus_per_node_source=cpus_per_node_source,
+    )
 
 
 def imagine(machine: str, nodes: int = 1, env: Mapping[str, str] | None = None) -> Topology:
@@ -140,43 +160,67 @@ def imagine(machine: str, nodes: int = 1, env: Mapping[str, str] | None = None) 
         raise MachineError(f"{nodes} nodes; expected from 1 to {MAX_HOSTS}; name another number")
     # Only where its machines are: the job and the host of this environment are not meant.
     folders = ("EZPZ_MACHINES", "XDG_CONFIG_HOME", "HOME")
-    known = get_machine_info(
-        {**{name: env[name] for name in folders if name in env}, "EZPZ_MACHINE": machine},
-        hostname="hypothetical",
-    )
+    machine_env = {name: env[name] for name in folders if name in env}
+    machine_env["EZPZ_MACHINE"] = machine
+    known = get_machine_info(machine_env, hostname="hypothetical")
     source = f"hypothetical: {nodes} nodes of {known.name}"
     width = max(4, len(str(nodes)))
     hosts = tuple(f"node{number:0{width}d}" for number in range(1, nodes + 1))
-    facts = f"{known.name}.toml"
-    bound = re.findall("[0-9]+", " ".join(" ".join(each) for each in known.cpu_bind.values()))
-    cores = known.cores_per_node or max(map(int, bound), default=-1) + 1
-    told = facts if cores else f"not told by {facts}"
+    file = f"{known.name}.toml"
+    cores = known.cores_per_node or _count_bound_cores(known)
+    cores_source = file if cores else f"not told by {file}"
     job_id = None if known.scheduler == "none" else "hypothetical"
     sources = dict.fromkeys(("scheduler", "job_id", "hosts", "node_name"), source)
     job = Allocation(known.scheduler, job_id, hosts, node_name=hosts[0], sources=sources)
     devices = Accelerators(
-        known.device_type or "cpu", known.devices_per_node or 0, f"devices_per_node of {facts}"
+        known.device_type or "cpu", known.devices_per_node or 0, f"devices_per_node of {file}"
     )
-    return Topology(ONE_PROCESS, job, known, devices, hosts[0], cores, told, cores, told)
+    return Topology(
+        rank=ONE_PROCESS,
+        allocation=job,
+        machine=known,
+        accelerators=devices,
+        hostname=hosts[0],
+        cpu_count=cores,
+        cpu_source=cores_source,
+        cpus_per_node=cores,
+        cpus_per_node_source=cores_source,
+    )
+
+
+def _count_bound_cores(machine: Machine) -> int:
+    """Return the number of cores up to the highest that a machine's bind lists name."""
+    count = 0
+    for ranges in machine.cpu_bind.values():
+        for text in ranges:
+            count = max(count, max(parse_cores(text)) + 1)
+    return count
 
 
 def _explain_job(job: Allocation) -> list[Row]:
+    if job.scheduler == "none":
+        return []
+    slots = None if job.slots is None else sum(job.slots)
+    ends_at = None if job.ends_at is None else job.ends_at.isoformat()
+    queue = "partition" if job.scheduler == "slurm" else "queue"
     values = {
         "job_id": ("job id", job.job_id),
         "name": ("job name", job.name),
-        "queue": ("partition" if job.scheduler == "slurm" else "queue", job.queue),
-        "slots": ("slots", None if job.slots is None else sum(job.slots)),
-        "ends_at": ("ends at", None if job.ends_at is None else job.ends_at.isoformat()),
+        "queue": (queue, job.queue),
+        "slots": ("slots", slots),
+        "ends_at": ("ends at", ends_at),
         "node_name": ("node", job.node_name),
     }
-    untold = f"not told by {job.scheduler}'s variables"
-    return [(*row, job.sources.get(key, untold)) for key, row in values.items()]
+    unknown = f"not told by {job.scheduler}'s variables"
+    return [(*row, job.sources.get(key, unknown)) for key, row in values.items()]
 
 
-def _or_why(ask: Callable[..., tuple[int, str]], *facts: object) -> tuple[int | None, str]:
-    """Return what is known, or None and why not: a table can live with a gap, a caller cannot."""
+def _call_or_explain(
+    count: Callable[..., tuple[int, str]], *facts: object
+) -> tuple[int | None, str]:
+    """Return the number and its source, or None and why: a table can have a gap, a caller not."""
     try:
-        return ask(*facts)
+        return count(*facts)
     except IncompleteLauncherError as error:
         return None, str(error)
 
@@ -201,7 +245,9 @@ def get_world_size(
     """
     if total and in_use:
         raise ValueError("get_world_size(total=True, in_use=True); expected one of them")
-    return get_world_size_total(env) if total else get_world_size_in_use(env)
+    if total:
+        return get_world_size_total(env)
+    return get_world_size_in_use(env)
 
 
 def get_world_size_in_use(env: Mapping[str, str] | None = None) -> int:
@@ -223,8 +269,9 @@ def get_world_size_total(env: Mapping[str, str] | None = None) -> int:
         TopoError: Ranks, job or devices cannot be known.
     """
     rank = get_rank_info(env)
-    job = _job(rank, env)
-    return _world_size_total(rank, job, _devices_here(env, rank, job, get_machine_info(env)))[0]
+    job = _get_job(rank, env)
+    devices = _count_devices(env, rank, job, get_machine_info(env))
+    return _count_places(rank, job, devices)[0]
 
 
 def get_gpus_per_node(env: Mapping[str, str] | None = None) -> int:
@@ -237,7 +284,7 @@ def get_gpus_per_node(env: Mapping[str, str] | None = None) -> int:
         TopoError: A variable that selects devices or the machine is wrong.
     """
     rank = get_rank_info(env)
-    return _devices_here(env, rank, _job(rank, env), get_machine_info(env)).count
+    return _count_devices(env, rank, _get_job(rank, env), get_machine_info(env)).count
 
 
 def get_num_nodes(env: Mapping[str, str] | None = None) -> int:
@@ -249,7 +296,7 @@ def get_num_nodes(env: Mapping[str, str] | None = None) -> int:
         TopoError: The job cannot be read, or nothing tells how many nodes the ranks are on.
     """
     rank = get_rank_info(env)
-    return count_nodes(rank, _job(rank, env))[0]
+    return count_nodes(rank, _get_job(rank, env))[0]
 
 
 def get_node_index(env: Mapping[str, str] | None = None) -> int:
@@ -259,10 +306,12 @@ def get_node_index(env: Mapping[str, str] | None = None) -> int:
         TopoError: The environment is half set or contradicts itself, or nothing tells.
     """
     rank = get_rank_info(env)
-    return rank.node_rank if rank.node_rank is not None else _node_index(rank, _job(rank, env))[0]
+    if rank.node_rank is not None:
+        return rank.node_rank
+    return _find_node_index(rank, _get_job(rank, env))[0]
 
 
-def _job(rank: RankInfo, env: Mapping[str, str] | None) -> Allocation | None:
+def _get_job(rank: RankInfo, env: Mapping[str, str] | None) -> Allocation | None:
     """Return the job; None where only a command could tell it, and every rank would start one."""
     if rank.world_size == 1:
         return get_allocation(env)
@@ -272,21 +321,22 @@ def _job(rank: RankInfo, env: Mapping[str, str] | None) -> Allocation | None:
         return None
 
 
-def _devices_here(
+def _count_devices(
     env: Mapping[str, str] | None, rank: RankInfo, job: Allocation | None, machine: Machine
 ) -> Accelerators:
     """Return this node's accelerators; on a login node those that the machine's nodes have."""
     # On a node of the job the host itself is believed: a machine's CPU nodes have its name too.
     on_node = job is None or (job.scheduler != "none" and job.on_node)
-    devices = None
+    fallback = None
     if machine.devices_per_node and not on_node:
         source = f"devices_per_node of {machine.name}.toml"
-        devices = (machine.device_type, machine.devices_per_node, source)
+        fallback = (machine.device_type, machine.devices_per_node, source)
     # What every rank calls starts no command.
-    return get_accelerators(env, fallback=devices, tools=rank.world_size == 1)
+    return get_accelerators(env, fallback=fallback, tools=rank.world_size == 1)
 
 
 def count_nodes(rank: RankInfo, job: Allocation | None) -> tuple[int, str]:
+    """Return the number of nodes of the job, else of the ranks, and its source."""
     if job is not None and job.scheduler != "none" and job.hosts:
         return job.num_nodes, job.sources["hosts"]
     if rank.num_nodes is not None:
@@ -300,20 +350,24 @@ def count_nodes(rank: RankInfo, job: Allocation | None) -> tuple[int, str]:
     )
 
 
-def _world_size_total(
-    rank: RankInfo, job: Allocation | None, devices: Accelerators
-) -> tuple[int, str]:
+def _count_places(rank: RankInfo, job: Allocation | None, devices: Accelerators) -> tuple[int, str]:
+    """Return the number of ranks that the nodes have room for, and its source."""
     nodes, _ = count_nodes(rank, job)
     if devices.count:
-        room, why = nodes * devices.count, f"{nodes} nodes x {devices.count} devices"
+        places = nodes * devices.count
+        source = f"{nodes} nodes x {devices.count} devices"
     elif job is not None and job.slots:
-        room, why = sum(job.slots), job.sources["slots"]
+        places = sum(job.slots)
+        source = job.sources["slots"]
     else:
-        room, why = nodes, f"{nodes} nodes without devices"
-    return (room, why) if room >= rank.world_size else (rank.world_size, "the ranks that run")
+        places = nodes
+        source = f"{nodes} nodes without devices"
+    if places < rank.world_size:
+        return rank.world_size, "the ranks that run"
+    return places, source
 
 
-def _node_index(rank: RankInfo, job: Allocation | None) -> tuple[int, str]:
+def _find_node_index(rank: RankInfo, job: Allocation | None) -> tuple[int, str]:
     if rank.node_rank is not None:
         return rank.node_rank, rank.sources["node_rank"]
     per_node = rank.local_world_size or 0
@@ -341,6 +395,9 @@ def get_staged_path(path: str | os.PathLike[str], env: Mapping[str, str] | None 
         path: As it is on the shared file system; a relative one is of the working directory.
         env: The environment to read; default ``os.environ``.
     """
-    tree = (os.environ if env is None else env).get("EZPZ_STAGED", "")
+    env = os.environ if env is None else env
+    tree = env.get("EZPZ_STAGED", "")
     staged = tree + os.path.realpath(path)
-    return staged if tree and os.path.lexists(staged) else os.fspath(path)
+    if tree and os.path.lexists(staged):
+        return staged
+    return os.fspath(path)
