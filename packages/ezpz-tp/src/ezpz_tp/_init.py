@@ -15,17 +15,17 @@ import operator
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from types import FunctionType
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import init
-from torch.overrides import TorchFunctionMode
 
 from ._errors import DegreeError
 from ._mappings import broadcast_
-from ._shard import Piece, Shard, whole
+from ._shard import Piece, Shard
 
 # What a weight is of.
 
@@ -79,173 +79,90 @@ def tiles(full_shape: tuple[int, ...], dim: int, box: Piece) -> Iterator[tuple[i
         yield number, Piece(begins, tuple(map(min, steps, left)))
 
 
-# A tile of a weight that answers for the whole: the shape of all, the values of some.
-
-_RANDOM = frozenset({
-    "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_",
-    "uniform_",
-})  # fmt: skip
-# On anything but a tile they draw from torch's own generators: other numbers on every rank.
-_DRAWS = _RANDOM | {
-    "bernoulli", "multinomial", "normal", "poisson", "rand", "rand_like", "randint",
-    "randint_like", "randn", "randn_like", "randperm",
-}  # fmt: skip
-_LIKE = {"rand_like": "uniform_", "randn_like": "normal_"}
-
-# Elementwise without torch's tag for it.
-_UNTAGGED = frozenset({
-    "bfloat16", "clone", "constant_", "copy_", "detach", "double", "empty_like", "fill_", "float",
-    "full_like", "half", "masked_fill", "masked_fill_", "ones_like", "requires_grad_", "to",
-    "type", "zero_", "zeros_like",
-    "__and__", "__invert__", "__or__", "__rdiv__", "__rpow__", "__rsub__", "__xor__",
-})  # fmt: skip
-# They only steer: trunc_normal_ draws again while any value is out of bounds, which each tile
-# may do as often as it needs.
-_SCALAR = frozenset({"any", "new_tensor"})
-
-# True of a tile as of the whole.
-_ALIKE = frozenset({"dim", "element_size", "is_complex", "is_floating_point", "ndimension"})
-_ALIKE_ATTRIBUTES = frozenset(
-    {"device", "dtype", "is_cpu", "is_cuda", "is_meta", "is_xpu", "layout", "ndim", "requires_grad"}
-)
-
-
-class NotElementwiseError(RuntimeError):
-    """An operation that a tile cannot stand in for."""
-
-
-class Tile(Tensor):
-    """Stands in for a weight while it is initialized, and lets elementwise operations through."""
-
-    # It says that it has the full weight's shape, so fans and such come out right; operations act
-    # on the tile, and draw from its generator. (A ``__torch_dispatch__`` would be told the exact
-    # operation, but the first one in a process imports another 500 modules, for 0.5 s.)
-
-    part: Tensor
-    full_shape: torch.Size
-    generator: torch.Generator
-
-    @classmethod
-    def of(cls, part: Tensor, full_shape: tuple[int, ...], generator: torch.Generator) -> Tile:
-        """Return a stand-in for a weight of that shape; what is done to it is done to ``part``."""
-        tile: Tile = part.as_subclass(cls)
-        tile.part, tile.full_shape, tile.generator = part, torch.Size(full_shape), generator
-        return tile
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        name: str = getattr(func, "__name__", "?")
-        tiles = [value for value in (*args, *kwargs.values()) if isinstance(value, Tile)]
-        if not tiles:
-            raise NotElementwiseError(f"it calls {name} with a list")
-        tile = tiles[0]
-        if name == "__get__":
-            return _attribute(tile, func)
-        if name == "size":
-            dim = args[1] if len(args) > 1 else kwargs.get("dim")
-            return tile.full_shape if dim is None else tile.full_shape[dim]
-        if name in {"numel", "nelement"}:
-            return math.prod(tile.full_shape)
-        if name == "kaiming_uniform_":  # the one of torch.nn.init that hands over its fans as well
-            return _kaiming_uniform(**kwargs)
-        return _elementwise(tile, func, name, args, kwargs)
-
-
-class NoOtherNumbers(TorchFunctionMode):
-    """Refuses to draw any random numbers but a tile's, while it is on."""
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        values = (*args, *kwargs.values())
-        if not any(isinstance(value, Tile) for value in values):
-            name: str = getattr(func, "__name__", "?")
-            if name in _DRAWS or any(isinstance(value, torch.Generator) for value in values):
-                raise NotElementwiseError(f"it calls {name}")
-        return func(*args, **kwargs)
-
-
-def _attribute(tile: Tile, getter: Callable[..., Any]) -> Any:
-    name: str = getter.__self__.__name__  # type: ignore[attr-defined]
-    if name == "shape":
-        return tile.full_shape
-    if name == "data":
-        return tile
-    if name not in _ALIKE_ATTRIBUTES:
-        raise NotElementwiseError(f"it reads .{name}")
-    return getattr(tile.part, name)
-
-
-def _elementwise(
-    tile: Tile, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    values = (*args, *kwargs.values())
-    if any(isinstance(value, torch.Generator) for value in values):
-        raise NotElementwiseError(f"it calls {name} with a generator of its own")
-    if any(isinstance(v, Tensor) and not isinstance(v, Tile) and v.dim() for v in values):
-        raise NotElementwiseError(f"it calls {name} with other data")
-    alike = name in _ALIKE or name in _SCALAR
-    random = name in _RANDOM or name in _LIKE
-    if "out" in kwargs or not (
-        alike or random or name in _UNTAGGED or _is_pointwise(name.removesuffix("_"))
-    ):
-        raise NotElementwiseError(f"it calls {name}")
-    parts = [value.part if isinstance(value, Tile) else value for value in args]
-    named: dict[str, Any] = {key: v.part if isinstance(v, Tile) else v for key, v in kwargs.items()}
-    if name in _LIKE:
-        draw = getattr(torch.empty_like(*parts, **named), _LIKE[name])
-        return Tile.of(draw(generator=tile.generator), tile.full_shape, tile.generator)
-    if random:
-        named["generator"] = tile.generator
-    result = func(*parts, **named)
-    if result is tile.part:
-        return tile
-    if not isinstance(result, Tensor) or (name in _SCALAR and result.dim() == 0):
-        return result
-    if result.shape != tile.part.shape:
-        raise NotElementwiseError(f"{name} returns another shape")
-    return Tile.of(result, tile.full_shape, tile.generator)
-
-
-def _kaiming_uniform(
-    tensor: Tile,
-    a: float = 0,
-    mode: str = "fan_in",
-    nonlinearity: Any = "leaky_relu",
-    generator: torch.Generator | None = None,
-) -> Tensor:
-    if generator is not None:
-        raise NotElementwiseError("it calls kaiming_uniform_ with a generator of its own")
-    fans = init._calculate_fan_in_and_fan_out(tensor)  # noqa: SLF001 - all that gives fans
-    fan = fans[0 if mode.lower() == "fan_in" else 1]
-    bound = math.sqrt(3.0) * init.calculate_gain(nonlinearity, a) / math.sqrt(fan)
-    return tensor.uniform_(-bound, bound)
-
-
-@functools.cache
-def _is_pointwise(name: str) -> bool:
-    """Whether torch tags an operation so, in place or not, and it draws nothing (rrelu does)."""
-    packet = getattr(torch.ops.aten, name, None)
-    if not isinstance(packet, torch._ops.OpOverloadPacket):  # noqa: SLF001 - its only name
-        return False
-    tags = {tag for overload in packet.overloads() for tag in getattr(packet, overload).tags}
-    return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
-
-
 InitMethod = Callable[[Tensor], object]
 """Fills a tensor in place, as the functions of ``torch.nn.init`` do."""
+
+
+# How a tile is filled by an initialiser of torch.nn.init that treats every element alone.
+
+
+class TileMethod(Protocol):
+    """Fills a tile in place, from a generator if it draws."""
+
+    def __call__(self, tile: Tensor, *, generator: torch.Generator) -> object: ...
+
+
+_DRAWING: Any = (init.normal_, init.uniform_, init.trunc_normal_)
+_CONSTANT: Any = (init.constant_, init.ones_, init.zeros_)
+
+
+def find_tile_method(init_method: InitMethod, full_shape: Sequence[int]) -> TileMethod | None:
+    """Return what fills a tile as ``init_method`` fills a whole weight; None if only it can."""
+    function: Any = init_method
+    options: dict[str, Any] = {}
+    if isinstance(init_method, functools.partial) and not init_method.args:
+        function = init_method.func
+        options = init_method.keywords
+    if not isinstance(function, FunctionType) or options.get("generator") is not None:
+        return None
+    if function in _CONSTANT:
+        return _without_generator(functools.partial(function, **options))
+    if function in _DRAWING:
+        return functools.partial(function, **options)
+    if function in _SCALED_BY_FAN:
+        stand_in = torch.empty(tuple(full_shape), device="meta")
+        fans = init._calculate_fan_in_and_fan_out(stand_in)  # noqa: SLF001 - all that gives fans
+        return _SCALED_BY_FAN[function](*fans, **options)
+    return None
+
+
+def _without_generator(fill: Callable[[Tensor], object]) -> TileMethod:
+    def fill_tile(tile: Tensor, *, generator: torch.Generator) -> None:
+        del generator
+        fill(tile)
+
+    return fill_tile
+
+
+def _xavier_normal(fan_in: int, fan_out: int, gain: float = 1.0) -> TileMethod:
+    std = gain * math.sqrt(2.0 / (fan_in + fan_out))
+    return functools.partial(init.normal_, std=std)
+
+
+def _xavier_uniform(fan_in: int, fan_out: int, gain: float = 1.0) -> TileMethod:
+    std = gain * math.sqrt(2.0 / (fan_in + fan_out))
+    return _uniform_of(std)
+
+
+def _kaiming_normal(fan_in: int, fan_out: int, **options: Any) -> TileMethod:
+    return functools.partial(init.normal_, std=_kaiming_std(fan_in, fan_out, **options))
+
+
+def _kaiming_uniform(fan_in: int, fan_out: int, **options: Any) -> TileMethod:
+    return _uniform_of(_kaiming_std(fan_in, fan_out, **options))
+
+
+def _kaiming_std(
+    fan_in: int, fan_out: int, a: float = 0, mode: str = "fan_in", nonlinearity: Any = "leaky_relu"
+) -> float:
+    fans = {"fan_in": fan_in, "fan_out": fan_out}
+    if mode.lower() not in fans:
+        raise ValueError(f"mode {mode!r}; expected 'fan_in' or 'fan_out'")
+    return init.calculate_gain(nonlinearity, a) / math.sqrt(fans[mode.lower()])
+
+
+def _uniform_of(std: float) -> TileMethod:
+    bound = math.sqrt(3.0) * std
+    return functools.partial(init.uniform_, a=-bound, b=bound)
+
+
+_SCALED_BY_FAN: dict[Any, Callable[..., TileMethod]] = {
+    init.xavier_normal_: _xavier_normal,
+    init.xavier_uniform_: _xavier_uniform,
+    init.kaiming_normal_: _kaiming_normal,
+    init.kaiming_uniform_: _kaiming_uniform,
+}
+
 
 _LARGE = 1 << 28
 """Bytes of a full weight from which making it is worth a warning."""
@@ -266,12 +183,11 @@ def initialize_shard(
 ) -> None:
     """Fill this rank's part of a weight so that the full weight is the same at every degree.
 
-    ``init_method`` is called once for each tile of the weight that this rank holds some of. It
-    gets a stand-in with the full weight's shape (fans are those of the full weight) and this
-    tile's values. That works for all that acts on each element alone, which is all of
-    ``torch.nn.init`` but ``orthogonal_``, ``eye_``, ``dirac_`` and ``sparse_``. For those, and for
-    an ``init_method`` that copies data, reads values or brings its own generator, every rank makes
-    the full weight by one call, and cuts it. That is right, but slow and large, and gives a
+    ``normal_``, ``uniform_``, ``trunc_normal_``, ``xavier_*``, ``kaiming_*``, ``constant_``,
+    ``ones_`` and ``zeros_`` of ``torch.nn.init``, also with keyword arguments bound by
+    ``functools.partial``, fill the tiles of the weight that this rank holds some of; fans are those
+    of the full weight. With any other ``init_method``, or with a generator of its own, every rank
+    makes the full weight by one call, and cuts it. That is right, but slow and large, and gives a
     warning for a large weight.
 
     Half-precision weights are drawn in fp32 and rounded. CPU and accelerators have other random
@@ -302,21 +218,15 @@ def initialize_shard(
     full_shape = tuple(full_shape)
     with torch.no_grad():
         local, held = _held(shard, full_shape, partition_dim, index, degree, stride)
-        dim = partition_dim or 0
-        try:
-            with NoOtherNumbers():
-                for at, full in held:
-                    _fill(local[at.slices], full, full_shape, dim, init_method, seed=seed)
-                if not held and 0 not in full_shape:
-                    # All padding here: one element is drawn, so that what ``init_method`` keeps
-                    # to itself, such as a generator, is the same on all ranks.
-                    one = whole([1] * len(full_shape))
-                    into = local.new_empty(one.sizes)
-                    _fill(into, one, full_shape, dim, init_method, seed=seed)
-        except NotElementwiseError as error:
-            weight = _whole(local, full_shape, init_method, seed, error)
+        fill_tile = find_tile_method(init_method, full_shape)
+        if fill_tile is not None:
             for at, full in held:
-                local[at.slices].copy_(weight[full.slices])
+                _fill(local[at.slices], full, full_shape, partition_dim or 0, fill_tile, seed=seed)
+            return
+        # Also where all is padding: what ``init_method`` keeps, such as a generator, is the same.
+        weight = _draw_whole(local, full_shape, init_method, seed)
+        for at, full in held:
+            local[at.slices].copy_(weight[full.slices])
 
 
 def initialize_from_whole(
@@ -459,11 +369,11 @@ def _fill(
     box: Piece,
     full_shape: tuple[int, ...],
     dim: int,
-    init_method: InitMethod,
+    fill_tile: TileMethod,
     *,
     seed: int,
 ) -> None:
-    dtype = torch.float64 if target.dtype == torch.float64 else torch.float32
+    dtype = _drawn_dtype(target)
     generator = torch.Generator(device=target.device)
     for number, tile in tiles(full_shape, dim, box):
         both = tile.overlap(box)
@@ -471,35 +381,35 @@ def _fill(
         into = target[both.within(box).slices]
         direct = both == tile and into.is_contiguous() and into.dtype == dtype
         values = into if direct else torch.empty(tile.sizes, dtype=dtype, device=target.device)
-        init_method(Tile.of(values, full_shape, generator.manual_seed(_mixed(seed, number))))
+        fill_tile(values, generator=generator.manual_seed(derive_seed(seed, number)))
         if not direct:
             into.copy_(values[both.within(tile).slices])
 
 
-def _whole(
-    like: Tensor,
-    full_shape: tuple[int, ...],
-    init_method: InitMethod,
-    seed: int,
-    reason: NotElementwiseError,
+def _draw_whole(
+    like: Tensor, full_shape: tuple[int, ...], init_method: InitMethod, seed: int
 ) -> Tensor:
     """Return the full weight, made by one call of ``init_method``."""
-    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+    dtype = _drawn_dtype(like)
     size = math.prod(full_shape) * dtype.itemsize
     if size >= _LARGE:
         warnings.warn(
-            f"initializing a weight of shape {full_shape} needs all of it, {size >> 20} MiB, on "
-            f"every rank, as {reason}; an init_method that treats elements alone does not",
+            f"initializing a weight of shape {full_shape} draws all of it, {size >> 20} MiB, on "
+            f"every rank, as {init_method!r} is not one of torch.nn.init's that fill it in tiles "
+            "(normal_, uniform_, trunc_normal_, xavier_*, kaiming_* and constants)",
             stacklevel=3,
         )
     weight = torch.empty(full_shape, dtype=dtype, device=like.device)
-    # The functions of torch.nn.init that come here mostly take no generator.
-    with _seeded(_mixed(seed, 0), like.device):
+    with _seeded(derive_seed(seed, 0), like.device):
         init_method(weight)
     return weight
 
 
-def _mixed(seed: int, number: int) -> int:
+def _drawn_dtype(target: Tensor) -> torch.dtype:
+    return torch.float64 if target.dtype == torch.float64 else torch.float32
+
+
+def derive_seed(seed: int, number: int) -> int:
     """Return a 64-bit seed that has nothing in common with its neighbors' (splitmix64)."""
     # With a plain sum, tile 1 of one layer would be tile 0 of the layer seeded next.
     state = seed % 2**64
