@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ezpz_obs import History, HistoryError, read_run
-from ezpz_obs._run import follow
+from ezpz_obs._run import iterate_new_lines
 
 
 @pytest.mark.parametrize(
@@ -132,9 +132,11 @@ def test_a_line_without_an_end_is_not_read_into_memory(tmp_path):
     with open(path, "wb") as file:
         file.write(b'{"step":0,"time":1}\n{"step":1,')
         file.truncate(1 << 36)  # zeros that take no room on the disk
-    for look in (
-        History.read, History, lambda path: list(follow(read_run(path), stop=lambda: True))
-    ):  # fmt: skip
+
+    def follow(path):
+        return list(iterate_new_lines(read_run(path), stop=lambda: True))
+
+    for look in (History.read, History, follow):
         with pytest.raises(HistoryError, match="longer than 64 MiB"):
             look(path if look is not History else tmp_path)
 

@@ -57,13 +57,13 @@ class Across:
         self._device = _find_device(torch, dist)
         self._warned: set[str] = set()
         with _translate_errors("begins"):
-            # A group of its own: a rank that forgets to update cannot have its neighbours' metrics
+            # A separate group: a rank that forgets to update cannot have its neighbours' metrics
             # taken for another collective.
             world = dist.group.WORLD._get_backend(torch.device(self._device))  # noqa: SLF001
             self._group = dist.new_group(timeout=world.options._timeout)  # noqa: SLF001
             facts: list[Any] = [None] * self._ranks
             dist.all_gather_object(facts, (first_step, place.host), group=self._group)
-        self.first_step: int = max(step for step, _ in facts)  # rank 0 goes on in its file
+        self.first_step: int = max(step for step, _ in facts)  # rank 0 continues its file
         self._hosts = [host for _, host in facts]
 
     def begin(self, step: int, metrics: Mapping[str, Any]) -> Exchange:

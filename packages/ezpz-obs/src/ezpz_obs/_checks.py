@@ -1,4 +1,4 @@
-"""The check ``wandb``: credentials, or offline; asks neither the server nor the user."""
+"""The check ``wandb``: credentials, or offline; without the server or a prompt."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ._sinks.wandb import find_credentials, find_mode, find_server
 
 
 def wandb(_seconds: float, env: Mapping[str, str] | None = None) -> CheckResult:
-    """Return where a run of W&B would go, and whether that is what was requested."""
+    """Return where a run of W&B would go, and whether that was requested."""
     if env is None:
         env = os.environ
     try:

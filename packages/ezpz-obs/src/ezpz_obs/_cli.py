@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _complain(str(error))
         return 1
     except BrokenPipeError:
-        # `ezpz-obs tail RUN | head -1` is no failure, nor is the interpreter's own flush.
+        # `ezpz-obs tail RUN | head -1` succeeds; the interpreter's own flush must not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
         _complain(f"{error.filename or 'standard output'}: {error.strerror or error}")
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _complain(text: str) -> None:
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # closed: no one reads it
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # standard error is closed
         print(f"ezpz-obs: {' '.join(text.split())}", file=sys.stderr, flush=True)
 
 

@@ -23,7 +23,7 @@ class RankInfo:
 
 
 def find_rank_info(env: Mapping[str, str] | None = None) -> RankInfo:
-    """Return who this process is; ``host`` is the name up to its first dot."""
+    """Return this process's rank, world size and host name (up to its first dot)."""
     # torch.distributed knows best, where it is set up: ranks of ``torch.multiprocessing.spawn``
     # have no variables that name them.
     host = socket.gethostname().partition(".")[0]

@@ -1,11 +1,11 @@
-"""What goes wrong in ezpz_obs, as one tree."""
+"""The errors of ezpz_obs, as one tree."""
 
 import importlib
 from typing import Any
 
 
 class ObsError(Exception):
-    """The parent of all errors of this package: the value, what was expected, and the remedy."""
+    """The parent of all errors of this package: the value, the expectation, and the remedy."""
 
 
 class HistoryError(ObsError):
@@ -17,7 +17,7 @@ class SinkError(ObsError):
 
 
 class ReportError(ObsError):
-    """A report, plot or export cannot be made of what was given."""
+    """A report, plot or export cannot be made of these runs."""
 
 
 def require(module: str, purpose: str, extra: str = "report") -> Any:

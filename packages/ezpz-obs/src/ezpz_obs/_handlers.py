@@ -51,13 +51,13 @@ class TerminalHandler(logging.StreamHandler[TextIO]):
         self.failed = False
         try:
             line = self.format(record) + self.terminator
-            with _without_bars(stream) if self._is_terminal else nullcontext():
+            with _hide_bars(stream) if self._is_terminal else nullcontext():
                 _write_past_buffer(stream, line)
         except Exception:  # noqa: BLE001 - a formatter or a user's stream may raise anything
             self.handleError(record)
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
-        """Let a full disk, or a reader that has gone, not end a training."""
+        """Ignore a full disk or a closed pipe: they must not end a training."""
         self.failed = True
         if not isinstance(sys.exc_info()[1], OSError | ValueError):  # ValueError: it is closed
             super().handleError(record)
@@ -78,7 +78,7 @@ class LogFileHandler(WatchedFileHandler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             super().emit(record)
-        except OSError:  # the folder is gone
+        except OSError:  # the folder was removed
             self.handleError(record)
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
@@ -160,7 +160,8 @@ def is_terminal(stream: TextIO | None) -> bool:
 
 def _write_past_buffer(stream: TextIO, line: str) -> None:
     """Write a line at once, so that lines of ranks that share the stream stay whole."""
-    encoding = getattr(stream, "encoding", None) or "utf-8"  # a stand-in need not have one
+    # A replacement of sys.stderr may have no encoding.
+    encoding = getattr(stream, "encoding", None) or "utf-8"
     encoded = line.encode(encoding, "backslashreplace")
     descriptor = _find_descriptor(stream)
     if descriptor is None:
@@ -175,7 +176,7 @@ def _write_past_buffer(stream: TextIO, line: str) -> None:
 
 
 def _find_descriptor(stream: TextIO) -> int | None:
-    """Return the descriptor of standard error itself; None of what only stands in for it."""
+    """Return the descriptor of standard error; None if the stream only replaces it."""
     if stream is not sys.__stderr__:
         return None
     try:
@@ -184,7 +185,7 @@ def _find_descriptor(stream: TextIO) -> int | None:
         return None
 
 
-def _without_bars(stream: TextIO) -> AbstractContextManager[Any]:
+def _hide_bars(stream: TextIO) -> AbstractContextManager[Any]:
     """Take tqdm's bars, ours and the script's own, off the terminal for the while."""
     tqdm: Any = getattr(sys.modules.get("tqdm"), "tqdm", None)
     if not getattr(tqdm, "_instances", None):

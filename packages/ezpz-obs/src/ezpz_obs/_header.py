@@ -1,4 +1,4 @@
-"""What is known of an attempt of a run, written once as the first line of its file."""
+"""The header of an attempt of a run: the first line that it writes to the run's file."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def make_header(
     project: str | None,
     config: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return what is known of this attempt. No command is started but git, for 2 s."""
+    """Return facts about this attempt. The only command is git, for 2 s at most."""
     from ezpz_topo import redact  # a rank that writes nothing does without it
 
     versions = {"python": platform.python_version()}
@@ -40,7 +40,7 @@ def make_header(
         version = getattr(sys.modules.get(name), "__version__", None)
         if version is not None:
             versions[name] = str(version)
-    # As it will stand in the file: an object's own text may hold a secret, too.
+    # Redacted after encoding: an object's own text may hold a secret, too.
     given = redact(orjson.loads(encode({"argv": sys.argv, "config": config})))
     header = {
         "ezpz_obs": SCHEMA,
@@ -55,7 +55,7 @@ def make_header(
         "git": find_commit(),
         "versions": versions,
         **given,
-        # ezpz-launch tells whose fault the end of the attempt before was.
+        # ezpz-launch sets the cause of the previous attempt's end.
         "last_fault": redact(os.environ.get("EZPZ_LAST_FAULT")),
     }
     if project:

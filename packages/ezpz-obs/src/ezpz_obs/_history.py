@@ -59,9 +59,8 @@ class History:
     A process that is killed at any moment loses at most the line it was writing. A History in the
     folder of a run that failed or was killed resumes it. A torn line is cut off, and steps count
     on. Steps that are replayed are marked, and replace those of the earlier attempt. A run that
-    another launch has finished stays as it is. A new one is made beside it, in ``outdir-2``, and a
-    warning says so. What cannot be written (a full disk) is warned about once, and never ends the
-    training.
+    another launch has finished stays as it is. A new one is made beside it, in ``outdir-2``, with a
+    warning. A failed write (a full disk) is warned about once, and never ends the training.
 
     Collective with ``cross_rank``: every rank makes one, and calls `update` at every step.
 
@@ -80,7 +79,7 @@ class History:
             many.
         deferred: Wait for nothing: a record's device tensors and statistics are awaited at the next
             update, and the record is written then. A kill then loses one record more.
-        config: What is worth knowing of this run; written once, in the header.
+        config: The run's configuration; written once, in the header.
 
     Raises:
         HistoryError: The folder holds something else, or another History is writing there; or
@@ -119,7 +118,7 @@ class History:
         self._pending: _PendingRecord | None = None
         self._last: dict[str, Any] = {}
         self._not_finite: set[str] = set()  # metrics that were warned about
-        self._closed = ""  # why nothing more goes anywhere: "after close()"
+        self._closed = ""  # why records are refused: "after close()"
         self._is_closing = False
         self._memory: list[dict[str, Any]] | None = None
         self._writer: Writer | None = None
@@ -163,12 +162,12 @@ class History:
             header = make_header(self._place, before, run=run, project=project, config=config)
         if self._writer is not None:
             self._writer.write(encode(header))
-            _tell_launcher(self._writer.path)
+            _write_run_path(self._writer.path)
         if self._every and self._place.world_size > 1:
             from ._across import Across  # numpy and torch, which not every History needs
 
             self._across = Across(self._place, before.next_step)
-            self._next_step = self._across.first_step  # rank 0 goes on in its file, all with it
+            self._next_step = self._across.first_step  # all ranks continue rank 0's file
         if sinks:
             from ._sinks import SinkGroup
 
@@ -198,7 +197,7 @@ class History:
             TypeError: A metric or the step is no number, a name no string.
             ValueError: A name is History's own, such as ``step``.
         """
-        with self._lock:  # of two threads, each gets a step of its own
+        with self._lock:  # two threads get two steps
             written = self._record_step(metrics, step)
             return summarize(written, has_statistics=self._every > 0)
 
@@ -208,7 +207,7 @@ class History:
             self._record_step(metrics, step)
 
     def event(self, kind: str, message: str = "", **fields: Any) -> None:
-        """Write something that happened, with the time and the last step: a checkpoint, say.
+        """Write an event, such as a checkpoint, with the time and the last step.
 
         Args:
             kind: "checkpoint", "warning", ...
@@ -232,7 +231,7 @@ class History:
 
     @property
     def history(self) -> dict[str, list[float]]:
-        """What was recorded so far as lists, by metric; where there is a file it is read."""
+        """All values recorded so far, as lists by metric; read from the file if there is one."""
         lists: dict[str, list[float]] = {}
         for record in self._read_records():
             for name, value in record.items():
@@ -241,7 +240,7 @@ class History:
         return lists
 
     def flush(self) -> None:
-        """Write what is deferred. Collective with ``cross_rank``."""
+        """Write the deferred record. Collective with ``cross_rank``."""
         with self._lock:
             self._write_pending()
 
@@ -251,14 +250,14 @@ class History:
         Not needed for the numbers, which are on disk already. Not a collective.
 
         Args:
-            report: Write ``report/report.html`` and ``report.md`` (`write_report`), where what
-                they need is installed; else one warning says what is missing.
+            report: Write ``report/report.html`` and ``report.md`` (`write_report`), where the
+                libraries are installed; else one warning names the missing one.
 
         Returns:
             An ``xarray.Dataset`` over ``step``, with each metric's mean, std, min and max in its
             attributes. Without xarray a dict of arrays. None on ranks that write nothing.
         """
-        from ._run import read_run  # only who reads needs it
+        from ._run import read_run  # only reading needs it
         from ._table import dataset_of
 
         self.close()
@@ -277,11 +276,11 @@ class History:
         return dataset_of(run)
 
     def close(self) -> None:
-        """Write what is deferred and the end; close file and sinks, within 10 s; then do nothing.
+        """Write the deferred record and the end; close file and sinks, within 10 s; idempotent.
 
         Statistics that are deferred are waited for 3 s; `flush` waits as `update` does.
         """
-        self._close("closed", sys.exc_info()[1])  # in a `finally`, what is on its way
+        self._close("closed", sys.exc_info()[1])  # in a `finally`, the exception in flight
 
     def __enter__(self) -> Self:
         return self
@@ -296,7 +295,7 @@ class History:
         Raises:
             HistoryError: There is no run, or no line of it is a History's.
         """
-        from ._run import read_run  # only who reads needs it
+        from ._run import read_run  # only reading needs it
 
         return list(read_run(path).records())
 
@@ -345,7 +344,7 @@ class History:
                     exchange = self._across.begin(record["step"], metrics)
                 else:
                     record.update(single_rank_statistics(metrics))
-        except HistoryError:  # nor are this rank's numbers lost where another rank is
+        except HistoryError:  # another rank is lost: this rank's numbers are still written
             finish_copies(copies, metrics)
             self._write({**record, **metrics})
             raise
@@ -428,7 +427,7 @@ class History:
             with self._lock:
                 self._write_pending(closing=True)
         except HistoryError as error:
-            # What failed is over; that the other ranks are gone is no reason to fail at the end.
+            # Training is over: missing ranks are no reason to fail now.
             logger.warning("%s", error)
         if failure is not None:
             cause = describe_cause(failure)
@@ -440,7 +439,7 @@ class History:
         if self._sinks is not None:
             self._sinks.close()
         self._closed = "after close()"
-        NOW.step = None  # what is logged now is of no step
+        NOW.step = None  # later log lines belong to no step
 
     def _close_at_exit(self) -> None:
         # Of a script Python keeps the cause; of a function of multiprocessing it is on its way.
@@ -537,16 +536,16 @@ class Progress:
             with replacing(Path(self._path)) as aside:
                 aside.write_text(f"{self._highest}\n")
         except OSError:
-            self._path = None  # the launcher has ended, or its folder is gone: nobody reads it
+            self._path = None  # the launcher has ended, or its folder was removed
         self._written = self._highest
 
 
-def _tell_launcher(path: Path) -> None:
-    """Write where the run's file is into the file that ezpz-launch named, and reads."""
+def _write_run_path(path: Path) -> None:
+    """Write the path of the run's file to the file that ezpz-launch named."""
     named = os.environ.get("EZPZ_RUN_FILE")
     if not named:
         return
-    with suppress(OSError), replacing(Path(named)) as aside:  # no one else needs to know
+    with suppress(OSError), replacing(Path(named)) as aside:  # only the launcher reads it
         aside.write_bytes(os.fsencode(path) + b"\n")
 
 

@@ -80,7 +80,7 @@ _level: int = 0  # of the output: read by each call of a logger
 
 
 def find_output(*, refresh: bool = False) -> Output:
-    """Return this process's output, made anew of the environment unless it was configured."""
+    """Return this process's output; refreshed from the environment unless it was configured."""
     if _output is None or (refresh and not _output.is_configured):
         place = find_rank_info()
         level = get_log_level(os.environ, rank=place.rank)
@@ -196,7 +196,7 @@ _Base: Any = structlog.make_filtering_bound_logger(logging.NOTSET)
 
 
 class Logger(_Base):  # type: ignore[misc]  # structlog makes the class at run time
-    """Structlog's logger, whose level may change: `configure_logs` can come after it."""
+    """Structlog's logger with a changeable level: `configure_logs` may be called later."""
 
     def _proxy_to_logger(self, method_name: str, event: object = None, /, **fields: Any) -> None:
         level = _LEVELS[method_name]
@@ -218,7 +218,7 @@ def get_logger(name: str | None = None, **initial_values: Any) -> FilteringBound
     rank and host in a world of several ranks, and the step that a `History` recorded last.
     ``EZPZ_LOG_FORMAT=json`` makes them JSON. Colours are used on a terminal only, and never
     with ``NO_COLOR``. What cannot be written, because standard error is closed or its disk
-    full, is no error. Nor is a value that cannot be shown: the line names its type, as
+    full, is no error. A value that cannot be shown is none either: the line names its type, as
     ``<Config: __repr__ raised KeyError: 'lr'>``.
 
     Handlers that somebody has put on the standard library's logger of this name, or above it,
@@ -274,7 +274,7 @@ def _list_values(plain: object, indent: str) -> Iterator[str]:
 
 
 class LogSetup:
-    """What `configure_logs` has set up; a context manager whose end undoes it.
+    """The handle of `configure_logs`; a context manager that undoes it at its end.
 
     Attributes:
         path: This rank's log file, or None.
@@ -296,7 +296,7 @@ class LogSetup:
         return self
 
     def __exit__(self, kind: object, value: BaseException | None, trace: object) -> None:
-        # Once undone, nobody would log it; where it is printed is for others to decide.
+        # Once undone it would not be logged. Printing it is left to the earlier hook.
         if isinstance(value, Exception):
             log_uncaught(value, with_traceback=False)
         self.undo()
@@ -322,7 +322,7 @@ def configure_logs(
 
     Handlers and levels that were set before stay as they are. Other handlers get the loggers'
     events too. One of them that writes to standard error shows the standard library's records
-    alone. Chatty libraries without a level of their own log from WARNING. Call it after the
+    alone. Chatty libraries without a level log from WARNING. Call it after the
     imports. It then finds libraries that keep their records from the root logger, as torch
     does. While it is in force ``logging.basicConfig()`` does nothing.
 
@@ -332,7 +332,7 @@ def configure_logs(
         directory: Where rank 0 writes ``rank-00000.jsonl`` from INFO, or from ``level`` where that
             is lower: one JSON object a line, one write each. Where that is not possible (a full
             disk) one warning names the file.
-        per_rank: Every rank writes a file of its own there.
+        per_rank: Every rank writes its file there, ``rank-00001.jsonl``, ...
         level: From which level rank 0 shows events, such as "DEBUG"; default:
             ``EZPZ_LOG_LEVEL``, else INFO. The other ranks from WARNING, unless
             ``LOG_FROM_ALL_RANKS=1``. A given one is the root logger's too.
@@ -390,8 +390,8 @@ def _add_file(output: Output, path: Path, level: int, undo: ExitStack) -> None:
 
 
 def _attach_to_stdlib_logging(output: Output, undo: ExitStack, *, is_level_given: bool) -> None:
-    # One handler goes on the root logger, and on loggers that keep their records from it (torch's).
-    # The root's level is given where one was asked for, or it is the default and no one else's.
+    # One handler is added to the root logger, and to loggers that do not propagate (torch's).
+    # The root's level is set if one was requested, or if it is the default without handlers.
     root = logging.getLogger()
     has_others = bool(root.handlers)
     handler = ForeignHandler(output.handlers)
@@ -472,7 +472,7 @@ def _hook_exceptions(undo: ExitStack) -> None:
 
 
 def log_uncaught(value: BaseException, *, with_traceback: bool) -> None:
-    """Log an exception that nobody catches: the file has its traceback, the terminal if wanted."""
+    """Log an uncaught exception: the file gets its traceback, the terminal if wanted."""
     output = find_output()
     text = f"uncaught {type(value).__name__}"
     lines = to_text(value).splitlines()

@@ -1,4 +1,4 @@
-"""Where a step's time goes, and how much it got done."""
+"""The time of a training step and its phases, its rates, and the memory it takes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def memory_metrics(device: Any = None) -> dict[str, float]:
     Returns:
         ``memory_gib``, in tensors (of a CPU the process's resident memory);
         ``memory_peak_gib``, the most of that; ``memory_fraction``, what part of the device's
-        memory the most was. What a device does not tell is not there: MPS keeps no peak.
+        memory the most was. Unknown values are left out: MPS keeps no peak.
 
     Raises:
         ObsError: torch is not imported, or ezpz_device not installed.
@@ -83,7 +83,7 @@ class Throughput:
             backward: see `transformer_flops`.
         flops_per_step: The same of one step, instead.
         peak_flops: FLOP/s of one device at best; default: what ezpz_device knows of this one, or
-            ``EZPZ_PEAK_FLOPS``. Without it there is no ``mfu``, and a warning says so, once.
+            ``EZPZ_PEAK_FLOPS``. Without it there is no ``mfu``, and one warning.
         dtype: What the matrix products are of, for the default of ``peak_flops``: "bf16", "fp16",
             "fp32", "tf32", "fp8", or a torch dtype.
         world_size: Devices that share the work; default: the job's ranks.
@@ -158,7 +158,7 @@ class Throughput:
 
     @cached_property
     def _peak(self) -> float | None:
-        """The device's peak, looked up once; what is missing where there is none is said."""
+        """The device's peak, looked up once; None, with a warning, if it is unknown."""
         if self.peak_flops is not None:
             return self.peak_flops
         remedy = "give peak_flops"
@@ -204,7 +204,7 @@ def transformer_flops(parameters: int, layers: int, hidden: int, sequence: int) 
 Mark = Any  # a moment, as its clock keeps it
 T = TypeVar("T")
 _MOST_WAITING = 64  # steps that a device may be behind; a queue holds fewer
-_MOST_MARKS = 256  # uses of a phase within a step that are kept apart
+_MOST_MARKS = 256  # uses of a phase within a step, before they are added up
 
 
 class StepTimer:
@@ -224,7 +224,7 @@ class StepTimer:
     inside itself the outer one counts; a phase inside another counts in both. What ends in an
     exception counts too. For one thread.
 
-    A device other than the CPU needs ezpz_device, whose clock it is; `start`, `step` and the first
+    A device other than the CPU needs the clock of ezpz_device; `start`, `step` and the first
     phase raise `ObsError` where it is not installed.
 
     Args:
@@ -245,7 +245,7 @@ class StepTimer:
         self._last: dict[str, float] = {}
 
     def __call__(self, phase: str) -> Phase:
-        """Return a context manager that times a phase, ``forward``, say.
+        """Return a context manager that times a phase, such as ``forward``.
 
         Raises:
             ValueError: The phase is called ``step``, which is the whole.
@@ -263,7 +263,7 @@ class StepTimer:
         """Return the batches, timing the host's wait for each.
 
         Args:
-            batches: A DataLoader, or any other iterable; it may be gone through again.
+            batches: A DataLoader, or any other iterable; it may be iterated again.
             phase: What the waiting is called.
         """
         return Batches(batches, self(phase))
@@ -377,7 +377,7 @@ class Phase:
         if kind is None:
             self._marks.append((self._start, self.clock.mark()))
         else:
-            # A device that has failed cannot be asked, and the first error is the better one.
+            # A failed device raises here, too, and the first error is the better one.
             with suppress(RuntimeError):
                 self._marks.append((self._start, self.clock.mark()))
         if len(self._marks) >= _MOST_MARKS:
@@ -395,7 +395,7 @@ class Phase:
 
 
 class _Step(NamedTuple):
-    """A step whose end the device may still have to reach."""
+    """A step that the device may not have finished."""
 
     clock: Clock
     start: Mark

@@ -1,4 +1,4 @@
-"""Structlog processors: what is added to an event, and how it becomes a line.
+"""Structlog processors: they add to an event, and render it as a line.
 
 Each is a function ``(logger, method_name, event_dict) -> event_dict``, as any of structlog's own.
 """
@@ -77,7 +77,7 @@ class RankAdder:
 
     def __call__(self, _logger: Any, _method_name: str, event_dict: EventDict) -> EventDict:
         for name, own in (("rank", self._place.rank), ("host", self._place.host)):
-            if event_dict.get(name, own) != own:  # of another: this line's own is who logs
+            if event_dict.get(name, own) != own:  # a field about another rank
                 event_dict[f"{name}_"] = event_dict[name]
             event_dict[name] = own
         if NOW.step is not None:
@@ -133,7 +133,7 @@ def move_further_lines(_logger: Any, _method_name: str, event_dict: EventDict) -
 
 
 def remove_single_rank(_logger: Any, _method_name: str, event_dict: EventDict) -> EventDict:
-    """Remove rank and host, which say nothing where there is one rank."""
+    """Remove rank and host, which are needless with one rank."""
     event_dict.pop("rank", None)
     event_dict.pop("host", None)
     return event_dict
@@ -151,7 +151,7 @@ def dump_json(event_dict: EventDict, **_options: Any) -> str:
 
 
 def make_chain(place: RankInfo, more: Sequence[Processor] = ()) -> list[Processor]:
-    """Return what every event goes through, before it is rendered."""
+    """Return the processors of every event, before it is rendered."""
     return [
         structlog.contextvars.merge_contextvars,
         add_extra,

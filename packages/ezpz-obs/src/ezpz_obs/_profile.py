@@ -43,10 +43,10 @@ def profile(
     Args:
         directory: Where to write; made by the ranks that are chosen.
         steps: The first step to record, and the one after the last.
-        ranks: Whose; None: everybody's.
-        first: The number of the loop's first step: of a run that goes on, the step it goes on at.
+        ranks: Which ranks; None: all.
+        first: The number of the loop's first step; of a resumed run, the step at which it resumes.
         shapes: Record the operators' input shapes.
-        memory: Record what is allocated and freed.
+        memory: Record allocations.
         stacks: Record the Python lines that called; slow.
 
     Raises:
@@ -132,7 +132,7 @@ class Profile:
         torch: Any = sys.modules["torch"]
         device = next((k for k in ("cuda", "xpu") if getattr(torch, k).is_initialized()), "cpu")
         last = min(profiler.step_num, self._end) - 1
-        if last < self._begin:  # the first was begun only
+        if last < self._begin:  # the first did not end
             return
         name = f"trace-rank{self._rank:05}-steps{self._begin}-{last}"
         try:

@@ -38,8 +38,8 @@ def progress(
     Args:
         iterable: What to iterate over.
         total: How many there are; default: its length, where it has one.
-        desc: What is being done.
-        unit: What is counted.
+        desc: A description, before the count.
+        unit: The name of an item.
         every: Seconds between two lines.
 
     Raises:
@@ -86,7 +86,7 @@ class Progress(Generic[T]):
     def _length(self) -> int | None:
         if self._total is not None:
             return self._total
-        # A loader's length may be costly, or an error where it has none: asked for once.
+        # A loader's length may be costly, or an error: it is read once.
         try:
             return len(self._iterable)  # type: ignore[arg-type]
         except (TypeError, NotImplementedError, AttributeError):
@@ -98,9 +98,9 @@ class Progress(Generic[T]):
         try:
             width = os.get_terminal_size(sys.stderr.fileno()).columns
         except (OSError, ValueError):
-            width = shutil.get_terminal_size((0, 0)).columns  # COLUMNS, as ezpz-launch tells it
+            width = shutil.get_terminal_size((0, 0)).columns  # COLUMNS, which ezpz-launch sets
         # Some pseudo-terminals are 0 columns wide, where tqdm shows nothing.
-        # An iterator, since tqdm would ask for the length itself.
+        # An iterator, since tqdm would read the length itself.
         bar: Any = tqdm(
             iter(self._iterable), total=self._length, desc=self._desc, unit=self._unit,
             dynamic_ncols=width > 0, ncols=None if width else 80, file=sys.stderr,

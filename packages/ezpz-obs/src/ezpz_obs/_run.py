@@ -36,7 +36,7 @@ logger = logging.getLogger("ezpz_obs")
 _BUFFER: Final = 1 << 20
 _LINES: Final = 1024  # that are decoded together: half the time of one by one
 _NUMBERS: Final = 1 << 20  # of a block at most: of 10,000 metrics 16,384 rows are 5 GB
-_POLL_SECONDS: Final = 0.2  # a file on a shared file system tells nobody that it grew
+_POLL_SECONDS: Final = 0.2  # shared file systems do not notify of changes
 
 
 @dataclass(frozen=True)
@@ -62,12 +62,12 @@ class Run:
     """A run's file. Nothing is read before it is needed, and records never all at once.
 
     A damaged line (cut, overwritten by a file system, of another program) is left out, and a
-    warning says how many there are.
+    warning counts them.
 
     Attributes:
         path: The JSONL file.
-        damaged: Why each damaged line was left out, by its number; of the lines read so far: all,
-            once `records` came to its end.
+        damaged: Why each damaged line was left out, by its number; of the lines read so far, which
+            is all of them after `records`.
     """
 
     def __init__(self, path: Path, *, warn: bool = True) -> None:
@@ -96,7 +96,7 @@ class Run:
         """Read the records one by one: ``{"step", "time", **metrics}``.
 
         A restarted run replays the steps since its last checkpoint. The later attempt wins:
-        of an earlier one, the steps from which a later one began again are left out.
+        of an earlier one, the steps that a later one repeats are left out.
 
         Raises:
             HistoryError: No line is a History's, or one is longer than 64 MiB.
@@ -117,7 +117,7 @@ class Run:
         self.warn_of_damage()
 
     def blocks(self, rows: int = 16_384) -> Iterator[RecordBlock]:
-        """Read the records as arrays, at most so many rows at once; fewer of many metrics.
+        """Read the records as arrays of at most ``rows`` rows; fewer of many metrics.
 
         Raises:
             HistoryError: As for `records`.
@@ -172,7 +172,7 @@ class Run:
         """Read headers, events, and where attempts begin and end."""
         headers: list[dict[str, Any]] = []
         events: list[dict[str, Any]] = []
-        first_lines = [0]  # before any header: of a file whose first line is lost
+        first_lines = [0]  # before any header: if the first line is lost
         first_steps = [float("inf")]
         for number, line in _read_lines(self.path):
             if line.startswith(RECORD):
@@ -235,7 +235,7 @@ def describe_damage(count: int) -> str:
     return f"{count:,} damaged lines are left out"
 
 
-def follow(run: Run, *, stop: Callable[[], bool]) -> Iterator[dict[str, Any]]:
+def iterate_new_lines(run: Run, *, stop: Callable[[], bool]) -> Iterator[dict[str, Any]]:
     """Read a run's file as it is written; ``stop`` is called whenever there is nothing new."""
     line = b""
     number = 1
@@ -288,7 +288,7 @@ def _line_too_long(number: int, path: Path) -> HistoryError:
 
 
 def to_blocks(records: Iterable[dict[str, Any]], rows: int = 16_384) -> Iterator[RecordBlock]:
-    """Yield records, whose first names are step and time, as arrays."""
+    """Yield records as arrays; their first names are step and time."""
     names: tuple[str, ...] = ()
     waiting: list[tuple[Any, ...]] = []
     most = rows

@@ -70,7 +70,7 @@ def export(
             with replacing(path) as aside:
                 count = write(found, aside, columns)
         except OSError as error:
-            error.filename = str(path)  # what was requested
+            error.filename = str(path)  # the requested path
             error.filename2 = None
             raise
     return count
@@ -118,7 +118,7 @@ def dataset_of(run: Run | Iterable[Mapping[str, Any]]) -> Any:
     """Return all records of a run; a metric that a step does not have is NaN there.
 
     Records of one step that follow each other and have no metric in common are one row.
-    Otherwise each record is a row of its own, so that nothing is lost.
+    Otherwise each record is a separate row, so that nothing is lost.
 
     Args:
         run: As of `read_run`; or records: ``{"step", "time", **metrics}``.

@@ -1,4 +1,4 @@
-"""Tensors of a device on their way to the host, while the device goes on."""
+"""Copies of a device's tensors to the host, without waiting for the device."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def describe_failure(value: object, method: str, error: Exception) -> str:
 
 def to_plain(value: Any, depth: int = 0) -> Any:
     """Return a value as JSON has it; what JSON has no word for is a string."""
-    # By type, not isinstance: an object that stands for another may raise when it is asked.
+    # By type, not isinstance: a proxy object may raise at its __class__.
     kind = type(value)
     if issubclass(kind, Mapping):
         return _plain_mapping(value, depth)

@@ -40,11 +40,11 @@ class PreviousContent:
 
 
 class Writer:
-    """Appends lines to a run's file, which nobody else writes meanwhile.
+    """Appends lines to a run's file, under a lock.
 
-    A last line that was torn by a crash is cut off when the file is opened. What is written is in
-    the kernel: the end of the process does not lose it, the end of the host may. Of what cannot be
-    written one warning names the file, and each next line is tried again.
+    A last line that was torn by a crash is cut off when the file is opened. A written line is in
+    the kernel: the end of the process does not lose it, the end of the host may. If a write fails
+    one warning names the file, and each next line is tried again.
 
     Raises:
         HistoryError: The file is another's, or another History is writing it.
@@ -204,12 +204,12 @@ def _is_from_other_launch(end: Mapping[str, Any]) -> bool:
     other = end.get("launch")
     if own and other:
         return bool(own != other)
-    # Without ids: what ended before this process began is of another.
+    # Without ids: an end before this process started is another's.
     return (end.get("time") or 0) < _PROCESS_BEGAN
 
 
 def _read_last_line(path: Path) -> dict[str, Any]:
-    """Return the last line of a file; nothing where there is none that is whole."""
+    """Return the last line of a file; {} if it is missing or torn."""
     try:
         with open(path, "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _END))
@@ -217,5 +217,5 @@ def _read_last_line(path: Path) -> dict[str, Any]:
         if rest:
             return {}
         return decode(line)
-    except (OSError, ValueError, HistoryError):  # the writer reports what is wrong
+    except (OSError, ValueError, HistoryError):  # the writer reports it
         return {}

@@ -59,7 +59,7 @@ class Chart:
 
     title: str
     unit: str  # of the vertical axis; "" where it is not known
-    file: str  # name of its own file
+    file: str  # name of the SVG file
     svg: str
     wide_svg: str
     notes: list[str]
@@ -161,7 +161,7 @@ def _draw_charts(summaries: Sequence[Summary]) -> tuple[dict[str, list[Chart]], 
     wanted: dict[str, list[tuple[str, Summary, str]]] = {}
     for summary in summaries:
         for name in summary.groups:
-            if summary.series_of(name).is_counter:
+            if summary.get_series(name).is_counter:
                 continue
             if len(summaries) > 1:
                 wanted.setdefault(name, []).append((summary.label, summary, name))
@@ -195,7 +195,7 @@ def _find_title(name: str, summary: Summary) -> str:
 
 
 def _find_order(title: str) -> tuple[int, int]:
-    """Return a sort key: losses first, then how good it is, then the rest as they came."""
+    """Return a sort key: losses first, then accuracies, then the rest as recorded."""
     part = metric_basename(title)
     if part in _UNITS:
         return 4, list(_UNITS).index(part)
@@ -216,7 +216,7 @@ def _draw(title: str, wanted: Sequence[tuple[str, Summary, str]], *, has_wide: b
             }
             if len({len(curve.steps) for curve in spread.values()}) > 1:
                 spread = None  # somebody's own metrics of these names
-        series = summary.series_of(name)
+        series = summary.get_series(name)
         lines.append(
             ChartLine(label, color, series.make_curve(), _summarize_not_finite(series), spread)
         )
@@ -235,7 +235,7 @@ def _summarize_not_finite(series: Series) -> tuple[Any, int, int]:
 
 
 def _make_standalone(svg: str) -> str:
-    """Return a chart as a file of its own: with its colours, without the script's data."""
+    """Return a chart as a separate file: with its colours, without the script's data."""
     rules = (
         f"{make_style('svg')}\nsvg {{ color: #1d1f24; stroke-linejoin: round }}\n"
         "@media screen and (prefers-color-scheme: dark) { svg { color: #e7e9ee } }"

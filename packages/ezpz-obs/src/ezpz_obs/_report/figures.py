@@ -27,7 +27,7 @@ DARK: Final = ("#56b4e9", "#f08a3c", "#2fc49a", "#e8e8ee", "#e0609f")
 ALARM: Final = ("#c8232c", "#ff6b6b")
 """What is not finite, light and dark."""
 
-# Stand for colours until the chart is written, which then follows the page's.
+# Placeholders, replaced by the page's colours when the chart is written.
 _INK: Final = "#010a01"
 _ALARM: Final = "#030c03"
 _LINES: Final = ("#02000b", "#02010b", "#02020b", "#02030b", "#02040b")
@@ -42,7 +42,7 @@ _STYLE: Final = {
 _HIGH: Final = 3.3  # inches
 _WIDTHS: Final = {False: 6.1, True: 12.7}  # of a chart, and of one that fills its row
 _DECADES: Final = 3.0  # from which an axis is logarithmic
-_FAR: Final = 20.0  # so many times the range of nearly all values beyond it, a value is an outlier
+_FAR: Final = 20.0  # an outlier lies this many times the usual range outside of it
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class ChartLine:
     label: str
     color: int
     curve: Curve
-    odd: tuple[Floats, int, int]  # steps of what is not finite; how many NaN, infinities
+    not_finite: tuple[Floats, int, int]  # their steps; how many are NaN, and infinite
     spread: dict[str, Curve] | None
 
 
@@ -70,7 +70,7 @@ def draw_chart(
 ) -> tuple[str, list[str]]:
     """Draw metrics over steps; return the SVG, and notes for below it."""
     # Each has a line, and bands for the spread over the ranks or, of a long run, over the steps
-    # that share a point. The title is for those who cannot see the chart.
+    # that share a point. The title is for screen readers.
     matplotlib = require("matplotlib", "a plot")
     with matplotlib.rc_context(_STYLE):
         figure = require("matplotlib.figure", "a plot").Figure((_WIDTHS[wide], _HIGH), dpi=72)
@@ -113,7 +113,7 @@ def find_y_limits(lines: Sequence[ChartLine]) -> tuple[float, float, bool, bool]
     usual = usual_high - usual_low
     has_outliers = usual > 0 and high - low > _FAR * usual
     if has_outliers:
-        # They would hide everything else: show what is usual.
+        # They would hide everything else: show the usual range.
         low = max(low, usual_low - usual)
         high = min(high, usual_high + usual)
     margin = 0.06 * (high - low) or 0.05 * abs(high) or 0.5
@@ -130,7 +130,7 @@ def _visible_curves(lines: Sequence[ChartLine]) -> list[Curve]:
 
 
 def _draw_line(axes: Any, line: ChartLine, *, alone: bool) -> Any:
-    """Draw a line with its bands; return what stands for it in a legend."""
+    """Draw a line with its bands; return its handle for a legend."""
     color = _LINES[line.color % len(_LINES)]
     steps = line.curve.steps
     mean = line.curve.mean
@@ -158,7 +158,7 @@ def _draw_line(axes: Any, line: ChartLine, *, alone: bool) -> Any:
 
 
 def _mark_not_finite(axes: Any, line: ChartLine, *, has_label: bool) -> list[str]:
-    steps, nan, infinite = line.odd
+    steps, nan, infinite = line.not_finite
     if not len(steps):
         return []
     axes.plot(
@@ -213,7 +213,7 @@ def _add_legend(axes: Any, handles: Sequence[Any], labels: Sequence[str]) -> Non
 
 
 def _describe(figure: Any, axes: Any, lines: Sequence[ChartLine]) -> dict[str, Any]:
-    """Return what is drawn and where, in the picture's units, for the page's script."""
+    """Return the curves and the frame, in the picture's units, for the page's script."""
     box = axes.get_position()
     width, height = (72 * figure.get_size_inches()).tolist()
     edges = (box.x0 * width, (1 - box.y1) * height, box.x1 * width, (1 - box.y0) * height)

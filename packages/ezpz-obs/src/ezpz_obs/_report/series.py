@@ -14,7 +14,7 @@ from ezpz_obs._run import Run
 
 Floats = NDArray[np.float64]
 POINTS: Final = 400  # of a curve, about one for each pixel of its width on a phone
-LARGEST: Final = 1e300  # of what is drawn: plotting libraries need room to reckon in
+LARGEST: Final = 1e300  # drawn value: plotting libraries need room to compute in
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def group_metrics(series: dict[str, Series], world_size: object) -> dict[str, bo
         metric, _, statistic = name.rpartition("/")
         is_statistic = statistic in STATISTICS
         if is_statistic and all(f"{metric}/{one}" in series for one in STATISTICS[:4]):
-            groups[metric] = world_size != 1  # of one rank they say nothing
+            groups[metric] = world_size != 1  # of one rank they are needless
         else:
             groups.setdefault(name, False)
     return groups

@@ -42,7 +42,7 @@ class Table(NamedTuple):
     columns: Row
     rows: list[Row]
     marked: frozenset[int] = frozenset()
-    is_text: bool = True  # else numbers, which stand at the right
+    is_text: bool = True  # else numbers, which are aligned right
 
 
 class Tile(NamedTuple):
@@ -82,22 +82,22 @@ class Summary:
         age = time.time() - self.run.path.stat().st_mtime
         return describe_end(self.attempts[-1].end, age)
 
-    def series_of(self, metric: str) -> Series:
-        """Return what stands for a metric: its mean over the ranks where that is known."""
+    def get_series(self, metric: str) -> Series:
+        """Return the values of a metric: its mean over the ranks where that is known."""
         if self.groups[metric] or metric not in self.series:
             return self.series[f"{metric}/mean"]
         return self.series[metric]
 
     def find(self, part: str) -> Series | None:
-        """Return the first metric whose name ends so, if it has a finite value."""
+        """Return the first metric with this basename and a finite value; None without one."""
         for name in self.groups:
-            if metric_basename(name) == part and len(self.series_of(name).finite):
-                return self.series_of(name)
+            if metric_basename(name) == part and len(self.get_series(name).finite):
+                return self.get_series(name)
         return None
 
 
 def metric_basename(name: str) -> str:
-    """Return what a metric is, without whose it is: "train/loss" is a loss."""
+    """Return the last part of a name: "loss" of "train/loss"."""
     return name.rpartition("/")[2]
 
 
@@ -180,7 +180,7 @@ def make_tiles(summary: Summary) -> list[Tile]:
     losses = [name for name in summary.groups if metric_basename(name) == "loss"]
     losses += [name for name in summary.groups if "loss" in metric_basename(name)]
     if losses:
-        series = summary.series_of(losses[0])
+        series = summary.get_series(losses[0])
         lowest = series.find_extreme(greatest=False)
         note = "no number"
         if lowest is not None:
@@ -281,11 +281,11 @@ def _make_attempt_table(summary: Summary) -> Table:
 
 
 def make_metric_table(summary: Summary) -> Table:
-    """Return each metric's last value, mean, std, extremes, and what is not finite."""
+    """Return each metric's last value, mean, std, extremes, and how many are not finite."""
     rows: list[Row] = []
     marked = set()
     for name in summary.groups:
-        series = summary.series_of(name)
+        series = summary.get_series(name)
         finite = series.finite
         odd = len(series.values) - len(finite)
         if odd:
@@ -338,7 +338,7 @@ def _environment_facts(summary: Summary) -> dict[str, Any]:
 
 @dataclass
 class Notice:
-    """A warning or event, and how often it came."""
+    """A warning or event, and how often it occurred."""
 
     time: float | None  # of the first: seconds since 1970
     step: int | None

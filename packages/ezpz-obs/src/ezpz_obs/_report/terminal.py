@@ -15,8 +15,7 @@ import numpy as np
 
 from ezpz_obs._errors import ReportError, require
 from ezpz_obs._history import summarize
-from ezpz_obs._run import Run, read_run
-from ezpz_obs._run import follow as read_on
+from ezpz_obs._run import Run, iterate_new_lines, read_run
 
 from .series import Series, read_series
 from .words import clean, format_number, format_tick, shorten
@@ -40,7 +39,7 @@ def plot(
         run: As of `read_run`.
         names: Metrics; default: the losses, or else the first.
         file: Where to write; default standard output.
-        width: Letters; default: the terminal's, 80 where there is none.
+        width: Letters; default: the terminal's, else 80.
         height: Lines.
 
     Raises:
@@ -141,7 +140,7 @@ def tail(
 ) -> None:
     """Write a line for each record and event of a run, as they are made, until it ends.
 
-    A run that was killed never says that it ended: Ctrl-C.
+    A run that was killed has no end: press Ctrl-C.
 
     Args:
         run: As of `read_run`.
@@ -167,7 +166,7 @@ def tail(
         out.write(f"{text}\n")
 
     def caught_up() -> bool:
-        # Asked when there is nothing new: what waited is the end of what was there already.
+        # Called when nothing new is there: the lines that wait are the last of the old ones.
         nonlocal waiting
         if waiting is not None:
             for line in waiting:
@@ -177,7 +176,7 @@ def tail(
         found.warn_of_damage()
         return ended or not follow
 
-    for line in read_on(found, stop=caught_up):
+    for line in iterate_new_lines(found, stop=caught_up):
         ended = line.get("event") == "end"
         if waiting is None:
             show(line)

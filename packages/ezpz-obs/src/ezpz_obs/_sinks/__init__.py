@@ -21,7 +21,7 @@ from .common import SET_UP, check_installed, describe_error, start_call
 logger = logging.getLogger("ezpz_obs")
 ENTRY_POINTS: Final = "ezpz_obs.sinks"
 
-# Training waits for a sink at most this long, and goes on without it.
+# Training waits for a sink at most this long, then continues without it.
 OPEN_SECONDS: Final = 60.0  # libraries take long to import from a busy parallel file system
 WRITE_SECONDS: Final = 5.0  # one write: the libraries only queue it
 CLOSE_SECONDS: Final = 9.0  # of all together: a run ends within 10 s
@@ -51,7 +51,7 @@ class Sink(Protocol):
         """
 
     def close(self) -> None:
-        """Send what is still queued, and end."""
+        """Send the queued records, and end."""
 
 
 def find_sinks() -> dict[str, EntryPoint]:
@@ -122,7 +122,7 @@ class SinkGroup:
             began = time.monotonic()
             try:
                 sink.write(step, metrics)
-            # Somebody else's code, which talks to servers: training goes on, whatever it raises.
+            # Other people's code, which talks to servers: training continues, whatever it raises.
             except (Exception, SystemExit) as error:  # noqa: BLE001
                 self._switch_off(sink, f"failed to write: {describe_error(error)}")
                 continue
@@ -172,7 +172,7 @@ def replay(run: str | os.PathLike[str], sink: str | Sink) -> int:
     """Send a run's records to a sink: one that failed during training, or another.
 
     Of steps made twice the later ones are sent. "csv" and "tensorboard" write into the run's
-    folder, and replace what is there; the others begin a new run there.
+    folder, and replace its files; the others begin a new run there.
 
     Args:
         run: The run's folder, or its file.

@@ -79,7 +79,7 @@ def to_library_numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def config_from_header(header: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is worth showing beside a run: its configuration, and where it ran."""
+    """Return the configuration of a run, and facts of where it ran."""
     facts = {}
     for name in ("world_size", "host", "hosts", "machine", "job", "git", "versions", "argv"):
         if header.get(name) is not None:

@@ -15,7 +15,7 @@ FILE_NAME = "metrics.csv"
 
 
 class CsvSink:
-    """Appends a row a record; a new metric, and the end, write the table anew from the run."""
+    """Appends a row a record; rewrites the table from the run for a new metric, and at the end."""
 
     name = "csv"
 

@@ -51,7 +51,7 @@ class MlflowSink:
     name = "mlflow"
 
     def __init__(self) -> None:
-        # MLflow by itself says after minutes that a server does not answer.
+        # MLflow's own time-outs take minutes.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "5")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
         from mlflow.entities import Metric, Param
@@ -125,7 +125,7 @@ def _find_server(folder: Path | None) -> str:
             'sink "mlflow" of a run without a folder; expected History(outdir=...) or '
             "MLFLOW_TRACKING_URI"
         )
-    # Plain files need no database; MLflow 3 wants to be told that they are meant.
+    # Plain files need no database; MLflow 3 requires this to allow them.
     os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
     return (folder / "mlruns").absolute().as_uri()
 

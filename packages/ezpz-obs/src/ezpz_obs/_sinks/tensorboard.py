@@ -42,7 +42,7 @@ class TensorboardSink:
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         seconds = metrics["time"]
         if self._is_continued:
-            # Tells TensorBoard to leave out what earlier files have from this step on.
+            # Makes TensorBoard drop the records of earlier files from this step on.
             log = self._events.SessionLog(status=self._events.SessionLog.START)
             self._writer.add_event(
                 self._events.Event(session_log=log, step=step, wall_time=seconds)

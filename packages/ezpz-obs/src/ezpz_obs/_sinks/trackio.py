@@ -1,4 +1,4 @@
-"""The sink "trackio": a run in trackio's own folder, or where its variables say."""
+"""The sink "trackio": a run in trackio's own folder, or at its server."""
 
 from __future__ import annotations
 

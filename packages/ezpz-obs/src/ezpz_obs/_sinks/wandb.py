@@ -19,12 +19,12 @@ from urllib.parse import urlsplit
 
 from ezpz_obs._context import find_rank_info
 from ezpz_obs._errors import SinkError
-from ezpz_obs._text import to_text
 from ezpz_topo import redact
 
 from .common import (
     check_installed,
     config_from_header,
+    describe_error,
     find_project,
     run_key,
     start_call,
@@ -63,7 +63,7 @@ def find_credentials(env: Mapping[str, str]) -> str | None:
 
 
 def find_server(env: Mapping[str, str]) -> str:
-    """Return the address of W&B's server: ``WANDB_BASE_URL``, or what ``wandb login`` kept."""
+    """Return the address of W&B's server: ``WANDB_BASE_URL``, or the one of ``wandb login``."""
     url = env.get("WANDB_BASE_URL", "").strip()
     if url:
         return url.rstrip("/")
@@ -105,7 +105,7 @@ def _find_in_netrc(env: Mapping[str, str]) -> tuple[Path, str] | None:
 logger = logging.getLogger("ezpz_obs")
 START_SECONDS = 10.0  # of a run, in all
 _ANSWER_SECONDS = 4.0  # of the server
-_OFFLINE_SECONDS = 2.0  # of these are kept for starting offline,
+_OFFLINE_SECONDS = 2.0  # of these are reserved for starting offline,
 _TEARDOWN_SECONDS = 1.0  # and for ending a start that failed
 _EXIT_SECONDS = 9.0  # that W&B's service may take after the end
 
@@ -119,14 +119,14 @@ def setup_wandb(
 ) -> Run | None:
     """Start a W&B run on rank 0, within 10 s; other ranks get None.
 
-    Without credentials (``WANDB_API_KEY``, ``~/.netrc``) it is offline, and asks for
-    none. A server that does not answer makes it offline too, with one warning. The
+    Without credentials (``WANDB_API_KEY``, ``~/.netrc``) it is offline, without
+    a prompt. A server that does not answer makes it offline too, with one warning. The
     interpreter's end waits at most 10 s for the server. ``History(sinks=["wandb"])`` logs to
     this run.
 
     Args:
         project_name: The project; default: ``WANDB_PROJECT``, else the script's name.
-        config: What is worth knowing of the run.
+        config: The run's configuration.
         outdir: Where W&B keeps its folder ``wandb``; default: as W&B does (``WANDB_DIR``, ``.``).
         options: More for ``wandb.init``.
 
@@ -157,7 +157,7 @@ def setup_wandb(
 def verify_wandb() -> bool:
     """Return whether `setup_wandb` would go online: wanted, installed, and credentials found.
 
-    Asks neither the server nor the user.
+    The server is not contacted, and the user not prompted.
     """
     try:
         check_installed("wandb")
@@ -189,7 +189,7 @@ def start_run(**options: Any) -> Any:
             )  # fmt: skip
             return None
         except wandb.errors.Error as error:
-            problem = _first_line(error)
+            problem = describe_error(error)
         if wandb.run is None:
             # The service, else, has the run's id in use: of the start that failed.
             _wait_at_most(_TEARDOWN_SECONDS, wandb.teardown)
@@ -199,7 +199,7 @@ def start_run(**options: Any) -> Any:
 
 
 def _start_offline(seconds: float, options: Mapping[str, Any]) -> Any:
-    # Else W&B's reports of its own health wait for its server, at the end.
+    # Else W&B's error reports wait for its server, at the end.
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     import wandb
 
@@ -208,7 +208,7 @@ def _start_offline(seconds: float, options: Mapping[str, Any]) -> Any:
     except TimeoutError:
         logger.warning("W&B: no start within %.0f s; going on without W&B", START_SECONDS)
     except wandb.errors.Error as error:
-        logger.warning("W&B: %s; going on without W&B", _first_line(error))
+        logger.warning("W&B: %s; going on without W&B", describe_error(error))
     return None
 
 
@@ -222,12 +222,12 @@ def _init(mode: Mode, seconds: float, options: Mapping[str, Any]) -> Any:
 
 
 def _wait_at_most(seconds: float, function: Callable[[], object]) -> None:
-    with suppress(TimeoutError):  # it goes on in its thread
+    with suppress(TimeoutError):  # it continues in its thread
         start_call(function).result(seconds)
 
 
 def _check_server() -> str | None:
-    """Send the server a small request; return what is wrong, None where it may well work."""
+    """Send the server a small request; return the problem, None if it may work."""
     # W&B itself does so too, but waits for as long as the server likes.
     import requests
 
@@ -246,7 +246,7 @@ def _check_server() -> str | None:
             timeout=_ANSWER_SECONDS,
         )
     except requests.exceptions.SSLError:
-        return None  # W&B has certificates of its own
+        return None  # W&B brings other certificates
     except requests.exceptions.Timeout:
         return f"{server} does not answer within {_ANSWER_SECONDS:.0f} s"
     except (requests.exceptions.RequestException, UnicodeError) as error:
@@ -255,10 +255,6 @@ def _check_server() -> str | None:
         where = find_credentials(os.environ)
         return f"{server} refuses the API key of {where} ({answer.status_code})"
     return None
-
-
-def _first_line(error: object) -> str:
-    return to_text(error).partition("\n")[0] or type(error).__name__
 
 
 def _stop_service_with_main_thread() -> None:
@@ -299,16 +295,16 @@ _AXIS = "step"
 
 
 class WandbSink:
-    """Logs to the run that this process has, else to one of its own."""
+    """Logs to this process's live run, else to a new one."""
 
-    # W&B counts its own steps, and drops what goes back; so the run's step is a metric of that
+    # W&B counts its own steps, and drops earlier ones; so the run's step is a metric of that
     # name, and the axis of all others.
 
     name = "wandb"
 
     def __init__(self) -> None:
         self._run: Any = None
-        self._is_live = False  # the user's, who ends it
+        self._is_live = False  # the user's, and ended by the user
 
     def open(self, header: Mapping[str, Any], folder: Path | None) -> None:
         import wandb
