@@ -9,6 +9,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -95,14 +96,14 @@ def _prepare_deepspeed(info: RankInfo, device: torch.device, backend: str) -> No
     if "deepspeed" in world.kept:
         return
     deepspeed = _import_deepspeed()
-    with ExitStack() as made:
+    with ExitStack() as stack:
         # Its processes (data loaders that are spawned) are to choose the same device.
-        made.enter_context(variables({"DS_ACCELERATOR": device.type}))
+        stack.enter_context(variables({"DS_ACCELERATOR": device.type}))
         if "LOCAL_RANK" not in os.environ:
             # A world of one exports nothing, and DeepSpeed reads this one. Without the other
             # two it would be half of a launcher's set.
-            alone = {"RANK": f"{info.rank}", "WORLD_SIZE": f"{info.world_size}", "LOCAL_RANK": "0"}
-            made.enter_context(variables(alone))
+            place = {"RANK": info.rank, "WORLD_SIZE": info.world_size, "LOCAL_RANK": 0}
+            stack.enter_context(variables({name: str(each) for name, each in place.items()}))
         installed = importlib.import_module("deepspeed.git_version_info").installed_ops
         if device.type == "cpu" and not installed.get("deepspeed_shm_comm"):
             # DeepSpeed's own all-reduce among a node's CPUs, which only its inference engine calls.
@@ -114,8 +115,8 @@ def _prepare_deepspeed(info: RankInfo, device: torch.device, backend: str) -> No
         deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
         # It would use these groups after another set-up (0.19.8).
         groups = deepspeed.utils.groups
-        made.callback(getattr(groups, "_release_process_group_references", lambda: None))
-        finish_before_leaving(made.pop_all().close)
+        stack.callback(getattr(groups, "_release_process_group_references", lambda: None))
+        finish_before_leaving(stack.pop_all().close)
     world.kept["deepspeed"] = deepspeed
     logger.debug("DeepSpeed %s on %s takes the process group", deepspeed.__version__, device.type)
 
@@ -159,12 +160,12 @@ def deepspeed_config(
         ValueError: ``dtype`` is none of the three.
     """
     settings = _read_config(config)
-    _fill(settings, "zero_optimization.stage", zero_stage)
+    _complete(settings, "zero_optimization.stage", zero_stage)
     settings["zero_optimization"].setdefault("stage", 1)
-    _fill(settings, "gradient_clipping", gradient_clipping)
-    _fill(settings, "gradient_accumulation_steps", gradient_accumulation_steps)
-    _fill(settings, "train_micro_batch_size_per_gpu", micro_batch_size)
-    _fill(settings, "train_batch_size", None)
+    _complete(settings, "gradient_clipping", gradient_clipping)
+    _complete(settings, "gradient_accumulation_steps", gradient_accumulation_steps)
+    _complete(settings, "train_micro_batch_size_per_gpu", micro_batch_size)
+    _complete(settings, "train_batch_size", None)
     if "train_batch_size" not in settings:
         settings.setdefault("train_micro_batch_size_per_gpu", 1)
     if "bfloat16" in settings:  # DeepSpeed's older name
@@ -174,7 +175,7 @@ def deepspeed_config(
         if wanted not in _DTYPES:
             raise ValueError(f"dtype {wanted}; expected float32, bfloat16 or float16")
         for name in ("bf16", "fp16"):
-            _fill(settings, f"{name}.enabled", name == _DTYPES[wanted])
+            _complete(settings, f"{name}.enabled", name == _DTYPES[wanted])
     optimizer = settings.get("optimizer", {})
     is_adam = str(optimizer.get("type")).lower() in ("adam", "adamw")
     if is_adam and device_type not in ("cuda", "xpu"):
@@ -197,12 +198,12 @@ def _read_config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> C
     return read
 
 
-def _fill(settings: Config, path: str, value: object) -> None:
+def _complete(settings: Config, path: str, value: object) -> None:
     """Set a key that a configuration lacks; raise if it has another value."""
-    *sections, name = path.split(".")
+    key, _, name = path.rpartition(".")
     section = settings
-    for key in sections:
-        section = section.setdefault(key, {})
+    if key:
+        section = settings.setdefault(key, {})
         if not isinstance(section, dict):
             raise WrapError(f"config: {key} is {section!r}; expected a dict")
     if section.get(name) == "auto":
@@ -279,15 +280,16 @@ def wrap_model_for_deepspeed(
         "gradient_accumulation_steps": gradient_accumulation_steps,
         "gradient_clipping": gradient_clipping,
     }
-    given = {**options, "optimizer": optimizer, "scheduler": scheduler}
-    with _replicas.agreed(_CALL, model, given, replicas) as lines:
+    arguments = {**options, "optimizer": optimizer, "scheduler": scheduler}
+    with _replicas.agreed(_CALL, model, arguments, replicas) as lines:
         _check_deepspeed(world.device)
         _refuse(model, optimizer, replicas)
         settings = deepspeed_config(config, **options, device_type=world.device.type)
         if type(optimizer) in _ELEMENTWISE:
             settings.setdefault("zero_allow_untested_optimizer", True)
         # A file can differ between hosts.
-        lines |= {f"config {name}": repr(value) for name, value in sorted(settings.items())}
+        for name, value in sorted(settings.items()):
+            lines[f"config {name}"] = repr(value)
     _prepare_deepspeed(world.info, world.device, world.backend)
     trained = None
     if settings.get("optimizer") or (optimizer and not isinstance(optimizer, Optimizer)):
@@ -335,10 +337,12 @@ def _refuse(model: nn.Module, optimizer: object, replicas: Members) -> None:
             "model that is too large for one rank build it under deepspeed.zero.Init()"
         )
     if isinstance(optimizer, Optimizer):
-        own = {id(parameter) for parameter in model.parameters()}
-        held = [one for group in optimizer.param_groups for one in group["params"]]
-        if foreign := sum(id(one) not in own for one in held):
+        own = set(model.parameters())
+        optimized = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
+        foreign = [parameter for parameter in optimized if parameter not in own]
+        if foreign:
             raise WrapError(
-                f"{foreign} of the optimizer's {len(held)} parameters are not the model's; "
-                "expected an optimizer over model.parameters(), made after the model was built"
+                f"{len(foreign)} of the optimizer's {len(optimized)} parameters are not the "
+                "model's; expected an optimizer over model.parameters(), made after the model was "
+                "built"
             )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from itertools import chain
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -33,30 +34,24 @@ def find_wrapper(module: nn.Module) -> str | None:
     if isinstance(module, DataParallel):
         return "DataParallel"
     # Importing it takes half a second; where it was not imported nothing is made of it.
-    if fsdp := sys.modules.get("torch.distributed.fsdp"):
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is not None:
         if isinstance(module, fsdp.FullyShardedDataParallel):
             return "FSDP1"
-        if isinstance(module, getattr(fsdp, "FSDPModule", ())):
+        if isinstance(module, fsdp.FSDPModule):
             return "FSDP2"
-    packages = {kind.__module__.split(".")[0] for kind in type(module).__mro__}
-    is_engine = "deepspeed" in packages and hasattr(module, "zero_optimization_stage")
-    return "DeepSpeed" if is_engine else None
-
-
-def home_of(name: str, found: Container[str]) -> str:
-    """Return the innermost of the modules found that a name is in, or "", the root."""
-    while name:
-        name = name.rpartition(".")[0]
-        if name in found:
-            return name
-    return ""
+    if any(kind.__name__ == "DeepSpeedEngine" for kind in type(module).__mro__):
+        return "DeepSpeed"
+    return None
 
 
 def remember_inside(model: nn.Module, name: str, wrapper: nn.Module | None = None) -> None:
     """Have `refuse_wrapped` know by what a model is wrapped: while the wrapper lives, or ever."""
-    lives = (lambda: True) if wrapper is None else ref(wrapper)
+    is_alive: Callable[[], object] = lambda: True  # noqa: E731 - in place of a weak reference
+    if wrapper is not None:
+        is_alive = ref(wrapper)
     for module in model.modules():
-        _inside[module] = name, lives
+        _inside[module] = (name, is_alive)
 
 
 def refuse_wrapped(model: nn.Module) -> None:
@@ -64,12 +59,16 @@ def refuse_wrapped(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"{model!r} to wrap; expected a torch.nn.Module")
     for name, module in model.named_modules():
-        around, lives = _inside.get(module, ("", lambda: None))
-        if found := find_wrapper(module) or (lives() is not None and f"inside of {around}"):
-            where = f"its part {name!r} is" if name else "it is"
+        wrapper = find_wrapper(module)
+        if wrapper is None and module in _inside:
+            outer, is_alive = _inside[module]
+            if is_alive():
+                wrapper = f"inside of {outer}"
+        if wrapper is not None:
+            part = f"its part {name!r}" if name else "it"
             raise WrapError(
-                f"{type(model).__name__} is wrapped already: {where} {found}; expected the bare "
-                "model; wrap it once"
+                f"{type(model).__name__} is wrapped already: {part} is {wrapper}; expected the "
+                "bare model; wrap it once"
             )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
@@ -89,10 +88,13 @@ def find_replicas(call: str) -> Members:
     if world is None or everyone is None:
         raise NotSetUpError(f"{call} before setup_torch(); expected ezpz.setup_torch() first")
     rank, on_host = world.info.rank, world.on_host
-    if (state := parallel_state()) is None:
+    state = parallel_state()
+    if state is None:
         return Members(world, everyone, range(world.info.world_size), rank, on_host)
-    # Ranks that share a sequence hold the same parameters, and each has a part of the gradient.
-    axes = ("data", "context") if state.size("context") > 1 else ("data",)
+    axes: tuple[str, ...] = ("data",)
+    if state.size("context") > 1:
+        # Ranks that share a sequence hold the same parameters, and each has a part of the gradient.
+        axes = ("data", "context")
     if not state.has_group(*axes):
         raise WrapError(
             f"{call}: no process group spans data x context ({state.size('data')} x "
@@ -107,7 +109,9 @@ def start_alike(tensors: Sequence[torch.Tensor], replicas: Members) -> None:
     """Move tensors to this rank's device and give all ranks the first one's values."""
     device = replicas.world.device
     with torch.no_grad():
-        for tensor in (one for one in tensors if not one.is_meta):
+        for tensor in tensors:
+            if tensor.is_meta:
+                continue
             if tensor.device != device:
                 tensor.data = tensor.data.to(device)
             # As bytes: backends send few of torch's types, and contiguous memory only.
@@ -121,8 +125,8 @@ def start_alike(tensors: Sequence[torch.Tensor], replicas: Members) -> None:
 
 
 def is_expanded(tensor: torch.Tensor) -> bool:
-    """Whether elements along a dim are one in memory, to which torch refuses to write."""
-    if tensor.layout is not torch.strided:
+    """True if elements along a dim are one in memory, to which torch refuses to write."""
+    if tensor.layout is not torch.strided or tensor.is_meta:
         return False
     dims = zip(tensor.shape, tensor.stride(), strict=True)
     return any(size > 1 and stride == 0 for size, stride in dims)
@@ -137,7 +141,7 @@ def _without_repeats(tensor: torch.Tensor, strides: Sequence[int]) -> torch.Tens
 
 
 def unexpand_buffers(model: nn.Module) -> None:
-    """Give each element of the buffers its own memory, for wrappers that write to them."""
+    """Give each element of the buffers its own memory, where they are going to be written to."""
     for buffer in model.buffers():
         if is_expanded(buffer):
             buffer.data = buffer.data.contiguous()
@@ -220,24 +224,25 @@ def materialize_own(
     _initialize_own(module, initialize)
     for name, empty in own.items():
         # Of a tied parameter the first draw counts, as where the second use was assigned.
-        holder, held_as = holders.setdefault(empty, (module, name))
-        setattr(module, name, getattr(holder, held_as))
+        holder, name_in_holder = holders.setdefault(empty, (module, name))
+        setattr(module, name, getattr(holder, name_in_holder))
 
 
 def _initialize_own(module: nn.Module, initialize: Initialize | None) -> None:
-    parameters = dict(module.named_parameters())
-    shards = {name: one for name, one in parameters.items() if hasattr(one, "device_mesh")}
-    # Counts what is written to a tensor. There is no public way to ask.
-    versions = {name: shard._version for name, shard in shards.items()}  # noqa: SLF001
+    shards = []
+    for name, parameter in module.named_parameters():
+        if hasattr(parameter, "device_mesh"):
+            # The version counts what is written to a tensor. There is no public way to ask.
+            shards.append((name, parameter, parameter._version))  # noqa: SLF001
     with torch.no_grad():
         reset = _find_reset(module)
         if reset is not None:
             reset()
         if initialize is not None:
             initialize(module)
-    for name, shard in shards.items():
-        # Each rank would draw numbers of its own, or all the same.
-        if shard._version != versions[name]:  # noqa: SLF001
+    for name, shard, version in shards:
+        # Each rank would draw other numbers, or all the same.
+        if shard._version != version:  # noqa: SLF001
             raise WrapError(
                 f"the initialization of {type(module).__name__} writes to {name}, which is "
                 "sharded by then; expected it to fill what the module holds itself; let each "
@@ -249,7 +254,7 @@ def _own_meta(module: nn.Module) -> dict[str, torch.Tensor]:
     """Return the tensors that a module has itself on the meta device, by name."""
     parameters = module.named_parameters(recurse=False, remove_duplicate=False)
     buffers = module.named_buffers(recurse=False, remove_duplicate=False)
-    return {name: tensor for name, tensor in (*parameters, *buffers) if tensor.is_meta}
+    return {name: tensor for name, tensor in chain(parameters, buffers) if tensor.is_meta}
 
 
 def _find_reset(module: nn.Module) -> Callable[[], object] | None:
@@ -277,8 +282,9 @@ def _allocate(empty: torch.Tensor, device: torch.device) -> torch.Tensor:
 # torch compares nothing that is quick to compare: it waits until it times out, ends the process, or
 # goes on with tensors of other shapes.
 
-_CHOSEN = "device_id", "device_ids", "output_device", "process_group", "device_mesh"
-RESERVED = dict.fromkeys(_CHOSEN, "it is chosen by the set-up: leave it out")
+_CHOSEN_BY_SET_UP = ("device_id", "device_ids", "output_device", "process_group", "device_mesh")
+RESERVED = dict.fromkeys(_CHOSEN_BY_SET_UP, "it is chosen by the set-up: leave it out")
+"""Options of torch's wrappers that ours do not take, and the remedy."""
 
 
 @contextmanager
@@ -288,15 +294,15 @@ def agreed(
     options: Mapping[str, object],
     replicas: Members,
 ) -> Iterator[dict[str, str]]:
-    """Refuse on all ranks what one refuses inside, or wraps differently; yields what must agree."""
+    """Refuse on all ranks what one refuses inside, or wraps differently.
+
+    Yields a dict for what else must be the same on all ranks, by name.
+    """
     lines: dict[str, str] = {}
     try:
         yield lines
-        if isinstance(wrapped, nn.Module):
-            parameters = wrapped.named_parameters(remove_duplicate=False)
-            tensors = {f"parameter {name}": one for name, one in parameters}
-            wrapped = tensors | {f"buffer {name}": one for name, one in wrapped.named_buffers()}
-        lines |= {name: _of_tensor(tensor) for name, tensor in wrapped.items()}
+        for name, tensor in _name_tensors(wrapped).items():
+            lines[name] = _describe_tensor(tensor)
     except Exception as error:  # whatever it is, the others wait to hear of it; raised again
         if replicas.size > 1:
             with suppress(CollectiveError):
@@ -305,9 +311,9 @@ def agreed(
     if replicas.size == 1:
         return
     try:
-        exchange(Call(_of_call(call, options)), replicas)
+        exchange(Call(_describe_call(call, options)), replicas)
     except CollectiveError as error:
-        if type(error) is CollectiveError:  # a rank refuses; it has raised its own
+        if type(error) is CollectiveError:  # a rank refuses, and has raised its own error
             raise WrapError(str(error)) from None
         raise
     try:
@@ -317,6 +323,39 @@ def agreed(
             f"{call}: not the same on all ranks: {error}; build the model from the same arguments "
             "everywhere"
         ) from None
+
+
+def _name_tensors(wrapped: nn.Module | Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    if not isinstance(wrapped, nn.Module):
+        return wrapped
+    tensors: dict[str, torch.Tensor] = {}
+    for name, parameter in wrapped.named_parameters(remove_duplicate=False):
+        tensors[f"parameter {name}"] = parameter
+    for name, buffer in wrapped.named_buffers():
+        tensors[f"buffer {name}"] = buffer
+    return tensors
+
+
+def _describe_call(call: str, options: Mapping[str, object]) -> str:
+    texts = []
+    for name, value in sorted(options.items()):
+        if isinstance(value, (str, int, float, bool, torch.dtype)):
+            texts.append(f"{name}={value!r}")
+        elif value is not None:  # a message has room for what was given
+            texts.append(f"{name}=<{type(value).__name__}>")
+    return f"{call.removesuffix('()')}({', '.join(texts)})"
+
+
+def _describe_tensor(tensor: torch.Tensor) -> str:
+    text = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+    if not tensor.is_contiguous():
+        # Gradients that lie otherwise in memory would be added element by wrong element.
+        text += f", strides {list(tensor.stride())}"
+    if isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
+        text += ", frozen"
+    if tensor.is_meta:
+        text += " on meta"
+    return text
 
 
 def check_model(
@@ -360,21 +399,3 @@ def as_floating(dtype: str | torch.dtype, what: str = "dtype") -> torch.dtype:
     if not wanted.is_floating_point:
         raise ValueError(f"{what} {wanted}; expected a floating-point type")
     return wanted
-
-
-def _of_call(call: str, options: Mapping[str, object]) -> str:
-    lasting = (str, int, float, bool, torch.dtype)
-    said = (
-        f"{name}={value!r}" if isinstance(value, lasting) else f"{name}=<{type(value).__name__}>"
-        for name, value in sorted(options.items())
-        if value is not None  # a message has room for what was given
-    )
-    return f"{call.removesuffix('()')}({', '.join(said)})"
-
-
-def _of_tensor(tensor: torch.Tensor) -> str:
-    kind = str(tensor.dtype).removeprefix("torch.")
-    frozen = ", frozen" if isinstance(tensor, nn.Parameter) and not tensor.requires_grad else ""
-    # Gradients that lie otherwise in memory would be added element by wrong element.
-    strides = "" if tensor.is_contiguous() else f", strides {list(tensor.stride())}"
-    return f"{kind} {list(tensor.shape)}{strides}{frozen}{' on meta' if tensor.is_meta else ''}"

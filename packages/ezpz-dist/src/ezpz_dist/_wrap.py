@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import sys
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -69,8 +70,8 @@ def wrap_model_for_ddp(
     """
     replicas = _replicas.find_replicas(_DDP)
     device = replicas.world.device
-    given = {"initialize": initialize, "compile": compile or None, **options}
-    with _replicas.agreed(_DDP, model, given, replicas):
+    arguments = {"initialize": initialize, "compile": compile or None, **options}
+    with _replicas.agreed(_DDP, model, arguments, replicas):
         _replicas.check_model(_DDP, model, replicas, options, _replicas.RESERVED)
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise WrapError(
@@ -79,10 +80,12 @@ def wrap_model_for_ddp(
             )
         refuse_unfillable(model, initialize)
     materialize(model, device, initialize)
-    model = _compiled(model.to(device), compile)
+    model.to(device)
+    _compile_blocks(model, compile)
     _replicas.unexpand_buffers(model)
-    # For one accelerator a process; on the CPU torch refuses it.
-    device_ids = [device.index] if device.type in ("cuda", "xpu") else None
+    device_ids = None  # on the CPU torch refuses them
+    if device.type in ("cuda", "xpu"):
+        device_ids = [device.index]
     with waiting("DDP's start values", replicas.world, replicas.ranks):
         wrapped = DistributedDataParallel(
             model, device_ids=device_ids, process_group=replicas.group, **options
@@ -124,27 +127,20 @@ def wrap_optimizer_for_zero1(
             differ between ranks; or ``process_group`` is given.
     """
     replicas = _replicas.find_replicas(_ZERO1)
-    groups: list[Any] = list(params)
-    every: list[torch.Tensor] = []
-    tensors: dict[str, torch.Tensor] = {}
-    given = {"optimizer_class": getattr(optimizer_class, "__name__", None), **options}
-    with _replicas.agreed(_ZERO1, tensors, given, replicas):
-        for number, group in enumerate(groups):
-            one = group["params"] if isinstance(group, dict) else group
-            listed = [one] if isinstance(one, torch.Tensor) else list(one)
-            if isinstance(group, dict):  # torch reads it again, which a generator allows once
-                groups[number] = {**group, "params": listed}
-            every += listed
-        tensors |= {f"parameter {number}": one for number, one in enumerate(every)}
+    groups: list[Any] = []
+    parameters: dict[str, torch.Tensor] = {}
+    arguments = {"optimizer_class": getattr(optimizer_class, "__name__", None), **options}
+    with _replicas.agreed(_ZERO1, parameters, arguments, replicas):
+        for entry in params:
+            group = _copy_group(entry)
+            groups.append(group)
+            members = group["params"] if isinstance(group, dict) else [group]
+            for parameter in members:
+                parameters[f"parameter {len(parameters)}"] = parameter
         _replicas.check_options(_ZERO1, options, _replicas.RESERVED)
-        for name, tensor in tensors.items():
-            _replicas.refuse_expanded(_ZERO1, name, tensor)
-        for sharded, by in (("device_mesh", "FSDP2"), ("_fsdp_flattened", "FSDP1")):
-            if any(hasattr(one, sharded) for one in every):
-                raise WrapError(
-                    f"{_ZERO1}: the parameters are {by}'s shards; expected those of a DDP model; "
-                    f"use {optimizer_class.__name__} itself: its state is sharded as they are"
-                )
+        for name, parameter in parameters.items():
+            _replicas.refuse_expanded(_ZERO1, name, parameter)
+            _refuse_shard(parameter, optimizer_class)
     with warnings.catch_warnings(), waiting("ZeRO-1's start", replicas.world, replicas.ranks):
         # Importing it warns of TorchScript, which is not used here.
         warnings.simplefilter("ignore")
@@ -155,6 +151,25 @@ def wrap_optimizer_for_zero1(
         )
 
 
+def _copy_group(group: torch.Tensor | dict[str, Any]) -> torch.Tensor | dict[str, Any]:
+    """Return a group of parameters that can be read twice: they may come from a generator."""
+    if isinstance(group, torch.Tensor):
+        return group
+    params = group["params"]
+    if isinstance(params, torch.Tensor):
+        params = [params]
+    return {**group, "params": list(params)}
+
+
+def _refuse_shard(parameter: torch.Tensor, optimizer_class: type[Optimizer]) -> None:
+    for attribute, wrapper in (("device_mesh", "FSDP2"), ("_fsdp_flattened", "FSDP1")):
+        if hasattr(parameter, attribute):
+            raise WrapError(
+                f"{_ZERO1}: the parameters are {wrapper}'s shards; expected those of a DDP model; "
+                f"use {optimizer_class.__name__} itself: its state is sharded as they are"
+            )
+
+
 # torch's mesh over the data-parallel ranks: a line, or copies x shards.
 
 
@@ -163,79 +178,99 @@ def data_parallel_mesh(replicas: Members, shard_size: int | None = None) -> Devi
     if shard_size in (None, replicas.size):
         assert replicas.group is not None
         return DeviceMesh.from_group(replicas.group, device_type, mesh_dim_names=("shard",))
-    lines = [tuple(replicas.ranks)]
+    # Of all ranks that are replicas of each other, as all ranks make all groups.
+    every = [tuple(replicas.ranks)]
     if replicas.size < replicas.world.info.world_size:
-        lines = list(dict.fromkeys(all_gather_object(lines[0])))
+        every = list(dict.fromkeys(all_gather_object(every[0])))
     import ezpz_tp  # noqa: PLC0415 - only where its groups are used
 
-    ranks = torch.tensor(lines).view(len(lines), -1, shard_size)
+    ranks = torch.tensor(every).view(len(every), -1, shard_size)
     with waiting("the groups of hybrid sharding", replicas.world):
         return ezpz_tp.make_mesh(device_type, ranks, ("replicate", "shard"))
 
 
 # Which modules of a model are sharded by themselves: gathered when they run, freed after.
 
-_Named = Iterator[tuple[str, nn.Module]]
-
 
 def find_units(
     model: nn.Module, kinds: Collection[type[nn.Module]] | None = None
 ) -> dict[str, nn.Module]:
     """Return the modules to shard by themselves, by name, each before those that contain it."""
+    candidates: dict[str, nn.Module] = {}
     if kinds is None:
-        found = dict(_of_list(model, "") if _is_list(model) else _outside(model, ""))
+        candidates.update(_find_blocks(model, ""))
     else:
-        wanted, every = tuple(kinds), model.named_modules()
-        found = {name: module for name, module in every if name and isinstance(module, wanted)}
-    homes: dict[nn.Parameter, set[str]] = {}
+        wanted = tuple(kinds)
+        every = model.named_modules()
+        candidates = {name: each for name, each in every if name and isinstance(each, wanted)}
+    # A unit frees its parameters after its forward: those that others use too stay the root's.
+    users: dict[nn.Parameter, set[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        homes.setdefault(parameter, set()).add(_replicas.home_of(name, found))
-    used = {home for used_in in homes.values() for home in used_in}
-    shared = {home for used_in in homes.values() if len(used_in) > 1 for home in used_in}
-    return {name: found[name] for name in reversed(found) if name in used - shared}
+        users.setdefault(parameter, set()).add(find_unit_of(name, candidates))
+    owners: set[str] = set()
+    sharers: set[str] = set()
+    for names in users.values():
+        owners |= names
+        if len(names) > 1:
+            sharers |= names
+    units: dict[str, nn.Module] = {}
+    for name in reversed(candidates):
+        if name in owners and name not in sharers:
+            units[name] = candidates[name]
+    return units
 
 
-def _outside(module: nn.Module, prefix: str) -> _Named:
-    """Look for units in what is no list: it reads its children's weights as it likes."""
+def find_unit_of(name: str, units: Container[str]) -> str:
+    """Return the innermost of some modules that a name is in, or "", the root."""
+    while name:
+        name = name.rpartition(".")[0]
+        if name in units:
+            return name
+    return ""
+
+
+def _find_blocks(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the members of lists, and the matrices that are in none, with their paths."""
+    is_list = _is_list(module)
     for name, child in module.named_children():
-        path = f"{prefix}{name}"
-        if _is_list(child):
-            yield from _of_list(child, f"{path}.")
+        child_path = f"{path}.{name}" if path else name
+        if is_list:
+            if _is_list_of_blocks(child):
+                yield from _find_blocks(child, child_path)
+            elif any(parameter.dim() > 1 for parameter in child.parameters()):
+                # A norm by itself would cost a collective for a few numbers.
+                yield child_path, child
         elif _is_matrix(child):
-            yield path, child
+            yield child_path, child
         elif not isinstance(child, nn.MultiheadAttention):  # reads the weights of its child
-            yield from _outside(child, f"{path}.")
-
-
-def _of_list(container: nn.Module, prefix: str) -> _Named:
-    for name, block in container.named_children():
-        path = f"{prefix}{name}"
-        if isinstance(block, (nn.ModuleList, nn.ModuleDict)) or (
-            isinstance(block, nn.Sequential) and all(_is_composed(one) for one in block)
-        ):
-            yield from _of_list(block, f"{path}.")
-        elif any(parameter.dim() > 1 for parameter in block.parameters()):
-            # A norm by itself would cost a collective for a few numbers.
-            yield path, block
+            yield from _find_blocks(child, child_path)
 
 
 def _is_list(module: nn.Module) -> bool:
-    """Return whether the members of a module are blocks. A Sequential may also be a block."""
+    """True if the members of a module are blocks. A Sequential may also be a block."""
     if isinstance(module, nn.Sequential):
-        return any(_is_composed(member) for member in module)
+        return any(_has_children(member) for member in module)
     return isinstance(module, (nn.ModuleList, nn.ModuleDict))
 
 
-def _is_composed(module: nn.Module) -> bool:
+def _is_list_of_blocks(member: nn.Module) -> bool:
+    """True if a member of a list is no block, but a list itself."""
+    if isinstance(member, nn.Sequential):
+        return all(_has_children(each) for each in member)
+    return isinstance(member, (nn.ModuleList, nn.ModuleDict))
+
+
+def _has_children(module: nn.Module) -> bool:
     return next(module.children(), None) is not None
 
 
 def _is_matrix(module: nn.Module) -> bool:
-    """Return whether a module is used by its forward alone. Subclasses may be read by others."""
-    kinds: tuple[type[nn.Module], ...] = (nn.Linear, nn.Embedding)
-    if tp := sys.modules.get("ezpz_tp"):
-        kinds += (tp.ColumnParallelLinear, tp.RowParallelLinear)
-        kinds += (tp.ParallelEmbedding, tp.VocabParallelEmbedding)
+    """True if a module is used by its forward alone. Subclasses may be read by others."""
+    kinds: set[type[nn.Module]] = {nn.Linear, nn.Embedding}
+    tp = sys.modules.get("ezpz_tp")
+    if tp is not None:
+        kinds |= {tp.ColumnParallelLinear, tp.RowParallelLinear}
+        kinds |= {tp.ParallelEmbedding, tp.VocabParallelEmbedding}
     return type(module) in kinds
 
 
@@ -275,8 +310,8 @@ def wrap_model_for_fsdp(
 
     replicas = _replicas.find_replicas(_FSDP1)
     precision = None
-    given = {"dtype": dtype, "compile": compile or None, **options}
-    with _replicas.agreed(_FSDP1, model, given, replicas) as lines:
+    arguments = {"dtype": dtype, "compile": compile or None, **options}
+    with _replicas.agreed(_FSDP1, model, arguments, replicas) as lines:
         _replicas.check_model(_FSDP1, model, replicas, options, _replicas.RESERVED)
         if "HYBRID" in str(options.get("sharding_strategy")):
             raise WrapError(
@@ -285,7 +320,9 @@ def wrap_model_for_fsdp(
             )
         if dtype is not None:
             wanted = _replicas.as_floating(dtype)
-            precision = MixedPrecision(wanted, torch.float32, wanted)  # of gradients, of buffers
+            precision = MixedPrecision(
+                param_dtype=wanted, reduce_dtype=torch.float32, buffer_dtype=wanted
+            )
         if has_meta(model):
             raise WrapError(
                 f"{_FSDP1}: {type(model).__name__} is on the meta device; expected one with data: "
@@ -293,13 +330,15 @@ def wrap_model_for_fsdp(
                 "wrap_model_for_fsdp2"
             )
         found = find_units(model, units)
-        lines |= {f"unit {name}": type(module).__name__ for name, module in found.items()}
+        lines.update(_describe_units(found))
     _replicas.start_alike([*model.parameters(), *model.buffers()], replicas)
-    _compiled(model, compile)
-    chosen = set(found.values())
-    policy = CustomPolicy(lambda module: module in chosen)
-    settings: dict[str, Any] = {"auto_wrap_policy": policy, "mixed_precision": precision}
-    settings |= {"use_orig_params": True, **options}
+    _compile_blocks(model, compile)
+    settings: dict[str, Any] = {
+        "auto_wrap_policy": CustomPolicy(set(found.values()).__contains__),
+        "mixed_precision": precision,
+        "use_orig_params": True,
+        **options,
+    }
     with warnings.catch_warnings(), waiting("FSDP1's start", replicas.world, replicas.ranks):
         # Said above, to the reader; no news to who runs the script. Nor is that one rank has
         # nothing to share out.
@@ -321,8 +360,9 @@ _FSDP2 = "wrap_model_for_fsdp2()"
 # messages twice (https://github.com/intel/torch-xpu-ops/issues/3020).
 _WITHOUT_AVERAGE = ("ccl", "xccl")
 _RESERVED = {
-    "mesh": "give shard_size, or ezpz_tp's groups", "mp_policy": "give dtype, reduce_dtype",
-}  # fmt: skip
+    "mesh": "give shard_size, or ezpz_tp's groups",
+    "mp_policy": "give dtype, reduce_dtype",
+}
 
 
 def wrap_model_for_fsdp2(
@@ -381,13 +421,17 @@ def wrap_model_for_fsdp2(
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy  # noqa: PLC0415 - 0.6 s
 
     replicas = _replicas.find_replicas(_FSDP2)
-    given = {
-        "dtype": dtype, "reduce_dtype": reduce_dtype, "shard_size": shard_size,
-        "reshard_after_forward": reshard_after_forward, "initialize": initialize,
-        "compile": compile or None, **options,
-    }  # fmt: skip
+    arguments = {
+        "dtype": dtype,
+        "reduce_dtype": reduce_dtype,
+        "shard_size": shard_size,
+        "reshard_after_forward": reshard_after_forward,
+        "initialize": initialize,
+        "compile": compile or None,
+        **options,
+    }
     policy = MixedPrecisionPolicy()
-    with _replicas.agreed(_FSDP2, model, given, replicas) as lines:
+    with _replicas.agreed(_FSDP2, model, arguments, replicas) as lines:
         _replicas.check_model(_FSDP2, model, replicas, options, _RESERVED)
         if dtype is not None:
             policy = MixedPrecisionPolicy(
@@ -396,24 +440,35 @@ def wrap_model_for_fsdp2(
             )
         # Offered by torch 2.8 and later.
         can_sum = hasattr(FSDPModule, "set_force_sum_reduction_for_comms")
-        if (backend := replicas.world.backend) in _WITHOUT_AVERAGE and not can_sum:
+        if replicas.world.backend in _WITHOUT_AVERAGE and not can_sum:
             raise WrapError(
-                f"{_FSDP2}: {backend} cannot average, and torch {torch.__version__} asks it to; "
-                "expected torch 2.8 or later; or use wrap_model_for_ddp"
+                f"{_FSDP2}: {replicas.world.backend} cannot average, and torch "
+                f"{torch.__version__} asks it to; expected torch 2.8 or later; or use "
+                "wrap_model_for_ddp"
             )
         _check_sizes(reshard_after_forward, shard_size, replicas)
         refuse_unfillable(model, initialize)
         found = find_units(model, units)
         _refuse_unshardable(model, found, dtype, options.get("ignored_params", ()))
-        lines |= {f"unit {name}": type(module).__name__ for name, module in found.items()}
-    _compiled(model, compile)
-    settings = {"mesh": data_parallel_mesh(replicas, shard_size), "mp_policy": policy}
-    settings |= {"reshard_after_forward": reshard_after_forward, **options}
-    # What ezpz_tp says of parameters is kept while others take their place.
-    tp = sys.modules.get("ezpz_tp")
-    with nullcontext() if tp is None else tp.keep_attributes(model):
+        lines.update(_describe_units(found))
+    _compile_blocks(model, compile)
+    settings = {
+        "mesh": data_parallel_mesh(replicas, shard_size),
+        "mp_policy": policy,
+        "reshard_after_forward": reshard_after_forward,
+        **options,
+    }
+    with ExitStack() as stack:
+        tp = sys.modules.get("ezpz_tp")
+        if tp is not None:
+            # Its attributes of parameters are kept while others take their place.
+            stack.enter_context(tp.keep_attributes(model))
         _shard(model, set(found.values()), replicas, settings, initialize)
     return model
+
+
+def _describe_units(units: Mapping[str, nn.Module]) -> dict[str, str]:
+    return {f"unit {name}": type(module).__name__ for name, module in units.items()}
 
 
 def _shard(
@@ -430,31 +485,41 @@ def _shard(
     holders: dict[torch.Tensor, _replicas.Holder] = {}
     done: set[torch.Tensor] = set()
 
-    def left(module: nn.Module) -> list[torch.Tensor]:
-        held = (*module.parameters(), *module.buffers())
-        return [one for one in held if one not in done and not hasattr(one, "device_mesh")]
+    def find_remaining(module: nn.Module) -> list[torch.Tensor]:
+        tensors = chain(module.parameters(), module.buffers())
+        return [each for each in tensors if each not in done and not hasattr(each, "device_mesh")]
 
     for module in _replicas.children_first(model):
         _replicas.materialize_own(module, replicas.world.device, initialize, holders)
         if module is not model and module not in units:
             continue
-        _replicas.start_alike(left(module), replicas)
+        _replicas.start_alike(find_remaining(module), replicas)
         if ignored:
-            moved = [getattr(*holders[one]) if one in holders else one for one in ignored]
-            settings["ignored_params"] = set(moved)
+            settings["ignored_params"] = {_find_moved(each, holders) for each in ignored}
         if module is model and settings["reshard_after_forward"] is not False:
             # torch then keeps the root after forward: backward begins with it.
             del settings["reshard_after_forward"]
         with waiting("fully_shard", replicas.world, replicas.ranks):
             sharded: Any = fully_shard(module, **settings)
         # Buffers and ignored parameters. A reference to what was sharded would keep it whole.
-        done.update(left(module))
+        done.update(find_remaining(module))
         if replicas.world.backend in _WITHOUT_AVERAGE:
             sharded.set_force_sum_reduction_for_comms(True)
 
 
+def _find_moved(
+    tensor: torch.Tensor, holders: Mapping[torch.Tensor, _replicas.Holder]
+) -> torch.Tensor:
+    """Return what has taken a tensor's place, if it was on the meta device."""
+    if tensor not in holders:
+        return tensor
+    module, name = holders[tensor]
+    moved: torch.Tensor = getattr(module, name)
+    return moved
+
+
 def _refuse_unshardable(
-    model: nn.Module, found: dict[str, nn.Module], dtype: object, ignored: Collection[nn.Parameter]
+    model: nn.Module, units: dict[str, nn.Module], dtype: object, ignored: Collection[nn.Parameter]
 ) -> None:
     """Raise before anything is done, and by name, where torch raises in mid-work or in backward."""
     if isinstance(model, (nn.ModuleList, nn.ModuleDict)):
@@ -490,35 +555,35 @@ def _refuse_unshardable(
                 f"{about} is {parameter.dtype}, and dtype={dtype!r}; expected real parameters with "
                 "a dtype to compute in; leave dtype out"
             )
-        home = _replicas.home_of(name, found)
-        other, kind = trained.setdefault(home, (name, parameter.dtype))
-        if kind != parameter.dtype:
+        unit = find_unit_of(name, units)
+        first, first_dtype = trained.setdefault(unit, (name, parameter.dtype))
+        if first_dtype != parameter.dtype:
             raise WrapError(
-                f"{about} is {parameter.dtype} and {other} {kind}, in one unit "
-                f"({home or 'the root'}); expected one type of all that it trains; cast the model "
+                f"{about} is {parameter.dtype} and {first} {first_dtype}, in one unit "
+                f"({unit or 'the root'}); expected one type of all that it trains; cast the model "
                 "to one, and give dtype= to compute in another"
             )
 
 
-def _check_sizes(kept: object, shard_size: object, replicas: Members) -> None:
+def _check_sizes(reshard: object, shard_size: object, replicas: Members) -> None:
     size = replicas.size
     if shard_size is not None and not (_is_count(shard_size) and size % shard_size == 0):
         raise WrapError(
             f"{_FSDP2}: shard_size={shard_size!r} of {size} data-parallel ranks; expected a "
             "divisor of their number above 1; for a whole copy on every rank use wrap_model_for_ddp"
         )
-    if isinstance(kept, bool):
+    if isinstance(reshard, bool):
         return
-    among = size if shard_size is None else int(shard_size)
-    if not _is_count(kept) or among % kept:
+    shards = size if shard_size is None else int(shard_size)
+    if not (_is_count(reshard) and shards % reshard == 0):
         raise WrapError(
-            f"{_FSDP2}: reshard_after_forward={kept!r}; expected True, False or a divisor of "
-            f"{among}, the ranks that share a copy, above 1"
+            f"{_FSDP2}: reshard_after_forward={reshard!r}; expected True, False or a divisor of "
+            f"{shards}, the ranks that share a copy, above 1"
         )
-    if kept < among and size < replicas.world.info.world_size:
+    if reshard < shards and size < replicas.world.info.world_size:
         # Each unit's groups are made by ranks that do not know of each other: they would hang.
         raise WrapError(
-            f"{_FSDP2}: reshard_after_forward={kept} with ezpz_tp's groups ({size} of "
+            f"{_FSDP2}: reshard_after_forward={reshard} with ezpz_tp's groups ({size} of "
             f"{replicas.world.info.world_size} ranks are data-parallel here), for which torch "
             "cannot make the groups; expected True or False"
         )
@@ -571,38 +636,46 @@ def wrap_model(
         ValueError: ``dtype`` is not known, or no floating-point type.
     """
     world = current_world(_CALL)
-    device = torch.device(get_torch_device()) if world is None else world.device
-    replicas = None if world is None else _replicas.find_replicas(_CALL)
+    if world is None:
+        device = torch.device(get_torch_device())
+        replicas = None
+    else:
+        device = world.device
+        replicas = _replicas.find_replicas(_CALL)
     if replicas is None or replicas.size == 1:
-        _check(model, use_fsdp, dtype, initialize)
+        _check_arguments(model, use_fsdp, dtype, initialize)
         if dtype is not None:
             logger.warning("wrap_model(dtype=%s) on one rank casts nothing", dtype)
-        materialize(model, device, initialize)
-        return _compiled(model.to(device), compile)
-    given = {"use_fsdp": use_fsdp, "dtype": dtype, "initialize": initialize}
-    with _replicas.agreed(_CALL, model, given, replicas):
-        _check(model, use_fsdp, dtype, initialize)
-        _replicas.refuse_mps(_CALL, replicas)
-    if use_fsdp and next(model.parameters(), None) is not None:
-        return wrap_model_for_fsdp2(model, dtype=dtype, initialize=initialize, compile=compile)
-    if any(parameter.requires_grad for parameter in model.parameters()):
-        return wrap_model_for_ddp(model, initialize=initialize, compile=compile)
+        replicas = None
+    else:
+        arguments = {"use_fsdp": use_fsdp, "dtype": dtype, "initialize": initialize}
+        with _replicas.agreed(_CALL, model, arguments, replicas):
+            _check_arguments(model, use_fsdp, dtype, initialize)
+            _replicas.refuse_mps(_CALL, replicas)
+        if use_fsdp and next(model.parameters(), None) is not None:
+            return wrap_model_for_fsdp2(model, dtype=dtype, initialize=initialize, compile=compile)
+        if any(parameter.requires_grad for parameter in model.parameters()):
+            return wrap_model_for_ddp(model, initialize=initialize, compile=compile)
     materialize(model, device, initialize)
-    model = model.to(device)
-    _replicas.start_alike([*model.parameters(), *model.buffers()], replicas)
-    return _compiled(model, compile)
-
-
-def _compiled(model: nn.Module, options: bool | Mapping[str, Any]) -> nn.Module:
-    """Have torch compile what runs in each block: hooks, and so collectives, stay outside."""
-    if options is not False:
-        blocks = [one for one in find_units(model).values() if _is_composed(one)]
-        for module in blocks or [model]:
-            module.forward = torch.compile(module.forward, **({} if options is True else options))
+    model.to(device)
+    if replicas is not None:
+        _replicas.start_alike([*model.parameters(), *model.buffers()], replicas)
+    _compile_blocks(model, compile)
     return model
 
 
-def _check(
+def _compile_blocks(model: nn.Module, options: bool | Mapping[str, Any]) -> None:
+    """Have torch compile what runs in each block: hooks, and so collectives, stay outside."""
+    if options is False:
+        return
+    if options is True:
+        options = {}
+    blocks = [unit for unit in find_units(model).values() if _has_children(unit)]
+    for module in blocks or [model]:
+        module.forward = torch.compile(module.forward, **options)
+
+
+def _check_arguments(
     model: nn.Module, use_fsdp: bool, dtype: str | torch.dtype | None, initialize: Initialize | None
 ) -> None:
     _replicas.refuse_wrapped(model)
