@@ -12,9 +12,8 @@ from math import prod
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup, distributed_c10d
+from torch.distributed import ProcessGroup
 
 from ._current import (
     Number,
@@ -34,47 +33,42 @@ from ._current import get_expert_parallel_src_rank as get_expert_model_parallel_
 from ._current import get_pipeline_parallel_first_rank as get_pipeline_model_parallel_first_rank
 from ._current import get_tensor_parallel_src_rank as get_tensor_model_parallel_src_rank
 from ._errors import DegreeError, NotInitializedError, ParallelError
-from ._groups import Alone
 from ._init import as_dtype
 from ._ranks import RankLayout
 from ._state import ParallelState
 
 __all__ = [
-    "RankGenerator", "create_all_gather_groups", "create_group", "get_all_ranks",
-    "get_amax_reduction_group", "get_context_parallel_global_ranks", "get_context_parallel_group",
-    "get_context_parallel_rank", "get_context_parallel_world_size",
-    "get_data_and_context_parallel_group", "get_data_parallel_group", "get_data_parallel_rank",
-    "get_data_parallel_src_rank", "get_data_parallel_world_size", "get_embedding_group",
-    "get_expert_data_parallel_group", "get_expert_data_parallel_rank",
-    "get_expert_data_parallel_world_size", "get_expert_gtp_weight_remat_global_ranks",
+    "RankGenerator", "create_all_gather_groups", "get_amax_reduction_group",
+    "get_context_parallel_global_ranks", "get_context_parallel_group", "get_context_parallel_rank",
+    "get_context_parallel_world_size", "get_data_and_context_parallel_group",
+    "get_data_parallel_group", "get_data_parallel_rank", "get_data_parallel_src_rank",
+    "get_data_parallel_world_size", "get_embedding_group", "get_expert_data_parallel_group",
+    "get_expert_data_parallel_rank", "get_expert_data_parallel_world_size",
     "get_expert_gtp_weight_remat_group", "get_expert_gtp_weight_remat_rank",
     "get_expert_gtp_weight_remat_world_size", "get_expert_model_parallel_group",
     "get_expert_model_parallel_rank", "get_expert_model_parallel_src_rank",
     "get_expert_model_parallel_world_size", "get_expert_tensor_and_model_parallel_group",
-    "get_expert_tensor_and_model_parallel_rank", "get_expert_tensor_and_model_parallel_world_size",
     "get_expert_tensor_model_pipeline_parallel_group", "get_expert_tensor_parallel_group",
     "get_expert_tensor_parallel_rank", "get_expert_tensor_parallel_world_size",
-    "get_gtp_weight_remat_global_ranks", "get_gtp_weight_remat_group", "get_gtp_weight_remat_rank",
-    "get_gtp_weight_remat_world_size", "get_hierarchical_context_parallel_groups",
-    "get_hybrid_data_context_parallel_groups", "get_inter_distributed_optimizer_instance_group",
+    "get_gtp_weight_remat_group", "get_gtp_weight_remat_rank", "get_gtp_weight_remat_world_size",
+    "get_hierarchical_context_parallel_groups", "get_inter_distributed_optimizer_instance_group",
     "get_intra_distributed_optimizer_instance_group", "get_model_parallel_group",
     "get_model_parallel_src_rank", "get_pipeline_model_parallel_first_rank",
     "get_pipeline_model_parallel_group", "get_pipeline_model_parallel_last_rank",
     "get_pipeline_model_parallel_next_rank", "get_pipeline_model_parallel_prev_rank",
     "get_pipeline_model_parallel_rank", "get_pipeline_model_parallel_world_size",
     "get_position_embedding_group", "get_tensor_and_context_parallel_group",
-    "get_tensor_and_context_parallel_rank", "get_tensor_and_context_parallel_world_size",
     "get_tensor_and_data_parallel_group", "get_tensor_model_parallel_group",
     "get_tensor_model_parallel_rank", "get_tensor_model_parallel_src_rank",
     "get_tensor_model_parallel_world_size", "get_virtual_pipeline_model_parallel_rank",
     "get_virtual_pipeline_model_parallel_world_size", "is_initialized", "is_pipeline_first_stage",
     "is_pipeline_last_stage", "is_rank_in_embedding_group", "is_rank_in_position_embedding_group",
-    "model_parallel_is_initialized", "set_data_parallel_rank", "set_expert_model_parallel_rank",
+    "model_parallel_is_initialized", "set_expert_model_parallel_rank",
     "set_expert_model_parallel_world_size", "set_expert_tensor_parallel_rank",
     "set_expert_tensor_parallel_world_size", "set_pipeline_model_parallel_rank",
     "set_pipeline_model_parallel_world_size", "set_tensor_model_parallel_rank",
     "set_tensor_model_parallel_world_size", "set_virtual_pipeline_model_parallel_rank",
-    "set_virtual_pipeline_model_parallel_world_size", "update_pg_timeout",
+    "set_virtual_pipeline_model_parallel_world_size",
 ]  # fmt: skip
 
 
@@ -180,13 +174,10 @@ get_tensor_model_parallel_world_size: Number = size_getter("tensor")
 get_tensor_model_parallel_rank: Number = rank_getter("tensor")
 get_pipeline_model_parallel_world_size: Number = size_getter("pipeline")
 get_pipeline_model_parallel_rank: Number = rank_getter("pipeline")
-get_tensor_and_context_parallel_world_size: Number = size_getter("tensor", "context")
-get_tensor_and_context_parallel_rank: Number = rank_getter("tensor", "context")
 set_tensor_model_parallel_world_size: SizeSetter = size_setter("tensor")
 set_tensor_model_parallel_rank: RankSetter = rank_setter("tensor")
 set_pipeline_model_parallel_world_size: SizeSetter = size_setter("pipeline")
 set_pipeline_model_parallel_rank: RankSetter = rank_setter("pipeline")
-set_data_parallel_rank: RankSetter = rank_setter("data")
 
 # Experts lie on a grid of their own.
 get_expert_model_parallel_group: GroupGetter = group_getter("expert")
@@ -196,8 +187,6 @@ get_expert_model_parallel_world_size: Number = size_getter("expert")
 get_expert_model_parallel_rank: Number = rank_getter("expert")
 get_expert_tensor_parallel_world_size: Number = size_getter("expert_tensor")
 get_expert_tensor_parallel_rank: Number = rank_getter("expert_tensor")
-get_expert_tensor_and_model_parallel_world_size: Number = size_getter("expert_tensor", "expert")
-get_expert_tensor_and_model_parallel_rank: Number = rank_getter("expert_tensor", "expert")
 set_expert_model_parallel_world_size: SizeSetter = size_setter("expert")
 set_expert_model_parallel_rank: RankSetter = rank_setter("expert")
 set_expert_tensor_parallel_world_size: SizeSetter = size_setter("expert_tensor")
@@ -250,16 +239,6 @@ def get_hierarchical_context_parallel_groups(check_initialized: bool = True) -> 
     _refuse_group(check_initialized, "of a context axis in levels")
 
 
-def get_hybrid_data_context_parallel_groups(
-    check_initialized: bool = True, group_size: int | None = None
-) -> ProcessGroup | None:
-    """Return the group over context and data if it has ``group_size`` ranks; there is no other."""
-    if group_size == size_or_alone("context", "data"):
-        return found_group(check_initialized, "context", "data")
-    _refuse_group(check_initialized, f"of {group_size} ranks over context and data")
-    return None
-
-
 def _refuse_group(check_initialized: bool, what: str) -> None:
     if check_initialized:
         raise NotInitializedError(
@@ -284,18 +263,10 @@ def get_gtp_weight_remat_rank() -> int:
     return 0
 
 
-def get_gtp_weight_remat_global_ranks(check_initialized: bool = True) -> list[int] | None:
-    """Return the global ranks of `get_gtp_weight_remat_group`."""
-    if not check_initialized and not tensor_parallel_is_initialized():
-        return None
-    return [get_state().rank]
-
-
 # Experts' weights are not sharded once more, either.
 get_expert_gtp_weight_remat_group = get_gtp_weight_remat_group
 get_expert_gtp_weight_remat_world_size = get_gtp_weight_remat_world_size
 get_expert_gtp_weight_remat_rank = get_gtp_weight_remat_rank
-get_expert_gtp_weight_remat_global_ranks = get_gtp_weight_remat_global_ranks
 
 
 def get_model_parallel_src_rank() -> int:
@@ -355,20 +326,12 @@ def get_data_parallel_rank(
     partial_data_parallel: bool = False,
 ) -> int:
     """Return this rank's position in `get_data_parallel_group`."""
-    axes = data_axes(with_context_parallel, partial_data_parallel)
-    value = by_hand("data rank")
-    return index_or_alone(*axes) if value is None else value
+    return index_or_alone(*data_axes(with_context_parallel, partial_data_parallel))
 
 
 def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
     """Return the global rank of the first rank of the data-parallel group."""
     return ranks_or_alone(*data_axes(with_context_parallel))[0]
-
-
-def get_all_ranks() -> str:
-    """Return this rank's positions, joined by ``_``: tensor, (none), data, context, ..."""
-    ranks = (rank_of("tensor"), 0, get_data_parallel_rank(), get_context_parallel_rank())
-    return "_".join(str(rank) for rank in (*ranks, rank_of("pipeline"), rank_of("expert")))
 
 
 # Megatron's questions about the stages of a pipeline.
@@ -479,10 +442,6 @@ def get_expert_tensor_model_pipeline_parallel_group(
 # Megatron's ways to make and change groups besides those of the axes.
 
 
-# It is the caller's: `destroy_model_parallel` leaves it.
-create_group: Callable[..., ProcessGroup] = dist.new_group
-
-
 def create_all_gather_groups(
     for_expert_parallelism: bool = False,
     timeout: timedelta | None = None,
@@ -505,7 +464,7 @@ def create_all_gather_groups(
     if state.layout is None:
         raise ParallelError(
             "create_all_gather_groups: the state was made of groups, not of degrees; make these "
-            "with create_group"
+            "with torch.distributed.new_group"
         )
     wanted: list[tuple[str, ...]] = [("context", "data")]
     if for_expert_parallelism and state.size("expert") > 1:
@@ -515,19 +474,6 @@ def create_all_gather_groups(
     )
     state.attach(made)
     return made.group(*wanted[0]), made.group(*wanted[1]) if wanted[1:] else None
-
-
-def update_pg_timeout(timeout: timedelta, pg: ProcessGroup | None = None) -> None:
-    """Set the timeout of a group, or of all that this rank is in, after a barrier of its ranks."""
-    dist.barrier(pg)
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
-    # Its names are private and untyped; nothing public sets a timeout.
-    c10d: Any = distributed_c10d
-    groups = list(c10d._world.pg_map) if pg is None else [pg]  # noqa: SLF001
-    for group in groups:
-        if not isinstance(group, Alone):
-            c10d._set_pg_timeout(timeout, group)  # noqa: SLF001
 
 
 class RankGenerator:

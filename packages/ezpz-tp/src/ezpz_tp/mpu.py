@@ -27,10 +27,8 @@ from . import _embedding, _linear, _megatron, parallel_state
 from ._cross_entropy import vocab_parallel_cross_entropy
 from ._current import (
     Number,
-    get_pipeline_parallel_world_size,
     get_state,
     name_made,
-    tensor_parallel_is_initialized,
 )
 from ._current import get_context_parallel_group as get_sequence_parallel_group
 from ._current import get_context_parallel_rank as get_sequence_parallel_rank
@@ -73,11 +71,11 @@ __all__ = [
     "gather_from_tensor_model_parallel_region", "gather_split_1d_tensor", "get_cuda_rng_tracker",
     "get_data_parallel_group_ranks", "get_model_parallel_rank", "get_model_parallel_world_size",
     "get_pipe_parallel_group", "get_pipe_parallel_rank", "get_pipe_parallel_world_size",
-    "get_pipeline_parallel_world_size", "get_sequence_data_parallel_group",
+    "get_sequence_data_parallel_group",
     "get_sequence_data_parallel_rank", "get_sequence_data_parallel_world_size",
     "get_sequence_parallel_group", "get_sequence_parallel_rank", "get_sequence_parallel_src_rank",
     "get_sequence_parallel_world_size", "get_slice_parallel_group", "get_slice_parallel_rank",
-    "get_slice_parallel_world_size", "is_unitialized", "model_parallel_cuda_manual_seed",
+    "get_slice_parallel_world_size", "model_parallel_cuda_manual_seed",
     "param_is_not_tensor_parallel_duplicate", "reduce_from_model_parallel_region",
     "reduce_from_tensor_model_parallel_region", "scatter_to_model_parallel_region",
     "scatter_to_tensor_model_parallel_region",
@@ -95,27 +93,13 @@ scatter_to_tensor_model_parallel_region = scatter_to_model_parallel_region
 
 # The layers of ``megatron.mpu``: Megatron-LM's before ``megatron.core``, and gpt-neox's.
 #
-# They take no configuration and return ``(output, bias)``. A layer of any of this package's
-# dialects is an instance of them, for code that looks for such layers (DeepSpeed's compression).
+# They take no configuration and return ``(output, bias)``.
 #
 # Sources: bigscience-workshop/Megatron-DeepSpeed megatron/mpu/layers.py, 2023-12-07;
 # EleutherAI/gpt-neox megatron/mpu/layers.py, 2026-05-19.
 
 
-class _OfAnyDialect(type):
-    """A class of which every instance of ``core`` is one."""
-
-    core: type
-
-    def __instancecheck__(cls, instance: object) -> bool:
-        return (
-            isinstance(instance, cls.core)
-            if "core" in vars(cls)
-            else type.__instancecheck__(cls, instance)
-        )
-
-
-class ColumnParallelLinear(_linear.ColumnParallelLinear, metaclass=_OfAnyDialect):
+class ColumnParallelLinear(_linear.ColumnParallelLinear):
     """`ezpz_tp.ColumnParallelLinear` that returns the output and, if it is skipped, the bias.
 
     Args:
@@ -124,8 +108,6 @@ class ColumnParallelLinear(_linear.ColumnParallelLinear, metaclass=_OfAnyDialect
 
     The other arguments are as there.
     """
-
-    core: type = _linear.ColumnParallelLinear
 
     def __init__(
         self,
@@ -154,10 +136,8 @@ class ColumnParallelLinear(_linear.ColumnParallelLinear, metaclass=_OfAnyDialect
         return output if isinstance(output, tuple) else (output, None)
 
 
-class RowParallelLinear(_linear.RowParallelLinear, metaclass=_OfAnyDialect):
+class RowParallelLinear(_linear.RowParallelLinear):
     """`ezpz_tp.RowParallelLinear`; see `ColumnParallelLinear` for the arguments."""
-
-    core: type = _linear.RowParallelLinear
 
     def __init__(
         self,
@@ -186,10 +166,8 @@ class RowParallelLinear(_linear.RowParallelLinear, metaclass=_OfAnyDialect):
         return output if isinstance(output, tuple) else (output, None)
 
 
-class VocabParallelEmbedding(_embedding.VocabParallelEmbedding, metaclass=_OfAnyDialect):
+class VocabParallelEmbedding(_embedding.VocabParallelEmbedding):
     """`ezpz_tp.VocabParallelEmbedding` of which ``init_method`` is the third argument."""
-
-    core: type = _embedding.VocabParallelEmbedding
 
     def __init__(
         self,
@@ -213,11 +191,6 @@ def _read(layer: str, neox_args: Any, options: dict[str, Any]) -> dict[str, Any]
         "dtype": getattr(neox_args, "params_dtype", None),
         "sequence_parallel": bool(getattr(neox_args, "sequence_parallel", False)),
     }
-
-
-def is_unitialized() -> bool:
-    """Return whether there are no groups yet. The name is spelled as it was."""
-    return not tensor_parallel_is_initialized()
 
 
 get_model_parallel_rank: Number = _megatron.rank_getter("tensor", "pipeline")

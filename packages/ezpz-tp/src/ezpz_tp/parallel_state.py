@@ -29,9 +29,8 @@ from ._megatron import GlobalMemoryBuffer
 from ._state import ParallelState
 
 __all__ = [
-    "GlobalMemoryBuffer", "destroy_global_memory_buffer", "destroy_model_parallel",
-    "get_data_parallel_group_gloo", "get_expert_data_parallel_group_gloo",
-    "get_global_memory_buffer", "initialize_model_parallel",
+    "GlobalMemoryBuffer", "destroy_model_parallel", "get_data_parallel_group_gloo",
+    "get_expert_data_parallel_group_gloo", "get_global_memory_buffer", "initialize_model_parallel",
 ]  # fmt: skip
 __all__ += _megatron.__all__
 
@@ -209,8 +208,3 @@ def get_global_memory_buffer() -> GlobalMemoryBuffer:
         _BUFFER, GlobalMemoryBuffer()
     )
     return buffer
-
-
-def destroy_global_memory_buffer() -> None:
-    """Forget the buffers."""
-    _current.notes().pop(_BUFFER, None)

@@ -5,11 +5,7 @@ Source: NVIDIA/Megatron-LM megatron/core/tensor_parallel/gtp_api.py, 2026-08-22.
 
 from __future__ import annotations
 
-__all__ = ["HAVE_GTP", "deregister_and_clear_gtp_symm_pools"]
+__all__ = ["HAVE_GTP"]
 
 HAVE_GTP = False
 """Read before any other name of Megatron-LM's module is used."""
-
-
-def deregister_and_clear_gtp_symm_pools() -> None:
-    """Do nothing: there are no pools, and code that ends asks without looking."""

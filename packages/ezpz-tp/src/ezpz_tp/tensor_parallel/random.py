@@ -30,8 +30,8 @@ __all__ = [
     "CheckpointWithoutOutput", "CheckpointWithoutOutputManager", "CudaRNGStatesTracker",
     "checkpoint", "convert_cuda_rng_state", "get_all_rng_states", "get_cuda_rng_tracker",
     "get_data_parallel_rng_tracker_name", "get_expert_parallel_rng_tracker_name",
-    "get_gtp_remat_rng_tracker_name", "initialize_rng_tracker", "is_checkpointing",
-    "is_graph_safe_cuda_rng_tracker", "model_parallel_cuda_manual_seed",
+    "get_gtp_remat_rng_tracker_name", "is_checkpointing", "is_graph_safe_cuda_rng_tracker",
+    "model_parallel_cuda_manual_seed",
 ]  # fmt: skip
 
 
@@ -44,19 +44,6 @@ class CudaRNGStatesTracker(RngTracker):
         refuse("CudaRNGStatesTracker", "use_cudagraphable_rng", use_cudagraphable_rng, False)
         refuse("CudaRNGStatesTracker", "is_inference_rng_tracker", is_inference_rng_tracker, False)
         super().__init__()
-
-
-def initialize_rng_tracker(
-    use_te_rng_tracker: bool = False,
-    inference_rng_tracker: bool = False,
-    use_cudagraphable_rng: bool = False,
-    force_reset: bool = False,
-) -> None:
-    """Make sure that there is a tracker; ``force_reset`` forgets its streams."""
-    flags = use_te_rng_tracker, inference_rng_tracker, use_cudagraphable_rng
-    _refuse("initialize_rng_tracker", *flags)
-    if force_reset:
-        get_rng_tracker().reset()
 
 
 def get_cuda_rng_tracker(
