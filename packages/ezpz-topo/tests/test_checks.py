@@ -6,7 +6,7 @@ import socket
 import pytest
 
 from ezpz_topo import CheckError, CheckResult, HostfileError, get_hostname, short_name
-from ezpz_topo._checks import check_hostfile, check_network, check_scheduler, chosen
+from ezpz_topo._checks import check_hostfile, check_network, check_scheduler, choose_interfaces
 
 SCONTROL = """\
 case "$1" in
@@ -188,7 +188,7 @@ LOOPBACK = next(name for _, name in socket.if_nameindex() if name in ("lo", "lo0
     ("prefixes", "^=eth0,lo", ["eth1"], []),
 ])  # fmt: skip
 def test_interfaces_are_chosen_as_each_library_does(form, text, names, missing):
-    assert chosen(form, text, ["lo", "eth0", "eth1"]) == (names, missing)
+    assert choose_interfaces(form, text, ["lo", "eth0", "eth1"]) == (names, missing)
 
 
 EVERY = ",".join(name for _, name in socket.if_nameindex())

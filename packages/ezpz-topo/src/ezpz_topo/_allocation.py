@@ -60,21 +60,29 @@ class Allocation:
         return len(self.hosts)
 
 
-def scheduler_of(env: Mapping[str, str]) -> str:
-    """Return whose job this is, by its variables: slurm, pbs, none, or one of `UNREADABLE`."""
-    slurm, pbs = env.get("SLURM_JOB_ID"), env.get("PBS_JOBID")
+def detect_scheduler(env: Mapping[str, str]) -> str:
+    """Return the job's scheduler, by its variables: slurm, pbs, none, or one of `UNREADABLE`."""
+    slurm = env.get("SLURM_JOB_ID")
+    pbs = env.get("PBS_JOBID")
     if slurm and pbs:
         raise InvalidVariableError(
             f"SLURM_JOB_ID={slurm[:40]} and PBS_JOBID={pbs[:40]}; expected one job; unset the one "
             "that is left over from another shell"
         )
-    if slurm or pbs:
-        return "slurm" if slurm else "pbs"
+    if slurm:
+        return "slurm"
+    if pbs:
+        return "pbs"
     for name in _HALVES:
         if env.get(name):
-            whole = "PBS_JOBID" if name.startswith("PBS") else "SLURM_JOB_ID"
+            other = "SLURM_JOB_ID"
+            if name.startswith("PBS"):
+                other = "PBS_JOBID"
             raise InvalidVariableError(
-                f"{name}={env[name][:40]} without {whole}; expected a job to set both; "
-                f"set {whole}, or unset {name}"
+                f"{name}={env[name][:40]} without {other}; expected a job to set both; "
+                f"set {other}, or unset {name}"
             )
-    return next((who for name, who in UNREADABLE.items() if env.get(name)), "none")
+    for name, scheduler in UNREADABLE.items():
+        if env.get(name):
+            return scheduler
+    return "none"

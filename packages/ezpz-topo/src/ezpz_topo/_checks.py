@@ -9,14 +9,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from . import _commands
-from ._allocation import Allocation, scheduler_of
+from ._allocation import Allocation, detect_scheduler
 from ._errors import CheckError, SchedulerError, TopoError
-from ._hosts import get_allocation, get_hosts, module_of
+from ._hosts import Hosts, get_allocation, get_hosts, import_scheduler
 from ._machine import Machine, get_machine_info
 from ._nodelist import fold_nodelist, host_key, short_name
 from ._pbs import get_pbs_folder
 
-# What a check of ``ezpz doctor`` found, and what to do about it.
+# The result of a check of ``ezpz doctor``, and the remedy.
 
 STATUSES = ("ok", "warning", "error")
 
@@ -82,7 +82,7 @@ class CheckResult:
 
     @classmethod
     def of(cls, error: Exception, status: str = "error", /, **details: object) -> CheckResult:
-        """Return the result that one of these packages' errors tells: its end is the remedy.
+        """Return the result for an error of one of these packages: its last part is the remedy.
 
         >>> CheckResult.of(ValueError("n is 3; expected 2; start two")).remedy
         'start two'
@@ -102,54 +102,79 @@ def check_hostfile(seconds: float, env: Mapping[str, str] | None = None) -> Chec
     """Compare the hosts that ezpz would use with those of the job, as its scheduler knows it."""
     env = os.environ if env is None else env
     try:
-        used, scheduler = get_hosts(None, env), scheduler_of(env)
-        hosts = [entry.host for entry in used.entries]
-        if scheduler == "none" and used.path is None:
-            return CheckResult.ok("none is named; ranks are started on this host", hosts=hosts)
+        used = get_hosts(None, env)
+        scheduler = detect_scheduler(env)
         if scheduler == "none":
-            return CheckResult.ok(
-                f"{used.source}={used.path}: {len(hosts)} hosts ({_some(hosts)}); no job to "
-                "compare with",
-                hosts=hosts, source=used.source,
-            )  # fmt: skip
-        job = get_allocation(env, ask=False)
-        given, by, silent = job.hosts, job.sources["hosts"], ""
-        try:
-            given = _job_of_server(scheduler, job.job_id or "", 0.35 * seconds, env).hosts
-            by = f"{scheduler}'s server"
-        except SchedulerError as error:
-            # The check "scheduler" says so too, and whether that is an error.
-            silent = f" ({by}; its server did not tell: {str(error).partition('; ')[0]})"
-        if strangers := _strangers(job.hosts, given):
-            return CheckResult.error(
-                f"{_NODE_VARIABLES[scheduler]} name {_some(strangers)}, which job {job.job_id} "
-                f"does not have: {_some(given)} ({by})",
-                "unset the variables that another job left in this shell, or open a new one",
-                hosts=list(job.hosts), job_hosts=list(given),
-            )  # fmt: skip
+            return _describe_hosts(used)
+        return _compare_with_job(used, scheduler, 0.35 * seconds, env)
     except TopoError as error:
         return CheckResult.of(error)
-    facts = {"hosts": hosts, "job_hosts": list(given), "source": used.source}
-    if strangers := _strangers(hosts, given):
-        return CheckResult.error(
-            f"{used.source}={used.path} names {_some(strangers)}, which job {job.job_id} does not "
-            f"have: {_some(given)} ({by})",
-            f"unset {used.source}, or write the job's hosts into another file and name that",
-            **facts,
-        )
-    what = f"{used.source}={used.path}" if used.path else f"no hostfile is needed: {used.source}"
+
+
+def _describe_hosts(used: Hosts) -> CheckResult:
+    """Return the result where no job is running."""
+    hosts = [entry.host for entry in used.entries]
+    if used.path is None:
+        return CheckResult.ok("none is named; ranks are started on this host", hosts=hosts)
     return CheckResult.ok(
-        f"{what}: {len(hosts)} of the {len(given)} hosts of job {job.job_id}{silent}", **facts
+        f"{used.source}={used.path}: {len(hosts)} hosts ({_abbreviate(hosts)}); no job to compare "
+        "with",
+        hosts=hosts,
+        source=used.source,
     )
 
 
-def _strangers(hosts: Iterable[str], given: Iterable[str]) -> list[str]:
-    known = {host_key(host) for host in given}
+def _compare_with_job(
+    used: Hosts, scheduler: str, seconds: float, env: Mapping[str, str]
+) -> CheckResult:
+    hosts = [entry.host for entry in used.entries]
+    job = get_allocation(env, ask=False)
+    job_hosts = job.hosts
+    source = job.sources["hosts"]
+    remark = ""
+    try:
+        job_hosts = _query_job(scheduler, job.job_id or "", seconds, env).hosts
+        source = f"{scheduler}'s server"
+    except SchedulerError as error:
+        # The check "scheduler" says so too, and whether that is an error.
+        remark = f" ({source}; its server did not tell: {str(error).partition('; ')[0]})"
+    foreign = _list_foreign(job.hosts, job_hosts)
+    if foreign:
+        return CheckResult.error(
+            f"{_NODE_VARIABLES[scheduler]} name {_abbreviate(foreign)}, which job {job.job_id} "
+            f"does not have: {_abbreviate(job_hosts)} ({source})",
+            "unset the variables that another job left in this shell, or open a new one",
+            hosts=list(job.hosts),
+            job_hosts=list(job_hosts),
+        )
+    facts = {"hosts": hosts, "job_hosts": list(job_hosts), "source": used.source}
+    foreign = _list_foreign(hosts, job_hosts)
+    if foreign:
+        return CheckResult.error(
+            f"{used.source}={used.path} names {_abbreviate(foreign)}, which job {job.job_id} does "
+            f"not have: {_abbreviate(job_hosts)} ({source})",
+            f"unset {used.source}, or write the job's hosts into another file and name that",
+            **facts,
+        )
+    origin = f"no hostfile is needed: {used.source}"
+    if used.path:
+        origin = f"{used.source}={used.path}"
+    return CheckResult.ok(
+        f"{origin}: {len(hosts)} of the {len(job_hosts)} hosts of job {job.job_id}{remark}", **facts
+    )
+
+
+def _list_foreign(hosts: Iterable[str], job_hosts: Iterable[str]) -> list[str]:
+    """Return the hosts that the job does not have."""
+    known = set(map(host_key, job_hosts))
     return [host for host in hosts if host_key(host) not in known]
 
 
-def _some(hosts: Sequence[str]) -> str:
-    return ", ".join([*hosts[:4], *(["..."] if len(hosts) > 4 else [])])
+def _abbreviate(hosts: Sequence[str]) -> str:
+    shown = list(hosts[:4])
+    if len(hosts) > 4:
+        shown.append("...")
+    return ", ".join(shown)
 
 
 # Which interfaces a variable chooses: each library has a form of its own.
@@ -162,21 +187,35 @@ VARIABLES = {
 "Common environment variables"; oneCCL's; libfabric's fi_tcp(7)."""
 
 
-def chosen(form: str, text: str, interfaces: Sequence[str]) -> tuple[list[str], list[str]]:
+def choose_interfaces(
+    form: str, text: str, interfaces: Sequence[str]
+) -> tuple[list[str], list[str]]:
     """Return the interfaces here that a variable chooses, and those it names that are missing."""
+    chosen = []
     if form == "names":
-        words = [word.strip() for word in text.split(",") if word.strip()]
-        missing = [word for word in words if word not in interfaces]
-        return [word for word in words if word in interfaces], missing
+        missing = []
+        for part in text.split(","):
+            word = part.strip()
+            if word in interfaces:
+                chosen.append(word)
+            elif word:
+                missing.append(word)
+        return chosen, missing
     # NCCL: a list of prefixes, "=" before it for whole names, "^" for all but these. The first that
     # are here do; so only where none is here, all are missing.
-    excluded, exact = text.startswith("^"), text.lstrip("^").startswith("=")
-    words = [word for word in text.lstrip("^=").split(",") if word]
-    fits = str.__eq__ if exact else str.startswith
-    hit = [name for name in interfaces if any(fits(name, word) for word in words)]
-    if excluded:
-        return [name for name in interfaces if name not in hit], []
-    return hit, [] if hit else words
+    words = tuple(filter(None, text.lstrip("^=").split(",")))
+    is_exact = text.lstrip("^").startswith("=")
+    others = []
+    for name in interfaces:
+        if name in words or (not is_exact and name.startswith(words)):
+            chosen.append(name)
+        else:
+            others.append(name)
+    if text.startswith("^"):
+        return others, []
+    if chosen:
+        return chosen, []
+    return [], list(words)
 
 
 # The check ``network``: variables of NCCL, libfabric, oneCCL and gloo, against this host.
@@ -189,8 +228,9 @@ def check_network(_seconds: float, env: Mapping[str, str] | None = None) -> Chec
     """Compare the variables of the high-speed network with the machine's file and this host."""
     # Only the resolver takes time, and knows no limit.
     env = os.environ if env is None else env
+    job = None
     try:
-        machine, job = get_machine_info(env), None
+        machine = get_machine_info(env)
         with contextlib.suppress(SchedulerError):  # the check "scheduler" says so
             job = get_allocation(env, ask=False)
     except TopoError as error:
@@ -200,29 +240,40 @@ def check_network(_seconds: float, env: Mapping[str, str] | None = None) -> Chec
     names = [name for _, name in socket.if_nameindex()]
     several = job is not None and job.num_nodes > 1
     for variable, form in VARIABLES.items():
-        if env.get(variable) and (wrong := _wrong(*chosen(form, env[variable], names), several)):
+        if not env.get(variable):
+            continue
+        problem = _find_problem(*choose_interfaces(form, env[variable], names), several)
+        if problem:
             return CheckResult.error(
-                f"{variable}={env[variable]}: {wrong}; this host has {', '.join(names)}",
+                f"{variable}={env[variable]}: {problem}; this host has {', '.join(names)}",
                 f"unset {variable}, or name an interface that every host has",
-                interfaces=names, **facts,
-            )  # fmt: skip
-    if job is not None and several and (found := _fast_name(machine, job)):
-        return CheckResult.error(*found, **facts)
-    if warned := _differing(machine, env):
-        return CheckResult.warning(*warned, **facts)
-    said = f"{len(set_here)} variables of the network are set" if set_here else "nothing is set"
-    told = [name for name in machine.environment if name.startswith(_PREFIXES)]
-    missing = ", ".join(name for name in told if name not in set_here)
-    if not told:
-        said += f", and {machine.name} asks for none"
-    elif missing:
-        said += f"; ezpz-launch sets {missing} ({machine.name}.toml) for each rank"
-    else:
-        said += f", all that {machine.name}.toml asks for among them"
-    return CheckResult.ok(said, **facts)
+                interfaces=names,
+                **facts,
+            )
+    if job is not None and several:
+        error_and_remedy = _look_up_fast_name(machine, job)
+        if error_and_remedy is not None:
+            return CheckResult.error(*error_and_remedy, **facts)
+    warning_and_remedy = _compare_environment(machine, env)
+    if warning_and_remedy is not None:
+        return CheckResult.warning(*warning_and_remedy, **facts)
+    return CheckResult.ok(_describe_variables(machine, set_here), **facts)
 
 
-def _wrong(names: Sequence[str], missing: Sequence[str], several: bool) -> str:
+def _describe_variables(machine: Machine, set_here: Mapping[str, str]) -> str:
+    message = "nothing is set"
+    if set_here:
+        message = f"{len(set_here)} variables of the network are set"
+    recommended = [name for name in machine.environment if name.startswith(_PREFIXES)]
+    missing = ", ".join(name for name in recommended if name not in set_here)
+    if not recommended:
+        return f"{message}, and {machine.name} asks for none"
+    if missing:
+        return f"{message}; ezpz-launch sets {missing} ({machine.name}.toml) for each rank"
+    return f"{message}, all that {machine.name}.toml asks for among them"
+
+
+def _find_problem(names: Sequence[str], missing: Sequence[str], several: bool) -> str:
     if missing:
         return f"no interface {', '.join(missing)}"
     if not names:
@@ -232,8 +283,8 @@ def _wrong(names: Sequence[str], missing: Sequence[str], several: bool) -> str:
     return ""
 
 
-def _fast_name(machine: Machine, job: Allocation) -> tuple[str, str] | None:
-    """Say where the name at which the ranks would meet is none."""
+def _look_up_fast_name(machine: Machine, job: Allocation) -> tuple[str, str] | None:
+    """Return error and remedy if the name at which the ranks would meet is unknown."""
     first = job.hosts[0]
     if not machine.hsn_suffix or not job.on_node or first.replace(".", "").isdigit():
         return None
@@ -248,10 +299,11 @@ def _fast_name(machine: Machine, job: Allocation) -> tuple[str, str] | None:
     return None
 
 
-def _differing(machine: Machine, env: Mapping[str, str]) -> tuple[str, str] | None:
+def _compare_environment(machine: Machine, env: Mapping[str, str]) -> tuple[str, str] | None:
+    """Return warning and remedy if a variable is not as the machine's file has it."""
     for name, value in machine.environment.items():
-        also = [each.environment.get(name) for each in machine.options.values()]
-        if name.startswith(_PREFIXES) and env.get(name, value) not in (value, *also):
+        options = [each.environment.get(name) for each in machine.options.values()]
+        if name.startswith(_PREFIXES) and env.get(name, value) not in (value, *options):
             return (
                 f"{name}={env[name]}, where {machine.name}.toml has {value}",
                 f"unset {name}, unless it is set on purpose: ezpz-launch then leaves it as it is",
@@ -269,24 +321,29 @@ _TRY_LATER = "try again later: ezpz doctor --timeout=60 --only=scheduler"
 
 
 def check_scheduler(seconds: float, env: Mapping[str, str] | None = None) -> CheckResult:
-    """Say whose job this is, and whether the scheduler's commands answer."""
+    """Name the job of this process, and check that the scheduler's commands answer."""
     env = os.environ if env is None else env
     try:
-        scheduler, machine = scheduler_of(env), get_machine_info(env)
+        scheduler = detect_scheduler(env)
+        machine = get_machine_info(env)
         if scheduler != "none":
-            return _in_job(scheduler, get_allocation(env, ask=False), seconds, env)
-        return _outside(machine.scheduler, machine.name, seconds, env)
+            return _check_in_job(scheduler, get_allocation(env, ask=False), seconds, env)
+        return _check_without_job(machine.scheduler, machine.name, seconds, env)
     except TopoError as error:
         return CheckResult.of(error)
 
 
-def _why_silent(scheduler: str, seconds: float, env: Mapping[str, str]) -> str:
+def _ping(scheduler: str, seconds: float, env: Mapping[str, str]) -> str:
     """Return why the scheduler's server does not answer; empty where it does."""
     if scheduler == "slurm":
-        env = module_of("slurm").env_of_own_cluster(env)
+        env = import_scheduler("slurm").env_of_own_cluster(env)
     try:
         answer = _commands.ask(
-            _PING[scheduler], env=env, time_limit=seconds, attempts=1, place=_places(env)[scheduler]
+            _PING[scheduler],
+            env=env,
+            time_limit=seconds,
+            attempts=1,
+            place=_get_folder(scheduler, env),
         )
     except SchedulerError as error:
         return str(error).partition("; ")[0]
@@ -296,64 +353,74 @@ def _why_silent(scheduler: str, seconds: float, env: Mapping[str, str]) -> str:
     return ""
 
 
-def _job_of_server(
-    scheduler: str, job_id: str, seconds: float, env: Mapping[str, str]
-) -> Allocation:
+def _query_job(scheduler: str, job_id: str, seconds: float, env: Mapping[str, str]) -> Allocation:
     limit = {_commands.TIME_LIMIT: f"{max(seconds, 0.001):.3f}"}
-    job: Allocation = module_of(scheduler).job_by_id(job_id, {**env, **limit})
+    job: Allocation = import_scheduler(scheduler).job_by_id(job_id, {**env, **limit})
     return job
 
 
-def _in_job(scheduler: str, job: Allocation, seconds: float, env: Mapping[str, str]) -> CheckResult:
-    title, job_id = _TITLES[scheduler], job.job_id or ""
+def _check_in_job(
+    scheduler: str, job: Allocation, seconds: float, env: Mapping[str, str]
+) -> CheckResult:
+    title = _TITLES[scheduler]
+    job_id = job.job_id or ""
     facts: dict[str, object] = {"scheduler": scheduler, "job_id": job_id, "hosts": list(job.hosts)}
-    if why := _why_silent(scheduler, 0.4 * seconds, env):
-        return CheckResult.warning(
-            f"job {job_id} of {title}, by its variables; but {why}",
-            _remedy(scheduler, env),
-            **facts,
-        )
+    problem = _ping(scheduler, 0.4 * seconds, env)
+    if problem:
+        message = f"job {job_id} of {title}, by its variables; but {problem}"
+        return CheckResult.warning(message, _suggest(scheduler, env), **facts)
     try:
         # Twice at most, with a pause between.
-        known = _job_of_server(scheduler, job_id, 0.2 * seconds, env)
+        known = _query_job(scheduler, job_id, 0.2 * seconds, env)
     except TopoError as error:
         return CheckResult.of(error, **facts)
-    ends = "" if known.ends_at is None else f", ends at {known.ends_at:%Y-%m-%d %H:%M} UTC"
-    count = f"{len(job.hosts)} host" + ("s" if len(job.hosts) != 1 else "")
+    count = f"{len(job.hosts)} hosts"
+    if len(job.hosts) == 1:
+        count = "1 host"
     hosts = fold_nodelist(job.hosts)
-    hosts = hosts if len(hosts) <= 60 else f"{hosts[:57]}..."
-    return CheckResult.ok(f"{title} answers; job {job_id} has {count}: {hosts}{ends}", **facts)
+    if len(hosts) > 60:
+        hosts = f"{hosts[:57]}..."
+    message = f"{title} answers; job {job_id} has {count}: {hosts}"
+    if known.ends_at is not None:
+        message += f", ends at {known.ends_at:%Y-%m-%d %H:%M} UTC"
+    return CheckResult.ok(message, **facts)
 
 
-def _outside(expected: str, machine: str, seconds: float, env: Mapping[str, str]) -> CheckResult:
+def _check_without_job(
+    expected: str, machine: str, seconds: float, env: Mapping[str, str]
+) -> CheckResult:
     # The machine's own first: another one's client may be installed beside it, and not set up.
-    here = [
-        name
-        for name, argv in _PING.items()
-        if name == expected or _commands.find(argv[0], env, _places(env)[name])
-    ]
-    here.sort(key=lambda name: name != expected)
-    if not here:
+    schedulers = [expected] if expected in _PING else []
+    for name, argv in _PING.items():
+        if name != expected and _commands.find(argv[0], env, _get_folder(name, env)):
+            schedulers.append(name)
+    if not schedulers:
         return CheckResult.ok("none, and no job: ranks are started on this host", scheduler="none")
-    why = {}
-    for name in here:
-        why[name] = _why_silent(name, 0.8 * seconds / len(here), env)
-        if not why[name]:
-            what = f"{_TITLES[name]} answers; no job in this shell"
-            return CheckResult.ok(what, scheduler=name)
-    name = here[0]
+    problems = []
+    for name in schedulers:
+        problem = _ping(name, 0.8 * seconds / len(schedulers), env)
+        if not problem:
+            message = f"{_TITLES[name]} answers; no job in this shell"
+            return CheckResult.ok(message, scheduler=name)
+        problems.append(problem)
+    name = schedulers[0]
     if name == expected:
-        reason, remedy = f"{machine} has {_TITLES[name]}, and {why[name]}", _remedy(name, env)
+        message = f"{machine} has {_TITLES[name]}, and {problems[0]}"
+        remedy = _suggest(name, env)
     else:
-        reason = f"{_TITLES[name]}'s commands are here, but {why[name]}"
+        message = f"{_TITLES[name]}'s commands are here, but {problems[0]}"
         remedy = "nothing, if you start ranks on this host only; else ask the site"
-    return CheckResult.warning(reason, remedy, scheduler=name)
+    return CheckResult.warning(message, remedy, scheduler=name)
 
 
-def _remedy(scheduler: str, env: Mapping[str, str]) -> str:
-    folder = _places(env)[scheduler] or "/usr/bin"
+def _suggest(scheduler: str, env: Mapping[str, str]) -> str:
+    """Return the remedy for a scheduler that does not answer."""
+    folder = _get_folder(scheduler, env) or "/usr/bin"
     return f"add {folder} to PATH if the command is missing; else {_TRY_LATER}"
 
 
-def _places(env: Mapping[str, str]) -> dict[str, str]:
-    return {"slurm": "", "pbs": get_pbs_folder(env)}
+def _get_folder(scheduler: str, env: Mapping[str, str]) -> str:
+    """Return where a scheduler's commands are that may not be on PATH; empty if not known."""
+    if scheduler == "pbs":
+        return get_pbs_folder(env)
+    return ""

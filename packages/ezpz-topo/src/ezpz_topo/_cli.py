@@ -52,7 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run ``ezpz-topo`` with these words (default: the process's) and return its exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        _print(_shell(words) if "--shell" in words else _answer(words))
+        if "--shell" in words:
+            _print(_format_shell(words))
+        else:
+            _print(_run_command(words))
     except TopoError as error:
         print(f"ezpz-topo: {error}", file=sys.stderr)
         return 2
@@ -76,40 +79,46 @@ def _print(text: str) -> None:
     print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
 
 
-def _answer(words: list[str]) -> str:
+def _run_command(words: list[str]) -> str:
     if {"-h", "--help"} & set(words):
         return HELP
     match words:
         case ["--version"]:
             return __version__
         case ["expand", nodelist] if nodelist[:1] != "-":
-            return "\n".join(_some(expand_nodelist(nodelist)))
+            return "\n".join(_require_hosts(expand_nodelist(nodelist)))
         case ["fold", *hosts] if not any(host[:1] == "-" for host in hosts):
-            return fold_nodelist(_some(hosts or _hosts_of_stdin()))
+            return fold_nodelist(_require_hosts(hosts or _read_hosts()))
         case ["machines"]:
-            return _machines()
+            return _format_machines()
         case [*options] if {*options} <= {"--json", "--ask"}:
-            topology = detect(ask="--ask" in options or None)
-            return _json(topology) if "--json" in options else _table(topology)
-    commands, flags = ("expand", "fold", "machines"), ("--json", "--ask", "--shell")
-    wrong = next((word for word in words if word[:1] == "-" and word not in flags), "")
-    if wrong:
-        hint = did_you_mean(wrong, (*flags, "--help", "--version")) or "see ezpz-topo --help"
-        raise UsageError(f"unknown option {wrong!r}; {hint}")
-    if words[0] not in (*commands, *flags):
-        hint = did_you_mean(words[0], commands) or "see ezpz-topo --help"
-        raise UsageError(f"unknown command {words[0]!r}; {hint}")
+            return _format_topology(options)
+    raise _usage_error(words)
+
+
+_COMMANDS = ("expand", "fold", "machines")
+_FLAGS = ("--json", "--ask", "--shell")
+
+
+def _usage_error(words: list[str]) -> UsageError:
+    for word in words:
+        if word[:1] == "-" and word not in _FLAGS:
+            hint = did_you_mean(word, (*_FLAGS, "--help", "--version")) or "see ezpz-topo --help"
+            return UsageError(f"unknown option {word!r}; {hint}")
+    if words[0] not in (*_COMMANDS, *_FLAGS):
+        hint = did_you_mean(words[0], _COMMANDS) or "see ezpz-topo --help"
+        return UsageError(f"unknown command {words[0]!r}; {hint}")
     forms = "[--json] [--ask], expand NODELIST, fold [HOST...], machines"
-    raise UsageError(f"{' '.join(words)!r}; expected one of: {forms}; see ezpz-topo --help")
+    return UsageError(f"{' '.join(words)!r}; expected one of: {forms}; see ezpz-topo --help")
 
 
-def _some(hosts: Sequence[str]) -> Sequence[str]:
+def _require_hosts(hosts: Sequence[str]) -> Sequence[str]:
     if not hosts:
         raise UsageError("no host; expected one at least; see ezpz-topo --help")
     return hosts
 
 
-def _hosts_of_stdin() -> list[str]:
+def _read_hosts() -> list[str]:
     if sys.stdin is None or sys.stdin.isatty():
         raise UsageError(
             "fold: no hosts; expected them as arguments, or one a line on standard input: "
@@ -118,21 +127,32 @@ def _hosts_of_stdin() -> list[str]:
     return sys.stdin.read().split()
 
 
-def _table(topology: Topology) -> str:
-    rows = [
-        (name, "unknown" if value is None else str(value), source)
-        for name, value, source in topology.explain()
-    ]
-    names = max(len(name) for name, _, _ in rows)
-    # One long value (the hosts) must not push every source off the screen.
-    values = max((len(value) for _, value, _ in rows if len(value) <= 40), default=0)
-    lines = [
-        _wrapped(f"{name:<{names}}  {value:<{values}}  ", source) for name, value, source in rows
-    ]
-    return "\n".join([*lines, *(f"note: {note}" for note in topology.notes)])
+def _format_topology(options: Sequence[str]) -> str:
+    topology = detect(ask="--ask" in options or None)
+    if "--json" in options:
+        return _format_json(topology)
+    return _format_table(topology)
 
 
-def _wrapped(start: str, text: str) -> str:
+def _format_table(topology: Topology) -> str:
+    rows = []
+    name_width = 0
+    value_width = 0
+    for name, value, source in topology.explain():
+        text = "unknown" if value is None else str(value)
+        rows.append((name, text, source))
+        name_width = max(name_width, len(name))
+        # One long value (the hosts) must not push every source off the screen.
+        if len(text) <= 40:
+            value_width = max(value_width, len(text))
+    lines = []
+    for name, text, source in rows:
+        lines.append(_wrap(f"{name:<{name_width}}  {text:<{value_width}}  ", source))
+    lines += [f"note: {note}" for note in topology.notes]
+    return "\n".join(lines)
+
+
+def _wrap(start: str, text: str) -> str:
     """Return a row whose last column stays below itself on a terminal; elsewhere it is one line."""
     if sys.stdout is None or not sys.stdout.isatty():
         return f"{start}{text}".rstrip()
@@ -143,43 +163,52 @@ def _wrapped(start: str, text: str) -> str:
     ) or start.rstrip()  # fmt: skip
 
 
-def _json(topology: Topology) -> str:
-    facts = {
-        name.replace(" ", "_"): {"value": value, "source": source}
-        for name, value, source in topology.explain()
-    }
-    return json.dumps({**facts, "notes": list(topology.notes)}, indent=2)
+def _format_json(topology: Topology) -> str:
+    facts: dict[str, object] = {}
+    for name, value, source in topology.explain():
+        facts[name.replace(" ", "_")] = {"value": value, "source": source}
+    facts["notes"] = topology.notes
+    return json.dumps(facts, indent=2)
 
 
-def _shell(words: Sequence[str]) -> str:
+def _format_shell(words: Sequence[str]) -> str:
     if set(words) - {"--shell", "--ask"}:
         raise UsageError(f"{' '.join(words)!r}: expected --shell alone or with --ask")
     topology = detect(ask="--ask" in words or None)
     job = topology.allocation
+    hosts = "\n".join(job.hosts)
+    if job.scheduler == "none":
+        hosts = "localhost"
     facts = {
         "JOB": job.job_id or "none",
         "SCHEDULER": job.scheduler,
         "NODES": count_nodes(topology.rank, job)[0],
         "GPUS_PER_NODE": topology.accelerators.count,
-        "HOSTS": "localhost" if job.scheduler == "none" else "\n".join(job.hosts),
+        "HOSTS": hosts,
     }
     return "\n".join(f"EZPZ_{name}={shlex.quote(str(value))}" for name, value in facts.items())
 
 
-def _machines() -> str:
+def _format_machines() -> str:
     rows = [("machine", "site", "scheduler", "launcher", "devices", "file")]
     for machine in known_machines().values():
-        devices = "as found" if machine.devices_per_node is None else f"{machine.devices_per_node}"
-        kind = f" {machine.device_type}" if machine.device_type else ""
-        rows.append(
-            (machine.name, machine.site, machine.scheduler, machine.launcher, devices + kind,
-             machine.path.removeprefix(f"{PACKAGED}/"))
-        )  # fmt: skip
+        devices = "as found"
+        if machine.devices_per_node is not None:
+            devices = str(machine.devices_per_node)
+        row = (
+            machine.name,
+            machine.site,
+            machine.scheduler,
+            machine.launcher,
+            f"{devices} {machine.device_type}".rstrip(),
+            machine.path.removeprefix(f"{PACKAGED}/"),
+        )
+        rows.append(row)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+    lines = []
+    for row in rows:
+        cells = map(str.ljust, row, widths)
+        lines.append("  ".join(cells).rstrip())
     return "\n".join([*lines, "", f"files without a folder: {PACKAGED}"])
 
 

@@ -62,37 +62,53 @@ def ask(
         SchedulerError: It cannot be started, gave no answer in time (it is killed then, with
             what it started), or ended with a status that is no answer.
     """
-    time_limit = get_time_limit(env) if time_limit is None else time_limit
-    shown = _shown(" ".join(argv))
-    answer, attempt = None, 0
+    if time_limit is None:
+        time_limit = get_time_limit(env)
+    command = _shorten(" ".join(argv))
+    path = find(argv[0], env, place) or argv[0]
+    answer = None
+    attempt = 0
     while attempt < attempts:
         if attempt:
             time.sleep(_FIRST_PAUSE * 2 ** (attempt - 1))
         attempt += 1
-        answer = _run((find(argv[0], env, place) or argv[0], *argv[1:]), env, time_limit, place)
+        answer = _run((path, *argv[1:]), env, time_limit, place)
         if answer and (answer.status in good or answer.status in _NEVER_TRANSIENT):
             break
-    tried = "1 attempt" if attempt == 1 else f"{attempt} attempts"
+    count = f"{attempt} attempts"
+    if attempt == 1:
+        count = "1 attempt"
     if answer is None:
         raise SchedulerError(
-            f"{shown} gave no answer in {time_limit:g} s ({tried}); expected one; the scheduler "
+            f"{command} gave no answer in {time_limit:g} s ({count}); expected one; the scheduler "
             f"is down or busy: try again later, or wait longer with {TIME_LIMIT}=60"
         )
     if answer.status not in good:
-        lines = (answer.stderr.strip() or answer.stdout.strip()).splitlines()
-        said = _shown(lines[-1]) if lines else "nothing"
-        none = any(words in f"{answer.stderr}\n{answer.stdout}" for words in _NOT_SET_UP)
-        raise (NoSchedulerError if none else SchedulerError)(
-            f"{shown} ended with {describe_end(answer.status)} ({tried}) and said {said}; expected "
-            "an answer; run it by hand: the scheduler, or its client on this host, is not well"
-        )
+        raise _status_error(command, answer, count)
     return answer
+
+
+def _status_error(command: str, answer: Answer, count: str) -> SchedulerError:
+    """Return the error of a command that ended with a status that is no answer."""
+    last_line = "nothing"
+    for line in (answer.stderr.strip() or answer.stdout.strip()).splitlines():
+        last_line = _shorten(line)
+    kind = SchedulerError
+    for words in _NOT_SET_UP:
+        if words in answer.stderr or words in answer.stdout:
+            kind = NoSchedulerError
+    return kind(
+        f"{command} ended with {describe_end(answer.status)} ({count}) and said {last_line}; "
+        "expected an answer; run it by hand: the scheduler, or its client on this host, is not well"
+    )
 
 
 def find(command: str, env: Mapping[str, str], place: str = "") -> str | None:
     """Return the path of an executable on ``env``'s PATH, else in ``place``, or None."""
     folders = env.get("PATH", os.defpath).split(os.pathsep)
-    for folder in [*folders, place] if place else folders:
+    if place:
+        folders.append(place)
+    for folder in folders:
         path = os.path.join(folder, command)
         if os.path.isfile(path) and os.access(path, os.X_OK):
             return path
@@ -103,17 +119,19 @@ def get_time_limit(env: Mapping[str, str]) -> float:
     text = env.get(TIME_LIMIT, "")
     if not text:
         return _DEFAULT_TIME_LIMIT
-    seconds = float(text) if re.fullmatch(r"[0-9]{1,4}(\.[0-9]{1,3})?", text) else 0.0
-    if not seconds:
+    if not re.fullmatch(r"[0-9]{1,4}(\.[0-9]{1,3})?", text) or not float(text):
         raise InvalidVariableError(
             f"{TIME_LIMIT}={text!r}; expected seconds above 0 and below 10000, such as 30; "
             f"unset it for {_DEFAULT_TIME_LIMIT:g}"
         )
-    return seconds
+    return float(text)
 
 
 def describe_end(status: int) -> str:
-    return f"exit status {status}" if status >= 0 else f"signal {-status}"
+    """Describe a status of `Answer`."""
+    if status < 0:
+        return f"signal {-status}"
+    return f"exit status {status}"
 
 
 def _run(
@@ -123,7 +141,7 @@ def _run(
     deadline = time.monotonic() + time_limit
     process = None
     try:
-        with _uninterrupted():
+        with _interrupt_delayed():
             process = _start(argv, env, place)
         out, err = _read(process, deadline)
         status = process.wait(max(deadline - time.monotonic(), 0.0))
@@ -132,23 +150,24 @@ def _run(
         return None
     finally:
         if process is not None:
-            _end(process)
+            _kill_group(process)
 
 
 @contextlib.contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Hold an interrupt back to the end: in the middle of Popen it would leave the command."""
-    before, held = signal.getsignal(signal.SIGINT), list[int]()
+def _interrupt_delayed() -> Iterator[None]:
+    """Delay an interrupt to the end: in the middle of Popen it would leave the command."""
+    before = signal.getsignal(signal.SIGINT)
+    pending: list[int] = []
     if before is None or threading.current_thread() is not threading.main_thread():
         yield
         return
-    signal.signal(signal.SIGINT, lambda number, _: held.append(number))
+    signal.signal(signal.SIGINT, lambda number, _: pending.append(number))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-        for number in held[:1]:
-            signal.raise_signal(number)
+        if pending:
+            signal.raise_signal(signal.SIGINT)
 
 
 def _start(argv: Sequence[str], env: Mapping[str, str], place: str) -> subprocess.Popen[bytes]:
@@ -158,16 +177,18 @@ def _start(argv: Sequence[str], env: Mapping[str, str], place: str) -> subproces
             stderr=subprocess.PIPE, start_new_session=True,
         )  # fmt: skip
     except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", error)
-        hint = f"export PATH=$PATH:{place}" if place else "add the command's directory"
-        path = _shown(env.get("PATH", os.defpath))
+        reason = getattr(error, "strerror", error)
+        hint = "add the command's directory"
+        if place:
+            hint = f"export PATH=$PATH:{place}"
+        path = _shorten(env.get("PATH", os.defpath))
         raise SchedulerError(
-            f"{_shown(argv[0])} cannot be started ({why}); expected the scheduler's command on "
-            f"PATH={path}, which a login shell may have reset: {hint}"
+            f"{_shorten(argv[0])} cannot be started ({reason}); expected the scheduler's command "
+            f"on PATH={path}, which a login shell may have reset: {hint}"
         ) from error
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
     # Not yet waited for: so its number, which is its group's, is not another's by now.
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -184,7 +205,8 @@ def _read(process: subprocess.Popen[bytes], deadline: float) -> tuple[bytearray,
     """Return all of stdout and stderr; raise TimeoutExpired where one is open at the deadline."""
     assert process.stdout is not None
     assert process.stderr is not None
-    out, err = bytearray(), bytearray()
+    out = bytearray()
+    err = bytearray()
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ, out)
         selector.register(process.stderr, selectors.EVENT_READ, err)
@@ -199,11 +221,13 @@ def _read(process: subprocess.Popen[bytes], deadline: float) -> tuple[bytearray,
                 key.data.extend(chunk)
                 if len(key.data) > MAX_BYTES:
                     raise SchedulerError(
-                        f"{_shown(str(process.args))} printed more than {MAX_BYTES >> 20} MiB; "
+                        f"{_shorten(str(process.args))} printed more than {MAX_BYTES >> 20} MiB; "
                         "expected a scheduler's answer; run it by hand and see what it prints"
                     )
     return out, err
 
 
-def _shown(text: str) -> str:
-    return repr(text if len(text) <= 160 else f"{text[:157]}...")
+def _shorten(text: str) -> str:
+    if len(text) > 160:
+        text = f"{text[:157]}..."
+    return repr(text)

@@ -46,8 +46,9 @@ class CheckError(TopoError):
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return the end of an error's sentence that names what is nearest; empty where nothing is."""
+    """Return the end of an error's sentence that names the nearest word; empty if none is near."""
     import difflib  # noqa: PLC0415 - only a wrong word needs it
 
-    close = difflib.get_close_matches(word, list(known), 1)
-    return f"did you mean {close[0]!r}?" if close else ""
+    for nearest in difflib.get_close_matches(word, list(known), 1):
+        return f"did you mean {nearest!r}?"
+    return ""

@@ -80,14 +80,11 @@ def read_regular(path: str, limit: int) -> bytes:
 
 
 def parse_slots(text: str, path: str) -> dict[str, int | None]:
-    if "\0" in text:
-        raise HostfileError(f"hostfile {path!r} holds NUL bytes; expected text, one host a line")
-    if text.count("\n") > _MAX_LINES:
-        raise HostfileError(
-            f"hostfile {path!r} has more than {_MAX_LINES} lines; expected one host a line; "
-            "name the job's own hostfile"
-        )
-    found: dict[str, tuple[str, int, bool]] = {}  # first spelling, slots, whether they are told
+    """Return the slots of each host, in order; None for one that is named once without any."""
+    _check_text(text, path)
+    spellings: dict[str, str] = {}  # of each host, the first
+    totals: dict[str, int] = {}
+    without_number: set[str] = set()  # hosts on one line, without slots
     # Some editors begin a file with a mark of its encoding.
     lines = text.removeprefix("\ufeff").split("\n")
     # Node files repeat a line for each slot: each is parsed once.
@@ -100,19 +97,36 @@ def parse_slots(text: str, path: str) -> dict[str, int | None]:
         if entry is None:
             continue
         host, slots = entry
-        key, number = host_key(host), (slots or 1) * times
-        if key in found:
-            found[key] = (found[key][0], found[key][1] + number, True)
+        key = host_key(host)
+        if key in spellings:
+            totals[key] += (slots or 1) * times
+            without_number.discard(key)
             continue
-        if len(found) >= MAX_HOSTS:
+        if len(spellings) >= MAX_HOSTS:
             raise HostfileError(
                 f"hostfile {path!r}: {host[:40]!r} is host {MAX_HOSTS + 1}; expected at most "
                 f"{MAX_HOSTS}; name the job's own hostfile"
             )
-        found[key] = (host, number, slots is not None or times > 1)
-    if not found:
+        spellings[key] = host
+        totals[key] = (slots or 1) * times
+        if slots is None and times == 1:
+            without_number.add(key)
+    if not spellings:
         raise HostfileError(f"hostfile {path!r} names no host; expected one host a line")
-    return {host: slots if told else None for host, slots, told in found.values()}
+    hosts: dict[str, int | None] = {}
+    for key, host in spellings.items():
+        hosts[host] = None if key in without_number else totals[key]
+    return hosts
+
+
+def _check_text(text: str, path: str) -> None:
+    if "\0" in text:
+        raise HostfileError(f"hostfile {path!r} holds NUL bytes; expected text, one host a line")
+    if text.count("\n") > _MAX_LINES:
+        raise HostfileError(
+            f"hostfile {path!r} has more than {_MAX_LINES} lines; expected one host a line; "
+            "name the job's own hostfile"
+        )
 
 
 def _parse_line(line: str) -> tuple[str, int | None] | None:
@@ -128,47 +142,52 @@ def _parse_line(line: str) -> tuple[str, int | None] | None:
     line = "=".join(part.strip(" ") for part in line.split("="))
     # Not split(): a no-break space from a web page is part of a name, and wrong.
     token, *options = filter(None, line.split(" "))
-    host, slots = _host_of(token)
+    host, slots = _parse_host(token)
     most = None
     for option in options:
         word, equals, value = option.replace("-", "_").rpartition("=")
         if word in _MAX_SLOTS and most is None:
-            most = _number(value, option)
+            most = _parse_number(value, option)
         elif (word in _SLOTS or not equals) and slots is None:
-            slots = _number(value, option)
+            slots = _parse_number(value, option)
         else:
-            raise _bad(option, "slots=n and max_slots=m, each once, beside the host")
+            raise _part_error(option, "slots=n and max_slots=m, each once, beside the host")
     if most is not None and most < (slots or 1):
-        raise _bad(f"max_slots={most}", f"at least the {slots} slots of the host")
+        raise _part_error(f"max_slots={most}", f"at least the {slots} slots of the host")
     # As in Open MPI, the most slots are the slots where nothing else is said.
     return host, slots or most
 
 
-def _host_of(token: str) -> tuple[str, int | None]:
+def _parse_host(token: str) -> tuple[str, int | None]:
     """Return host and slots of ``host``, ``host:n``, ``[address]:n`` or a bare address."""
-    host, number = token, None
-    if match := re.fullmatch(_IN_BRACKETS, token):
-        host, number = match[1], match[2]
-        if ":" not in host:
-            host = token  # a bracket of numbers is no address
+    host = token
+    number = None
+    match = re.fullmatch(_IN_BRACKETS, token)
+    if match is not None and ":" in match[1]:
+        host = match[1]
+        number = match[2]
     elif token.count(":") == 1:
         host, _, number = token.partition(":")
     if is_host(host):
-        return host, None if number is None else _number(number, token)
+        if number is None:
+            return host, None
+        return host, _parse_number(number, token)
     if "[" in token or "]" in token:
-        raise _bad(token, "one host a line; expand it first: ezpz-topo expand NODELIST")
+        raise _part_error(token, "one host a line; expand it first: ezpz-topo expand NODELIST")
     if "@" in token:
-        raise _bad(token, "a host without its user; name the user in ~/.ssh/config")
-    raise _bad(token, "host, host:n or host slots=n; write one host a line")
+        raise _part_error(token, "a host without its user; name the user in ~/.ssh/config")
+    raise _part_error(token, "host, host:n or host slots=n; write one host a line")
 
 
-def _number(text: str, part: str) -> int:
+def _parse_number(text: str, part: str) -> int:
     if not re.fullmatch(_NUMBER, text):
-        raise _bad(part, "slots from 1 to 999999, as host:n or host slots=n; correct the number")
+        raise _part_error(
+            part, "slots from 1 to 999999, as host:n or host slots=n; correct the number"
+        )
     return int(text)
 
 
-def _bad(part: str, expected: str) -> HostfileError:
+def _part_error(part: str, expected: str) -> HostfileError:
     return HostfileError(f"{part[:40]!r}; expected {expected}")
 
 

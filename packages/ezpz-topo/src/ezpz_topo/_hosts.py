@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from . import _commands
-from ._allocation import UNREADABLE, Allocation, scheduler_of
+from ._allocation import UNREADABLE, Allocation, detect_scheduler
 from ._errors import HostfileError, NoSchedulerError, SchedulerError, TopoError
 from ._hostfile import HostSlots, format_hostfile, read_hostfile, write_file
 from ._nodelist import get_hostname
@@ -45,53 +45,58 @@ def get_allocation(env: Mapping[str, str] | None = None, *, ask: bool | None = N
             be asked; or several jobs share this host.
     """
     env = os.environ if env is None else env
-    scheduler = scheduler_of(env)
+    scheduler = detect_scheduler(env)
     if scheduler == "none":
-        if ask and (found := _job_of_this_host(env)):
-            return found
-        more = ", and no scheduler here has a running job of yours on this host" if ask else ""
-        why, host = f"no job variables are set{more}", get_hostname()
-        sources = {"scheduler": why, "hosts": f"uname: {why}"}
-        return Allocation("none", None, (host,), node_name=host, sources=sources)
+        return _find_job_or_host(env, ask=bool(ask))
     if scheduler in UNREADABLE.values():
         raise SchedulerError(
             f"a job of {scheduler}, whose hosts cannot be read here; expected Slurm or PBS; write "
             "the hosts into a file, one a line, and name it in HOSTFILE, or pass it"
         )
-    job: Allocation = module_of(scheduler).allocation(env, commands=ask is not False)
+    job: Allocation = import_scheduler(scheduler).allocation(env, commands=ask is not False)
     if not ask or job.ends_at is not None:
         return job
     try:
-        ends_at = module_of(scheduler).end_time(job.job_id or "", env)
+        ends_at = import_scheduler(scheduler).end_time(job.job_id or "", env)
     except TopoError as error:
         # It is good to know, and no more: hosts and ranks are known without it.
         return replace(job, notes=(*job.notes, f"end of the walltime: {error}"))
-    source = "qstat -E -fw" if scheduler == "pbs" else "scontrol show job"
+    source = "scontrol show job"
+    if scheduler == "pbs":
+        source = "qstat -E -fw"
     return replace(job, ends_at=ends_at, sources={**job.sources, "ends_at": source})
 
 
 def find_schedulers(env: Mapping[str, str] | None = None) -> tuple[str, ...]:
     """Return which of ``"slurm"`` and ``"pbs"`` have their commands on this host; asks nothing."""
     env = os.environ if env is None else env
-    places = {"slurm": ("squeue", ""), "pbs": ("qselect", module_of("pbs").get_pbs_folder(env))}
-    return tuple(
-        name for name, (command, place) in places.items() if _commands.find(command, env, place)
-    )
+    schedulers = []
+    if _commands.find("squeue", env):
+        schedulers.append("slurm")
+    if _commands.find("qselect", env, import_scheduler("pbs").get_pbs_folder(env)):
+        schedulers.append("pbs")
+    return tuple(schedulers)
 
 
-def module_of(scheduler: str) -> ModuleType:
+def import_scheduler(scheduler: str) -> ModuleType:
     return import_module(f"._{scheduler}", __package__)  # most processes need neither
 
 
-def _job_of_this_host(env: Mapping[str, str]) -> Allocation | None:
-    for scheduler in ("pbs", "slurm"):
-        try:
-            job: Allocation | None = module_of(scheduler).job_of_this_host(env, get_hostname())
-        except NoSchedulerError:
-            continue
-        if job is not None:
-            return job
-    return None
+def _find_job_or_host(env: Mapping[str, str], *, ask: bool) -> Allocation:
+    """Return the job that this host is a node of, if schedulers may be asked; else this host."""
+    reason = "no job variables are set"
+    host = get_hostname()
+    if ask:
+        for scheduler in ("pbs", "slurm"):
+            try:
+                job: Allocation | None = import_scheduler(scheduler).job_of_this_host(env, host)
+            except NoSchedulerError:
+                continue
+            if job is not None:
+                return job
+        reason += ", and no scheduler here has a running job of yours on this host"
+    sources = {"scheduler": reason, "hosts": f"uname: {reason}"}
+    return Allocation("none", None, (host,), node_name=host, sources=sources)
 
 
 # The hosts to use: of the argument, the variables that name a file, or the allocation.
@@ -131,22 +136,28 @@ def get_hosts(
         TopoError: As `get_allocation` and `get_rank_info`.
     """
     env = os.environ if env is None else env
+    if hostfile is not None:
+        return Hosts(read_hostfile(hostfile), "argument", os.fspath(hostfile))
     node_file = env.get("PBS_NODEFILE")
-    named = {"argument": hostfile, "PBS_NODEFILE": node_file, "HOSTFILE": env.get("HOSTFILE")}
-    if hostfile is None and env.get("PBS_JOBID") and node_file and not os.path.lexists(node_file):
-        # Its server knows the hosts; a HOSTFILE here would give this node other hosts than those
-        # that read PBS's file.
-        named = {}
-    for source, path in named.items():
-        if path or (source == "argument" and path is not None):
-            entries = read_hostfile(path)
-            if source == "PBS_NODEFILE":
-                # One line a slot, also where no line is repeated.
-                entries = tuple(HostSlots(each.host, each.slots or 1) for each in entries)
-            return Hosts(entries, source, os.fspath(path))
+    # Where PBS's file is missing its server knows the hosts; a HOSTFILE here would give this node
+    # other hosts than those that read PBS's file.
+    is_missing = bool(env.get("PBS_JOBID") and node_file and not os.path.lexists(node_file))
+    if node_file and not is_missing:
+        # One line a slot, also where no line is repeated.
+        entries = [HostSlots(each.host, each.slots or 1) for each in read_hostfile(node_file)]
+        return Hosts(tuple(entries), "PBS_NODEFILE", node_file)
+    if env.get("HOSTFILE") and not is_missing:
+        return Hosts(read_hostfile(env["HOSTFILE"]), "HOSTFILE", env["HOSTFILE"])
+    return _read_allocated_hosts(env)
+
+
+def _read_allocated_hosts(env: Mapping[str, str]) -> Hosts:
+    """Return the job's hosts, or this host where no job is running and all ranks are here."""
     rank = get_rank_info(env)
-    # Not a command a rank.
-    allocation = get_allocation(env, ask=False if rank.world_size > 1 else None)
+    may_ask = None
+    if rank.world_size > 1:
+        may_ask = False  # not a command a rank
+    allocation = get_allocation(env, ask=may_ask)
     if allocation.scheduler == "none":
         if rank.world_size > 1 and rank.local_world_size != rank.world_size:
             raise HostfileError(
@@ -155,11 +166,9 @@ def get_hosts(
                 "file, one a line, and name it in HOSTFILE"
             )
         return Hosts((HostSlots(get_hostname()),), "no job is running: this host")
-    told = allocation.slots or (None,) * len(allocation.hosts)
-    return Hosts(
-        tuple(HostSlots(host, n) for host, n in zip(allocation.hosts, told, strict=True)),
-        allocation.sources.get("hosts", allocation.scheduler),
-    )
+    slots = allocation.slots or (None,) * len(allocation.hosts)
+    entries = [HostSlots(host, n) for host, n in zip(allocation.hosts, slots, strict=True)]
+    return Hosts(tuple(entries), allocation.sources.get("hosts", allocation.scheduler))
 
 
 # Files that name them.
@@ -237,26 +246,28 @@ def _private_folder(env: Mapping[str, str]) -> str:
     runtime = env.get("XDG_RUNTIME_DIR", "")
     try:
         # A job often has the variable of the login node, and not the folder.
-        mine = os.path.isabs(runtime) and os.stat(runtime).st_uid == user
+        is_own = os.path.isabs(runtime) and os.stat(runtime).st_uid == user
     except (OSError, ValueError):
-        mine = False
+        is_own = False
     # Not tempfile, which would end in the working directory.
     parent = env.get("TMPDIR") or "/tmp"  # noqa: S108  # ours is 0700 in it, and checked
-    folder = os.path.join(runtime, "ezpz") if mine else os.path.join(parent, f"ezpz-{user}")
+    folder = os.path.join(parent, f"ezpz-{user}")
+    if is_own:
+        folder = os.path.join(runtime, "ezpz")
     if not os.path.isabs(folder):
         raise HostfileError(f"TMPDIR={parent!r}; expected an absolute path; set it, or unset it")
     try:
         with contextlib.suppress(FileExistsError):
             os.mkdir(folder, 0o700)
-        found = os.lstat(folder)
+        status = os.lstat(folder)
     except (OSError, ValueError) as error:
         raise HostfileError(
             f"folder {folder!r} cannot be made ({error}); expected a place for a hostfile; set "
             "TMPDIR to a folder that you may write to, or name a hostfile"
         ) from error
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != user or found.st_mode & 0o077:
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != user or status.st_mode & 0o077:
         raise HostfileError(
-            f"{folder!r} is {stat.filemode(found.st_mode)} of user {found.st_uid}; expected a "
+            f"{folder!r} is {stat.filemode(status.st_mode)} of user {status.st_uid}; expected a "
             f"folder drwx------ of user {user}; remove it, or set TMPDIR to a folder of your own"
         )
     return folder

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NoReturn
 
-from ._allocation import scheduler_of
+from ._allocation import detect_scheduler
 from ._cpus import parse_cores
 from ._devices import DEVICE_TYPES
 from ._env import FAMILIES
@@ -139,7 +139,7 @@ def get_machine_info(
     """
     env = os.environ if env is None else env
     files = _machine_files(env)
-    scheduler = scheduler_of(env)
+    scheduler = detect_scheduler(env)
     name = env.get("EZPZ_MACHINE", "")
     if name and name.lower() not in files:
         raise MachineError(

@@ -106,7 +106,7 @@ def redact(value: Value) -> Value:
         if any(map(lower.__contains__, _ROOTS)) or _FORM(lower):
             found = _redact_text(value)
     elif isinstance(value, Mapping):
-        found = {name: _redact_named(name, held) for name, held in value.items()}
+        found = {name: _redact_named(name, item) for name, item in value.items()}
     elif type(value) in (list, tuple):
         found = type(found)(_redact_words(found))
     return found  # type: ignore[no-any-return]
@@ -115,7 +115,9 @@ def redact(value: Value) -> Value:
 def _redact_named(name: object, value: object) -> object:
     if not isinstance(name, str) or not _is_secret(name):
         return redact(value)
-    return value if value is None or isinstance(value, bool) or value == "" else REDACTED
+    if value is None or isinstance(value, bool) or value == "":
+        return value
+    return REDACTED
 
 
 def _redact_words(words: Iterable[object]) -> Iterator[object]:
@@ -126,19 +128,27 @@ def _redact_words(words: Iterable[object]) -> Iterator[object]:
             value_next = False
             continue
         yield redact(word)
-        text = word if isinstance(word, str) else ""
-        flag = _FLAG.fullmatch(text)
-        is_named = bool(flag and _is_secret(flag["name"], option=True))
-        value_next = is_named or text.lower() == "bearer"
+        value_next = isinstance(word, str) and _announces_secret(word)
+
+
+def _announces_secret(word: str) -> bool:
+    """Return whether a secret follows as the next word, as after ``--token``."""
+    if word.lower() == "bearer":
+        return True
+    flag = _FLAG.fullmatch(word)
+    return flag is not None and _is_secret(flag["name"], option=True)
 
 
 def _redact_text(text: str) -> str:
-    end = 0
-    while whole := _WHOLE.match(text, end):
+    whole = _WHOLE.match(text)
+    while whole is not None:
         end = whole.end()
         if _is_secret(whole["name"], option=text.startswith("-")):
             # All that follows is the value, spaces and quotes as well; nothing is no secret.
-            return text[:end] + (REDACTED if text[end:] else "")
+            if end == len(text):
+                return text
+            return text[:end] + REDACTED
+        whole = _WHOLE.match(text, end)
     for form, replacement in _FORMS:
         text = form.sub(replacement, text)
     return _redact_pairs(text)
@@ -156,10 +166,14 @@ def _redact_pairs(text: str) -> str:
         # `--token x` and `"token", "x"` are a name and its value; `token x` and `token, x` not.
         if (not between and not option) or (between == "," and not head["quote"]):
             continue
-        value = _VALUE.match(text, end) if _is_secret(head["name"], option=option) else None
+        if not _is_secret(head["name"], option=option):
+            continue
+        value = _VALUE.match(text, end)
         if not value or (not between and _OPTION.match(value[0])):
             continue
-        quote = value[0][0] if value[0][0] in "\"'" and value[0].endswith(value[0][0]) else ""
+        quote = value[0][0]
+        if quote not in "\"'" or not value[0].endswith(quote):
+            quote = ""
         parts.append(f"{quote}{REDACTED}{quote}")
         end = value.end()
     return "".join([*parts, text[end:]])

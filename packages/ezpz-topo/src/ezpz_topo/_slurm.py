@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
@@ -13,7 +13,7 @@ from ._allocation import Allocation
 from ._env import EZPZ, EZPZ_LAUNCHER
 from ._errors import InvalidVariableError, SchedulerError
 from ._nodelist import expand_nodelist, find_host, get_hostname, get_tasks_per_node
-from ._rank import explain_other_step, get_rank_info, is_step, launching_ancestors
+from ._rank import Ancestor, explain_other_step, get_rank_info, is_step, launching_ancestors
 
 # The variables.
 
@@ -22,63 +22,87 @@ _MAX_COMPONENTS = 128
 
 def allocation(env: Mapping[str, str], *, commands: bool = True) -> Allocation:
     """Return the allocation that ``SLURM_JOB_ID`` names: of the step, in a step of ranks."""
-    hosts, source = _hosts(env)
+    hosts, source = _read_hosts(env)
     if not hosts and not commands:
         raise SchedulerError(
             f"SLURM_JOB_ID={env['SLURM_JOB_ID'][:40]} without SLURM_JOB_NODELIST; expected Slurm "
             "to set both; unset SLURM_JOB_ID if no job is running, or let this ask scontrol"
         )
     if not hosts:
-        return _placed(job_by_id(env["SLURM_JOB_ID"], env), env)
-    sources = {"scheduler": "SLURM_JOB_ID", "job_id": "SLURM_JOB_ID", "hosts": source}
-    slots, slots_source = _slots(env, source, len(hosts))
-    # A heterogeneous job has these for each of its components only.
-    names = {
-        key: next((v for v in (variable, f"{variable}_HET_GROUP_0") if env.get(v)), "")
-        for key, variable in (("name", "SLURM_JOB_NAME"), ("queue", "SLURM_JOB_PARTITION"))
+        return _find_own_node(job_by_id(env["SLURM_JOB_ID"], env), env)
+    slots, slots_source = _read_slots(env, source, len(hosts))
+    name_source = _find_job_variable(env, "SLURM_JOB_NAME")
+    queue_source = _find_job_variable(env, "SLURM_JOB_PARTITION")
+    ends_at = _read_end(env)
+    sources = {
+        "scheduler": "SLURM_JOB_ID",
+        "job_id": "SLURM_JOB_ID",
+        "hosts": source,
+        "slots": slots_source,
+        "name": name_source,
+        "queue": queue_source,
+        "ends_at": "SLURM_JOB_END_TIME" if ends_at else "",
     }
-    ends_at = _end_from_variable(env)
-    names |= {"slots": slots_source, "ends_at": "SLURM_JOB_END_TIME" if ends_at else ""}
     job = Allocation(
-        "slurm", env["SLURM_JOB_ID"], tuple(hosts), slots=slots, name=env.get(names["name"]),
-        queue=env.get(names["queue"]), ends_at=ends_at,
-        sources=sources | {key: variable for key, variable in names.items() if variable},
-    )  # fmt: skip
-    return _placed(job, env)
+        "slurm",
+        env["SLURM_JOB_ID"],
+        tuple(hosts),
+        slots=slots,
+        name=env.get(name_source),
+        queue=env.get(queue_source),
+        ends_at=ends_at,
+        sources={key: variable for key, variable in sources.items() if variable},
+    )
+    return _find_own_node(job, env)
 
 
-def _hosts(env: Mapping[str, str]) -> tuple[list[str], str]:
-    """Return the hosts that are meant, and the variables that tell them; none where none do."""
+def _find_job_variable(env: Mapping[str, str], variable: str) -> str:
+    """Return the variable, or that of a heterogeneous job's first component; empty if not set."""
+    for name in (variable, f"{variable}_HET_GROUP_0"):
+        if env.get(name):
+            return name
+    return ""
+
+
+def _read_hosts(env: Mapping[str, str]) -> tuple[list[str], str]:
+    """Return the hosts of the step or job, and their variables' names; none if they are unset."""
     if _is_in_step(env):
         if not env.get("SLURM_STEP_NODELIST"):
             raise InvalidVariableError(
                 f"SLURM_STEP_ID={env['SLURM_STEP_ID']} without SLURM_STEP_NODELIST; expected srun "
                 "to set both; start the ranks with srun, or unset SLURM_STEP_ID"
             )
-        groups, scope = [""], "STEP"
-    else:
-        groups, scope = _components(env), "JOB"
+        return _read_nodelist(env, "SLURM_STEP", ""), "SLURM_STEP_NODELIST"
+    suffixes = _list_component_suffixes(env)
     hosts: list[str] = []
-    for group in groups:
-        name, count = f"SLURM_{scope}_NODELIST{group}", f"SLURM_{scope}_NUM_NODES{group}"
-        if not env.get(name):
+    for suffix in suffixes:
+        part = _read_nodelist(env, "SLURM_JOB", suffix)
+        if not part:
             return [], ""
-        part = expand_nodelist(env[name])
-        told = env.get(count, "")
-        if told and told != str(len(part)):
-            raise InvalidVariableError(
-                f"{name}={env[name][:60]!r} has {len(part)} nodes, {count}={told[:20]!r}; expected "
-                "them to agree; unset the one that is a leftover of another job"
-            )
         hosts += part
-    source = f"SLURM_{scope}_NODELIST{groups[0]}"
-    if len(groups) > 1:
-        source += f" to {len(groups) - 1}"
+    source = f"SLURM_JOB_NODELIST{suffixes[0]}"
+    if len(suffixes) > 1:
+        source += f" to {len(suffixes) - 1}"
     return list(dict.fromkeys(hosts)), source
 
 
-def _components(env: Mapping[str, str]) -> list[str]:
-    """Return the endings of the variables of each component of a heterogeneous job."""
+def _read_nodelist(env: Mapping[str, str], prefix: str, suffix: str) -> list[str]:
+    """Return the hosts of a nodelist's variable, which must be as many as another one says."""
+    name = f"{prefix}_NODELIST{suffix}"
+    count = f"{prefix}_NUM_NODES{suffix}"
+    if not env.get(name):
+        return []
+    hosts = expand_nodelist(env[name])
+    if env.get(count, "") not in ("", str(len(hosts))):
+        raise InvalidVariableError(
+            f"{name}={env[name][:60]!r} has {len(hosts)} nodes, {count}={env[count][:20]!r}; "
+            "expected them to agree; unset the one that is a leftover of another job"
+        )
+    return list(dict.fromkeys(hosts))
+
+
+def _list_component_suffixes(env: Mapping[str, str]) -> list[str]:
+    """Return the ends of the variables' names for each component of a heterogeneous job."""
     components = env.get("SLURM_HET_SIZE", "")
     if not components:
         return [""]
@@ -87,17 +111,22 @@ def _components(env: Mapping[str, str]) -> list[str]:
             f"SLURM_HET_SIZE={components[:40]!r}; expected a number of components; "
             "unset it if this is no heterogeneous job"
         )
-    return [f"_HET_GROUP_{k}" for k in range(int(components))]
+    return [f"_HET_GROUP_{number}" for number in range(int(components))]
 
 
 def _is_in_step(env: Mapping[str, str]) -> bool:
     """Return whether the step's nodes are this process's: not if it is that of MPI's proxies."""
     if not is_step(env):
         return False
-    if explain_other_step(env, launching_ancestors() if env is os.environ else ()):
+    ancestors: Iterable[Ancestor] = ()
+    if env is os.environ:
+        ancestors = launching_ancestors()
+    if explain_other_step(env, ancestors):
         return False
     rank = get_rank_info(env)
-    launcher = env.get(EZPZ_LAUNCHER, "") if rank.launcher == EZPZ.name else rank.launcher
+    launcher = rank.launcher
+    if launcher == EZPZ.name:
+        launcher = env.get(EZPZ_LAUNCHER, "")
     if launcher == "none":
         return False
     # The proxies' step may leave out the node that mpiexec itself runs on (Open MPI 5). Where all
@@ -105,9 +134,10 @@ def _is_in_step(env: Mapping[str, str]) -> bool:
     return launcher in ("slurm", "torchrun") or rank.local_world_size == rank.world_size
 
 
-def _slots(
+def _read_slots(
     env: Mapping[str, str], source: str, num_nodes: int
 ) -> tuple[tuple[int, ...] | None, str]:
+    """Return the tasks of each node, and the variable that they were read from."""
     name = "SLURM_TASKS_PER_NODE"
     if source == "SLURM_STEP_NODELIST":
         name = "SLURM_STEP_TASKS_PER_NODE"
@@ -120,7 +150,7 @@ def _slots(
     return get_tasks_per_node(env[name], num_nodes, variable=name), name
 
 
-def _end_from_variable(env: Mapping[str, str]) -> datetime | None:
+def _read_end(env: Mapping[str, str]) -> datetime | None:
     """Return ``SLURM_JOB_END_TIME`` (seconds since 1970), which newer Slurms have (22.05.8 not)."""
     text = env.get("SLURM_JOB_END_TIME", "")
     # Without a time limit it is 2**32 - 1 or thereabouts.
@@ -129,12 +159,14 @@ def _end_from_variable(env: Mapping[str, str]) -> datetime | None:
     return datetime.fromtimestamp(int(text), tz=UTC)
 
 
-def _placed(job: Allocation, env: Mapping[str, str]) -> Allocation:
-    """Say which node of the job this process is on: salloc's shell is on the login node."""
+def _find_own_node(job: Allocation, env: Mapping[str, str]) -> Allocation:
+    """Add which node of the job this process is on: salloc's shell is on the login node."""
     # slurmd sets it for what it starts; a node's name need not be its host's.
-    name, source = env.get("SLURMD_NODENAME"), "SLURMD_NODENAME"
+    name = env.get("SLURMD_NODENAME")
+    source = "SLURMD_NODENAME"
     if not name:
-        name, source = find_host(get_hostname(), job.hosts), "uname, and no SLURMD_NODENAME"
+        name = find_host(get_hostname(), job.hosts)
+        source = "uname, and no SLURMD_NODENAME"
     return replace(job, node_name=name, sources={**job.sources, "node_name": source})
 
 
@@ -149,6 +181,7 @@ _ENDED = {
 
 
 def end_time(job_id: str, env: Mapping[str, str]) -> datetime | None:
+    """Return when the job's time limit ends, by scontrol; None without a limit."""
     return job_by_id(job_id, env).ends_at
 
 
@@ -159,8 +192,11 @@ def job_of_this_host(env: Mapping[str, str], hostname: str) -> Allocation | None
     argv = ("squeue", "--noheader", "--me", "--states=R", "--format=%A %N")
     lines = _commands.ask(argv, env=env_of_own_cluster(env)).stdout.splitlines()
     # Beside jobs there are lines such as "CLUSTER: a", and a site's own.
-    jobs = [match for line in lines if (match := re.fullmatch(r"([0-9]+) (\S+)", line.strip()))]
-    here = [job[1] for job in jobs if find_host(hostname, expand_nodelist(job[2]))]
+    here = []
+    for line in lines:
+        match = re.fullmatch(r"([0-9]+) (\S+)", line.strip())
+        if match is not None and find_host(hostname, expand_nodelist(match[2])):
+            here.append(match[1])
     if len(here) > 1:
         raise SchedulerError(
             f"host {hostname} is in {len(here)} running jobs: {', '.join(here)}; expected one; "
@@ -179,14 +215,17 @@ def job_by_id(job_id: str, env: Mapping[str, str]) -> Allocation:
         raise InvalidVariableError(
             f"SLURM_JOB_ID={job_id[:40]!r}; expected a job's number; unset it if no job is running"
         )
-    records = _records(job_id, env)
-    for leader in {record.het_job for record in records} - {"", job_id}:
-        # A component of a heterogeneous job is told alone, its leader with all of them.
-        return job_by_id(leader, env)
-    # Of an array's last task the id is the array's too, and all its tasks are told.
+    records = _query_records(job_id, env)
+    for record in records:
+        if record.het_job not in ("", job_id):
+            # A component of a heterogeneous job is printed alone, its leader with all of them.
+            return job_by_id(record.het_job, env)
+    # The id of an array's last task is the array's too, and all its tasks are printed.
     records = [record for record in records if job_id in (record.job, record.het_job)]
-    running = [record for record in records if record.state not in _ENDED]
-    hosts = dict.fromkeys(host for record in running for host in record.hosts)
+    hosts: dict[str, None] = {}
+    for record in records:
+        if record.state not in _ENDED:
+            hosts.update(dict.fromkeys(record.hosts))
     if not hosts:
         states = ", ".join(record.state for record in records) or "unknown"
         raise SchedulerError(
@@ -195,9 +234,9 @@ def job_by_id(job_id: str, env: Mapping[str, str]) -> Allocation:
         )
     first = records[0]
     facts = {"name": first.name, "queue": first.queue, "ends_at": first.ends_at}
-    told = {key: fact for key, fact in facts.items() if fact}
-    sources = dict.fromkeys(["scheduler", "job_id", "hosts", *told], _SCONTROL)
-    return Allocation("slurm", job_id, tuple(hosts), sources=sources, **told)  # type: ignore[arg-type]
+    known = {key: fact for key, fact in facts.items() if fact}
+    sources = dict.fromkeys(["scheduler", "job_id", "hosts", *known], _SCONTROL)
+    return Allocation("slurm", job_id, tuple(hosts), sources=sources, **known)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,30 +252,47 @@ class _Record:
     ends_at: datetime | None
 
 
-def _records(job_id: str, env: Mapping[str, str]) -> list[_Record]:
+def _query_records(job_id: str, env: Mapping[str, str]) -> list[_Record]:
     # Its time zone is ours to choose.
     argv = (*_SCONTROL.split(), job_id)
     text = _commands.ask(argv, env={**env_of_own_cluster(env), "TZ": "UTC0"}).stdout
-    records = []
     begin = re.search("(?m)^JobId=", text)  # a site's lines may stand before it
-    parts = re.split(r"\n\n(?=JobId=)", text[begin.start() :]) if begin else []
-    for part in parts:
-        # A job's name can have lines of its own, that look like any of these.
-        head, _, body = part.rpartition("\n   UserId=")
-        ids = re.match(r"JobId=([0-9]+)(?: HetJobId=([0-9]+))?.*? JobName=(.*)", head, re.DOTALL)
-        if ids is None:
-            continue
-        state, queue, nodes, end = (
-            found[1] if (found := re.search(rf"(?m)(?:^ {{3}}| ){key}=(\S+)", body)) else ""
-            for key in ("JobState", "Partition", "NodeList", "EndTime")
-        )
-        hosts = () if nodes == "(null)" else tuple(expand_nodelist(nodes))
-        job, het_job, name = ids[1], ids[2] or "", ids[3]
-        records.append(_Record(job, het_job, name, state or "unknown", queue, hosts, _moment(end)))
-    return records
+    if begin is None:
+        return []
+    records = [_parse_record(part) for part in re.split(r"\n\n(?=JobId=)", text[begin.start() :])]
+    return [record for record in records if record is not None]
 
 
-def _moment(text: str) -> datetime | None:
+def _parse_record(text: str) -> _Record | None:
+    # A job's name can have lines of its own, that look like any of these.
+    head, _, body = text.rpartition("\n   UserId=")
+    ids = re.match(r"JobId=([0-9]+)(?: HetJobId=([0-9]+))?.*? JobName=(.*)", head, re.DOTALL)
+    if ids is None:
+        return None
+    nodes = _find_value("NodeList", body)
+    hosts: list[str] = []
+    if nodes != "(null)":
+        hosts = expand_nodelist(nodes)
+    return _Record(
+        job=ids[1],
+        het_job=ids[2] or "",
+        name=ids[3],
+        state=_find_value("JobState", body) or "unknown",
+        queue=_find_value("Partition", body),
+        hosts=tuple(hosts),
+        ends_at=_parse_moment(_find_value("EndTime", body)),
+    )
+
+
+def _find_value(key: str, body: str) -> str:
+    """Return the value of ``Key=value`` at a line's begin or after a space; empty without one."""
+    match = re.search(rf"(?m)(?:^ {{3}}| ){key}=(\S+)", body)
+    if match is None:
+        return ""
+    return match[1]
+
+
+def _parse_moment(text: str) -> datetime | None:
     # Without a limit, and where a job waits: Unknown.
     if not text or not text[0].isdigit():
         return None
@@ -250,7 +306,7 @@ def _moment(text: str) -> datetime | None:
 
 
 def env_of_own_cluster(env: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment in which scontrol and squeue tell of this job, or host, as expected."""
+    """Return an environment in which scontrol and squeue describe this job or host as expected."""
     changing = ("SLURM_TIME_FORMAT", "SQUEUE_", "SCONTROL_", "SLURM_CLUSTERS")
     plain = {name: value for name, value in env.items() if not name.startswith(changing)}
     # SLURM_CLUSTERS is where the user submits to. A job's nodes are on its own, local cluster, and

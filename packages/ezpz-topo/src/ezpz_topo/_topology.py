@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from ._allocation import Allocation, scheduler_of
+from ._allocation import Allocation, detect_scheduler
 from ._cpus import cpu_count_with_source, cpus_per_node_with_source, parse_cores
 from ._devices import Accelerators, get_accelerators
 from ._errors import IncompleteLauncherError, MachineError, SchedulerError
@@ -113,7 +113,7 @@ def detect(env: Mapping[str, str] | None = None, *, ask: bool | None = None) -> 
     except SchedulerError as error:
         if may_ask == ask:
             raise
-        job = Allocation(scheduler_of(env), None, (), sources={"hosts": str(error)})
+        job = Allocation(detect_scheduler(env), None, (), sources={"hosts": str(error)})
     cpu_count, cpu_source = cpu_count_with_source()
     cpus_per_node, cpus_per_node_source = cpus_per_node_with_source(env)
     # Of a machine that we know a job has whole nodes.
