@@ -89,17 +89,17 @@ class Profile:
         self._profiler: Any = None  # torch's, on a rank that is chosen
         if directory is None:
             return
-        self._offset = first  # torch counts from 0
         self._profiler = sys.modules["torch"].profiler.profile(
             schedule=self._plan, on_trace_ready=self._write, **options
         )
-        # So that the trace calls the steps by their numbers: ProfilerStep#10.
+        # torch counts from 0; the trace is to call the steps by their numbers: ProfilerStep#10.
         self._profiler.step_num = first
-        self._offset = 0
+        self._profiler.current_action = self._plan(first)
 
     def _plan(self, step: int) -> Any:
+        """Return torch's action at a step."""
+        # Not torch's `schedule`, which warns of a first step without one before.
         actions: Any = sys.modules["torch"].profiler.ProfilerAction
-        step += self._offset
         if not self._begin - 1 <= step < self._end:
             return actions.NONE
         if step < self._begin:

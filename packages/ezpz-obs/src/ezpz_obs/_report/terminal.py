@@ -20,7 +20,6 @@ from ezpz_obs._run import Run, iterate_new_lines, read_run
 from .series import Series, read_series
 from .words import clean, format_number, format_tick, shorten
 
-_ASCII_FRAME: Final = str.maketrans("┌┐└┘├┤┬┴─│┼…", "++++++++-|+.")
 _COLORS: Final = (33, 208, 35, 170)  # blue, orange, green, pink on black and on white
 _OTHER_COLORS: Final = re.compile(r"\x1b\[(?!0m|38;5;(?:33|208|35|170)m)[\d;]*m")
 """Plotext's other colours: a white ground, whatever the terminal has."""
@@ -53,7 +52,6 @@ def plot(
     series, _ = read_series(run)
     chosen = _choose_metrics(run, series, names)
     has_colors = out.isatty() and "NO_COLOR" not in os.environ
-    marker = "braille" if _can_write(out, "\u28ff") else "x"
     figure = plotext.figure  # plotext has one, its own
     figure.clear()
     figure.plot_size(width or shutil.get_terminal_size((80, 24)).columns, height)
@@ -68,7 +66,7 @@ def plot(
         if not known.any():
             continue
         heights += values[known].tolist()
-        color = plotext.marker(marker, (_COLORS[place % len(_COLORS)], "none"))
+        color = plotext.marker("braille", (_COLORS[place % len(_COLORS)], "none"))
         signal = figure.signal(curve.steps[known].tolist(), values[known].tolist(), marker=color)
         signal = signal.lines()
         if len(chosen) > 1:
@@ -83,8 +81,6 @@ def plot(
     picture = figure.build().string(colorless=not has_colors)
     figure.clear()
     lines = [line.rstrip() for line in _OTHER_COLORS.sub("", picture).splitlines()]
-    if marker == "x":
-        lines = [line.translate(_ASCII_FRAME) for line in lines]
     out.write("\n".join(lines).strip("\n") + "\n")
     for name in chosen:
         one = series[name]
@@ -106,14 +102,6 @@ def _choose_metrics(run: Run, series: Mapping[str, Series], names: tuple[str, ..
         return list(names)
     losses = [name for name in series if name.endswith("loss")]
     return losses[:4] or list(series)[:1]
-
-
-def _can_write(out: TextIO, letters: str) -> bool:
-    try:
-        letters.encode(out.encoding or "utf-8")
-    except (UnicodeEncodeError, LookupError):
-        return False
-    return True
 
 
 def _set_axis(ruler: Any, low: float, high: float) -> None:
