@@ -89,7 +89,8 @@ class CheckResult:
         """
         message, separator, remedy = str(error).rpartition("; ")
         if not separator:
-            message, remedy = str(error) or type(error).__name__, "see the message"
+            message = str(error) or type(error).__name__
+            remedy = "see the message"
         return cls(status, message, remedy, {**details, "error": type(error).__name__})
 
 

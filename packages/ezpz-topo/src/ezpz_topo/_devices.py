@@ -100,7 +100,10 @@ def _explain_none(
     unusable: list[Accelerators], wanted: str, fallback: tuple[str, int, str] | None
 ) -> Accelerators:
     """Return the answer for a host without a usable device, with the notes of all its results."""
-    notes = tuple(dict.fromkeys(note for each in unusable for note in each.notes))
+    every_note: dict[str, None] = {}
+    for each in unusable:
+        every_note.update(dict.fromkeys(each.notes))
+    notes = tuple(every_note)
     for each in unusable:
         if each.source:
             return Accelerators("cpu", 0, each.source, notes)
@@ -333,10 +336,13 @@ class KernelDevices:
 
 def find_kernel_devices(root: str = "/", *, flat: bool = True) -> list[KernelDevices]:
     """Return one entry for each vendor whose driver this host shows, in order of preference."""
-    every = [_find_nvidia(root), _find_amd(root), _find_intel(root, flat)]
+    found = []
+    for devices in (_find_nvidia(root), _find_amd(root), _find_intel(root, flat)):
+        if devices is not None:
+            found.append(devices)
     if sys.platform == "darwin" and os.uname().machine == "arm64":
-        every.append(KernelDevices("apple", "mps", 1, "an Apple silicon Mac"))
-    return [each for each in every if each is not None]
+        found.append(KernelDevices("apple", "mps", 1, "an Apple silicon Mac"))
+    return found
 
 
 def _find_nvidia(root: str) -> KernelDevices | None:
@@ -415,7 +421,11 @@ def _count_tiles(device: str) -> int:
 
 def _count_numbered(names: list[str], stem: str) -> int:
     """Count the names that are the stem and a number."""
-    return sum(re.fullmatch(f"{stem}[0-9]+", name) is not None for name in names)
+    count = 0
+    for name in names:
+        if re.fullmatch(f"{stem}[0-9]+", name):
+            count += 1
+    return count
 
 
 def _listdir(path: str) -> list[str]:

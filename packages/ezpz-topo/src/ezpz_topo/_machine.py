@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from ._allocation import detect_scheduler
 from ._cpus import parse_cores
@@ -23,7 +24,7 @@ GENERIC = {"slurm": "generic-slurm", "pbs": "generic-pbs", "none": "workstation"
 """Which file serves where no named machine matches, by the scheduler of the job variables."""
 
 SCHEDULERS = ("slurm", "pbs", "none")
-LAUNCHERS = (*(each.launcher for each in FAMILIES if each.launcher), "spawn", "mpiexec")
+LAUNCHERS = (*filter(None, (each.launcher for each in FAMILIES)), "spawn", "mpiexec")
 BACKENDS = ("nccl", "xccl", "ccl", "gloo", "mpi")
 
 _CHOICES = {
@@ -147,30 +148,19 @@ def get_machine_info(
             f"{did_you_mean(name.lower(), files) or 'or add that file'}"
         )
     if name:
-        machine, why = _read_machine(files[name.lower()]), f"EZPZ_MACHINE={name}"
-        odd = _why_odd(machine, scheduler)
-        return replace(machine, matched_by=why, notes=(f"{why}, but {odd}",) if odd else ())
-    hostname = get_hostname() if hostname is None else hostname
-    found: list[tuple[int, str, Machine]] = []
-    notes: list[str] = []
-    for name, path in files.items():
-        rules = _Reader(path, _read_document(path)).rules()
-        standing, why, against = _match(rules, env, hostname)
-        if not standing:
-            continue
-        machine = _read_machine(path)
-        against = _why_odd(machine, scheduler) or against
-        if against:
-            notes.append(f"{why} set aside for {name}: {against}")
-        else:
-            found.append((standing, why, machine))
-    best = max((standing for standing, _, _ in found), default=0)
-    first = [(why, machine) for standing, why, machine in found if standing == best]
-    notes += [f"{why} set aside for {m.name}" for standing, why, m in found if standing < best]
-    if len(first) == 1:
-        return replace(first[0][1], matched_by=first[0][0], notes=tuple(notes))
-    if first:
-        both = ", ".join(f"{machine.name} ({why})" for why, machine in first)
+        machine = _read_machine(files[name.lower()])
+        rule = f"EZPZ_MACHINE={name}"
+        contradiction = _contradict(machine, scheduler)
+        if contradiction:
+            machine = replace(machine, notes=(f"{rule}, but {contradiction}",))
+        return replace(machine, matched_by=rule)
+    if hostname is None:
+        hostname = get_hostname()
+    best, notes = _find_best(files, scheduler, env, hostname)
+    if len(best) == 1:
+        return replace(best[0], notes=tuple(notes))
+    if best:
+        both = ", ".join(f"{machine.name} ({machine.matched_by})" for machine in best)
         notes.append(f"{both}: cannot tell which; set EZPZ_MACHINE to the right one")
     job = {"slurm": "SLURM_JOB_ID is set", "pbs": "PBS_JOBID is set"}.get(scheduler, "no job")
     machine = _read_machine(files[GENERIC.get(scheduler, "workstation")])
@@ -188,62 +178,120 @@ def known_machines(env: Mapping[str, str] | None = None) -> dict[str, Machine]:
     return {name: _read_machine(files[name]) for name in sorted(files)}
 
 
-def _why_odd(machine: Machine, scheduler: str) -> str:
-    odd = scheduler not in ("none", machine.scheduler)
-    return f"this is a {scheduler} job and {machine.name} has {machine.scheduler}" if odd else ""
+def _find_best(
+    files: Mapping[str, str], scheduler: str, env: Mapping[str, str], hostname: str
+) -> tuple[list[Machine], list[str]]:
+    """Return the machines whose rules hold here with the highest standing, and notes on others."""
+    candidates: list[tuple[_Match, Machine]] = []
+    notes: list[str] = []
+    for name, path in files.items():
+        match = _match(_Reader(path, _read_document(path)).rules(), env, hostname)
+        if match is None:
+            continue
+        machine = _read_machine(path)
+        contradiction = _contradict(machine, scheduler) or match.contradiction
+        if contradiction:
+            notes.append(f"{match.rule} set aside for {name}: {contradiction}")
+        else:
+            candidates.append((match, machine))
+    highest = max((match.standing for match, _ in candidates), default=0)
+    best = []
+    for match, machine in candidates:
+        if match.standing == highest:
+            best.append(replace(machine, matched_by=match.rule))
+        else:
+            notes.append(f"{match.rule} set aside for {machine.name}")
+    return best, notes
+
+
+def _contradict(machine: Machine, scheduler: str) -> str:
+    """Return why a job of this scheduler cannot run on the machine; empty if it can."""
+    if scheduler in ("none", machine.scheduler):
+        return ""
+    return f"this is a {scheduler} job and {machine.name} has {machine.scheduler}"
 
 
 # Match rules: how far a file's rules are believed here.
 
-_OF_THE_JOB, _INHERITED, _SHORT_NAME = 3, 2, 1
+_OF_THE_JOB = 3
+_INHERITED = 2
+_SHORT_NAME = 1
 """How far a match is believed: the scheduler's or kernel's own word, then variables that a
 shell may have inherited from elsewhere, then short host names, which several sites use."""
 
 
-def _match(
+class _Match(NamedTuple):
+    """A machine whose rules hold here."""
+
+    standing: int
+    rule: str
+    contradiction: str  # a rule of that standing that does not hold; empty without one
+
+
+def _match(rules: Mapping[str, list[str]], env: Mapping[str, str], hostname: str) -> _Match | None:
+    """Compare a machine's rules with this process's variables and host; None if none holds."""
+    holding, failing = _match_variables(rules, env, hostname)
+    holding += _match_hosts(rules, env, hostname)
+    if not holding:
+        return None
+    highest, rule = max(holding, key=operator.itemgetter(0))
+    for standing, other in failing:
+        if standing >= highest:
+            return _Match(highest, rule, other)
+    return _Match(highest, rule, "")
+
+
+_Rules = list[tuple[int, str]]  # standing, and the rule with its value
+
+
+def _match_variables(
     rules: Mapping[str, list[str]], env: Mapping[str, str], hostname: str
-) -> tuple[int, str, str]:
-    """Return how far these rules hold (0: not), by which one, and what speaks against them."""
-    found: list[tuple[int, str]] = []
-    against: list[tuple[int, str]] = []
-    in_slurm = bool(env.get("SLURM_JOB_ID"))
-    domains, hostnames = rules.get("domains", []), rules.get("hostnames", [])
+) -> tuple[_Rules, _Rules]:
+    """Return which variables' rules hold here, and which do not."""
+    domains = rules.get("domains", [])
+    holding: _Rules = []
+    failing: _Rules = []
     for variable, values in rules.items():
         value = env.get(variable)
         if variable in ("domains", "hostnames") or not value:
             continue
-        # Slurm sets the cluster's name for its jobs; any other variable may be inherited.
-        own = in_slurm and variable == "SLURM_CLUSTER_NAME"
-        standing, shown = _OF_THE_JOB if own else _INHERITED, f"{variable}={value}"
+        standing = _INHERITED
+        if variable == "SLURM_CLUSTER_NAME" and env.get("SLURM_JOB_ID"):
+            standing = _OF_THE_JOB  # Slurm sets it for its jobs
         if value not in values:
-            against.append((standing, shown))
+            failing.append((standing, f"{variable}={value}"))
             continue
-        found.append((standing, shown))
-        if domains and "." in hostname and not _under(hostname, domains):
-            against.append((_INHERITED, f"the host is {hostname}"))
+        holding.append((standing, f"{variable}={value}"))
+        if domains and "." in hostname and not _is_in_domain(hostname, domains):
+            failing.append((_INHERITED, f"the host is {hostname}"))
+    return holding, failing
+
+
+def _match_hosts(rules: Mapping[str, list[str]], env: Mapping[str, str], hostname: str) -> _Rules:
+    """Return which names of this host, and of PBS's server and submission host, are a rule's."""
+    domains = rules.get("domains", [])
+    hostnames = rules.get("hostnames", [])
+    holding: _Rules = []
     # The id of a PBS job is 123.server, or 123[4].server in an array.
     job_id = env.get("PBS_JOBID", "")
-    for standing, host, shown in (
-        (_OF_THE_JOB, job_id.partition(".")[2], f"PBS_JOBID={job_id}"),
-        (_INHERITED, env.get("PBS_O_HOST", ""), f"PBS_O_HOST={env.get('PBS_O_HOST')}"),
-    ):
-        if _under(host, domains) or _called(host, hostnames):
-            found.append((standing, shown))
-    if _under(hostname, domains):
-        found.append((_OF_THE_JOB, f"the domain of host {hostname}"))
-    elif _called(hostname, hostnames):
-        found.append((_SHORT_NAME, f"the name of host {hostname}"))
-    if not found:
-        return 0, "", ""
-    standing, why = max(found, key=lambda rule: rule[0])
-    return standing, why, next((what for level, what in against if level >= standing), "")
+    server = job_id.partition(".")[2]
+    submitted_on = env.get("PBS_O_HOST", "")
+    if _is_in_domain(server, domains) or _has_name(server, hostnames):
+        holding.append((_OF_THE_JOB, f"PBS_JOBID={job_id}"))
+    if _is_in_domain(submitted_on, domains) or _has_name(submitted_on, hostnames):
+        holding.append((_INHERITED, f"PBS_O_HOST={submitted_on}"))
+    if _is_in_domain(hostname, domains):
+        holding.append((_OF_THE_JOB, f"the domain of host {hostname}"))
+    elif _has_name(hostname, hostnames):
+        holding.append((_SHORT_NAME, f"the name of host {hostname}"))
+    return holding
 
 
-def _under(host: str, domains: list[str]) -> bool:
+def _is_in_domain(host: str, domains: list[str]) -> bool:
     return any(f".{host}".endswith(f".{domain}") for domain in domains)
 
 
-def _called(host: str, patterns: list[str]) -> bool:
+def _has_name(host: str, patterns: list[str]) -> bool:
     """Return whether a host's short name is one of these; ``#`` at the end is any number."""
     name = short_name(host)
     return name in patterns or re.sub("[0-9]+$", "#", name) in patterns
@@ -270,7 +318,8 @@ def _read_machine(path: str) -> Machine:
                 reader.fail(mark, key, "keys of this file, such as environment.TMPDIR")
     facts = reader.facts(Machine)
     # TOML has dates too, but none without a day.
-    facts["date"] = date = str(reader.document.get("date", ""))
+    date = str(reader.document.get("date", ""))
+    facts["date"] = date
     if not re.fullmatch(r"20[0-9]{2}-(0[1-9]|1[0-2])(-(0[1-9]|[12][0-9]|3[01]))?", date):
         reader.fail("date", date, 'when the source was read, such as "2026-08"')
     choices = tuple(binds)
@@ -289,24 +338,13 @@ def _read_machine(path: str) -> Machine:
 def _machine_files(env: Mapping[str, str]) -> dict[str, str]:
     """Return name → path of every machine file; the user's hide the packaged ones."""
     files: dict[str, str] = {}
-    given = [folder for folder in env.get("EZPZ_MACHINES", "").split(os.pathsep) if folder]
-    config, home = env.get("XDG_CONFIG_HOME"), env.get("HOME")
-    if not config and home:
-        mac = sys.platform == "darwin"
-        config = os.path.join(home, "Library/Application Support" if mac else ".config")
-    # Without a home there is no folder: asking the user database may hang on its server.
-    own = [os.path.join(config, "ezpz", "machines")] if config and not given else []
-    for folder in (*given, *own, PACKAGED):
-        try:
-            entries = os.listdir(folder)
-        except (OSError, ValueError) as error:  # a folder's name with a NUL
-            if folder in own and isinstance(error, FileNotFoundError | NotADirectoryError):
-                continue
-            raise MachineError(
-                f"{folder!r} cannot be listed ({error}); expected a folder of machine "
-                "files; mend EZPZ_MACHINES or make the folder"
-            ) from error
-        for entry in sorted(entries):
+    folders = [folder for folder in env.get("EZPZ_MACHINES", "").split(os.pathsep) if folder]
+    default = ""
+    if not folders:
+        default = _find_default_folder(env)
+        folders = [default]
+    for folder in filter(None, (*folders, PACKAGED)):
+        for entry in _list_folder(folder, may_be_absent=folder == default):
             name, extension = os.path.splitext(entry)
             if extension != ".toml" or entry.startswith("."):
                 continue
@@ -319,8 +357,46 @@ def _machine_files(env: Mapping[str, str]) -> dict[str, str]:
     return files
 
 
+def _list_folder(folder: str, *, may_be_absent: bool) -> list[str]:
+    try:
+        return sorted(os.listdir(folder))
+    except (OSError, ValueError) as error:  # a folder's name with a NUL
+        if may_be_absent and isinstance(error, FileNotFoundError | NotADirectoryError):
+            return []
+        raise MachineError(
+            f"{folder!r} cannot be listed ({error}); expected a folder of machine "
+            "files; mend EZPZ_MACHINES or make the folder"
+        ) from error
+
+
+def _find_default_folder(env: Mapping[str, str]) -> str:
+    """Return where the user's machines are if nothing else is said; empty without a home."""
+    # Without a home there is no folder: asking the user database may hang on its server.
+    config = env.get("XDG_CONFIG_HOME")
+    home = env.get("HOME")
+    if config:
+        return os.path.join(config, "ezpz", "machines")
+    if home and sys.platform == "darwin":
+        return os.path.join(home, "Library/Application Support", "ezpz", "machines")
+    if home:
+        return os.path.join(home, ".config", "ezpz", "machines")
+    return ""
+
+
 def _read_document(path: str) -> dict[str, Any]:
     """Return a file's keys and values, those of the packaged machine that it extends included."""
+    document = _parse_file(path)
+    base = document.pop("extends", None)
+    if base is None:
+        return document
+    names = sorted(_machine_files({}))
+    if base not in names:
+        expected = f"one of {', '.join(names)}"
+        _Reader(path, document).fail("extends", base, expected, str(base), names)
+    return _extend(path, document, base)
+
+
+def _parse_file(path: str) -> dict[str, Any]:
     try:
         text = read_regular(path, _MAX_BYTES).decode()
     except (OSError, ValueError) as error:
@@ -330,17 +406,13 @@ def _read_document(path: str) -> dict[str, Any]:
     import tomllib  # noqa: PLC0415 - 5 ms, and a rank reads no machine
 
     try:
-        document = tomllib.loads(text)
+        return tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # also of a number with 5,000 digits
         raise MachineError(f"{path}: {error}; expected TOML; mend that line") from error
-    base = document.pop("extends", None)
-    if base is None:
-        return document
-    names = sorted(_machine_files({}))
-    if base not in names:
-        _Reader(path, document).fail(
-            "extends", base, f"one of {', '.join(names)}", str(base), names
-        )
+
+
+def _extend(path: str, document: dict[str, Any], base: str) -> dict[str, Any]:
+    """Return a document with the values of the packaged machine that it does not give itself."""
     below = _read_document(os.path.join(PACKAGED, f"{base}.toml"))
     if os.path.basename(path) != f"{base}.toml":
         # Another machine like it has its own hosts.
@@ -352,18 +424,20 @@ def _read_document(path: str) -> dict[str, Any]:
         if key != "match" and isinstance(value, dict) and isinstance(below.get(key), dict):
             merged[key] = {**below[key], **value}
     for mark in ("inferred", "predecessor"):
-        own = _Reader(path, document).texts(mark)
-        kept = [key for key in below.get(mark, ()) if not _has_key(document, key)]
-        merged[mark] = [key for key in kept if _has_key(merged, key)] + list(own)
+        merged[mark] = []
+        for key in below.get(mark, ()):
+            if _has_key(merged, key) and not _has_key(document, key):
+                merged[mark].append(key)
+        merged[mark] += _Reader(path, document).texts(mark)
     return merged
 
 
 def _has_key(document: Mapping[str, Any], dotted: str) -> bool:
-    here: Any = document
+    value: Any = document
     for part in dotted.split("."):
-        if not isinstance(here, dict) or part not in here:
+        if not isinstance(value, dict) or part not in value:
             return False
-        here = here[part]
+        value = value[part]
     return True
 
 
@@ -371,13 +445,16 @@ class _Reader:
     """Takes typed values out of one document, and says what is wrong with which key."""
 
     def __init__(self, path: str, document: Mapping[str, Any], prefix: str = "") -> None:
-        self.path, self.document, self.prefix = path, document, prefix
+        self.path = path
+        self.document = document
+        self.prefix = prefix
 
     def fail(
         self, key: str, value: object, expected: str, word: str = "", known: Iterable[str] = ()
     ) -> NoReturn:
         shown = repr(value)
-        shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
+        if len(shown) > 60:
+            shown = f"{shown[:57]}..."
         hint = did_you_mean(word, known) or "mend this key"
         raise MachineError(
             f"{self.path}: {self.prefix}{key} = {shown}; expected {expected}; {hint}"
@@ -388,29 +465,40 @@ class _Reader:
             if key not in known:
                 self.fail(key, value, f"no such key, but {', '.join(known)}", key, known)
 
-    def facts(self, of: type[Machine | Option]) -> dict[str, Any]:
+    def facts(self, kind: type[Machine | Option]) -> dict[str, Any]:
         """Return the values of the fields of a class, each read as its annotation says."""
-        read: dict[Any, Callable[[str], object]] = {
+        readers: dict[Any, Callable[[str], object]] = {
             "str": self.text, "tuple[str, ...]": self.texts, "int | None": self.count,
             "tuple[int, ...]": self.counts, "Mapping[str, str]": self.variables,
         }  # fmt: skip
-        names = [each for each in fields(of) if each.compare and each.name not in ("name", "date")]
-        return {each.name: read[each.type](each.name) for each in names if each.type in read}
+        values = {}
+        for each in fields(kind):
+            if each.compare and each.name not in ("name", "date") and each.type in readers:
+                values[each.name] = readers[each.type](each.name)
+        return values
 
     def text(self, key: str, choices: tuple[str, ...] = (), *, required: bool = False) -> str:
-        value, choices = self.document.get(key, ""), choices or _CHOICES.get(key, ())
-        expected = f"one of {', '.join(choices)}" if choices else "a string"
+        value = self.document.get(key, "")
+        choices = choices or _CHOICES.get(key, ())
+        expected = "a string"
+        if choices:
+            expected = f"one of {', '.join(choices)}"
         self._require(key, required or key in _REQUIRED, expected)
-        if not isinstance(value, str) or (choices and value and value not in choices):
-            self.fail(key, value, expected, value if isinstance(value, str) else "", choices)
+        if not isinstance(value, str):
+            self.fail(key, value, expected)
+        if choices and value and value not in choices:
+            self.fail(key, value, expected, value, choices)
         return value
 
     def texts(self, key: str) -> tuple[str, ...]:
-        value, choices = self.document.get(key, []), _CHOICES.get(key, ())
+        value = self.document.get(key, [])
+        choices = _CHOICES.get(key, ())
         self._require(key, key in _REQUIRED, "a list of strings")
-        if not isinstance(value, list) or not all(isinstance(v, str) and v for v in value):
+        if not isinstance(value, list):
             self.fail(key, value, "a list of strings")
         for item in value:
+            if not isinstance(item, str) or not item:
+                self.fail(key, value, "a list of strings")
             if not item.isprintable():  # they become arguments of a command
                 self.fail(key, value, "strings without line ends and control characters")
             if choices and item not in choices:
@@ -429,8 +517,11 @@ class _Reader:
 
     def counts(self, key: str) -> tuple[int, ...]:
         value = self.document.get(key, [])
-        if not isinstance(value, list) or not all(type(v) is int and v >= 0 for v in value):
+        if not isinstance(value, list):
             self.fail(key, value, "a list of numbers of 0 or more")
+        for item in value:
+            if type(item) is not int or item < 0:
+                self.fail(key, value, "a list of numbers of 0 or more")
         return tuple(value)
 
     def table(self, key: str) -> _Reader:
@@ -448,13 +539,17 @@ class _Reader:
 
     def rules(self) -> dict[str, list[str]]:
         """Return ``[match]``: domains, hostnames, and variables with their values."""
-        table, rules, known = self.table("match"), {}, ("domains", "hostnames")
+        table = self.table("match")
+        known = ("domains", "hostnames")
+        rules = {}
         for key, value in table.document.items():
-            variable = key.isidentifier() and key.isupper()
-            if key not in known and not variable:
+            is_variable = key.isidentifier() and key.isupper()
+            if key not in known and not is_variable:
                 table.fail(key, value, "domains, hostnames or a VARIABLE", key, known)
-            one = variable and isinstance(value, str) and value
-            rules[key] = [value] if one else list(table.texts(key))
+            if is_variable and isinstance(value, str) and value:
+                rules[key] = [value]
+            else:
+                rules[key] = list(table.texts(key))
             for item in rules[key]:
                 if key == "domains" and item.startswith("."):
                     table.fail(key, item, "a domain without the dot before it")
@@ -464,7 +559,9 @@ class _Reader:
 
     def binds(self, devices: int | None) -> dict[str, tuple[str, ...]]:
         """Return ``[cpu_bind]``: under each name one range of cores for each local rank."""
-        table, reserved = self.table("cpu_bind"), set(self.counts("reserved_cores"))
+        table = self.table("cpu_bind")
+        reserved = self.counts("reserved_cores")
+        binds = {}
         for name in table.document:
             ranges = table.texts(name)
             if len(ranges) != (devices or 0):
@@ -477,4 +574,5 @@ class _Reader:
                 if not taken.isdisjoint(cores):
                     table.fail(name, text, "cores that no other rank has and none is reserved")
                 taken |= cores
-        return {name: table.texts(name) for name in table.document}
+            binds[name] = ranges
+        return binds

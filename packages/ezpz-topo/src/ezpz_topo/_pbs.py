@@ -125,7 +125,8 @@ def _find_own_node(job: Allocation, hostname: str) -> Allocation:
 # Not its JSON, which tells only the first of several, and is none where a variable holds a quote.
 # -E: one question for all jobs; without it each takes a connection of its own, 20 ms and more.
 QSTAT = "qstat -E -fw"
-_UNKNOWN, _FINISHED = 153, 35
+_UNKNOWN = 153
+_FINISHED = 35
 
 _JOB_ID = re.compile(r"[0-9]+(?:\[[0-9]*\])?(?:[.@][0-9A-Za-z_.@-]+)?")
 _CHUNK = re.compile(r"([0-9A-Za-z_][0-9A-Za-z_.-]{0,252})/[0-9]+(?:\*([0-9]{1,6}))?")

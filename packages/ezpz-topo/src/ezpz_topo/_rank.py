@@ -256,11 +256,14 @@ def read(family: Family, env: Mapping[str, str]) -> RankInfo | IncompleteLaunche
 def _describe_half_set(
     family: Family, chosen: Mapping[str, str | None], env: Mapping[str, str]
 ) -> IncompleteLauncherError:
-    present = sorted(name for name in chosen.values() if name is not None)
+    present = []
     missing = []
     for key, name in chosen.items():
         if name is None:
             missing.append("/".join(getattr(family, key)) or f"a {key.replace('_', ' ')}")
+        else:
+            present.append(name)
+    present.sort()
     settings = ", ".join(f"{name}={env[name]}" for name in present)
     return IncompleteLauncherError(
         f"half-set {family.name} environment: {settings} without {' and '.join(missing)}; "
