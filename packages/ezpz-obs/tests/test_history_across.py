@@ -139,6 +139,7 @@ def test_ranks_that_differ_are_named_once_and_never_mixed(ranks, tmp_path):
     assert steps == [["loss", "step", "time"]] * 3
     assert done[0].err.count("recorded other steps than rank 0") == 1, done[0].err
     assert "rank 2 (" in done[0].err
+    assert [one.err for one in done[1:]] == ["", ""], "rank 0 says it for all"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,7 @@
-"""Mean, standard deviation, extremes and their ranks of each metric, over all ranks."""
+"""Mean, standard deviation, extremes and their ranks of each metric, over all ranks.
+
+By one all-gather: of reductions a second one (deviation, ranks) would have to wait for the first.
+"""
 
 from __future__ import annotations
 
@@ -35,11 +38,7 @@ class Exchange:
 
 
 class Across:
-    """Exchanges metrics by one all-gather an update. Collective: every rank makes one.
-
-    Raises:
-        HistoryError: torch.distributed is not set up, or a rank did not come.
-    """
+    """Exchanges metrics by one all-gather an update. Collective: every rank makes one."""
 
     def __init__(self, place: RankInfo, first_step: int) -> None:
         torch: Any = sys.modules.get("torch")
@@ -52,8 +51,7 @@ class Across:
             )
         self._torch = torch
         self._dist = dist
-        self._ranks = place.world_size
-        self._room = ROW_BYTES // 8 - _HEAD  # metrics that a row has place for
+        self._room = ROW_BYTES // 8 - _HEAD  # metrics in a row
         self._device = _find_device(torch, dist)
         self._warned: set[str] = set()
         with _translate_errors("begins"):
@@ -61,7 +59,7 @@ class Across:
             # taken for another collective.
             world = dist.group.WORLD._get_backend(torch.device(self._device))  # noqa: SLF001
             self._group = dist.new_group(timeout=world.options._timeout)  # noqa: SLF001
-            facts: list[Any] = [None] * self._ranks
+            facts: list[Any] = [None] * place.world_size
             dist.all_gather_object(facts, (first_step, place.host), group=self._group)
         self.first_step: int = max(step for step, _ in facts)  # rank 0 continues its file
         self._hosts = [host for _, host in facts]
@@ -77,16 +75,18 @@ class Across:
         row += [*values, *[0.0] * self._room][: self._room]
         with _translate_errors(f"at step {step}"):
             own = self._torch.tensor(row, dtype=self._torch.float64, device=self._device)
-            gathered = own.new_empty(self._ranks, len(row))
+            gathered = own.new_empty(len(self._hosts), len(row))
             parts = list(gathered.unbind())
             work = self._dist.all_gather(parts, own, group=self._group, async_op=True)
         return Exchange(step, names, values, gathered, work)
 
     def end(self, exchange: Exchange, *, closing: bool = False) -> tuple[dict[str, float], str]:
         """Return the statistics by name, and a warning where ranks differ ("" where not)."""
-        limit = [timedelta(seconds=_CLOSE_SECONDS)] if closing and self._device == "cpu" else []
         with _translate_errors(f"at step {exchange.step}"):
-            exchange.work.wait(*limit)
+            if closing and self._device == "cpu":
+                exchange.work.wait(timedelta(seconds=_CLOSE_SECONDS))
+            else:
+                exchange.work.wait()
         table = exchange.gathered.cpu().numpy()
         most = int(table[:, _HEAD - 1].max())
         if most > self._room:  # all ranks see that, make room, and send once more
@@ -103,20 +103,20 @@ class Across:
         ranks = ", ".join(f"rank {rank} ({self._hosts[rank]})" for rank in different[:3])
         if len(different) > 3:
             ranks += f" and {len(different) - 3} more"
-        has_other_steps = (table[:, 1] != table[0, 1]).any()
-        problem = "other steps" if has_other_steps else "metrics of other names"
+        problem = "metrics of other names"
+        if (table[:, 1] != table[0, 1]).any():
+            problem = "other steps"
         warning = (
             f"{ranks} recorded {problem} than rank 0; expected the same steps and names on every "
             "rank: such records have no statistics"
         )
-        if warning in self._warned:
-            return ""
+        is_new = warning not in self._warned
         self._warned.add(warning)
-        return warning
+        return warning if is_new else ""
 
 
 def compute_statistics(values: NDArray[np.float64], names: Sequence[str]) -> dict[str, float]:
-    """Return ``loss/mean``, ``loss/std`` (of the population), ... of an array (ranks, metrics)."""
+    """Return ``loss/mean``, ``loss/std`` (of the population), ... of values (ranks, metrics)."""
     with np.errstate(invalid="ignore", over="ignore"):  # NaN and infinities are allowed
         reductions = (values.mean, values.std, values.min, values.max, values.argmin, values.argmax)
         rows = [reduction(axis=0).tolist() for reduction in reductions]
@@ -143,10 +143,9 @@ def _translate_errors(when: str) -> Iterator[None]:
         yield
     except RuntimeError as error:  # torch's for time-outs, closed connections, aborts
         # Only a script that uses ezpz_dist has it; else torch's error is all that is known.
-        watch = sys.modules.get("ezpz_dist._watch")
-        describe = getattr(watch, "describe_missing_ranks", None)
-        missing = (describe() if describe else None) or "a rank did not come"
+        watch: Any = sys.modules.get("ezpz_dist._watch")
+        missing = watch.describe_missing_ranks() if watch else None
         raise HistoryError(
-            f"History {when}: {missing}; expected every rank to call update() at every step "
-            f"(cross_rank=True). torch says: {error}"
+            f"History {when}: {missing or 'a rank did not come'}; expected every rank to call "
+            f"update() at every step (cross_rank=True). torch says: {error}"
         ) from None

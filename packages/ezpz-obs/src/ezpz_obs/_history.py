@@ -365,7 +365,7 @@ class History:
             if self._across is not None and pending.exchange is not None:
                 statistics, warning = self._across.end(pending.exchange, closing=closing)
                 record.update(statistics)
-                if warning:
+                if warning and self._place.rank == 0:
                     self._warn(warning)
         finally:  # this rank's own numbers are not lost where another rank is
             record.update(pending.metrics)
