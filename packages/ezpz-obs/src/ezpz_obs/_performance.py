@@ -161,24 +161,21 @@ class Throughput:
         """The device's peak, looked up once; None, with a warning, if it is unknown."""
         if self.peak_flops is not None:
             return self.peak_flops
-        remedy = "give peak_flops"
         if "torch" not in sys.modules:
-            missing = "torch is not imported, so there is no device"
-        else:
-            try:
-                # torch is imported already; ezpz_device is an extra.
-                from ezpz_device import get_device_properties, get_peak_flops
-            except ModuleNotFoundError:
-                missing = "ezpz_device is not installed"
-                remedy = f"{_INSTALL}, or give peak_flops"
-            else:
-                if (peak := get_peak_flops(self.dtype)) is not None:
-                    return peak
-                name = get_device_properties()["name"]
-                missing = f"no peak of {self.dtype} is known for {name!r}"
-                remedy = "set EZPZ_PEAK_FLOPS, or give peak_flops (FLOP/s of one device)"
-        logger.warning("no mfu: %s; %s", missing, remedy)
-        return None
+            logger.warning("no mfu: torch is not imported, so there is no device; give peak_flops")
+            return None
+        try:
+            package = _import_device_package("a device's peak")
+        except ObsError as error:
+            logger.warning("no mfu: %s, or give peak_flops", error)
+            return None
+        peak: float | None = package.get_peak_flops(self.dtype)
+        if peak is None:
+            logger.warning(
+                "no mfu: no peak of %s is known for %r; set EZPZ_PEAK_FLOPS, or give peak_flops "
+                "(FLOP/s of one device)", self.dtype, package.get_device_properties()["name"],
+            )  # fmt: skip
+        return peak
 
 
 def transformer_flops(parameters: int, layers: int, hidden: int, sequence: int) -> int:

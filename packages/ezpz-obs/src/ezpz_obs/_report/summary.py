@@ -248,7 +248,7 @@ def make_rank_table(summary: Summary) -> Table:
         rows.append((name, greatest, least, format_number(summary.series[f"{name}/std"].mean, 3)))
     # Times first: whoever is slow there holds up all others.
     rows.sort(key=lambda row: metric_basename(row[0]) not in ("step_s", *STEP_PARTS))
-    columns = ("metric", "most often the greatest", "most often the least", "std, mean")
+    columns = ("metric", "greatest on", "least on", "std, mean")
     return Table("Ranks", columns, rows, is_text=False)
 
 
