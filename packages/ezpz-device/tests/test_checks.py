@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ezpz_device import get_torch_device_type
-from ezpz_device._checks import check, count_devices, is_built_for, try_devices
+from ezpz_device._checks import check, count_devices, has_support, try_devices
 
 NOTHING = {"PATH": "/nonexistent"}
 
@@ -40,7 +40,7 @@ def test_a_workstation_without_one_is_well(bare):
 
 
 @cpu_only
-@pytest.mark.skipif(is_built_for("cuda"), reason="this torch is built for CUDA")
+@pytest.mark.skipif(has_support("cuda"), reason="this torch is built for CUDA")
 def test_gpus_that_torch_is_not_built_for_are_an_error(with_nvidia):
     result = check(60, NOTHING, root=str(with_nvidia))
     assert result.status == "error"

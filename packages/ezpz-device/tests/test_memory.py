@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ezpz_device import DeviceError, get_device_properties, get_memory, reset_peak_memory
-from ezpz_device._properties import cpu_name, host_total, host_use, reset_host_peak
+from ezpz_device._properties import get_cpu_name, get_host_total, read_host_use, reset_host_peak
 from ezpz_device._select import device_in_use
 
 MIB = 1 << 20
@@ -23,7 +23,7 @@ def test_what_is_taken_is_seen_and_the_peak_outlives_it():
     assert after.allocated < during.allocated - 60 * MIB
     # Linux adds up a thread's pages when there are some.
     assert after.peak > during.allocated - 2 * MIB
-    assert after.total == host_total()
+    assert after.total == get_host_total()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="clear_refs is Linux's")
@@ -36,21 +36,21 @@ def test_the_peak_starts_again():
 
 
 def test_the_peak_is_this_processs_own_where_the_kernel_has_proc(tmp_path):
-    resident, peak = host_use(tmp_path)
+    resident, peak = read_host_use(tmp_path)
     assert resident is None
     assert peak >= get_memory("cpu").allocated // 2
     assert reset_host_peak(tmp_path) is False
     # getrusage's is not: a small process started by a large one begins with its peak.
     (tmp_path / "self").mkdir()
     (tmp_path / "self/status").write_text("Name:\ta: b\nVmHWM:\t  3 kB\nVmRSS:\t  2 kB\nCpu:\t\n")
-    assert host_use(tmp_path) == (2048, 3072)
+    assert read_host_use(tmp_path) == (2048, 3072)
 
 
 @pytest.mark.parametrize("limit", [64 * MIB, 1 << 62, None])
 def test_a_control_groups_limit(monkeypatch, limit):
     monkeypatch.setattr("ezpz_device._properties.get_memory_limit", lambda: limit)
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    assert host_total.__wrapped__() == (64 * MIB if limit == 64 * MIB else physical)
+    assert get_host_total.__wrapped__() == (64 * MIB if limit == 64 * MIB else physical)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -98,4 +98,4 @@ def test_the_name_of_a_cpu_or_what_there_is_in_its_place(tmp_path, text, name):
     cpuinfo = tmp_path / "cpuinfo"
     if text is not None:
         cpuinfo.write_text(text)
-    assert cpu_name(cpuinfo) == (name or platform.processor() or platform.machine())
+    assert get_cpu_name(cpuinfo) == (name or platform.processor() or platform.machine())

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ezpz_device import DeviceError, get_peak_flops
-from ezpz_device._peaks import KINDS, compute_units, peak_of, read_peaks
+from ezpz_device._peaks import KINDS, count_compute_units, find_peak, read_peaks
 
 ROWS = read_peaks()
 
@@ -70,7 +70,7 @@ def test_names_are_of_one_row_and_what_could_not_be_compared_is_marked():
 )
 def test_names_as_torch_reports_them(name, units, kind, teraflops):
     expected = None if teraflops is None else pytest.approx(teraflops * 1e12, rel=1e-4)
-    assert peak_of(name, units, kind) == expected
+    assert find_peak(name, units, kind) == expected
 
 
 def test_a_cpu_has_none_unless_the_user_knows(monkeypatch):
@@ -111,7 +111,7 @@ def test_the_dtypes_that_have_rates_and_a_device_that_is_none():
 def test_compute_units():
     h200 = SimpleNamespace(name="NVIDIA H200", multi_processor_count=132)
     pvc = SimpleNamespace(name="Intel(R) Data Center GPU Max 1550", max_compute_units=512)
-    assert [compute_units(each) for each in (h200, pvc)] == [132, 512]
+    assert [count_compute_units(each) for each in (h200, pvc)] == [132, 512]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

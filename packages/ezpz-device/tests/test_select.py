@@ -40,7 +40,7 @@ def test_torch_device_that_this_torch_cannot_use(absent):
 )
 def test_the_local_rank_indexes_the_visible_devices(local_rank, count, env, index):
     if index is not None:
-        assert _select._index(local_rank, count, "xpu", env) == index
+        assert _select._choose_index(local_rank, count, "xpu", env) == index
         return
     with pytest.raises(DeviceError, match=f"local rank {local_rank} has no xpu device: {count}"):
-        _select._index(local_rank, count, "xpu", env)
+        _select._choose_index(local_rank, count, "xpu", env)

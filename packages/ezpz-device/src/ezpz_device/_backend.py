@@ -35,7 +35,8 @@ def get_torch_backend(env: Mapping[str, str] | None = None) -> str:
             this torch.
     """
     env = os.environ if env is None else env
-    if wanted := env.get("TORCH_BACKEND"):
+    wanted = env.get("TORCH_BACKEND")
+    if wanted:
         if not is_backend_available(wanted):
             raise DeviceError(
                 f"TORCH_BACKEND={wanted!r} is not in this torch; available: "
@@ -92,9 +93,9 @@ def as_dtype(dtype: str | torch.dtype) -> torch.dtype:
         return dtype
     if isinstance(dtype, str):
         name = dtype.removeprefix("torch.")
-        found = TORCH_DTYPES_MAP.get(name, getattr(torch, name, None))
-        if isinstance(found, torch.dtype):
-            return found
+        named = TORCH_DTYPES_MAP.get(name, getattr(torch, name, None))
+        if isinstance(named, torch.dtype):
+            return named
     raise ValueError(
         f"dtype {dtype!r}; expected one of {', '.join(TORCH_DTYPES_MAP)}, another name of torch's "
         "such as 'int32', or a torch.dtype"

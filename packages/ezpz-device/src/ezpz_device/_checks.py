@@ -26,10 +26,11 @@ _BUILDS = {"cuda": "CUDA or ROCm", "xpu": "Intel GPUs", "mps": "Metal"}
 def check(seconds: float, env: Mapping[str, str] | None = None, *, root: str = "/") -> CheckResult:
     """Compare torch's devices with the host's, multiply on each, and start their backend."""
     env = os.environ if env is None else env
-    until = time.monotonic() + 0.7 * seconds
+    deadline = time.monotonic() + 0.7 * seconds
     try:
         host = get_accelerators(env, root=root)
-        device_type, backend = get_torch_device_type(env), get_torch_backend(env)
+        device_type = get_torch_device_type(env)
+        backend = get_torch_backend(env)
     except (TopoError, DeviceError) as error:
         return CheckResult.of(error)
     facts: dict[str, object] = {
@@ -38,16 +39,19 @@ def check(seconds: float, env: Mapping[str, str] | None = None, *, root: str = "
         "host_device_type": host.device_type, "host_count": host.count, "host_source": host.source,
     }  # fmt: skip
     if device_type == "cpu" and host.device_type != "cpu":
-        shown = f"{host.count} {host.device_type} device" + ("s" if host.count != 1 else "")
-        why, remedy = _why_unseen(host.device_type)
-        message = f"this host has {shown} ({host.source}), and torch {torch.__version__} {why}"
+        devices = f"{host.count} {host.device_type} devices"
+        if host.count == 1:
+            devices = f"1 {host.device_type} device"
+        reason, remedy = _explain_unseen(host.device_type)
+        message = f"this host has {devices} ({host.source}), and torch {torch.__version__} {reason}"
         return CheckResult.error(message, remedy, **facts)
-    result = _of_devices(host, until, facts)
-    if result.status == "error" or (device_type != "cpu" and time.monotonic() > until):
+    result = _check_devices(host, deadline, facts)
+    if result.status == "error" or (device_type != "cpu" and time.monotonic() > deadline):
         return result
-    if silent := try_backend(backend, device_type, max(until - time.monotonic(), 1.0)):
+    problem = try_backend(backend, device_type, max(deadline - time.monotonic(), 1.0))
+    if problem:
         return CheckResult.error(
-            f"the backend {backend} of {device_type} does not start: {silent}",
+            f"the backend {backend} of {device_type} does not start: {problem}",
             "see the check network; set TORCH_BACKEND to another: one of "
             f"{', '.join(available_backends())}",
             **facts,
@@ -55,7 +59,7 @@ def check(seconds: float, env: Mapping[str, str] | None = None, *, root: str = "
     return replace(result, message=f"{result.message}; {backend} starts")
 
 
-def _of_devices(host: Accelerators, until: float, facts: dict[str, object]) -> CheckResult:
+def _check_devices(host: Accelerators, deadline: float, facts: dict[str, object]) -> CheckResult:
     device_type = str(facts["device_type"])
     if device_type == "cpu":
         return CheckResult.ok(
@@ -63,52 +67,57 @@ def _of_devices(host: Accelerators, until: float, facts: dict[str, object]) -> C
             **facts,
         )
     count = count_devices(device_type)
-    tried, wrong = try_devices(device_type, count, until)
-    if wrong:
+    tried, problem = try_devices(device_type, count, deadline)
+    if problem:
         return CheckResult.error(
-            wrong,
+            problem,
             "see what its vendor's tool says of it (nvidia-smi, rocm-smi, xpu-smi); leave it out "
             "by CUDA_VISIBLE_DEVICES, ROCR_VISIBLE_DEVICES or ZE_AFFINITY_MASK",
             **facts,
         )
-    said = f"torch {torch.__version__} computes on {tried} of {count} {device_type} devices"
+    message = f"torch {torch.__version__} computes on {tried} of {count} {device_type} devices"
     if host.device_type == device_type and count < host.count:
         return CheckResult.warning(
-            f"{said}; the host shows {host.count} ({host.source})",
+            f"{message}; the host shows {host.count} ({host.source})",
             "see what its vendor's tool says of the others, and whether another job has them",
             **facts,
         )
-    return CheckResult.ok(said, **facts)
+    return CheckResult.ok(message, **facts)
 
 
 def count_devices(device_type: str) -> int:
     """Return how many devices torch sees: one of Metal's, none of the CPU's."""
-    if device_type in ("cpu", "mps"):
-        return int(device_type == "mps")
+    if device_type == "cpu":
+        return 0
+    if device_type == "mps":
+        return 1
     return int(getattr(torch, device_type).device_count())
 
 
-def try_devices(device_type: str, count: int, until: float) -> tuple[int, str]:
-    """Multiply on each device, the first one in any case; return how many, and what was wrong."""
-    left = torch.arange(_SIZE * _SIZE, dtype=torch.float32).reshape(_SIZE, _SIZE) % 7
+def try_devices(device_type: str, count: int, deadline: float) -> tuple[int, str]:
+    """Multiply on each device, the first one in any case; return how many, and the problem."""
+    matrix = torch.arange(_SIZE * _SIZE, dtype=torch.float32).reshape(_SIZE, _SIZE) % 7
     # Small integers: exact in fp32, in TF32, and in whatever order they are added.
-    expected = left @ left
+    expected = matrix @ matrix
     for index in range(count):
-        if index and time.monotonic() > until:
+        if index and time.monotonic() > deadline:
             return index, ""
-        device = torch.device(device_type) if device_type == "mps" else f"{device_type}:{index}"
+        device = f"{device_type}:{index}"
+        if device_type == "mps":
+            device = "mps"
         try:
-            there = left.to(device)
-            found = (there @ there).cpu()
+            moved = matrix.to(device)
+            product = (moved @ moved).cpu()
         except RuntimeError as error:  # torch's for every fault of a driver or device
             return index, f"{device} cannot multiply: {str(error).partition(chr(10))[0]}"
-        if not torch.equal(found, expected):
-            off = (found - expected).abs().max().item()
-            return index, f"{device} multiplies wrongly: off by {off:g}"
+        if not torch.equal(product, expected):
+            difference = (product - expected).abs().max().item()
+            return index, f"{device} multiplies wrongly: off by {difference:g}"
     return count, ""
 
 
 def try_backend(backend: str, device_type: str, seconds: float) -> str:
+    """Start the backend in a world of one and add up; return the problem, empty without one."""
     if backend == "mpi":
         return ""  # its world is that of its launcher, and the check "mpi" starts one
     try:
@@ -119,35 +128,38 @@ def try_backend(backend: str, device_type: str, seconds: float) -> str:
             timeout=timedelta(seconds=seconds),
         )  # fmt: skip
         try:
-            three = torch.full((1,), 3.0, device=device_type)
-            dist.all_reduce(three)
-            total = three.item()
+            tensor = torch.full((1,), 3.0, device=device_type)
+            dist.all_reduce(tensor)
+            total = tensor.item()
         finally:
             dist.destroy_process_group()
     except (RuntimeError, ValueError, ImportError) as error:  # torch's, and its plug-in's
         return str(error).partition("\n")[0]
-    return "" if total == 3.0 else f"the sum of 3 alone is {total:g}"
+    if total != 3.0:
+        return f"the sum of 3 alone is {total:g}"
+    return ""
 
 
-def _why_unseen(device_type: str) -> tuple[str, str]:
+def _explain_unseen(device_type: str) -> tuple[str, str]:
     """Return why torch does not see a type of device that the host has, and the remedy."""
-    if not is_built_for(device_type):
+    if not has_support(device_type):
         return f"is built without {_BUILDS[device_type]}", (
             f"install a torch for {_BUILDS[device_type]} (pytorch.org, Get Started), or load the "
             "site's module; to compute on the CPU on purpose: export TORCH_DEVICE=cpu"
         )
-    why = "sees none of them"
+    reason = "sees none of them"
     if device_type == "cuda":
         try:
             torch.cuda.init()
         except (RuntimeError, AssertionError) as error:  # both are torch's own
-            why = f"cannot use it: {str(error).partition(chr(10))[0]}"
-    return why, "update the driver, or install a torch for the one that is here: see nvidia-smi"
+            reason = f"cannot use it: {str(error).partition(chr(10))[0]}"
+    return reason, "update the driver, or install a torch for the one that is here: see nvidia-smi"
 
 
-def is_built_for(device_type: str) -> bool:
+def has_support(device_type: str) -> bool:
+    """Return whether this torch is built with support for a type of device."""
     if device_type == "cuda":
         return torch.version.cuda is not None or torch.version.hip is not None
     if device_type == "xpu":
-        return bool(torch.xpu._is_compiled())  # noqa: SLF001  # there is no public word for it
+        return bool(torch.xpu._is_compiled())  # noqa: SLF001  # there is no public name for it
     return bool(torch.backends.mps.is_built())

@@ -10,7 +10,7 @@ import torch
 
 
 class Clock(Protocol):
-    """Takes marks (moments of a device's work) and tells the time between two of them."""
+    """Takes marks (moments of a device's work) and measures the time between two of them."""
 
     def mark(self) -> Any:
         """Return this moment, as the clock keeps it: seconds, or an event in the device's queue."""
@@ -43,18 +43,18 @@ def find_clock(
         for kind in ("cuda", "xpu"):
             module = getattr(torch, kind)
             if module.is_initialized():
-                return _clock(kind, module.current_device(), synchronize)
+                return _get_clock(torch.device(kind, module.current_device()), synchronize)
         return None
-    where = torch.device(device)
-    return _clock(where.type, where.index, synchronize)
+    return _get_clock(torch.device(device), synchronize)
 
 
 @cache
-def _clock(kind: str, index: int | None, synchronize: bool) -> Clock:
-    if kind == "cpu":
+def _get_clock(device: torch.device, synchronize: bool) -> Clock:
+    if device.type == "cpu":
         return HostClock()
-    device = torch.device(kind) if index is None else torch.device(kind, index)
-    return HostClock(device) if synchronize or kind == "mps" else EventClock(device)
+    if synchronize or device.type == "mps":
+        return HostClock(device)
+    return EventClock(device)
 
 
 class HostClock:
@@ -64,9 +64,10 @@ class HostClock:
         self._device = device
 
     def mark(self) -> float:
-        if self._device is not None:
-            of = () if self._device.type == "mps" else (self._device,)
-            torch.get_device_module(self._device).synchronize(*of)
+        if self._device is not None and self._device.type == "mps":
+            torch.mps.synchronize()
+        elif self._device is not None:
+            torch.get_device_module(self._device).synchronize(self._device)
         return time.perf_counter()
 
     def seconds(self, start: float, end: float) -> float:
@@ -80,7 +81,8 @@ class EventClock:
     """A CUDA or XPU device's own clock, read as its current stream comes by; nothing waits."""
 
     def __init__(self, device: torch.device) -> None:
-        self._module, self._device = getattr(torch, device.type), device
+        self._module = getattr(torch, device.type)
+        self._device = device
 
     def mark(self) -> Any:
         event = self._module.Event(enable_timing=True)

@@ -38,14 +38,14 @@ def count_flops(model: Any, *inputs: Any, backward: bool = True, **keywords: Any
         # What collectives return, in shapes.
         from torch.distributed._tools import fake_collectives  # noqa: F401, PLC0415
     state = dict([*model.named_parameters(), *model.named_buffers()])
-    if sharded := next((name for name, one in state.items() if hasattr(one, "device_mesh")), None):
-        raise ValueError(
-            f"count_flops: {sharded} is sharded; expected the model before it is wrapped"
-        )
+    for name, tensor in state.items():
+        if hasattr(tensor, "device_mesh"):
+            raise ValueError(
+                f"count_flops: {name} is sharded; expected the model before it is wrapped"
+            )
     device = _find_device(list(state.values()), tree_leaves((inputs, keywords)))
     with (
-        # For tensors that the model makes in between.
-        nullcontext() if device is None else device,
+        device or nullcontext(),  # for tensors that the model makes in between
         # With a ShapeEnv, operations whose shape depends on values have one too.
         FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()) as mode,
         FlopCounterMode(display=False) as counter,
@@ -53,26 +53,33 @@ def count_flops(model: Any, *inputs: Any, backward: bool = True, **keywords: Any
     ):
         state, inputs, keywords = tree_map_only(
             torch.Tensor,
-            lambda one: _fake(one, device, mode),
+            lambda tensor: _make_fake(tensor, device, mode),
             (state, inputs, keywords),
         )
-        made = tree_leaves(torch.func.functional_call(model, state, inputs, keywords))
-        ends = [one for one in made if isinstance(one, torch.Tensor) and one.requires_grad]
-        if backward and ends:
-            torch.autograd.backward(ends, [torch.ones_like(one) for one in ends])
+        outputs = []
+        for leaf in tree_leaves(torch.func.functional_call(model, state, inputs, keywords)):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                outputs.append(leaf)
+        if backward and outputs:
+            torch.autograd.backward(outputs, list(map(torch.ones_like, outputs)))
     return int(counter.get_total_flops())
 
 
 def _find_device(state: list[torch.Tensor], inputs: list[Any]) -> torch.device | None:
-    """Return where all shapes are to be; None where a model is spread over devices."""
-    tensors = state or [one for one in inputs if isinstance(one, torch.Tensor)]
-    devices = {one.device for one in tensors}
+    """Return the device of all shapes; None where a model is spread over devices."""
+    devices = {tensor.device for tensor in state}
+    if not state:
+        devices = {leaf.device for leaf in inputs if isinstance(leaf, torch.Tensor)}
     if len(devices) > 1:
         devices.discard(torch.device("meta"))
-    return devices.pop() if len(devices) == 1 else None
+    if len(devices) != 1:
+        return None
+    return devices.pop()
 
 
-def _fake(tensor: torch.Tensor, device: torch.device | None, mode: FakeTensorMode) -> torch.Tensor:
+def _make_fake(
+    tensor: torch.Tensor, device: torch.device | None, mode: FakeTensorMode
+) -> torch.Tensor:
     fake = mode.from_tensor(tensor, static_shapes=True)
     if device is None or tensor.device == device:
         return fake

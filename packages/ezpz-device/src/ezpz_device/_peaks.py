@@ -63,60 +63,62 @@ def get_peak_flops(
         ValueError: ``dtype`` is none of these, or ``peak_flops`` is no number above 0.
     """
     env = os.environ if env is None else env
-    if isinstance(dtype, str) and dtype in KINDS:
-        kind: str | None = dtype
-    else:
-        kind = _kind_of(dtype)
-    if kind is None:
-        raise ValueError(
-            f"dtype {dtype!r}; expected one of {', '.join(KINDS)}, or a torch.dtype of these"
-        )
+    kind = _find_kind(dtype)
     if peak_flops is not None:
         if not 0 < peak_flops < math.inf:
             raise ValueError(f"peak_flops={peak_flops}; expected FLOP/s above 0, such as 312e12")
         return float(peak_flops)
-    if text := env.get(OVERRIDE):
-        with suppress(ValueError):
-            if 0 < float(text) < math.inf:
-                return float(text)
-        raise DeviceError(
-            f"{OVERRIDE}={text!r} is no number above 0; expected FLOP/s of one device, such as "
-            "312e12, or nothing"
-        )
-    here = device_in_use(device, env)
-    if here.type not in {"cuda", "xpu"}:
+    if env.get(OVERRIDE):
+        return _parse_override(env[OVERRIDE])
+    used = device_in_use(device, env)
+    if used.type not in {"cuda", "xpu"}:
         return None
-    properties = getattr(torch, here.type).get_device_properties(here)
-    return peak_of(properties.name, compute_units(properties), kind)
+    properties = getattr(torch, used.type).get_device_properties(used)
+    return find_peak(properties.name, count_compute_units(properties), kind)
 
 
-def _kind_of(dtype: str | torch.dtype) -> str | None:
+def _find_kind(dtype: str | torch.dtype) -> str:
+    if isinstance(dtype, str) and dtype in KINDS:
+        return dtype
+    with suppress(ValueError, KeyError):
+        return _KIND_OF[as_dtype(dtype)]
+    raise ValueError(
+        f"dtype {dtype!r}; expected one of {', '.join(KINDS)}, or a torch.dtype of these"
+    )
+
+
+def _parse_override(text: str) -> float:
     with suppress(ValueError):
-        return _KIND_OF.get(as_dtype(dtype))
-    return None
+        if 0 < float(text) < math.inf:
+            return float(text)
+    raise DeviceError(
+        f"{OVERRIDE}={text!r} is no number above 0; expected FLOP/s of one device, such as "
+        "312e12, or nothing"
+    )
 
 
-def peak_of(name: str, units: int, kind: str) -> float | None:
-    """Return FLOP/s of a device that torch reports under a name with so many compute units."""
+def find_peak(name: str, units: int, kind: str) -> float | None:
+    """Return FLOP/s of a device by torch's name and number of compute units; None if unknown."""
     # "NVIDIA A100-SXM4-40GB MIG 1g.5gb": a slice, which shows its own multiprocessors only.
     whole = name.partition(" MIG ")[0].strip()
     for row in read_peaks():
-        if whole in row["match"]:
-            # More than the datasheet's is another product under the same name.
-            rate = row["tflops"].get(kind) if 0 < units <= row["units"] else None
-            return None if rate is None else float(rate) * 1e12 * units / row["units"]
+        # More units than the datasheet's are of another product under the same name.
+        if whole in row["match"] and kind in row["tflops"] and 0 < units <= row["units"]:
+            return float(row["tflops"][kind]) * 1e12 * units / row["units"]
     return None
 
 
-def compute_units(properties: Any) -> int:
+def count_compute_units(properties: Any) -> int:
     """Return how many multiprocessors (CUDA, ROCm) or vector engines (XPU) torch reports."""
     units = getattr(properties, "multi_processor_count", None)
-    return int(properties.max_compute_units if units is None else units)
+    if units is None:
+        units = properties.max_compute_units
+    return int(units)
 
 
 @cache
 def read_peaks() -> list[dict[str, Any]]:
-    """Return the rows of ``peaks.toml``, which says what their keys are."""
+    """Return the rows of ``peaks.toml``, which describes their keys."""
     text = files(__package__).joinpath("peaks.toml").read_text(encoding="utf-8")
     rows: list[dict[str, Any]] = tomllib.loads(text)["device"]
     return rows

@@ -17,7 +17,7 @@ import torch
 
 from ezpz_topo import get_memory_limit
 
-from ._peaks import compute_units
+from ._peaks import count_compute_units
 from ._select import device_in_use
 
 # How much memory a device has, how much of it is taken, and how much was at most.
@@ -60,23 +60,28 @@ def get_memory(
     Raises:
         DeviceError: The device cannot be used.
     """
-    here = device_in_use(device, env)
-    if here.type == "cpu":
-        resident, peak = host_use()
-        return Memory(resident, resident, peak, host_total())
-    if here.type == "mps":
-        mps = torch.mps
-        taken, cached = mps.current_allocated_memory(), mps.driver_allocated_memory()
-        return Memory(int(taken), int(cached), None, int(mps.recommended_max_memory()))
-    module = getattr(torch, here.type)
-    total = int(module.get_device_properties(here).total_memory)
+    used = device_in_use(device, env)
+    if used.type == "cpu":
+        resident, peak = read_host_use()
+        return Memory(resident, resident, peak, get_host_total())
+    if used.type == "mps":
+        return Memory(
+            allocated=int(torch.mps.current_allocated_memory()),
+            reserved=int(torch.mps.driver_allocated_memory()),
+            peak=None,
+            total=int(torch.mps.recommended_max_memory()),
+        )
+    module = getattr(torch, used.type)
+    total = int(module.get_device_properties(used).total_memory)
     # One call for all three; empty before torch has initialized the device.
-    found = module.memory.memory_stats_as_nested_dict(here)
-    kinds = ("allocated", "current"), ("reserved", "current"), ("allocated", "peak")
-    allocated, reserved, peak = (
-        int(found[f"{kind}_bytes"]["all"][when]) if found else 0 for kind, when in kinds
+    statistics = module.memory.memory_stats_as_nested_dict(used)
+    if not statistics:
+        return Memory(0, 0, 0, total)
+    allocated = statistics["allocated_bytes"]["all"]
+    reserved = statistics["reserved_bytes"]["all"]
+    return Memory(
+        int(allocated["current"]), int(reserved["current"]), int(allocated["peak"]), total
     )
-    return Memory(allocated, reserved, peak, total)
 
 
 def reset_peak_memory(
@@ -95,30 +100,33 @@ def reset_peak_memory(
     Raises:
         DeviceError: The device cannot be used.
     """
-    here = device_in_use(device, env)
-    if here.type == "cpu":
+    used = device_in_use(device, env)
+    if used.type == "cpu":
         return reset_host_peak()
-    if here.type == "mps":
+    if used.type == "mps":
         return False
-    module = getattr(torch, here.type)
+    module = getattr(torch, used.type)
     if module.is_initialized():
-        module.reset_peak_memory_stats(here)
+        module.reset_peak_memory_stats(used)
     return True
 
 
 # The host's memory: what this process has of it, and may have.
 
 
-def host_use(proc: Path = _PROC) -> tuple[int | None, int]:
+def read_host_use(proc: Path = _PROC) -> tuple[int | None, int]:
     """Return this process's resident bytes, None where not known, and the most there have been."""
     try:
-        lines = (proc / "self" / "status").read_text(encoding="utf-8", errors="replace")
+        text = (proc / "self" / "status").read_text(encoding="utf-8", errors="replace")
         # getrusage's own peak outlives exec: a small process started by a large one has its.
-        facts = dict(line.split(":", 1) for line in lines.splitlines())
-        return int(facts["VmRSS"].split()[0]) * 1024, int(facts["VmHWM"].split()[0]) * 1024
+        facts = dict(line.split(":", 1) for line in text.splitlines())
+        resident = int(facts["VmRSS"].split()[0]) * 1024
+        return resident, int(facts["VmHWM"].split()[0]) * 1024
     except (OSError, ValueError, KeyError):
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return None, peak if sys.platform == "darwin" else peak * 1024
+        if sys.platform != "darwin":
+            peak *= 1024
+        return None, peak
 
 
 def reset_host_peak(proc: Path = _PROC) -> bool:
@@ -131,7 +139,7 @@ def reset_host_peak(proc: Path = _PROC) -> bool:
 
 
 @cache
-def host_total() -> int:
+def get_host_total() -> int:
     """Return the bytes this process may use: the host's, or less by a control group's limit."""
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min(physical, get_memory_limit() or physical)
@@ -163,34 +171,36 @@ def get_device_properties(
     Raises:
         DeviceError: The device cannot be used.
     """
-    here = device_in_use(device, env)
-    if here.type == "cpu":
-        usable = getattr(os, "sched_getaffinity", None)  # not on macOS
+    used = device_in_use(device, env)
+    if used.type == "cpu":
+        cores = os.cpu_count()
+        if hasattr(os, "sched_getaffinity"):  # not on macOS
+            cores = len(os.sched_getaffinity(0))
         return {
-            "type": "cpu", "index": None, "name": cpu_name(), "architecture": platform.machine(),
-            "compute_units": len(usable(0)) if usable else os.cpu_count(),
-            "total_memory": host_total(),
+            "type": "cpu", "index": None, "name": get_cpu_name(), "architecture": platform.machine(),
+            "compute_units": cores,
+            "total_memory": get_host_total(),
         }  # fmt: skip
-    if here.type == "mps":
+    if used.type == "mps":
         return {
             "type": "mps", "index": None, "name": f"Apple {platform.machine()}",
             "architecture": platform.machine(), "compute_units": None,
             "total_memory": int(torch.mps.recommended_max_memory()),
         }  # fmt: skip
-    properties = getattr(torch, here.type).get_device_properties(here)
+    properties = getattr(torch, used.type).get_device_properties(used)
     architecture: str | None = None  # of XPU torch reports a number that changes with the driver
     if torch.version.hip:
         architecture = str(properties.gcnArchName).partition(":")[0]  # gfx90a:sramecc+:xnack-
-    elif here.type == "cuda":
+    elif used.type == "cuda":
         architecture = f"sm_{properties.major}{properties.minor}"
     return {
-        "type": here.type, "index": here.index, "name": properties.name,
+        "type": used.type, "index": used.index, "name": properties.name,
         "architecture": architecture, "total_memory": int(properties.total_memory),
-        "compute_units": compute_units(properties),
+        "compute_units": count_compute_units(properties),
     }  # fmt: skip
 
 
-def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+def get_cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     """Return the CPU's name as the kernel has it, else its architecture."""
     with suppress(OSError), cpuinfo.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:

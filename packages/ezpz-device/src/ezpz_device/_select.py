@@ -40,9 +40,10 @@ def get_torch_device_type(env: Mapping[str, str] | None = None) -> str:
         DeviceError: ``TORCH_DEVICE`` names no device type, or one that torch cannot use.
     """
     env = os.environ if env is None else env
-    if wanted := env.get("TORCH_DEVICE"):
-        return _device_of(wanted).type
-    return next(device_type for device_type, usable in DEVICE_TYPES.items() if usable())
+    wanted = env.get("TORCH_DEVICE")
+    if wanted:
+        return _parse_device(wanted).type
+    return next(device_type for device_type, is_usable in DEVICE_TYPES.items() if is_usable())
 
 
 def get_torch_device(env: Mapping[str, str] | None = None) -> str:
@@ -61,23 +62,25 @@ def get_torch_device(env: Mapping[str, str] | None = None) -> str:
     """
     env = os.environ if env is None else env
     wanted = env.get("TORCH_DEVICE")
-    if wanted and (device := _device_of(wanted)).index is not None:
-        return str(device)
+    if wanted:
+        device = _parse_device(wanted)
+        if device.index is not None:
+            return str(device)
     device_type = get_torch_device_type(env)
     if device_type in ("cpu", "mps"):
         return device_type
     count = getattr(torch, device_type).device_count()
-    return f"{device_type}:{_index(get_local_device(env), count, device_type, env)}"
+    return f"{device_type}:{_choose_index(get_local_device(env), count, device_type, env)}"
 
 
 def device_in_use(
     device: str | torch.device | None = None, env: Mapping[str, str] | None = None
 ) -> torch.device:
     """Return the device requested, else torch's current one, before there is one the rank's."""
-    if device is not None:
-        chosen = _device_of(str(device), "device")
-    else:
+    if device is None:
         chosen = torch.device(get_torch_device_type(env))
+    else:
+        chosen = _parse_device(str(device), "device")
     if chosen.type in {"cpu", "mps"}:
         return torch.device(chosen.type)
     if ":" in str(chosen):
@@ -89,7 +92,7 @@ def device_in_use(
     return torch.device(chosen.type, module.current_device())
 
 
-def _index(local_rank: int, count: int, device_type: str, env: Mapping[str, str]) -> int:
+def _choose_index(local_rank: int, count: int, device_type: str, env: Mapping[str, str]) -> int:
     if local_rank < count:
         return local_rank
     if count == 1 and any(env.get(name) for name in _VISIBLE):
@@ -100,15 +103,15 @@ def _index(local_rank: int, count: int, device_type: str, env: Mapping[str, str]
     )
 
 
-def _device_of(text: str, name: str = "TORCH_DEVICE") -> torch.device:
+def _parse_device(text: str, name: str = "TORCH_DEVICE") -> torch.device:
     try:
         device = torch.device(text)
-        usable = DEVICE_TYPES[device.type]
+        is_usable = DEVICE_TYPES[device.type]
     except (RuntimeError, KeyError) as error:
         raise DeviceError(
             f"{name}={text!r} is no device of ours; expected one of {', '.join(DEVICE_TYPES)}"
         ) from error
-    if not usable():
+    if not is_usable():
         raise DeviceError(
             f"{name}={text!r}, but torch {torch.__version__} sees no {device.type} device; "
             f"unset {name}, or install a torch built for it"

@@ -336,10 +336,8 @@ class KernelDevices:
 
 def find_kernel_devices(root: str = "/", *, flat: bool = True) -> list[KernelDevices]:
     """Return one entry for each vendor whose driver this host shows, in order of preference."""
-    found = []
-    for devices in (_find_nvidia(root), _find_amd(root), _find_intel(root, flat)):
-        if devices is not None:
-            found.append(devices)
+    by_vendor = (_find_nvidia(root), _find_amd(root), _find_intel(root, flat))
+    found = [devices for devices in by_vendor if devices is not None]
     if sys.platform == "darwin" and os.uname().machine == "arm64":
         found.append(KernelDevices("apple", "mps", 1, "an Apple silicon Mac"))
     return found
