@@ -95,7 +95,9 @@ class Checker(TorchFunctionMode):
     ) -> Record:
         """Return what is known of an operation's result; raise if the operands do not fit."""
         if name in rules.FRESH or name in rules.SHAPED:
-            return self.records.fresh if name in rules.FRESH else self.records.data
+            if name in rules.FRESH:
+                return self.records.fresh
+            return self.records.data
         if name in rules.TAKING_AFTER:
             operands = operands[:1]
         elif name == "copy_":
@@ -153,7 +155,9 @@ class Checker(TorchFunctionMode):
         name: str = getattr(getattr(func, "__self__", None), "__name__", "?")
         if kind == "__get__" and isinstance(output, Tensor) and name not in _ELSEWHERE:
             operand = self.records.operand(args[0])
-            made = _transposed(operand) if name in rules.TRANSPOSING else operand.record
+            made = operand.record
+            if name in rules.TRANSPOSING:
+                made = _transposed(operand)
             self.records.set(output, made)
         elif kind == "__set__" and name == "data" and isinstance(args[1], Tensor):
             self.records.set(args[0], self.records.of(args[1]))
@@ -162,7 +166,9 @@ class Checker(TorchFunctionMode):
     def _backward(self, func: Function, name: str, args: Args, kwargs: Any) -> Any:
         """Check the loss; a gradient that is given says itself what it is."""
         roots = tensors_of(args[:1], {})
-        place = 1 if name == "backward" else 2
+        place = 2
+        if name == "backward":
+            place = 1
         given = [kwargs.get(key) for key in ("gradient", "grad_tensors", "grad_outputs")]
         is_given = any(one is not None for one in (*given, *args[place : place + 1]))
         for root in roots:
@@ -203,8 +209,11 @@ def _is_known(indices: Sequence[Operand], place: int) -> bool:
 
 
 def _transposed(operand: Operand) -> Record:
-    dim, tensor = operand.record.sharded_dim, operand.tensor
-    flipped = None if dim is None or tensor.dim() != 2 else 1 - dim
+    dim = operand.record.sharded_dim
+    tensor = operand.tensor
+    flipped = None
+    if not (dim is None or tensor.dim() != 2):
+        flipped = 1 - dim
     return replace(operand.record, sharded_dim=flipped)
 
 
@@ -226,7 +235,8 @@ _WRITES = {
 }
 """What they make of their first argument, which they write to."""
 
-_SUMS, _OWN = frozenset({PARTIAL, VARYING}), frozenset({VARYING})
+_SUMS = frozenset({PARTIAL, VARYING})
+_OWN = frozenset({VARYING})
 _TWICE = dict.fromkeys(EQUAL, "it is the same on all ranks already: leave the collective out")
 # Autograd functions of torch.distributed.nn.functional, whose gradients are summed too.
 _TORCHS = {
@@ -344,7 +354,9 @@ def _exchange_pipeline_method(stack: ExitStack, name: str) -> None:
     def run(pipeline: Pipeline, *args: Any, **kwargs: Any) -> Any:
         several = len(pipeline.layers) > 1
         modules = list(pipeline.module.children()) if several else [pipeline.module]
-        receiving = modules[1:] if pipeline.is_first else modules
+        receiving = modules
+        if pipeline.is_first:
+            receiving = modules[1:]
         with ExitStack() as hooks:
             for module in receiving:
                 handle = module.register_forward_pre_hook(_note_received)
@@ -394,7 +406,9 @@ def _result(checker: Checker, function: type, args: tuple[Any, ...], kwargs: Any
     operands = [checker.records.operand(one) for one in tensors_of(args, kwargs)]
     checker.operations += 1
     torchs = function.__module__ == "torch.distributed.nn.functional"
-    region = _TORCHS.get(function.__name__) if torchs else None
+    region = None
+    if torchs:
+        region = _TORCHS.get(function.__name__)
     if region is None:
         return checker.result(function.__name__, operands, (), {})
     forward: Function = function.forward  # type: ignore[attr-defined]
@@ -448,13 +462,17 @@ def _refuse_unseen(checker: Checker, name: str, target: Tensor, places: list[int
         return
     if target.is_leaf and name == "broadcast":  # of a parameter, before training
         return
-    kind, axis = operand.record.types[places[0]], checker.axes[places[0]]
-    region = "reduce_from_tensor_parallel_region" if kind not in EQUAL else "a region function"
+    kind = operand.record.types[places[0]]
+    axis = checker.axes[places[0]]
+    region = "a region function"
+    if kind not in EQUAL:
+        region = "reduce_from_tensor_parallel_region"
     reason = (
         "It changes the tensor in place, and autograd does not see it: the gradient is that of "
     )
     mend = f"use {region} (its group as tp_group=); for a log, reduce a detached copy"
-    called, seen = f"torch.distributed.{name}", [(operand, kind)]
+    called = f"torch.distributed.{name}"
+    seen = [(operand, kind)]
     raise rules.fail(checker.records, called, axis, seen, reason + "this rank's value.", mend)
 
 

@@ -44,7 +44,9 @@ class Nodes:
     @property
     def per_node(self) -> int | None:
         """The number of ranks on a node, where nodes are alike and ranks in blocks."""
-        return self.sizes[0] if len(set(self.sizes)) == 1 and self.in_blocks else None
+        if len(set(self.sizes)) == 1 and self.in_blocks:
+            return self.sizes[0]
+        return None
 
     def __str__(self) -> str:
         count = len(self.sizes)
@@ -55,7 +57,9 @@ class Nodes:
             words = f"{count} nodes of {', '.join(sizes[:-1])} and {sizes[-1]}"
         else:
             words = f"{count:,} nodes of {min(self.sizes)} to {max(self.sizes)}"
-        placed = "" if self.in_blocks else ", not numbered node by node"
+        placed = ", not numbered node by node"
+        if self.in_blocks:
+            placed = ""
         return words + (f" ({self.source})" if self.source else "") + placed
 
 
@@ -102,7 +106,9 @@ def _sizes(world_size: int, ranks_per_node: int | Sequence[int]) -> tuple[int, .
             raise DegreeError(f"ranks_per_node={ranks_per_node}; expected at least 1")
         full, rest = divmod(world_size, ranks_per_node)
         if rest:
-            remedy = [*[ranks_per_node] * full, rest] if full < 4 else "[...]"
+            remedy = "[...]"
+            if full < 4:
+                remedy = str([*[ranks_per_node] * full, rest])
             raise DegreeError(
                 f"ranks_per_node={ranks_per_node} does not divide {world_size} ranks; if nodes "
                 f"differ give the number of each, as in ranks_per_node={remedy}"
@@ -179,7 +185,8 @@ class Axis:
 
 
 def _remedy(axis: Axis, nodes: Nodes) -> str:
-    size, words = math.gcd(*nodes.sizes), list[str]()
+    size = math.gcd(*nodes.sizes)
+    words = list[str]()
     if not nodes.in_blocks:
         words.append("number the ranks node by node (srun --distribution=block)")
     if axis.stride > 1:

@@ -69,7 +69,9 @@ def text(layout: Layout) -> str:
 
 def dual(where: str) -> str:
     """Return where the gradient of a tensor is: a sum's is the same for each of its terms."""
-    return REPLICATED if where == PARTIAL else where
+    if where == PARTIAL:
+        return REPLICATED
+    return where
 
 
 def conversion(source: str, target: str) -> str | None:
@@ -77,10 +79,14 @@ def conversion(source: str, target: str) -> str | None:
     if source == target:
         return None
     if source == PARTIAL:
-        return "all-reduce" if target == REPLICATED else "reduce-scatter"
+        if target == REPLICATED:
+            return "all-reduce"
+        return "reduce-scatter"
     if source == REPLICATED:
         return "slice"
-    return "all-gather" if target == REPLICATED else "all-to-all"
+    if target == REPLICATED:
+        return "all-gather"
+    return "all-to-all"
 
 
 def _pair(word: str, told: str) -> tuple[str, str]:

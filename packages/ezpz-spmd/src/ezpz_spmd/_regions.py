@@ -32,7 +32,9 @@ class Region:
 
 def _region(takes: tuple[str, ...], returns: str, more: Any = None, **mend: str) -> Region:
     """Return a region; the mend ``equal`` is for both types that are equal on all ranks."""
-    both = dict.fromkeys(EQUAL, mend.pop("equal")) if "equal" in mend else {}
+    both = {}
+    if "equal" in mend:
+        both = dict.fromkeys(EQUAL, mend.pop("equal"))
     partial = "a reduction is missing: sum it first, by reduce_from_tensor_parallel_region"
     return Region(frozenset(takes), returns, {PARTIAL: partial, **both, **mend}, **(more or {}))
 
@@ -144,14 +146,18 @@ def region_of(
     region = REGIONS[function]
     if not isinstance(region, Region):
         flag, without, with_ = region
-        region = with_ if given[flag] else without
+        region = without
+        if given[flag]:
+            region = with_
         if region is _column and not given["reduce_input_gradient"]:
             region = _column_unsummed
     return region, next(given[one] for one in ("tp_group", "ring_group", "group") if one in given)
 
 
 def argument(args: Sequence[Any], kwargs: Mapping[str, Any], place: int, name: str) -> Any:
-    return args[place] if len(args) > place else kwargs.get(name)
+    if len(args) > place:
+        return args[place]
+    return kwargs.get(name)
 
 
 def through(
@@ -291,14 +297,17 @@ def draws(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 def generated(records: Records) -> Record:
-    return _varying(records, records.data) if _is_forked() else records.data
+    if _is_forked():
+        return _varying(records, records.data)
+    return records.data
 
 
 def drawn(records: Records, name: str, operands: Sequence[Operand], record: Record) -> Record:
     if "tensor" not in records.axes:
         return record
     place = records.axes.index("tensor")
-    forked, kind = _is_forked(), record.types[place]
+    forked = _is_forked()
+    kind = record.types[place]
     reason = mend = ""
     if forked and kind == PARTIAL:
         reason = "Inside fork() every rank drops other elements of its part of a sum. "
@@ -316,7 +325,9 @@ def drawn(records: Records, name: str, operands: Sequence[Operand], record: Reco
     if reason:
         seen = [(one, one.record.types[place]) for one in operands]
         raise rules.fail(records, name, "tensor", seen, reason, mend)
-    return _varying(records, record) if forked else record
+    if forked:
+        return _varying(records, record)
+    return record
 
 
 def _is_forked() -> bool:
@@ -388,7 +399,8 @@ def gradients_to_finalize(records: Records, parameters: Iterable[Tensor]) -> lis
             continue
         if records.is_finalized(grad):
             operand = records.operand(parameter)
-            seen, axis = [(operand, operand.record.types[0])], records.axes[0]
+            seen = [(operand, operand.record.types[0])]
+            axis = records.axes[0]
             reason = (
                 "Its gradient was finalized before, and no backward pass has added to it: what "
                 "is summed would be summed twice."

@@ -36,7 +36,10 @@ from ._errors import ParallelTypeError
 # ``shard_map``: replicated and varying of one operation give varying, and autograd sums what is
 # partial at the region that made replicated out of invariant.
 
-INVARIANT, REPLICATED, VARYING, PARTIAL = "invariant", "replicated", "varying", "partial"
+INVARIANT = "invariant"
+REPLICATED = "replicated"
+VARYING = "varying"
+PARTIAL = "partial"
 TYPES = (INVARIANT, REPLICATED, VARYING, PARTIAL)
 EQUAL = frozenset({INVARIANT, REPLICATED})
 """The types of which every rank has the same value."""
@@ -59,7 +62,9 @@ class Operand:
     def settled(self, axis: int) -> str | None:
         """Return its type along an axis, or None where it goes with invariant and replicated."""
         kind = self.record.types[axis]
-        return None if kind in EQUAL and not self.differentiable else kind
+        if kind in EQUAL and not self.differentiable:
+            return None
+        return kind
 
 
 Operands: TypeAlias = Sequence[Operand]
@@ -180,7 +185,9 @@ def user_line() -> str:
     code = frame.f_code
     source = linecache.getline(code.co_filename, frame.f_lineno).strip()
     place = f"{code.co_filename}:{frame.f_lineno}, in {code.co_qualname}"
-    return f"{place}\n    {source}" if source else place
+    if source:
+        return f"{place}\n    {source}"
+    return place
 
 
 # What is known of each tensor while a program is checked.
@@ -199,7 +206,9 @@ class Records:
         self.finished = WeakIdKeyDictionary()  # backward went through: no gradient is at stake
         self._final = WeakIdKeyDictionary()
         self._names = WeakIdKeyDictionary()
-        self._model = None if model is None else weakref.ref(model)
+        self._model: weakref.ref[nn.Module] | None = None
+        if model is not None:
+            self._model = weakref.ref(model)
         self._said: dict[str, dict[str, Any]] = {}
         for name, parameter in _named(model):
             self._names[parameter] = name
@@ -235,7 +244,9 @@ class Records:
         if "tensor_model_parallel" in own or "sequence_parallel" in own:
             return own
         said: dict[str, Any] | None = self._said.get(self._names[parameter])
-        return own if said is None else said
+        if said is None:
+            return own
+        return said
 
     def operand(self, tensor: Tensor) -> Operand:
         differentiable = tensor.requires_grad and torch.is_grad_enabled()
@@ -259,7 +270,8 @@ class Records:
         return bool(self._final.get(grad) == grad._version)  # noqa: SLF001
 
     def name(self, tensor: Tensor) -> str:
-        known, kind = self._names.get(tensor), isinstance(tensor, nn.Parameter)
+        known = self._names.get(tensor)
+        kind = isinstance(tensor, nn.Parameter)
         what = f"parameter {known}" if known else "parameter" if kind else "tensor"
         return f"{what} {tuple(tensor.shape)}"
 
@@ -273,7 +285,9 @@ def _is_parameter(tensor: Tensor) -> TypeGuard[nn.Parameter]:
 
 
 def _named(model: nn.Module | None) -> Iterable[tuple[str, nn.Parameter]]:
-    return () if model is None else model.named_parameters()
+    if model is None:
+        return ()
+    return model.named_parameters()
 
 
 _COPY = "copy_to_tensor_parallel_region"
@@ -285,7 +299,9 @@ _OF_TENSOR = {
 
 
 def call(name: str, axis: str) -> str:
-    return f"{name} ({_OF_TENSOR[name]})" if axis == "tensor" else f"{name}(x, {axis} group)"
+    if axis == "tensor":
+        return f"{name} ({_OF_TENSOR[name]})"
+    return f"{name}(x, {axis} group)"
 
 
 def fail(
@@ -334,13 +350,16 @@ def along(
         return _partial(records, operation, place, operands, settled, shifts)
     if VARYING not in kinds:
         return next(iter(kinds), INVARIANT)
-    return PARTIAL if contracts else VARYING
+    if contracts:
+        return PARTIAL
+    return VARYING
 
 
 def _partial(
     records: Records, operation: str, place: int, operands: Operands, settled: Settled, shifts: bool
 ) -> str:
-    axis, kinds = records.axes[place], [kind for _, kind in settled]
+    axis = records.axes[place]
+    kinds = [kind for _, kind in settled]
     all_partial = all(
         one.record.types[place] == PARTIAL or _selects(one, place) for one in operands
     )

@@ -43,15 +43,20 @@ def _calls(name: str, letters: str, move: Move) -> tuple[str, ...]:
     """Return the calls to write: none, one, or two for a sum that sharded code then shares."""
     if move.axis not in _TENSOR_AXES:
         return ()
-    source, target = move.source, move.target
-    forward, backward = conversion(source, target), conversion(move.gradient, move.back)
-    copy = (f"copy_to_tensor_parallel_region({name})",) if backward == "all-reduce" else ()
+    source = move.source
+    target = move.target
+    forward = conversion(source, target)
+    backward = conversion(move.gradient, move.back)
+    copy: tuple[str, ...] = ()
+    if backward == "all-reduce":
+        copy = (f"copy_to_tensor_parallel_region({name})",)
     if forward is None:
         return copy
     if forward == "all-reduce":
         return f"reduce_from_tensor_parallel_region({name})", *copy
     if forward == "all-to-all":
-        gathered, split = letters.index(source), letters.index(target)
+        gathered = letters.index(source)
+        split = letters.index(target)
         return (f"sequence_to_head({name}, sequence_dim={gathered}, head_dim={split})",)
     dim = letters.index(source if forward == "all-gather" else target)
     last = dim == len(letters) - 1
@@ -173,10 +178,13 @@ class Cost:
     def sent(self, kind: str | None, axis: str, letters: str, before: Layout) -> int:
         if kind is None or kind == "slice":
             return 0
-        have, degree = prod(self.shape(letters, before)) * self.itemsize, self.degrees[axis]
+        have = prod(self.shape(letters, before)) * self.itemsize
+        degree = self.degrees[axis]
         if kind == "all-gather":
             return have * (degree - 1)
-        rounds = 2 if kind == "all-reduce" else 1
+        rounds = 1
+        if kind == "all-reduce":
+            rounds = 2
         return -(-rounds * have * (degree - 1) // degree)
 
 
@@ -192,7 +200,8 @@ class Way(NamedTuple):
         return sum(step.bytes or 0 for step in (*self.forward, *self.backward))
 
     def then(self, later: Way) -> Way:
-        forward, backward = self.forward + later.forward, later.backward + self.backward
+        forward = self.forward + later.forward
+        backward = later.backward + self.backward
         return Way(forward, backward, self.regions + later.regions)
 
 
@@ -205,7 +214,8 @@ def cheapest_way(name: str, letters: str, start: Layout, moves: Iterable[Move], 
     reached: dict[frozenset[int], tuple[int, tuple[int, ...], Way]]
     reached = {frozenset(): (0, (), Way())}
     for _ in wanted:
-        before, reached = reached, {}
+        before = reached
+        reached = {}
         for done, (sent, order, way) in before.items():
             layout = start | {wanted[number].axis: wanted[number].target for number in done}
             for number, move in enumerate(wanted):
@@ -245,7 +255,9 @@ def _way(name: str, letters: str, layout: Layout, move: Move, cost: Cost) -> Way
             return ()
         gathered, split = (None if where in WORDS else where for where in (source, target))
         sent = cost.sent(kind, move.axis, letters, lies)
-        region = regions[call] if regions else None
+        region = None
+        if regions:
+            region = regions[call]
         return (Step(kind, move.axis, tensor, gathered, split, region, sent),)
 
     forward = steps(name, move.source, move.target, layout, 0)
@@ -274,14 +286,22 @@ Work: TypeAlias = str | int | None
 
 def _entering(work: Work, number: int, letters: str) -> str:
     if isinstance(work, str):
-        return work if work in letters else REPLICATED
-    return PARTIAL if work == number else REPLICATED
+        if work in letters:
+            return work
+        return REPLICATED
+    if work == number:
+        return PARTIAL
+    return REPLICATED
 
 
 def _leaving(work: Work, letters: str, number: int | None = None) -> str:
     if isinstance(work, str):
-        return work if work in letters else PARTIAL
-    return REPLICATED if work in (None, number) else PARTIAL
+        if work in letters:
+            return work
+        return PARTIAL
+    if work in (None, number):
+        return REPLICATED
+    return PARTIAL
 
 
 class Plan(NamedTuple):
@@ -314,7 +334,8 @@ def _works(
 def _plan(
     equation: Equation, works: Sequence[Work], given: Sequence[Layout], wanted: Layout, cost: Cost
 ) -> Plan:
-    ways, gradients = [], []
+    ways = []
+    gradients = []
     for number, (letters, layout) in enumerate(zip(equation.operands, given, strict=True)):
         shared = list(zip(layout.items(), works, strict=True))
         gradient = {axis: _leaving(work, letters, number) for (axis, _), work in shared}
@@ -350,7 +371,9 @@ def _steps(title: str, steps: Sequence[Step]) -> Iterable[tuple[str, ...]]:
     if not steps:
         yield title, "-"
     for step in steps:
-        sent = [] if step.bytes is None else [_bytes(step.bytes)]
+        sent = []
+        if step.bytes is not None:
+            sent = [_bytes(step.bytes)]
         yield title, str(step), *sent, step.region or ""
         title = ""
 
@@ -363,7 +386,8 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def _bytes(count: int) -> str:
     """Return a number of bytes in the units of a network, 1 kB = 1000 B."""
-    value, units = float(count), ["B", "kB", "MB", "GB", "TB"]
+    value = float(count)
+    units = ["B", "kB", "MB", "GB", "TB"]
     while value >= 999.5 and len(units) > 1:
         value /= 1000
         units.pop(0)
@@ -450,14 +474,19 @@ class EinsumSharding:
         ]  # fmt: skip
 
     def __str__(self) -> str:
-        shapes, named = self.shapes, self.rows()
+        shapes = self.shapes
+        named = self.rows()
         rows = [(self.equation, *self.axes, *(["local"] if shapes else []))]
         width = max(len(name) for name, _, _ in named)
         for name, letters, layout in named:
             told = complete(read(layout, letters, name, self.axes), self.axes)
             places = ("-" if where == REPLICATED else where for where in told.values())
-            local = None if shapes is None else shapes.get(name)
-            shape = "" if local is None else " x ".join(map(str, local)) or "scalar"
+            local = None
+            if shapes is not None:
+                local = shapes.get(name)
+            shape = ""
+            if local is not None:
+                shape = " x ".join(map(str, local)) or "scalar"
             rows.append((f"{name:{width}}  {letters}", *places, shape))
         steps = [*_steps("forward", self.forward), *_steps("backward", self.backward)]
         return "\n".join([*_aligned(rows), *_aligned(steps)])
@@ -595,7 +624,8 @@ def _layouts(
     wanted = read(output, equation.output, "y", mesh_axes)
     found = dict.fromkeys(axis for layout in (*told, wanted) for axis in layout)
     axes = tuple(found if mesh_axes is None else mesh_axes)
-    wanted = complete(wanted, axes) if is_replicated(output) else wanted
+    if is_replicated(output):
+        wanted = complete(wanted, axes)
     return axes, [complete(t, axes) for t in told], wanted
 
 
@@ -644,7 +674,9 @@ def _cost(
     if sizes is None and degrees is None:
         return Cost(dict.fromkeys(letters, 2 ** (len(axes) + 10)), dict.fromkeys(axes, 2), 1)
     if sizes is None or degrees is None:
-        lacking = "sizes" if sizes is None else "degrees"
+        lacking = "degrees"
+        if sizes is None:
+            lacking = "sizes"
         raise ValueError(f"{lacking}= is not given; bytes need both sizes= and degrees=")
     for what, keys, given, least in (("sizes", letters, sizes, 0), ("degrees", axes, degrees, 1)):
         for key in keys:

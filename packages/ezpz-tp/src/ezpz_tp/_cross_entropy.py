@@ -140,11 +140,13 @@ def vocab_parallel_linear_cross_entropy(
         ValueError: As there, or ``weight`` does not fit the input.
         IndexError: As there.
     """
-    what, device = "vocab_parallel_linear_cross_entropy", input_.device.type
+    what = "vocab_parallel_linear_cross_entropy"
+    device = input_.device.type
     if torch.is_autocast_enabled(device):
         # As `linear` would; here, because backward is not under it.
         dtype = torch.get_autocast_dtype(device)
-        input_, weight = input_.to(dtype), weight.to(dtype)
+        input_ = input_.to(dtype)
+        weight = weight.to(dtype)
     if weight.dim() != 2 or weight.dtype != input_.dtype or weight.shape[-1] != input_.shape[-1]:
         raise ValueError(
             f"{what}: input {tuple(input_.shape)} of {input_.dtype} and weight "
@@ -172,9 +174,12 @@ def _terms(
         raise ValueError(f"{what}: label_smoothing={smoothing}; expected 0 to 1")
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"{what}: chunk_size={chunk_size}; expected at least 1 token")
-    group, rank, degree = tensor_group(tp_group), 0, 1
+    group = tensor_group(tp_group)
+    rank = 0
+    degree = 1
     if group is not None:
-        rank, degree = group.rank(), group.size()
+        rank = group.rank()
+        degree = group.size()
     if vocab_size is None:
         vocab_size = shard * degree
     elif not 0 < vocab_size <= shard * degree:
@@ -187,7 +192,9 @@ def _terms(
     if chunk_size is None and torch.compiler.is_compiling():
         chunk_size = target.numel()
     elif chunk_size is None:
-        elements = _CACHED_ELEMENTS if of.device.type == "cpu" else _BOUNDED_ELEMENTS
+        elements = _BOUNDED_ELEMENTS
+        if of.device.type == "cpu":
+            elements = _CACHED_ELEMENTS
         chunk_size = elements // max(shard, 1)
     place = group, shard, columns, rank * shard, vocab_size
     return _Terms(*place, smoothing, ignore_index, z_loss, max(chunk_size, 1), seen)
@@ -224,7 +231,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input_: Tensor, weight: Tensor, target: Tensor, *values: Any) -> Tensor:
         terms = _Terms(*values)
-        flat, used = input_.reshape(-1, input_.shape[-1]), weight[: terms.columns]
+        flat = input_.reshape(-1, input_.shape[-1])
+        used = weight[: terms.columns]
         loss, saved = _loss(lambda rows: flat[rows] @ used.T, input_.dtype, target, terms)
         ctx.save_for_backward(input_, weight, *saved)
         ctx.terms = terms
@@ -235,7 +243,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         input_, weight, *saved = ctx.saved_tensors
         terms: _Terms = ctx.terms
         gradient = _Gradient("vocab_parallel_linear_cross_entropy", grads[0], saved, terms)
-        flat, used = input_.reshape(-1, input_.shape[-1]), weight[: terms.columns]
+        flat = input_.reshape(-1, input_.shape[-1])
+        used = weight[: terms.columns]
         by_input = torch.empty_like(flat)
         # Of many sums, in the precision of the loss.
         by_weight = torch.zeros_like(weight, dtype=saved[-1].dtype)
@@ -286,15 +295,24 @@ class _Gradient:
             )
         index, mine, ignored, maximum, weight = (each.unsqueeze(-1) for each in saved)
         grad = grad.reshape(-1, 1).masked_fill(ignored, 0)
-        self._index, self._maximum, self._weight = index, maximum, weight * grad
+        self._index = index
+        self._maximum = maximum
+        self._weight = weight * grad
         self._at_target = grad * mine * (1 - terms.smoothing)
-        self._even = grad * (terms.smoothing / terms.vocab_size) if terms.smoothing else None
+        self._even: Tensor | None = None
+        if terms.smoothing:
+            self._even = grad * (terms.smoothing / terms.vocab_size)
 
     def of(self, logits: Tensor, rows: slice, out: Tensor | None = None) -> Tensor:
         """Return it, in ``out`` where that is given; these may be the logits themselves."""
-        index, weight = self._index[rows], self._weight[rows]
-        eager = out if not torch.compiler.is_compiling() else None
-        in_place = eager if eager is not None and eager.dtype == weight.dtype else None
+        index = self._index[rows]
+        weight = self._weight[rows]
+        eager = None
+        if not torch.compiler.is_compiling():
+            eager = out
+        in_place = None
+        if eager is not None and eager.dtype == weight.dtype:
+            in_place = eager
         wide = torch.sub(logits, self._maximum[rows], out=in_place).exp_()
         if self._even is not None:
             wide.mul_(weight).sub_(self._even[rows])
@@ -313,7 +331,9 @@ class _Gradient:
 
 
 def _local_index(target: Tensor, ignored: Tensor, terms: _Terms) -> tuple[Tensor, Tensor]:
-    index = target - terms.first if terms.first else target
+    index = target
+    if terms.first:
+        index = target - terms.first
     mine = (index >= 0) & (index < terms.columns)
     if 0 <= terms.ignore_index < terms.vocab_size:
         mine &= ~ignored
@@ -348,16 +368,22 @@ def _own_part(
         predicted = torch.where(mine[rows], predicted, 0)
         maximum = piece.amax(-1).to(dtype).clamp_(min=lowest)
         below = piece - maximum.unsqueeze(-1)
-        sums = [below.sum(-1)] if terms.smoothing else []
+        sums = []
+        if terms.smoothing:
+            sums = [below.sum(-1)]
         parts.append(torch.stack([maximum, below.exp_().sum(-1), predicted, *sums]))
         del piece, below  # before the next are made
-    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat(parts, 1)
 
 
 def _over_ranks(own: Tensor, terms: _Terms) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     # Sum and mean are of the logits less the maximum. Without smoothing the last is not used.
     if terms.group is None:
-        maximum, total, predicted = own[0], own[1], own[2]
+        maximum = own[0]
+        total = own[1]
+        predicted = own[2]
         return maximum, total, predicted, own[-1] / terms.vocab_size
     parts = all_gather(own, 0, terms.group).unflatten(0, (-1, len(own)))
     maxima = parts[:, 0]

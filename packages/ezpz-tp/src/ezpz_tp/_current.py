@@ -128,7 +128,9 @@ def destroy_tensor_parallel() -> None:
     Collective: every rank calls this. Without groups it does nothing.
     """
     global _default, _arguments
-    state, _default, _arguments = _default, None, {}
+    state = _default
+    _default = None
+    _arguments = {}
     _notes_without_state.clear()
     if state is not None:
         state.destroy()
@@ -146,7 +148,9 @@ def tensor_parallel_is_initialized() -> bool:
 def current_state() -> ParallelState | None:
     """Return the state in use here: `use_state`'s in this thread, else the default's, or None."""
     here = _here.state
-    return _default if here is None else here
+    if here is None:
+        return _default
+    return here
 
 
 def get_state() -> ParallelState:
@@ -168,7 +172,9 @@ def notes() -> dict[str, Any]:
     """Return what others keep for the state in use; it ends with the state."""
     # Without a state it is kept until groups are made or destroyed.
     state = current_state()
-    return _notes_without_state if state is None else state.notes
+    if state is None:
+        return _notes_without_state
+    return state.notes
 
 
 def _checked(axes: tuple[str, ...] = ()) -> ParallelState | None:
@@ -177,7 +183,9 @@ def _checked(axes: tuple[str, ...] = ()) -> ParallelState | None:
     if state is not None:
         state.check_world()
         return state
-    world = live_world() if axes else None
+    world = None
+    if axes:
+        world = live_world()
     if world is not None and world.size() > 1:
         raise NotInitializedError(
             f"{' x '.join(axes)} parallel size, rank or ranks asked for in a world of "
@@ -193,7 +201,8 @@ def use_state(state: ParallelState) -> Iterator[ParallelState]:
 
     Autograd may run backward in another thread: what is needed there is kept in forward.
     """
-    before, _here.state = _here.state, state
+    before = _here.state
+    _here.state = state
     try:
         yield state
     finally:
@@ -219,7 +228,9 @@ def _shared(given: ProcessGroup | None, axis: str) -> ProcessGroup | None:
         group = member(given, axis)
         if group is None or (torch.compiler.is_compiling() and group.group_name == ""):
             return None
-        return group if group.size() > 1 else None
+        if group.size() > 1:
+            return group
+        return None
     state = current_state()
     if state is None or state.key == "":
         return None
@@ -232,19 +243,25 @@ def _shared(given: ProcessGroup | None, axis: str) -> ProcessGroup | None:
 def index_or_alone(*axes: str) -> int:
     """Return this rank's position along axes; 0 before there are groups, if it is alone."""
     state = _checked(axes)
-    return 0 if state is None else state.index(*axes)
+    if state is None:
+        return 0
+    return state.index(*axes)
 
 
 def size_or_alone(*axes: str) -> int:
     """Return the degree of axes; 1 before there are groups, if this rank is alone."""
     state = _checked(axes)
-    return 1 if state is None else state.size(*axes)
+    if state is None:
+        return 1
+    return state.size(*axes)
 
 
 def ranks_or_alone(*axes: str) -> tuple[int, ...]:
     """Return the global ranks along axes; rank 0 before there are groups, if it is alone."""
     state = _checked(axes)
-    return (0,) if state is None else state.ranks(*axes)
+    if state is None:
+        return (0,)
+    return state.ranks(*axes)
 
 
 # The module-level getters over the state in use. Those that differ in their axis alone are made,
@@ -257,7 +274,9 @@ def name_made(module: dict[str, Any]) -> None:
     """Give what was made the names that it has in a module: for pickle and tracebacks."""
     for name, made in module.items():
         if "<locals>" in getattr(made, "__qualname__", ""):
-            made.__module__, made.__name__, made.__qualname__ = module["__name__"], name, name
+            made.__module__ = module["__name__"]
+            made.__name__ = name
+            made.__qualname__ = name
 
 
 def getter(ask: Callable[..., Any], doc: str, *axes: str) -> Callable[[], Any]:

@@ -128,7 +128,8 @@ def _raise(status: Sequence[int], keys: Sequence[str], datatype: torch.dtype) ->
 
 
 def _unpack(numbers: Sequence[int]) -> list[tuple[int, ...]]:
-    sizes, start = [], 0
+    sizes = []
+    start = 0
     while start < len(numbers):
         end = start + 1 + numbers[start]
         sizes.append(tuple(numbers[start + 1 : end]))
@@ -150,10 +151,14 @@ def _backend_device(group: ProcessGroup | None) -> torch.device:
     # A group made without torch.distributed is a backend itself.
     get_backend = getattr(group, "_get_backend", None)
     try:
-        backend = group if get_backend is None else get_backend(accelerator)
+        backend = group
+        if get_backend is not None:
+            backend = get_backend(accelerator)
     except RuntimeError:
         return cpu  # the group has no backend for the accelerator
-    return cpu if backend.name() in ("gloo", "mpi") else torch.device(accelerator.type)
+    if backend.name() in ("gloo", "mpi"):
+        return cpu
+    return torch.device(accelerator.type)
 
 
 # Which tokens of a sequence are whose, and how each rank comes by its own.
@@ -289,17 +294,26 @@ class _Ranks:
         self.name = name
         self.ring = context_group(group)
         given = member(ulysses, "Ulysses")
-        self.ulysses = given if given is not None and given.size() > 1 else None
+        self.ulysses: ProcessGroup | None = None
+        self._heads = 1
+        if given is not None and given.size() > 1:
+            self.ulysses = given
+            self._heads = given.size()
         self.balanced = balanced and self.ring is not None
-        self._rings = 1 if self.ring is None else self.ring.size()
-        self._heads = 1 if self.ulysses is None else self.ulysses.size()
+        self._rings = 1
+        if self.ring is not None:
+            self._rings = self.ring.size()
         self.count = self._rings * self._heads
 
     def check(self, length: int) -> None:
-        chunks = 2 if self.balanced else 1
+        chunks = 1
+        if self.balanced:
+            chunks = 2
         multiple = self._rings * math.lcm(chunks, self._heads)
         if length % multiple:
-            what = "in two chunks each " if self.balanced else ""
+            what = ""
+            if self.balanced:
+                what = "in two chunks each "
             raise DegreeError(
                 f"{self.name}: the sequence has {length} tokens, which {self.count} ranks {what}"
                 f"cannot share equally; expected a multiple of {multiple}: pad it to "
@@ -308,7 +322,9 @@ class _Ranks:
 
     def spans(self, length: int) -> list[tuple[int, int]]:
         self.check(length)
-        index = 0 if self.ring is None else self.ring.rank()
+        index = 0
+        if self.ring is not None:
+            index = self.ring.rank()
         if self.balanced:
             size = length // (2 * self._rings)
             starts = [index * size, (2 * self._rings - 1 - index) * size]

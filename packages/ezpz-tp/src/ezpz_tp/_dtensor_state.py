@@ -110,7 +110,8 @@ def load_dtensor_state_dict(
     """
     state = state_or_alone(state)
     model, saved = with_optimizer(held, optimizer, "load_dtensor_state_dict", "dtensor_state_dict")
-    given, group = {**model}, state.group("tensor")
+    given = {**model}
+    group = state.group("tensor")
     for name, values in saved["state"].items():
         given |= {optimizer_name(name, key): value for key, value in values.items()}
     parts = parts_of(module, optimizer, state)
@@ -150,8 +151,10 @@ def _dtensors(
         if shard.dim is None or group.size() == 1:
             yield piece, view
             continue
-        mesh, placed = DeviceMesh.from_group(group, view.device.type), [dtensor.Shard(shard.dim)]
-        shape, stride = torch.Size(matrix.full_shape), _strides_of(matrix.full_shape)
+        mesh = DeviceMesh.from_group(group, view.device.type)
+        placed = [dtensor.Shard(shard.dim)]
+        shape = torch.Size(matrix.full_shape)
+        stride = _strides_of(matrix.full_shape)
         about: Any = {"shape": shape, "stride": stride, "run_check": False}
         yield piece, dtensor.DTensor.from_local(view, mesh, placed, **about)
 
@@ -176,7 +179,8 @@ def _strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
 def _matrices(name: str, shard: Shard) -> list[tuple[str, Shard]]:
     if shard.dim is None or not shard.blocks:
         return [(name, shard)]
-    before, after = shard.full_shape[: shard.dim], shard.full_shape[shard.dim + 1 :]
+    before = shard.full_shape[: shard.dim]
+    after = shard.full_shape[shard.dim + 1 :]
     return [
         (f"{name}.block{number}", Shard((*before, size, *after), shard.dim))
         for number, size in enumerate(shard.blocks)
@@ -185,11 +189,15 @@ def _matrices(name: str, shard: Shard) -> list[tuple[str, Shard]]:
 
 def _said(name: str) -> str:
     parameter, key = parameter_of(name)
-    return parameter if key is None else f"{parameter}, {key!r} of the optimizer,"
+    if key is None:
+        return parameter
+    return f"{parameter}, {key!r} of the optimizer,"
 
 
 def _copy(what: str, found: Any, into: Tensor) -> None:
-    local = found.to_local() if hasattr(found, "to_local") else found
+    local = found
+    if hasattr(found, "to_local"):
+        local = found.to_local()
     if not isinstance(local, Tensor):
         raise ParallelError(
             f"load_dtensor_state_dict: {what} is missing; expected a tensor of shape "

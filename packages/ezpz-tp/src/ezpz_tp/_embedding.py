@@ -78,7 +78,9 @@ class _Lookup(torch.autograd.Function):
         flags: tuple[int | None, bool, bool, bool],
     ) -> Tensor:
         ctx.save_for_backward(rows, foreign)
-        ctx.shape, ctx.group, ctx.flags = weight.shape, group, flags
+        ctx.shape = weight.shape
+        ctx.group = group
+        ctx.flags = flags
         output = torch.embedding(weight, rows)
         if output.device.type == "cpu" and not torch.compiler.is_compiling():
             # Whole rows: several times as fast there as a mask that is broadcast.
@@ -87,13 +89,17 @@ class _Lookup(torch.autograd.Function):
             )
         else:
             output.masked_fill_(foreign.unsqueeze(-1), 0)
-        return reduce_scatter(output, 0, group) if flags[-1] else all_reduce_(output, group)
+        if flags[-1]:
+            return reduce_scatter(output, 0, group)
+        return all_reduce_(output, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         rows, foreign = ctx.saved_tensors
         padding_row, by_frequency, sparse, sequence_parallel = ctx.flags
-        regained = gather_gradient if sequence_parallel else copy_gradient
+        regained = copy_gradient
+        if sequence_parallel:
+            regained = gather_gradient
         grad = regained(grad, ctx.group)
         count, width = ctx.shape
         # An extra row collects, and as "padding" skips, what has no gradient here.
@@ -146,7 +152,9 @@ class EmbeddingTable(ParallelModule):
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
         self.full_shape: tuple[int, int] = (num_embeddings, embedding_dim)
-        self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
+        self.padding_idx: int | None = None
+        if padding_idx is not None:
+            self.padding_idx = padding_idx % num_embeddings
         self.max_norm = max_norm
         self.norm_type = norm_type
         self.scale_grad_by_freq = scale_grad_by_freq
@@ -315,8 +323,11 @@ class VocabParallelEmbedding(EmbeddingTable):
 
     def padding_row(self) -> int | None:
         """Return the row of ``padding_idx``, on the rank that has it."""
-        row, first = self.padding_idx, self.vocab_start_index
-        return row - first if row is not None and first <= row < self.vocab_end_index else None
+        row = self.padding_idx
+        first = self.vocab_start_index
+        if row is not None and first <= row < self.vocab_end_index:
+            return row - first
+        return None
 
 
 class ParallelEmbedding(EmbeddingTable):
@@ -399,7 +410,8 @@ class ParallelEmbedding(EmbeddingTable):
     def _scale_down(self, ids: Tensor, group: ProcessGroup, max_norm: float) -> None:
         """Do what `torch.embedding_renorm_` does, to rows that are longer than what is here."""
         seen = ids.unique().long()
-        rows, p = self.weight.detach().index_select(0, seen), self.norm_type
+        rows = self.weight.detach().index_select(0, seen)
+        p = self.norm_type
         exact = rows.double()
         if math.isinf(p):
             norm = all_reduce_(exact.abs().amax(1), group, ReduceOp.MAX)

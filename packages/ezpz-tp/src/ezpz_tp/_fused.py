@@ -75,10 +75,16 @@ def column_linear(
         # Autocast itself casts, and keeps the weight that it has cast.
         return F.linear(all_gather(input_, 0, group) if sequence_parallel else input_, weight, bias)
     if _autocast_enabled():
-        input_, weight = as_autocast(input_), as_autocast(weight)
+        input_ = as_autocast(input_)
+        weight = as_autocast(weight)
         bias = None if bias is None else as_autocast(bias)
     if not (torch.compiler.is_compiling() or _transforms_active()):
-        mode = 2 if sequence_parallel else 1 if reduce_input_gradient else 0
+        if sequence_parallel:
+            mode = 2
+        elif reduce_input_gradient:
+            mode = 1
+        else:
+            mode = 0
         return _column(input_, weight, bias, group, mode)
     if sequence_parallel:
         input_ = gather_from_sequence_parallel_region(input_, tp_group=group)
@@ -112,22 +118,27 @@ def row_linear(
     """
     if not torch.is_grad_enabled():
         output = F.linear(input_, weight)
-        output = (
-            reduce_scatter(output, 0, group) if sequence_parallel else all_reduce_(output, group)
-        )
-        return output if bias is None else output.add_(bias)
+        if sequence_parallel:
+            output = reduce_scatter(output, 0, group)
+        else:
+            output = all_reduce_(output, group)
+        if bias is None:
+            return output
+        return output.add_(bias)
     if _autocast_enabled():
-        input_, weight = as_autocast(input_), as_autocast(weight)
+        input_ = as_autocast(input_)
+        weight = as_autocast(weight)
         bias = None if bias is None else as_autocast(bias)
     if not (torch.compiler.is_compiling() or _transforms_active()):
         return _row(input_, weight, bias, group, sequence_parallel)
-    region = (
-        reduce_scatter_to_sequence_parallel_region
-        if sequence_parallel
-        else reduce_from_tensor_parallel_region
-    )
-    summed = region(F.linear(input_, weight), tp_group=group)
-    return summed if bias is None else summed + bias
+    product = F.linear(input_, weight)
+    if sequence_parallel:
+        summed = reduce_scatter_to_sequence_parallel_region(product, tp_group=group)
+    else:
+        summed = reduce_from_tensor_parallel_region(product, tp_group=group)
+    if bias is None:
+        return summed
+    return summed + bias
 
 
 class _Column(torch.autograd.Function):
@@ -143,7 +154,8 @@ class _Column(torch.autograd.Function):
         mode: int,
     ) -> Tensor:
         _save(ctx, input_, weight)
-        ctx.group, ctx.mode = group, mode
+        ctx.group = group
+        ctx.mode = mode
         return F.linear(all_gather(input_, 0, group) if mode == 2 else input_, weight, bias)
 
     @staticmethod
@@ -152,7 +164,8 @@ class _Column(torch.autograd.Function):
         if torch.is_grad_enabled():
             return _column_gradients(ctx, grad, input_, weight)
         wants_input, wants_weight, wants_bias, _, _ = ctx.needs_input_grad
-        group, mode = ctx.group, ctx.mode
+        group = ctx.group
+        mode = ctx.mode
         grad_input: Tensor | None = None
         grad_weight: Tensor | None = None
         work: Work | None = None
@@ -171,7 +184,9 @@ class _Column(torch.autograd.Function):
             if gather is not None:
                 gather.wait()
             grad_weight = _weight_gradient(grad, input_)
-        grad_bias = _bias_gradient(grad) if wants_bias else None
+        grad_bias = None
+        if wants_bias:
+            grad_bias = _bias_gradient(grad)
         if work is not None:
             work.wait()
         return grad_input, grad_weight, grad_bias, None, None
@@ -188,25 +203,34 @@ class _Row(torch.autograd.Function):
         sequence_parallel: bool,
     ) -> Tensor:
         _save(ctx, input_, weight)
-        ctx.group, ctx.sequence_parallel = group, sequence_parallel
+        ctx.group = group
+        ctx.sequence_parallel = sequence_parallel
         output = F.linear(input_, weight)
         if sequence_parallel:
             output = reduce_scatter(output, 0, group)
         else:
             all_reduce_(output, group)
-        return output if bias is None else output.add_(bias)
+        if bias is None:
+            return output
+        return output.add_(bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> _Gradients:
         input_, weight = ctx.saved_tensors
         wants_input, wants_weight, wants_bias, _, _ = ctx.needs_input_grad
-        grad_bias = _bias_gradient(grad) if wants_bias else None
+        grad_bias = None
+        if wants_bias:
+            grad_bias = _bias_gradient(grad)
         if not ctx.sequence_parallel:
             grad = copy_gradient(grad, ctx.group)
         elif wants_input or wants_weight:
             grad = gather_gradient(grad, ctx.group)
-        grad_input = grad.matmul(weight) if wants_input else None
-        grad_weight = _weight_gradient(grad, input_) if wants_weight else None
+        grad_input = None
+        if wants_input:
+            grad_input = grad.matmul(weight)
+        grad_weight = None
+        if wants_weight:
+            grad_weight = _weight_gradient(grad, input_)
         return grad_input, grad_weight, grad_bias, None, None
 
 
@@ -224,12 +248,15 @@ def _save(ctx: Any, input_: Tensor, weight: Tensor) -> None:
 
 def _weight_gradient(grad: Tensor, input_: Tensor) -> Tensor:
     if grad.dim() != 2:
-        grad, input_ = grad.reshape(-1, grad.shape[-1]), input_.reshape(-1, input_.shape[-1])
+        grad = grad.reshape(-1, grad.shape[-1])
+        input_ = input_.reshape(-1, input_.shape[-1])
     return grad.t().mm(input_)
 
 
 def _bias_gradient(grad: Tensor) -> Tensor:
-    return grad.sum(0) if grad.dim() == 2 else grad.reshape(-1, grad.shape[-1]).sum(0)
+    if grad.dim() == 2:
+        return grad.sum(0)
+    return grad.reshape(-1, grad.shape[-1]).sum(0)
 
 
 # With create_graph=True the gradients are themselves differentiated: the same products, of
@@ -237,7 +264,8 @@ def _bias_gradient(grad: Tensor) -> Tensor:
 def _column_gradients(
     ctx: Any, grad: Tensor, input_: Tensor | None, weight: Tensor | None
 ) -> _Gradients:
-    group, mode = ctx.group, ctx.mode
+    group = ctx.group
+    mode = ctx.mode
     grad_input: Tensor | None = None
     grad_weight: Tensor | None = None
     if weight is not None:
@@ -252,7 +280,9 @@ def _column_gradients(
         elif mode == 2:
             input_ = gather_from_sequence_parallel_region(input_, tp_group=group)
         grad_weight = _weight_gradient(grad, input_)
-    grad_bias = _bias_gradient(grad) if ctx.needs_input_grad[2] else None
+    grad_bias = None
+    if ctx.needs_input_grad[2]:
+        grad_bias = _bias_gradient(grad)
     return grad_input, grad_weight, grad_bias, None, None
 
 

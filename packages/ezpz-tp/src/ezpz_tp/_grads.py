@@ -123,7 +123,9 @@ def parameters_of(given: Parameters) -> list[Tensor]:
 def gradient(parameter: Tensor) -> Tensor | None:
     """Return Megatron DDP's fp32 ``main_grad`` where there is one, else ``grad``."""
     main: Tensor | None = getattr(parameter, "main_grad", None)
-    return parameter.grad if main is None else main
+    if main is None:
+        return parameter.grad
+    return main
 
 
 def laid_out_gradient(parameter: Tensor) -> Tensor | None:
@@ -166,20 +168,29 @@ def _lay_out_gradients(parameters: list[Tensor]) -> None:
 def local_part(tensor: Tensor) -> Tensor:
     # Asked like this because importing DTensor takes longer than all of this package.
     to_local = getattr(tensor, "to_local", None)
-    return tensor if to_local is None else to_local()
+    if to_local is None:
+        return tensor
+    local: Tensor = to_local()
+    return local
 
 
 def check_marks(state: ParallelState | None, parameters: list[Tensor]) -> None:
     """Refuse layers that were given a group where nothing says it, and what FSDP2 has unmarked."""
-    world = live_world() if state is None else None
-    degree = 1 if state is None else state.size("tensor")
+    world = None
+    if state is None:
+        world = live_world()
+    degree = 1
+    if state is not None:
+        degree = state.size("tensor")
     if world is not None and world.size() > 1 and any(map(_is_marked, parameters)):
         raise NotInitializedError(
             "parameters say tensor_model_parallel or sequence_parallel, but there are no parallel "
             "groups to sum over; give those of the layers, as in "
             "state=ParallelState.from_groups(tensor=group) or ParallelState.from_mesh(mesh)"
         )
-    sharded = sum(hasattr(one, "device_mesh") for one in parameters) if degree > 1 else 0
+    sharded = 0
+    if degree > 1:
+        sharded = sum(hasattr(one, "device_mesh") for one in parameters)
     if sharded and not any(map(_is_marked, parameters)):
         raise ParallelError(
             f"the tensor-parallel degree is {degree}, but of {len(parameters)} parameters none "
@@ -243,7 +254,9 @@ def _reduce(
     groups = [state.group(axis) for axis in several]
     if len(several) > 1 and state.has_group(*several):
         groups = [state.group(*several)]
-    divisor = state.size(*average) if average else 1
+    divisor = 1
+    if average:
+        divisor = state.size(*average)
     _sum(parameters, groups, divisor)
 
 
@@ -273,7 +286,8 @@ def _buckets(entries: list[_Entry]) -> Iterator[list[_Entry]]:
         size += entry[1].nbytes
         if bucket and size > _BUCKET:
             yield bucket
-            bucket, size = [], entry[1].nbytes
+            bucket = []
+            size = entry[1].nbytes
         bucket.append(entry)
     yield bucket
 
@@ -389,7 +403,9 @@ def get_grad_norm(
     state = state or current_state()
     check_marks(state, parameters)
     wide = any(one.dtype == torch.float64 for one in parameters)
-    dtype = torch.float64 if wide else torch.float32
+    dtype = torch.float32
+    if wide:
+        dtype = torch.float64
     device = parameters[0].device if parameters else torch.device("cpu")
     first_tensor_rank = state is None or state.index("tensor") == 0
     norms = []
@@ -417,7 +433,9 @@ def _counted(
 ) -> dict[tuple[bool, _Groups], list[Tensor]]:
     """Return the gradients to count here, by what their norm is summed over before the rest."""
     # Also what there is nothing to count of is listed, so that every rank sums the same.
-    index = 0 if state is None else state.index("tensor")
+    index = 0
+    if state is not None:
+        index = state.index("tensor")
     counted: dict[tuple[bool, _Groups], list[Tensor]] = {}
     known: dict[Any, _Groups] = {}
     for one in parameters:
@@ -481,7 +499,9 @@ def _norm(grads: list[Tensor], order: float, dtype: torch.dtype, device: torch.d
     norms = []
     for same in _by_device_and_dtype(grads):
         narrow = same[0].dtype in {torch.bfloat16, torch.float16}
-        wide = torch.float32 if narrow else None
+        wide = None
+        if narrow:
+            wide = torch.float32
         found = torch._foreach_norm(same, order, dtype=wide)  # noqa: SLF001
         norms.append(torch.stack(list(found)).to(device, dtype))
     if not norms:

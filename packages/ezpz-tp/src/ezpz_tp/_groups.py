@@ -70,7 +70,9 @@ def agree(arguments: str, number: int, world: ProcessGroup, timeout: timedelta |
     # Collective over the store: two writes and one wait for each rank. The last rank to come
     # lets all go on; one that differs from the first to come tells all at once.
     store = c10d._get_default_store()  # noqa: SLF001 - there is no public way to it
-    rank, size, key = world.rank(), world.size(), f"ezpz_tp.{number}"
+    rank = world.rank()
+    size = world.size()
+    key = f"ezpz_tp.{number}"
     first = store.compare_set(key, "", f"{rank} {arguments}").decode()
     one, expected = first.split(" ", 1)
     if expected != arguments:
@@ -251,7 +253,10 @@ def check_sizes(groups: Mapping[tuple[str, ...], ProcessGroup | None], layout: R
     for axes, group in groups.items():
         if group is None and axes[0] not in AXES:  # not given, rather than of one
             continue
-        size, degree = (1 if group is None else group.size()), layout.degree(axes)
+        size = 1
+        if group is not None:
+            size = group.size()
+        degree = layout.degree(axes)
         if size != degree:
             raise DegreeError(
                 f"the {' x '.join(axes)} group has {size} ranks; the layout's degree is {degree}"
@@ -260,7 +265,8 @@ def check_sizes(groups: Mapping[tuple[str, ...], ProcessGroup | None], layout: R
 
 def position(groups: Mapping[tuple[str, ...], ProcessGroup | None]) -> int:
     """Return the rank that Megatron's order gives the member of these groups."""
-    index, span = 0, 1
+    index = 0
+    span = 1
     for axis in AXES:
         group = groups[axis,]
         if group is not None:
@@ -327,7 +333,8 @@ class Maker:
         # Collective: every rank makes the same calls in the same order. Groups of some stages
         # come last, and the ranks that are not in one make the group of those that are not: a
         # communicator that is split from the world's wants every rank to take part.
-        world, backend = initialized_world(str(self._layout)), self._backend
+        world = initialized_world(str(self._layout))
+        backend = self._backend
         asked = f"{self._layout} {wanted=} stages={tuple(stages)} {backend=}"
         self._round = next_round(asked, world, self._timeout)
         groups: dict[tuple[str, ...], ProcessGroup | None] = {}
@@ -359,7 +366,8 @@ class Maker:
         """Free what was made, and nothing else."""
         self._known.clear()
         tables = c10d._world.pg_map  # noqa: SLF001 - a group not in it was freed by its user
-        made, self.made = self.made, []
+        made = self.made
+        self.made = []
         if not has_world(self.world):
             return
         if together:
@@ -417,7 +425,9 @@ class Maker:
             chosen = tuple(rank for place, rank in enumerate(ranks) if place in places)
             return [chosen, tuple(rank for rank in ranks if rank not in chosen)]
 
-        mine = inside if self.rank in inside else halves(pipeline)[1]
+        mine = inside
+        if self.rank not in inside:
+            mine = halves(pipeline)[1]
         return self._new(
             name if self.rank in inside else f"not-{name}",
             mine,
@@ -430,8 +440,12 @@ class Maker:
         backend = self._backend
         if isinstance(backend, Mapping):
             asked = {backend[axis] for axis in axes if axis in backend}
-            backend = asked.pop() if len(axes) == 1 and asked else None
-        return None if backend is None or backend.lower() == self._default else backend
+            backend = None
+            if len(axes) == 1 and asked:
+                backend = asked.pop()
+        if backend is None or backend.lower() == self._default:
+            return None
+        return backend
 
     def _new(
         self,
@@ -551,4 +565,6 @@ def _named_group(
 
 
 def _short(ranks: tuple[int, ...]) -> str:
-    return str(list(ranks)) if len(ranks) <= 8 else f"[{ranks[0]}, {ranks[1]}, ..., {ranks[-1]}]"
+    if len(ranks) <= 8:
+        return str(list(ranks))
+    return f"[{ranks[0]}, {ranks[1]}, ..., {ranks[-1]}]"

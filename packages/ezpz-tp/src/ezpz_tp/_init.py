@@ -264,7 +264,9 @@ def _held(
     stride: int | Sequence[int],
 ) -> tuple[Tensor, list[tuple[Piece, Piece]]]:
     """Return what is here of a shard, and its pieces: where each is in that, and in the whole."""
-    size = 1 if partition_dim is None else full_shape[partition_dim]
+    size = 1
+    if partition_dim is not None:
+        size = full_shape[partition_dim]
     blocks = (size // stride,) * stride if isinstance(stride, int) else tuple(stride)
     if partition_dim is None or len(blocks) == 1:
         wanted = Shard(full_shape, partition_dim, padded=partition_dim is not None)
@@ -307,7 +309,9 @@ def one_generator(
 @contextlib.contextmanager
 def _seeded(seed: int, device: torch.device) -> Iterator[None]:
     on_cpu = device.type == "cpu"
-    saved = [] if on_cpu else [device.index or 0]
+    saved = []
+    if not on_cpu:
+        saved = [device.index or 0]
     with (
         _default_generators,
         torch.random.fork_rng(saved, device_type="cuda" if on_cpu else device.type),
@@ -380,7 +384,9 @@ def _fill(
         assert both is not None
         into = target[both.within(box).slices]
         direct = both == tile and into.is_contiguous() and into.dtype == dtype
-        values = into if direct else torch.empty(tile.sizes, dtype=dtype, device=target.device)
+        values = into
+        if not direct:
+            values = torch.empty(tile.sizes, dtype=dtype, device=target.device)
         fill_tile(values, generator=generator.manual_seed(derive_seed(seed, number)))
         if not direct:
             into.copy_(values[both.within(tile).slices])
@@ -406,7 +412,9 @@ def _draw_whole(
 
 
 def _drawn_dtype(target: Tensor) -> torch.dtype:
-    return torch.float64 if target.dtype == torch.float64 else torch.float32
+    if target.dtype == torch.float64:
+        return torch.float64
+    return torch.float32
 
 
 def derive_seed(seed: int, number: int) -> int:

@@ -224,7 +224,9 @@ class ParallelModule(nn.Module):
                 raise DegreeError(f"{name}: {what}={size}; expected at least 1")
         if init not in ("blocks", "whole"):
             raise ValueError(f"{name}: init={init!r}; expected 'blocks' or 'whole'")
-        self.init_method, self.seed, self.init = init_method, seed, init
+        self.init_method = init_method
+        self.seed = seed
+        self.init = init
         self.tp_group: ProcessGroup | None = tensor_group(tp_group)
         self.tp_size: int = 1 if self.tp_group is None else self.tp_group.size()
         self.tp_rank: int = 0 if self.tp_group is None else self.tp_group.rank()
@@ -258,7 +260,8 @@ class ParallelModule(nn.Module):
         else from torch's default generator on the group's first rank. Collective over the
         tensor-parallel group, unless ``seed`` was given or the layer is on the meta device.
         """
-        weight, group = self.weight, self.tp_group
+        weight = self.weight
+        group = self.tp_group
         if weight.is_meta:
             return
         where = (weight, self.full_shape, self.partition_dim, self.tp_rank, self.tp_size)
@@ -280,9 +283,13 @@ class ParallelModule(nn.Module):
     def blocks(self) -> tuple[int, ...]:
         """Return the sizes of the matrices that are stacked in the weight; none if it is one."""
         if not isinstance(self.stride, int):
-            return self.stride if len(self.stride) > 1 else ()
+            if len(self.stride) > 1:
+                return self.stride
+            return ()
         size = self.full_shape[self.partition_dim]
-        return (size // self.stride,) * self.stride if self.stride > 1 else ()
+        if self.stride > 1:
+            return (size // self.stride,) * self.stride
+        return ()
 
     def get_master_weight(self) -> Tensor:
         """Return the full weight, ``[out_features, in_features]`` or the whole table. Collective.
@@ -375,7 +382,8 @@ class ParallelModule(nn.Module):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         if self.tp_size == 1:
             return
-        name, group = type(self).__name__, tensor_group()
+        name = type(self).__name__
+        group = tensor_group()
         if group is None:
             raise NotInitializedError(
                 f"{name}: it was saved by rank {self.tp_rank} of {self.tp_size} tensor-parallel "
@@ -426,7 +434,8 @@ class ShardedLinear(ParallelModule):
     ) -> None:
         sizes = {"in_features": in_features, "out_features": out_features}
         super().__init__(sizes, init_method, tp_group, seed, init)
-        self.in_features, self.out_features = in_features, out_features
+        self.in_features = in_features
+        self.out_features = out_features
         self.full_shape: tuple[int, int] = (out_features, in_features)
         self.stride: int | tuple[int, ...] = stride if isinstance(stride, int) else tuple(stride)
         # With one rank there is no sequence to share.
@@ -550,7 +559,9 @@ class ColumnParallelLinear(ShardedLinear):
         self.padded: bool = self.own_features != rows
         options: Any = {"padded": pad_output, "device": device, "dtype": dtype}
         self.weight = self.part(rows, in_features, of=self.full_shape, **options)
-        own_bias = self.part(rows, of=(out_features,), **options) if bias else None
+        own_bias = None
+        if bias:
+            own_bias = self.part(rows, of=(out_features,), **options)
         self.register_parameter("bias", own_bias)
         self.reset_parameters()
         if keep_master_weight_for_test:
@@ -566,7 +577,9 @@ class ColumnParallelLinear(ShardedLinear):
         output = self.multiply(input_, weight, None if self.skip_bias_add else bias)
         if self.gather_output:
             output = self.gather(output)
-        return (output, bias) if self.skip_bias_add else output
+        if self.skip_bias_add:
+            return output, bias
+        return output
 
     def multiply(self, input_: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return this rank's output features for a weight of this layer's shape."""
@@ -671,7 +684,9 @@ class RowParallelLinear(ShardedLinear):
         """
         group = self.tp_group
         weight, bias = self.own_parameters()
-        added = None if self.skip_bias_add else bias
+        added = bias
+        if self.skip_bias_add:
+            added = None
         try:
             if input_.is_meta is not weight.is_meta:  # torch multiplies them, into garbage
                 raise RuntimeError
@@ -685,4 +700,6 @@ class RowParallelLinear(ShardedLinear):
                 output = row_linear(input_, weight, added, group, self.sequence_parallel)
         except RuntimeError as error:
             self.explain(error, input_, weight, weight.shape[1])
-        return (output, bias) if self.skip_bias_add else output
+        if self.skip_bias_add:
+            return output, bias
+        return output

@@ -52,9 +52,12 @@ from ._errors import DegreeError
 
 SUM = dist.ReduceOp.SUM
 
-_BLOCKING, _OVERLAPPED = AllreduceOptions(), AllreduceOptions()
-_GATHER, _OVERLAPPED_GATHER = AllgatherOptions(), AllgatherOptions()
-_SCATTER, _OVERLAPPED_SCATTER = ReduceScatterOptions(), ReduceScatterOptions()
+_BLOCKING = AllreduceOptions()
+_OVERLAPPED = AllreduceOptions()
+_GATHER = AllgatherOptions()
+_OVERLAPPED_GATHER = AllgatherOptions()
+_SCATTER = ReduceScatterOptions()
+_OVERLAPPED_SCATTER = ReduceScatterOptions()
 if hasattr(_BLOCKING, "asyncOp"):  # unknown before torch 2.8
     # False keeps NCCL's work on the current stream.
     _BLOCKING.asyncOp = _GATHER.asyncOp = _SCATTER.asyncOp = False
@@ -97,7 +100,9 @@ def all_gather(tensor: Tensor, dim: int, group: ProcessGroup) -> Tensor:
         dist.all_gather_into_tensor(parts, tensor.contiguous(), group)
     else:
         _wait(group._allgather_base(parts, tensor.contiguous(), _GATHER))
-    return parts if dim == 0 else torch.cat(parts.chunk(group.size()), dim)
+    if dim == 0:
+        return parts
+    return torch.cat(parts.chunk(group.size()), dim)
 
 
 def start_all_gather(tensor: Tensor, group: ProcessGroup) -> tuple[Tensor, Work]:
@@ -189,7 +194,8 @@ class _Reduce(torch.autograd.Function):
 class _Split(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input_: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
+        ctx.dim = dim
+        ctx.group = group
         size = input_.shape[dim] // group.size()
         # Never a view into the input.
         return contiguous_copy(input_.narrow(dim, group.rank() * size, size))
@@ -202,19 +208,25 @@ class _Split(torch.autograd.Function):
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input_: Tensor, dim: int, partial: bool, group: ProcessGroup) -> Tensor:
-        ctx.dim, ctx.partial, ctx.group = dim, partial, group
+        ctx.dim = dim
+        ctx.partial = partial
+        ctx.group = group
         return all_gather(input_, dim, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        inverse = _ReduceScatter if ctx.partial else _Split
-        return applied(inverse, grad, ctx.dim, ctx.group), None, None, None
+        if ctx.partial:
+            own = applied(_ReduceScatter, grad, ctx.dim, ctx.group)
+        else:
+            own = applied(_Split, grad, ctx.dim, ctx.group)
+        return own, None, None, None
 
 
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input_: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
+        ctx.dim = dim
+        ctx.group = group
         return reduce_scatter(input_, dim, group)
 
     @staticmethod
@@ -231,7 +243,9 @@ class _AllToAll(torch.autograd.Function):
         input_splits: list[int] | None,
         group: ProcessGroup,
     ) -> Tensor:
-        ctx.output_splits, ctx.input_splits, ctx.group = output_splits, input_splits, group
+        ctx.output_splits = output_splits
+        ctx.input_splits = input_splits
+        ctx.group = group
         return exchange_rows(input_, group, output_splits, input_splits)
 
     @staticmethod
@@ -242,11 +256,15 @@ class _AllToAll(torch.autograd.Function):
 
 # As functions of their own, so that a second derivative goes through the regions too.
 def reduce_gradient(grad: Tensor, group: ProcessGroup) -> Tensor:
-    return applied(_Reduce, grad, group) if torch.is_grad_enabled() else all_reduce(grad, group)
+    if torch.is_grad_enabled():
+        return applied(_Reduce, grad, group)
+    return all_reduce(grad, group)
 
 
 def copy_gradient(grad: Tensor, group: ProcessGroup) -> Tensor:
-    return applied(_Copy, grad, group) if torch.is_grad_enabled() else grad
+    if torch.is_grad_enabled():
+        return applied(_Copy, grad, group)
+    return grad
 
 
 def gather_gradient(grad: Tensor, group: ProcessGroup) -> Tensor:
@@ -258,7 +276,9 @@ def gather_gradient(grad: Tensor, group: ProcessGroup) -> Tensor:
 def copy_to_tensor_parallel_region(input_: Tensor, tp_group: ProcessGroup | None = None) -> Tensor:
     """Hand a replicated tensor to sharded code: the ranks' gradients are summed."""
     group = tensor_group(tp_group)
-    return input_ if group is None else applied(_Copy, input_, group)
+    if group is None:
+        return input_
+    return applied(_Copy, input_, group)
 
 
 def reduce_from_tensor_parallel_region(
@@ -266,7 +286,9 @@ def reduce_from_tensor_parallel_region(
 ) -> Tensor:
     """Sum the ranks' partial results."""
     group = tensor_group(tp_group)
-    return input_ if group is None else applied(_Reduce, input_, group)
+    if group is None:
+        return input_
+    return applied(_Reduce, input_, group)
 
 
 def scatter_to_tensor_parallel_region(
@@ -401,7 +423,8 @@ def all_to_all(
     """
     if group.size() == 1:
         return input_
-    rows, ranks = input_.shape[0], group.size()
+    rows = input_.shape[0]
+    ranks = group.size()
     if input_split_sizes is None and rows % ranks:
         raise DegreeError(f"all_to_all: {ranks} ranks do not divide {rows} rows; give split sizes")
     if input_split_sizes is not None and sum(input_split_sizes) != rows:
@@ -462,7 +485,9 @@ def _reshard(
 ) -> Tensor:
     if group is None:
         return input_
-    ranks, split, joined = group.size(), split % input_.dim(), joined % input_.dim()
+    ranks = group.size()
+    split = split % input_.dim()
+    joined = joined % input_.dim()
     if input_.shape[split] % ranks:
         raise DegreeError(
             f"{name}: dim {split} of {tuple(input_.shape)} is {input_.shape[split]}, which "
@@ -544,7 +569,9 @@ def split_tensor_into_1d_equal_chunks(
             )
         length = flat.numel() // degree
         flat = flat.narrow(0, group.rank() * length, length)
-    return flat.detach().clone() if new_buffer else flat
+    if new_buffer:
+        return flat.detach().clone()
+    return flat
 
 
 def gather_split_1d_tensor(tensor: Tensor, tp_group: ProcessGroup | None = None) -> Tensor:
@@ -561,7 +588,9 @@ def gather_split_1d_tensor(tensor: Tensor, tp_group: ProcessGroup | None = None)
     """
     group = tensor_group(tp_group)
     flat = tensor.detach().reshape(-1)
-    return flat.clone() if group is None else all_gather(flat, 0, group)
+    if group is None:
+        return flat.clone()
+    return all_gather(flat, 0, group)
 
 
 def vocabulary_rows(num_embeddings: int, degree: int) -> int:

@@ -123,12 +123,16 @@ def by_hand(name: str) -> int | None:
 
 def size_of(*axes: str) -> int:
     value = by_hand(f"{' '.join(axes)} size")
-    return size_or_alone(*axes) if value is None else value
+    if value is None:
+        return size_or_alone(*axes)
+    return value
 
 
 def rank_of(*axes: str) -> int:
     value = by_hand(f"{' '.join(axes)} rank")
-    return index_or_alone(*axes) if value is None else value
+    if value is None:
+        return index_or_alone(*axes)
+    return value
 
 
 def group_getter(*axes: str) -> GroupGetter:
@@ -226,7 +230,9 @@ def data_axes(with_context_parallel: bool, partial: bool = False) -> tuple[str, 
             "partial_data_parallel=True without with_context_parallel=True; an optimizer "
             "instance spans context and data"
         )
-    return ("context", "data") if with_context_parallel else ("data",)
+    if with_context_parallel:
+        return ("context", "data")
+    return ("data",)
 
 
 def get_inter_distributed_optimizer_instance_group(check_initialized: bool = True) -> None:
@@ -292,8 +298,12 @@ def get_amax_reduction_group(
     with_context_parallel: bool = False, tp_only_amax_red: bool = False
 ) -> ProcessGroup:
     """Return the group over which FP8 maxima are reduced."""
-    axes = [] if tp_only_amax_red else ["data"]
-    context = ["context"] if with_context_parallel else []
+    axes = []
+    if not tp_only_amax_red:
+        axes = ["data"]
+    context = []
+    if with_context_parallel:
+        context = ["context"]
     return get_state().group("tensor", *context, *axes)
 
 
@@ -353,7 +363,8 @@ def get_pipeline_model_parallel_prev_rank() -> int:
 
 
 def _stage(index: int) -> int:
-    ranks, size = ranks_or_alone("pipeline"), size_of("pipeline")
+    ranks = ranks_or_alone("pipeline")
+    size = size_of("pipeline")
     if index % size >= len(ranks):
         raise ParallelError(
             f"no rank has stage {index % size}: the pipeline size was set to {size} by hand, and "
@@ -372,7 +383,9 @@ def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = 
 
 def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
     """Return whether this rank (and, if asked, model chunk ``vp_stage``) is last in the model."""
-    chunks = None if ignore_virtual else _chunks(vp_stage)
+    chunks = None
+    if not ignore_virtual:
+        chunks = _chunks(vp_stage)
     if chunks is not None and vp_stage != chunks - 1:
         return False
     return rank_of("pipeline") == size_of("pipeline") - 1

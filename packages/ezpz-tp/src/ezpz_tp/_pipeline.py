@@ -38,23 +38,28 @@ class Chunk(nn.Module):
     ) -> None:
         super().__init__()
         self.module = module
-        self.is_first, self.is_last = number == 0, number == total - 1
+        self.is_first = number == 0
+        self.is_last = number == total - 1
         self._name = f"chunk {number} of {total}"
-        self._loss, self._microbatches = loss, count
+        self._loss = loss
+        self._microbatches = count
         self._targets: Iterator[Tensors] = iter(())
         self.losses: list[Tensor] = []
         self.agreed: list[str] | None = None
         """What the next chunk's rank waits for in a step; None before the trial."""
 
     def expect(self, targets: Iterable[Tensors]) -> None:
-        self._targets, self.losses = iter(targets), []
+        self._targets = iter(targets)
+        self.losses = []
 
     def forward(self, *inputs: Tensor) -> Tensors:
         output = self.module(*inputs)
         if not self.is_last:
             outputs = tuple(one.contiguous() for one in self._sendable(output))
             # Without gradients it is an evaluation, in which every message tells its shape.
-            agreed = self.agreed if torch.is_grad_enabled() else None
+            agreed = None
+            if torch.is_grad_enabled():
+                agreed = self.agreed
             if agreed is not None and facts(outputs) != agreed:
                 raise ParallelError(
                     f"{self._name} returned {' and '.join(facts(outputs))}; expected, as in the "
@@ -64,7 +69,9 @@ class Chunk(nn.Module):
             return outputs
         loss = self._loss(output, *next(self._targets))
         if not (isinstance(loss, Tensor) and loss.dim() == 0):
-            shape = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else ""
+            shape = ""
+            if isinstance(loss, Tensor):
+                shape = f"a tensor of shape {tuple(loss.shape)}"
             raise ParallelError(
                 f"the pipeline's loss returned {shape or type(loss).__name__}; expected a 0-dim "
                 "tensor, the mean over the microbatch that it is given"
@@ -111,11 +118,14 @@ def run_chunks(
     """Run this rank's chunks forward, microbatch by microbatch; yield what each took and gave."""
     # Collective: every rank of the group, with as many microbatches.
     device = device_of(chunks)
-    before, after = (group.rank() - 1) % group.size(), (group.rank() + 1) % group.size()
+    before = (group.rank() - 1) % group.size()
+    after = (group.rank() + 1) % group.size()
     sent: list[tuple[Work, Tensor]] = []
     for batch in batches:
         for number, chunk in chunks.items():
-            taken = batch if number == 0 else receive(group, before, device)
+            taken = batch
+            if number != 0:
+                taken = receive(group, before, device)
             given = chunk(*taken)
             if number < total - 1:
                 sent += send(given, group, after, device)
@@ -237,7 +247,9 @@ def check_schedule(schedule: str, virtual: int, microbatches: int, ranks: int) -
     if schedule not in SCHEDULES:
         raise DegreeError(f"schedule {schedule!r}; expected one of {', '.join(SCHEDULES)}")
     if (virtual < 2) if schedule == "interleaved" else (virtual != 1):
-        expected = "2 or more" if schedule == "interleaved" else "1"
+        expected = "1"
+        if schedule == "interleaved":
+            expected = "2 or more"
         raise DegreeError(
             f"schedule {schedule!r} with virtual={virtual} chunks a rank; expected {expected} "
             "(several chunks a rank are what interleaved is for)"
@@ -263,7 +275,8 @@ def torch_schedule(
     """Return torch's schedule over this rank's chunks."""
     from torch.distributed import pipelining  # noqa: PLC0415 - it takes a second
 
-    stages, device = [], device_of(chunks)
+    stages = []
+    device = device_of(chunks)
     for number, chunk in chunks.items():
         taken, given = shapes[number]
         stage = pipelining.PipelineStage(chunk, number, total, device, taken, given, group=group)
@@ -272,9 +285,16 @@ def torch_schedule(
     # From torch 2.7 on gradients would be divided by the number of microbatches after the step,
     # those of steps before included. The last chunk divides the loss.
     takes_scale = "scale_grads" in inspect.signature(made).parameters
-    options = {"scale_grads": False} if takes_scale else {}
-    what = stages if kind == "interleaved" else stages[0]
-    return made(what, count, loss_fn=lambda output, _: output[0], **options)
+    options = {}
+    if takes_scale:
+        options = {"scale_grads": False}
+    if kind != "interleaved":
+        return made(stages[0], count, loss_fn=_first_output, **options)
+    return made(stages, count, loss_fn=_first_output, **options)
+
+
+def _first_output(output: Sequence[Tensor], _: Tensor) -> Tensor:
+    return output[0]
 
 
 # Which layers each part of a pipeline has: pure arithmetic.
@@ -351,7 +371,8 @@ class Chunks(nn.ModuleList):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        memo = set() if memo is None else memo
+        if memo is None:
+            memo = set()
         if not remove_duplicate or self not in memo:
             memo.add(self)
             yield prefix, self
@@ -445,12 +466,16 @@ class Pipeline:
         degree = size_or_alone("pipeline") if state is None else state.size("pipeline")
         place = index_or_alone("pipeline") if state is None else state.index("pipeline")
         check_schedule(schedule, virtual, microbatches, degree)
-        self._total = 1 if degree == 1 else degree * virtual
+        if degree == 1:
+            self._total = 1
+        else:
+            self._total = degree * virtual
         ranges = ranges_of(layers, self._total)
         self._group = None
         if state is not None and degree > 1:
             self._group = state.group("pipeline")
-        self._kind, self._microbatches = schedule, microbatches
+        self._kind = schedule
+        self._microbatches = microbatches
         numbers = range(place, self._total, degree)
         modules = [_built(build, ranges[number], number, self._total) for number in numbers]
         self._chunks = {
@@ -500,7 +525,8 @@ class Pipeline:
             return self._losses()
         found = facts(batches[0])
         if self._schedule is None:
-            share, self._inputs = (self._chunks, self._total), found
+            share = (self._chunks, self._total)
+            self._inputs = found
             shapes = try_out(*share, (batches[0], expected[0]), self._group)
             made = self._kind, shapes, *share, self._microbatches, self._group
             self._schedule = torch_schedule(*made)
@@ -511,9 +537,13 @@ class Pipeline:
                 "every rank before"
             )
         self._expect(expected)
-        given = _tuple(inputs) if self.is_first else ()
+        given: tuple[Tensor, ...] = ()
+        if self.is_first:
+            given = _tuple(inputs)
         # What torch splits and gives to the loss: the last chunk has its targets already.
-        numbers = torch.arange(self._microbatches) if self.is_last else None
+        numbers = None
+        if self.is_last:
+            numbers = torch.arange(self._microbatches)
         try:
             self._schedule.step(*given, target=numbers)
         except RuntimeError as error:
@@ -578,7 +608,9 @@ class Pipeline:
                     f"Pipeline: {what} are a {type(given).__name__} that holds a "
                     f"{type(one).__name__}; expected a tensor, or a tuple of tensors"
                 )
-            rows = one.shape[0] if one.dim() else 0
+            rows = 0
+            if one.dim():
+                rows = one.shape[0]
             if not rows or rows % self._microbatches:
                 raise DegreeError(
                     f"Pipeline: {what} of shape {tuple(one.shape)} for {self._microbatches} "
@@ -592,11 +624,14 @@ class Pipeline:
 def _tuple(given: Given | None) -> Tensors:
     if given is None:
         return ()
-    return (given,) if isinstance(given, Tensor) else tuple(given)
+    if isinstance(given, Tensor):
+        return (given,)
+    return tuple(given)
 
 
 def _built(build: Callable[..., nn.Module], layers: range, number: int, total: int) -> nn.Module:
-    first, last = number == 0, number == total - 1
+    first = number == 0
+    last = number == total - 1
     module: object = build(layers=layers, first=first, last=last)
     if not isinstance(module, nn.Module) or isinstance(module, DistributedDataParallel):
         raise ParallelError(

@@ -42,13 +42,17 @@ def _accelerator_in_use() -> torch.device | None:
         return None
     module = torch.get_device_module(device)
     # torch.mps has no such question: it is ready where it is available.
-    return device if getattr(module, "is_initialized", module.is_available)() else None
+    if getattr(module, "is_initialized", module.is_available)():
+        return device
+    return None
 
 
 def _index(device: torch.device) -> tuple[torch.device, ...]:
     # Without one, the current device; torch.mps takes no argument that it would need.
     index: int | None = device.index
-    return () if index is None else (device,)
+    if index is None:
+        return ()
+    return (device,)
 
 
 def set_default_states(states: Mapping[str, Tensor], device: torch.device | None) -> None:
@@ -78,13 +82,16 @@ def backward_id() -> int | None:
     """Return the number of the backward pass that runs in this thread, if any."""
     # torch.utils.checkpoint and torch.autograd.graph ask in the same way.
     task: int = torch._C._current_graph_task_id()
-    return None if task == -1 else task
+    if task == -1:
+        return None
+    return task
 
 
 MODEL_PARALLEL_RNG = "model-parallel-rng"
 DATA_PARALLEL_RNG = "data-parallel-rng"
 EXPERT_PARALLEL_RNG = "expert-parallel-rng"
-_TENSOR_OFFSET, _EXPERT_OFFSET = 2718, 1024
+_TENSOR_OFFSET = 2718
+_EXPERT_OFFSET = 1024
 
 
 class RngTracker:
@@ -100,7 +107,9 @@ class RngTracker:
     """
 
     def __init__(self, device: torch.device | str | None = None) -> None:
-        self._device = None if device is None else torch.device(device)
+        self._device: torch.device | None = None
+        if device is not None:
+            self._device = torch.device(device)
         self._streams: dict[str, States] = {}
         self._current: str | None = None
         self._restored_in: int | None = None
@@ -155,7 +164,8 @@ class RngTracker:
                 "for dropout. Use ezpz_tp.checkpoint_activations, or torch.utils.checkpoint"
                 ".checkpoint(..., use_reentrant=False, context_fn=ezpz_tp.rng_contexts)"
             )
-        outer, before = self._current, default_states(self._device)
+        outer = self._current
+        before = default_states(self._device)
         if outer is not None:
             self._streams[outer] = self._streams[outer] | before
         set_default_states(self._stream(name, before), self._device)
@@ -166,7 +176,9 @@ class RngTracker:
             after = default_states(self._device)
             self._streams[name] = self._streams[name] | {kind: after[kind] for kind in before}
             self._current = outer
-            resumed = before if outer is None else self._stream(outer, before)
+            resumed = before
+            if outer is not None:
+                resumed = self._stream(outer, before)
             set_default_states(resumed, self._device)
         for late in after.keys() - before.keys():
             raise ParallelError(
@@ -209,7 +221,8 @@ class RngTracker:
         streams: dict[str, States] = {}
         cpu_bytes = torch.get_rng_state().numel()
         for key, state in states.items():
-            name, kind = key.removesuffix("@cpu"), "cpu"
+            name = key.removesuffix("@cpu")
+            kind = "cpu"
             # No accelerator's state is as long as the CPU's Mersenne twister.
             if state.numel() != cpu_bytes:
                 device = self._device
@@ -261,7 +274,9 @@ class _Recomputation:
 
     def _restore(self, streams: dict[str, States], current: str | None, task: int | None) -> None:
         tracker = self._tracker
-        tracker._streams, tracker._current, tracker._restored_in = dict(streams), current, task
+        tracker._streams = dict(streams)
+        tracker._current = current
+        tracker._restored_in = task
 
     def __enter__(self) -> None:
         self._now.append(self._of_now())
@@ -323,7 +338,9 @@ def seed_model_parallel(
     """
     if not 0 <= seed < 2**62:
         raise ValueError(f"seed_model_parallel: seed {seed}; expected 0 to 2**62 - 1")
-    place = index_or_alone if state is None else state.index
+    place = index_or_alone
+    if state is not None:
+        place = state.index
     given = {"tensor": tensor_rank, "expert": expert_rank, "expert_tensor": expert_tensor_rank}
     ranks = {axis: place(axis) if rank is None else rank for axis, rank in given.items()}
     expert_offset = _EXPERT_OFFSET + 100 * ranks["expert"] + ranks["expert_tensor"]
@@ -375,7 +392,9 @@ def checksum(tensor: Tensor) -> Tensor:
         tensor = torch.view_as_real(tensor.resolve_conj())
     if tensor.dtype is torch.bool:
         tensor = tensor.view(torch.uint8)
-    columns = tensor.shape[-1] if tensor.dim() else 1
+    columns = 1
+    if tensor.dim():
+        columns = tensor.shape[-1]
     bits = tensor.reshape(-1, columns) if tensor.numel() else tensor.reshape(0, max(columns, 1))
     bits = bits.view(_INTEGERS[bits.element_size()])
     weights = _weights(bits.shape[1], torch.int32, bits.device)
@@ -496,7 +515,8 @@ class CheckpointWithoutOutput:
         if torch.compiler.is_compiling():
             return run_function(*args)
         if torch.is_grad_enabled():
-            self._function, self._states = run_function, default_states(None)
+            self._function = run_function
+            self._states = default_states(None)
             self._recomputation = rng_contexts()[1]
             kinds = {arg.device.type for arg in args if isinstance(arg, Tensor)} - {"meta"}
             self._autocast = [
@@ -614,7 +634,8 @@ class _WithoutOutput(torch.autograd.Function):
                 f"CheckpointWithoutOutput: the function returned {type(result).__name__}; expected "
                 "a tensor, or a tuple of tensors and None"
             )
-        ctx.region, ctx.others = region, [None if isinstance(a, Tensor) else a for a in args]
+        ctx.region = region
+        ctx.others = [None if isinstance(a, Tensor) else a for a in args]
         ctx.places = [place for place, arg in enumerate(args) if isinstance(arg, Tensor)]
         ctx.save_for_backward(*(args[place] for place in ctx.places))
         region._ctx = ctx
@@ -624,7 +645,8 @@ class _WithoutOutput(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         region = ctx.region
         region._recompute(ctx)  # where no hook did
-        (inputs, outputs), region._again = region._again, None
+        inputs, outputs = region._again
+        region._again = None
         pairs = [
             (output, grad)
             for output, grad in zip(outputs, grads, strict=True)
@@ -636,4 +658,6 @@ class _WithoutOutput(torch.autograd.Function):
 
 
 def _as_tuple(result: Any) -> tuple[Any, ...]:
-    return tuple(result) if isinstance(result, (tuple, list)) else (result,)
+    if isinstance(result, (tuple, list)):
+        return tuple(result)
+    return (result,)

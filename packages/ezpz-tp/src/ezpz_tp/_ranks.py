@@ -113,7 +113,8 @@ class RankLayout:
     def index(self, axis: str | Iterable[str], rank: int) -> int:
         """Return the position of a rank along an axis, or within several, from 0."""
         self._check(rank)
-        position, span = 0, 1
+        position = 0
+        span = 1
         for name, stride in self._strides(self._names(axis)).items():
             degree = self._degree(name)
             position += rank // stride % degree * span
@@ -165,10 +166,13 @@ class RankLayout:
         return names
 
     def _strides(self, names: tuple[str, ...]) -> dict[str, int]:
-        words = _EXPERT if any(name in EXPERT_AXES for name in names) else _MODEL
+        words = _MODEL
+        if any(name in EXPERT_AXES for name in names):
+            words = _EXPERT
         tokens = self.order.lower().split("-")
         tokens += [token for token in words if token not in tokens]
-        strides, stride = {}, 1
+        strides = {}
+        stride = 1
         for token in tokens:
             name = words.get(token)
             if name is not None:

@@ -109,11 +109,15 @@ def _items(
     if not sharded:
         yield _Item(name, _digest(value), mend=_advice(parameter, axis))
     else:  # a constant, 0, is not compared
-        digest = _digest(value) if _is_mixed(value) else 0
+        digest = 0
+        if _is_mixed(value):
+            digest = _digest(value)
         yield _Item(name, digest, differs=True, mend=_SEEDS)
     if gradients and not sharded:
         grad = laid_out_gradient(parameter)
-        digest = 0 if grad is None else _digest(local_part(grad))
+        digest = 0
+        if grad is not None:
+            digest = _digest(local_part(grad))
         yield _Item(f"gradient of {name}", digest, mend=_advice(parameter, axis))
 
 
@@ -171,7 +175,9 @@ def _is_mixed(value: Tensor) -> bool:
 
 
 def _digest(value: Tensor) -> int:
-    return 0 if value.is_meta else int(checksum(value).item())
+    if value.is_meta:
+        return 0
+    return int(checksum(value).item())
 
 
 def _gather(
@@ -181,7 +187,8 @@ def _gather(
     group = state.group(axis)
     structure = hashlib.blake2b("\n".join(one.name for one in items).encode(), digest_size=7)
     row = [len(items), int.from_bytes(structure.digest(), "little"), *(i.digest for i in items)]
-    first, rest = row[:_ROW], row[_ROW:]
+    first = row[:_ROW]
+    rest = row[_ROW:]
     first += [0] * (_ROW - len(first))
     table = _send(first, group, device)
     if rest and not any(one[:2] != first[:2] for one in table):  # all ranks know the same of all
@@ -208,7 +215,9 @@ def _problems(
         )
     if not (found := found or list(_values(items, table, ranks))):
         return []
-    more = [f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
+    more = []
+    if len(found) > _SHOWN:
+        more = [f"and {len(found) - _SHOWN} more"]
     return [f"{axis} axis, ranks {_list(ranks)}:", *(f"  {x}" for x in found[:_SHOWN] + more)]
 
 
@@ -237,4 +246,6 @@ def _minority(values: Sequence[object], ranks: Sequence[int]) -> list[int]:
 
 def _list(ranks: Sequence[int]) -> str:
     shown = ", ".join(map(str, ranks[:8]))
-    return shown if len(ranks) <= 8 else f"{shown} ... {ranks[-1]} ({len(ranks)} ranks)"
+    if len(ranks) <= 8:
+        return shown
+    return f"{shown} ... {ranks[-1]} ({len(ranks)} ranks)"

@@ -61,7 +61,8 @@ def accumulated(dtype: torch.dtype) -> torch.dtype:
 
 
 def _kernel(block: Block) -> str:
-    q, device = block.q, block.q.device.type
+    q = block.q
+    device = block.q.device.type
     if q.shape[-1] != block.v.shape[-1]:
         return "plain"
     if device == "cuda":
@@ -70,8 +71,12 @@ def _kernel(block: Block) -> str:
         asked = cuda.SDPAParams(q, q, q, None, 0.0, block.causal, False)
         if q.shape[-1] % 8 == 0 and cuda.can_use_flash_attention(asked):
             return "flash"
-        return "efficient" if cuda.can_use_efficient_attention(asked) else "plain"
-    return "cpu" if device == "cpu" else "plain"
+        if cuda.can_use_efficient_attention(asked):
+            return "efficient"
+        return "plain"
+    if device == "cpu":
+        return "cpu"
+    return "plain"
 
 
 def _cpu(block: Block) -> tuple[Tensor, Tensor]:
@@ -143,7 +148,8 @@ def _summed(block: Block, dq: Tensor, dk: Tensor, dv: Tensor) -> Gradients:
 
 
 def _plain(block: Block) -> tuple[Tensor, Tensor]:
-    outs, sums = [], []
+    outs = []
+    sums = []
     with torch.autocast(block.q.device.type, enabled=False):
         v = block.v.to(accumulated(block.v.dtype))
         for piece in _pieces(block):
@@ -157,7 +163,9 @@ def _plain(block: Block) -> tuple[Tensor, Tensor]:
 def _plain_backward(block: Block, grad: Tensor, out: Tensor, lse: Tensor) -> Gradients:
     with torch.autocast(block.q.device.type, enabled=False):
         v = block.v.to(accumulated(block.v.dtype))
-        dq, dk, dv = [], torch.zeros_like(block.k, dtype=v.dtype), torch.zeros_like(v)
+        dq = []
+        dk = torch.zeros_like(block.k, dtype=v.dtype)
+        dv = torch.zeros_like(v)
         for piece in _pieces(block):
             dout = piece.grouped(grad)
             mean = (dout * piece.grouped(out)).sum(-1, keepdim=True)
@@ -238,7 +246,9 @@ def checked(name: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor,
             f"{name}: the {k.shape[1]} heads of k and v do not divide the {q.shape[1]} heads of q; "
             "expected each of them to serve as many query heads"
         )
-    q, k, v = as_autocast(q), as_autocast(k), as_autocast(v)
+    q = as_autocast(q)
+    k = as_autocast(k)
+    v = as_autocast(v)
     if not (q.dtype == k.dtype == v.dtype and q.device == k.device == v.device):
         raise ParallelError(
             f"{name}: q is {q.dtype} on {q.device}, k {k.dtype} on {k.device}, v {v.dtype} on "
@@ -273,7 +283,9 @@ if hasattr(_OVERLAPPED, "asyncOp"):  # unknown before torch 2.8, which overlaps 
 class Pair:
     def __init__(self, memory: Tensor, k_shape: torch.Size, v_shape: torch.Size) -> None:
         k, v = memory.split([k_shape.numel(), v_shape.numel()])
-        self.memory, self.k, self.v = memory, k.view(k_shape), v.view(v_shape)
+        self.memory = memory
+        self.k = k.view(k_shape)
+        self.v = v.view(v_shape)
 
     @classmethod
     def zeros(cls, k: Tensor, v: Tensor, dtype: torch.dtype) -> Pair:
@@ -288,8 +300,11 @@ class Moving:
     def __init__(self, sent: Pair, group: ProcessGroup) -> None:
         self._sent = sent  # its memory stays until it has left
         self._received = torch.empty_like(sent.memory)
-        size, rank, count = group.size(), group.rank(), sent.memory.numel()
-        to, from_ = [0] * size, [0] * size
+        size = group.size()
+        rank = group.rank()
+        count = sent.memory.numel()
+        to = [0] * size
+        from_ = [0] * size
         to[(rank + 1) % size] = from_[(rank - 1) % size] = count
         self._work: Work | None = None
         if torch.compiler.is_compiling():
@@ -314,7 +329,8 @@ class Round:
         self._group = group
 
     def __iter__(self) -> Iterator[int]:
-        rank, size = self._group.rank(), self._group.size()
+        rank = self._group.rank()
+        size = self._group.size()
         for step in range(size - 1):
             moving = Moving(self.pair, self._group)
             yield (rank - step) % size
@@ -382,7 +398,8 @@ class _Ring(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup, *options: Any
     ) -> Tensor:
-        ctx.group, ctx.plan = group, _Plan(group.rank(), *options)
+        ctx.group = group
+        ctx.plan = _Plan(group.rank(), *options)
         out, lse = _forward(ctx.plan, group, _rows(q), k, v)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
@@ -414,7 +431,8 @@ def _forward(
         block = plan.block(seen, q, round_.pair)
         part, part_lse = _KERNELS[_kernel(block)][0](block)
         if source == plan.rank:
-            out, lse = part.to(accumulated(q.dtype)), part_lse
+            out = part.to(accumulated(q.dtype))
+            lse = part_lse
         else:
             _merge_(out[:, :, seen.queries], lse[:, :, seen.queries], part, part_lse)
         del block, part  # before the next one is made
@@ -434,12 +452,15 @@ def _backward(
     """Send keys and values round again, and behind them the gradients that they collect."""
     # The gradients of a rank's own keys set out with the first rank that adds to them, and end at
     # the one they belong to, where its own share has stayed.
-    wide, length = accumulated(k.dtype), known[0].shape[2]
+    wide = accumulated(k.dtype)
+    length = known[0].shape[2]
     returning: Moving | None = None
     round_ = Round(k, v, group)
     for source in round_:
         seen = plan.seen(source, length)
-        share = None if seen is None else _share(plan, seen, known, round_.pair)
+        share = None
+        if seen is not None:
+            share = _share(plan, seen, known, round_.pair)
         if source == plan.rank:
             assert share is not None
             dq, dk, dv = (each.to(wide) for each in share)
@@ -490,16 +511,21 @@ class _Plan(NamedTuple):
         if source == self.rank:
             return _Seen(_ALL, _ALL, True)
         if not self.balanced:
-            return _Seen(_ALL, _ALL, False) if source < self.rank else None
+            if source < self.rank:
+                return _Seen(_ALL, _ALL, False)
+            return None
         if source < self.rank:
             return _Seen(_ALL, slice(length // 2), False)
         return _Seen(slice(length // 2, None), _ALL, False)
 
     def block(self, seen: _Seen, q: Tensor, pair: Pair) -> Block:
-        k, v = pair.k[:, :, seen.keys], pair.v[:, :, seen.keys]
+        k = pair.k[:, :, seen.keys]
+        v = pair.v[:, :, seen.keys]
         return Block(q[:, :, seen.queries], k, v, seen.causal, self.scale)
 
 
 def _rows(tensor: Tensor) -> Tensor:
     """The tensor with its last dim contiguous, as kernels want it."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+    if tensor.stride(-1) == 1:
+        return tensor
+    return tensor.contiguous()

@@ -38,9 +38,11 @@ class Piece(NamedTuple):
 
     def overlap(self, other: Piece) -> Piece | None:
         """Return what both have in common; None: nothing."""
-        offsets, sizes = [], []
+        offsets = []
+        sizes = []
         for start, size, begin, count in zip(*self, *other, strict=True):
-            first, last = max(start, begin), min(start + size, begin + count)
+            first = max(start, begin)
+            last = min(start + size, begin + count)
             if first >= last:
                 return None
             offsets.append(first)
@@ -62,7 +64,8 @@ def whole(shape: Sequence[int]) -> Piece:
 
 def along(piece: Piece, dim: int, start: int, size: int) -> Piece:
     """Return a piece that begins and ends elsewhere in one dim."""
-    offsets, sizes = list(piece.offsets), list(piece.sizes)
+    offsets = list(piece.offsets)
+    sizes = list(piece.sizes)
     offsets[dim], sizes[dim] = start, size
     return Piece(tuple(offsets), tuple(sizes))
 
@@ -154,12 +157,15 @@ class Shard:
         self._check(index, degree)
         if self.dim is None:
             return ((0, 0, self.full_shape[0] if self.full_shape else 1),)
-        found, local, full = [], 0, 0
+        found = []
+        local = 0
+        full = 0
         for block in self.blocks or (self.size,):
             start, stop = vocabulary_range(block, index, degree)
             if stop > start:
                 found.append((local, full + start, stop - start))
-            local, full = local + stop - start, full + block
+            local = local + stop - start
+            full = full + block
         return tuple(found)
 
     def boxes(
@@ -172,7 +178,8 @@ class Shard:
         local = held or whole(self.local_shape(index, degree))
         if self.dim is None:
             return [(local, local)]
-        found, dim = [], self.dim
+        found = []
+        dim = self.dim
         for begin, full, length in self.pieces(index, degree):
             if own := local.overlap(along(local, dim, begin, length)):
                 there = own.offsets[dim] + full - begin
@@ -181,7 +188,8 @@ class Shard:
 
     def cut(self, full: Tensor, index: int, degree: int) -> Tensor:
         """Return what a rank holds of a full tensor: a view where that is one stretch of it."""
-        shape, boxes = self.local_shape(index, degree), self.boxes(index, degree)
+        shape = self.local_shape(index, degree)
+        boxes = self.boxes(index, degree)
         if len(boxes) == 1 and boxes[0][1].sizes == shape:
             return full[boxes[0][1].slices]
         part = full.new_zeros(shape)
@@ -273,7 +281,9 @@ def set_shard(parameter: Tensor, shard: Shard, degree: int | None = None) -> Non
     Raises:
         DegreeError: The parameter has not the shape that it would have.
     """
-    shape, full, dim = tuple(parameter.shape), shard.full_shape, shard.dim
+    shape = tuple(parameter.shape)
+    full = shard.full_shape
+    dim = shard.dim
     split = shape != full if degree is None else degree > 1 and dim is not None
     if degree is not None and shape != (expected := shard.local_shape(0, degree)):
         raise DegreeError(
@@ -316,7 +326,9 @@ OPTIMIZER = "optimizer/"
 
 def optimizer_name(parameter: str, key: str | None) -> str:
     """Return the name of what an optimizer has of a parameter; of the parameter itself for None."""
-    return parameter if key is None else f"{OPTIMIZER}{parameter}/{key}"
+    if key is None:
+        return parameter
+    return f"{OPTIMIZER}{parameter}/{key}"
 
 
 def parameter_of(name: str) -> tuple[str, str | None]:

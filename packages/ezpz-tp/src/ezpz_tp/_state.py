@@ -78,7 +78,8 @@ class MeshGroups:
     def layout(self) -> RankLayout | None:
         """Return the layout that numbers the ranks as the mesh does, or None if none can."""
         # None is also the answer for a part of a mesh: nothing says where the other ranks are.
-        ranks, axes = self.mesh.mesh, list(self.dims)
+        ranks = self.mesh.mesh
+        axes = list(self.dims)
         if ranks.numel() != dist.get_world_size():
             return None
         degrees = dict(zip(axes, ranks.shape, strict=True))
@@ -97,7 +98,9 @@ class MeshGroups:
         world = dist.group.WORLD
         dims = tuple(dim for axis, dim in self.dims.items() if axis in axes)
         spanned = self.mesh[dims].mesh.numel()
-        return world if world is not None and spanned == world.size() else None
+        if world is not None and spanned == world.size():
+            return world
+        return None
 
 
 def make_mesh(device_type: str, ranks: torch.Tensor, names: tuple[str, ...]) -> DeviceMesh:
@@ -119,7 +122,8 @@ def make_mesh(device_type: str, ranks: torch.Tensor, names: tuple[str, ...]) -> 
         ParallelError: The ranks differ in what they ask for, or a group could not be made.
     """
     world = initialized_world(f"a mesh of {' x '.join(names)}")
-    ranks, rank = ranks.contiguous(), world.rank()
+    ranks = ranks.contiguous()
+    rank = world.rank()
     which = f"mesh {tuple(ranks.shape)} {names} {zlib.crc32(str(ranks.tolist()).encode())}"
     number = next_round(which, world)
     (mine,) = (one for one in ranks.view(-1, *ranks.shape[-len(names) :]) if rank in one)
@@ -163,7 +167,9 @@ def _device_type() -> str:
         for device, backend in dist.Backend.default_device_backend_map.items()
         if table.get(device) == backend and device != "cpu"
     ]
-    return devices[0] if devices else "cpu"
+    if devices:
+        return devices[0]
+    return "cpu"
 
 
 # Without expert parallelism, an expert is split and copied as the rest of the model.
@@ -207,7 +213,10 @@ class ParallelState:
         self.rank = rank
         self._maker = maker
         self._mesh = mesh
-        self._world = world_of(groups.values()) if maker is None else maker.world
+        if maker is None:
+            self._world = world_of(groups.values())
+        else:
+            self._world = maker.world
         self._alone: Alone | None = None
         self._groups = {axes: group for axes, group in groups.items() if group is not None}
         self._ranks = dict(ranks or {})
@@ -216,11 +225,10 @@ class ParallelState:
         self.notes: dict[str, Any] = {}
         self._attached: list[ParallelState] = []
         # Whether an expert is split and copied as the rest of the model.
-        self._experts_as_model = (
-            not layout.experts_fit
-            if layout is not None and mesh is None
-            else all(groups.get((axis,)) is None for axis in EXPERT_AXES)
-        )
+        if layout is not None and mesh is None:
+            self._experts_as_model = not layout.experts_fit
+        else:
+            self._experts_as_model = all(groups.get((axis,)) is None for axis in EXPERT_AXES)
         self._sizes: dict[str, int] = {}
         self._indexes: dict[str, int] = {}
         for axis in AXES if self._experts_as_model else (*AXES, *EXPERT_AXES):
@@ -285,7 +293,11 @@ class ParallelState:
         if expert > 1 or expert_tensor is not None:
             wanted += [(axis,) for axis in EXPERT_AXES]
         wanted += [tuple(axes) for axes in also]
-        stages = EMBEDDING if embedding is True else (embedding or {})
+        stages: Mapping[str, EmbeddingRanks] = {}
+        if embedding is True:
+            stages = EMBEDDING
+        elif embedding:
+            stages = embedding
         return cls.of_layout(layout, wanted, stages, backend=backend, timeout=timeout)
 
     @classmethod
@@ -406,7 +418,8 @@ class ParallelState:
         axes = self._known(axes)
         if self.layout is not None:
             return self.layout.index(axes, self.rank)
-        position, span = 0, 1
+        position = 0
+        span = 1
         for axis in sorted(ordered(axes), key="pipeline".__eq__):  # the slowest of both grids
             position += self._indexes[axis] * span
             span *= self._sizes[axis]
@@ -430,7 +443,9 @@ class ParallelState:
         """
         self.check_world()
         found = self._groups.get(axes)
-        return self._find(axes) if found is None else found
+        if found is None:
+            return self._find(axes)
+        return found
 
     def ranks(self, *axes: str) -> tuple[int, ...]:
         """Return the world's numbers of the ranks in a group, in the group's order."""
@@ -439,8 +454,11 @@ class ParallelState:
         axes = self._known(axes)
         if self.layout is not None:
             return self.layout.group_of(axes, self.rank)
-        several = self._spanned(axes) if axes else ()
-        return member_ranks(self.group(*several), " x ".join(axes)) if several else (self.rank,)
+        if axes:
+            several = self._spanned(axes)
+            if several:
+                return member_ranks(self.group(*several), " x ".join(axes))
+        return (self.rank,)
 
     def has_group(self, *axes: str) -> bool:
         """Return whether `group` would find one."""
@@ -473,7 +491,9 @@ class ParallelState:
     @property
     def made(self) -> int:
         """How many process groups were made for this state."""
-        return 0 if self._maker is None else len(self._maker.made)
+        if self._maker is None:
+            return 0
+        return len(self._maker.made)
 
     def destroy(self) -> None:
         """Free every group that `create` made; groups that were given are left alone.

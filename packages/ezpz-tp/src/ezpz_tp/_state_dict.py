@@ -60,8 +60,11 @@ def all_or_none(state: ParallelState) -> Iterator[None]:
     try:
         yield
     except Exception as caught:  # noqa: BLE001 - whatever it is, the other ranks wait for word
-        cause, said = caught, f"{type(caught).__name__}: {caught}"
-        error = caught if isinstance(caught, ParallelError) else ParallelError(said)
+        cause = caught
+        said = f"{type(caught).__name__}: {caught}"
+        error = ParallelError(said)
+        if isinstance(caught, ParallelError):
+            error = caught
     for rank, told in tell_all((state.rank, error), state):
         if told is not None:
             raise type(told)(f"rank {rank}: {told}") from cause
@@ -69,7 +72,8 @@ def all_or_none(state: ParallelState) -> Iterator[None]:
 
 def gather_full(part: Part, group: ProcessGroup, device: torch.device | None) -> Tensor:
     """Return a full tensor, joined from the parts of a tensor group."""
-    (local, shard), degree = part, group.size()
+    local, shard = part
+    degree = group.size()
     if shard.dim is None or degree == 1:
         return local.to(device=device, copy=True)
     if not local.numel():  # nor has the whole any
@@ -86,11 +90,14 @@ def send_full(
 ) -> Tensor:
     """Return, on every stage, the full tensor of the first that holds it. Collective."""
     at = sending_device(group, device)  # not where it is: the other ranks do not know
-    shape, dtype = held.entry.shard.full_shape, held.entry.dtype
+    shape = held.entry.shard.full_shape
+    dtype = held.entry.dtype
     sent = torch.empty(shape, dtype=dtype, device=at) if full is None else full.to(at)
     if sent.numel():
         sent = broadcast_(flat_bytes(sent), held.stages[0], group).view(dtype).view(shape)
-    return sent if device is None else sent.to(device)
+    if device is None:
+        return sent
+    return sent.to(device)
 
 
 def flat_bytes(tensor: Tensor) -> Tensor:
@@ -219,7 +226,9 @@ def parts_of(module: nn.Module, optimizer: Optimizer | None, state: ParallelStat
             if not isinstance(value, Tensor):
                 found.values[name] = value
             elif value.shape == parameter.shape or value.numel() == 1:
-                owner = parameter if value.shape == parameter.shape else value
+                owner = value
+                if value.shape == parameter.shape:
+                    owner = parameter
                 found.tensors[name] = part_of(name, value, owner, state)
             else:
                 raise ParallelError(
@@ -262,7 +271,8 @@ def shard_in(name: str, parameter: Tensor, state: ParallelState) -> Shard:
 
 def part_of(name: str, tensor: Tensor, owner: Tensor, state: ParallelState) -> Part:
     """Return a tensor as a rank's part of another, after a look at it."""
-    index, degree = state.index("tensor"), state.size("tensor")
+    index = state.index("tensor")
+    degree = state.size("tensor")
     shard = shard_in(parameter_of(name)[0], owner, state)
     if hasattr(tensor, "device_mesh"):
         raise ParallelError(
@@ -314,7 +324,9 @@ def survey(
         for rank, (other, none) in enumerate(others, 1):
             if (first, without) != (other, none):
                 odd = sorted(set(map(repr, first)) ^ set(map(repr, other)))
-                same = "in another order" if first != other else "but one has an optimizer"
+                same = "but one has an optimizer"
+                if first != other:
+                    same = "in another order"
                 raise ParallelError(
                     f"tensor-parallel ranks 0 and {rank} of stage {state.index('pipeline')} hold "
                     f"parts of other tensors: {', '.join(odd[:4]) or same}; expected the same "
@@ -335,7 +347,9 @@ def _held(stages: Sequence[list[Entry]], digests: Sequence[Mapping[str, float]])
             first, others = held.get(name, Held(entry, ()))
             at = (*others, stage)
             if (entry, digests[stage].get(name)) != (first, digests[at[0]].get(name)):
-                what = "other values" if entry == first else f"{first} and {entry}"
+                what = "other values"
+                if entry != first:
+                    what = f"{first} and {entry}"
                 raise ParallelError(
                     f"pipeline stages {at[0]} and {stage} both have {name!r}, with {what}; "
                     "expected a tied parameter, equal on both, or the names of the whole model: "
@@ -469,7 +483,9 @@ def nested(found: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, dict[str
     states: dict[str, dict[str, Any]] = {}
     for name, value in found.items():
         parameter, key = parameter_of(name)
-        into = model if key is None else states.setdefault(parameter, {})
+        into = model
+        if key is not None:
+            into = states.setdefault(parameter, {})
         into[key or name] = value
     return model, states
 

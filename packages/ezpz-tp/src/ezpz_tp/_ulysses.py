@@ -82,9 +82,12 @@ def ulysses_attention(
                 "multiple of two chunks for each rank before shard_sequence, or shard and call "
                 "with balanced=False"
             )
-        k, v = _enough_heads(q, k, ranks), _enough_heads(q, v, ranks)
+        k = _enough_heads(q, k, ranks)
+        v = _enough_heads(q, v, ranks)
         q, k, v = _exchanged(True, balanced, ranks, q, k, v)
-    grouped = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
+    grouped = {}
+    if q.shape[1] != k.shape[1]:
+        grouped = {"enable_gqa": True}
     output = attention(q, k, v, dropout_p=dropout_p, is_causal=is_causal, scale=scale, **grouped)
     if ranks is None:
         return output
@@ -100,7 +103,8 @@ def _enough_heads(q: Tensor, kv: Tensor, group: ProcessGroup) -> Tensor:
     """Repeat key heads until each rank's share of them is what its query heads need."""
     # A rank's query heads begin and end within the ``shared`` ones of a key head; pieces of the
     # greatest common length lie whole in both.
-    heads, ranks = q.shape[1], group.size()
+    heads = q.shape[1]
+    ranks = group.size()
     if heads % ranks:
         raise DegreeError(
             f"ulysses_attention: {heads} heads of q do not divide among {ranks} ranks; expected "
@@ -129,11 +133,15 @@ class _Exchange(torch.autograd.Function):
     def forward(
         ctx: Any, to_heads: bool, balanced: bool, group: ProcessGroup, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.to_heads, ctx.balanced, ctx.group = to_heads, balanced, group
+        ctx.to_heads = to_heads
+        ctx.balanced = balanced
+        ctx.group = group
         size = group.size()
         if balanced and not to_heads:
             tensors = tuple(rank_order(tensor, 2, size) for tensor in tensors)
-        split = 1 if to_heads else 2
+        split = 2
+        if to_heads:
+            split = 1
         sent = [tensor.unflatten(split, (size, -1)).movedim(split, 0) for tensor in tensors]
         received = exchange_rows(torch.cat([parts.flatten(1) for parts in sent], 1), group)
         outputs = []
@@ -240,7 +248,8 @@ def split_context(
         NotInitializedError: There is no state, or no torch.distributed.
         ParallelError: The state has no layout to know the ranks by.
     """
-    state = get_state() if state is None else state
+    if state is None:
+        state = get_state()
     key = f"split_context {ulysses}"
     known: tuple[ProcessGroup, ProcessGroup] | None = state.notes.get(key)
     if known is not None:
@@ -270,7 +279,9 @@ def _strided(state: ParallelState, degree: int, stride: int) -> ProcessGroup:
         return whole
     assert state.layout is not None
     layout = RankLayout(state.layout.world_size, tensor=stride, context=degree)
-    backend = dist.get_backend(whole) if degree > 1 else None
+    backend = None
+    if degree > 1:
+        backend = dist.get_backend(whole)
     made = ParallelState.of_layout(layout, [("context",)], {}, backend=backend, timeout=None)
     state.attach(made)
     return made.group("context")

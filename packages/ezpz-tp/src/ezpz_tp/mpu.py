@@ -133,7 +133,9 @@ class ColumnParallelLinear(_linear.ColumnParallelLinear):
     def forward(self, input_: Tensor) -> tuple[Tensor, nn.Parameter | None]:
         """Return the output, and the bias if it was not added, else None."""
         output = super().forward(input_)
-        return output if isinstance(output, tuple) else (output, None)
+        if isinstance(output, tuple):
+            return output
+        return output, None
 
 
 class RowParallelLinear(_linear.RowParallelLinear):
@@ -163,7 +165,9 @@ class RowParallelLinear(_linear.RowParallelLinear):
     def forward(self, input_: Tensor) -> tuple[Tensor, nn.Parameter | None]:
         """Return the output, and the bias if it was not added, else None."""
         output = super().forward(input_)
-        return output if isinstance(output, tuple) else (output, None)
+        if isinstance(output, tuple):
+            return output
+        return output, None
 
 
 class VocabParallelEmbedding(_embedding.VocabParallelEmbedding):

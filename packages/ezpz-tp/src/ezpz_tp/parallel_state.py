@@ -143,7 +143,9 @@ def _set_up(state: ParallelState, chunks: int | None, gloo: bool, timeout: timed
     state.notes[_ARGUMENTS] = asked
 
 
-_ARGUMENTS, _GLOO, _BUFFER = "megatron arguments", "gloo groups", "memory buffer"
+_ARGUMENTS = "megatron arguments"
+_GLOO = "gloo groups"
+_BUFFER = "memory buffer"
 
 _UNSUPPORTED = {
     "hierarchical_context_parallel_sizes": None, "hybrid_context_parallel": False,
@@ -164,7 +166,9 @@ def _unsupported(name: str, value: object) -> ParallelError:
 
 def _handles_cpu() -> bool:
     world = live_world()
-    backends = "" if world is None else dist.get_backend_config(world)
+    backends = ""
+    if world is not None:
+        backends = dist.get_backend_config(world)
     return any(word in backends for word in ("gloo", "mpi", "fake"))
 
 

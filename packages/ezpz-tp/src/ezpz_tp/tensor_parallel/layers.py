@@ -64,7 +64,9 @@ class LayerSettings:
     ) -> None:
         for name in _UNSUPPORTED:
             refuse(layer, f"config.{name}", bool(setting(config, name)), False)
-        name = "expert_gtp_weight_remat_size" if is_expert else "gtp_weight_remat_size"
+        name = "gtp_weight_remat_size"
+        if is_expert:
+            name = "expert_gtp_weight_remat_size"
         # Only a configuration of Megatron's own has it.
         refuse(layer, f"config.{name}", getattr(config, name, 1), 1)
         # Looked up in the instance, as in Megatron-LM: its collections answer to every name.
@@ -83,16 +85,22 @@ class LayerSettings:
         self.degree: int = 1 if group is None else group.size()  # ranks that share the layer
         inner = setting(config, "expert_tensor_parallel_size")
         outer = setting(config, "tensor_model_parallel_size")
-        wanted = inner or outer if is_expert else outer
+        wanted = outer
+        if is_expert:
+            wanted = inner or outer
         # 1 is also what a configuration says whose author left the degree to the groups.
         if wanted not in {1, self.degree}:
-            name = "expert_tensor_parallel_size" if is_expert else "tensor_model_parallel_size"
+            name = "tensor_model_parallel_size"
+            if is_expert:
+                name = "expert_tensor_parallel_size"
             raise DegreeError(
                 f"{layer}: config.{name}={wanted}, but its tensor-parallel group has size "
                 f"{self.degree}; call initialize_model_parallel with {wanted} before building "
                 "layers, or give the layer its tp_group"
             )
-        expert_degree = setting(config, "expert_model_parallel_size") if is_expert else 1
+        expert_degree = 1
+        if is_expert:
+            expert_degree = setting(config, "expert_model_parallel_size")
         experts = expert_degree > 1
         self.device: torch.device = _device(config, group)
         self.dtype: torch.dtype = as_dtype(setting(config, "params_dtype"), "params_dtype")
@@ -133,7 +141,9 @@ def refuse_output_dtype(
 
 
 def _expert_index(layer: str, state: ParallelState | None, wanted: int) -> int:
-    degree = 1 if state is None else state.size("expert")
+    degree = 1
+    if state is not None:
+        degree = state.size("expert")
     if state is None or degree != wanted:
         raise DegreeError(
             f"{layer}: config.expert_model_parallel_size={wanted}, but the expert-parallel group "
@@ -202,7 +212,8 @@ class ExtraState(ShardedStateDict):
     def finish(self, settings: LayerSettings, is_expert: bool) -> None:
         """Set Megatron-LM's attributes of a linear layer and of its parameters."""
         assert isinstance(self, _layers.ShardedLinear)
-        self.input_size, self.output_size = self.in_features, self.out_features
+        self.input_size = self.in_features
+        self.output_size = self.out_features
         self.is_expert = is_expert
         for parameter in self.parameters():
             parameter.allreduce = settings.is_reduced_with_model  # type: ignore[attr-defined]
@@ -566,7 +577,9 @@ class RowParallelLinear(ExtraState, _layers.RowParallelLinear):
                 input_ = scatter_to_tensor_parallel_region(input_, self.tp_group)
             return nn.functional.linear(input_, self.weight), self.bias
         output = super().forward(input_)
-        return output if isinstance(output, tuple) else (output, None)
+        if isinstance(output, tuple):
+            return output
+        return output, None
 
 
 def _initialize_affine_weight_gpu(
@@ -602,8 +615,11 @@ def _initialize_affine_weight_cpu(
         set_tensor_model_parallel_attributes(weight, True, partition_dim, stride)
     del per_partition_size  # the weight has it
     if rank is None or world_size is None:
-        rank, world_size = index_or_alone("tensor"), size_or_alone("tensor")
+        rank = index_or_alone("tensor")
+        world_size = size_or_alone("tensor")
     place = partition_dim, rank, world_size
     options: Any = {"stride": stride, "dtype": torch.float32, "device": "cpu"}
     full = initialize_from_whole(weight, (output_size, input_size), *place, init_method, **options)
-    return full.to(as_dtype(params_dtype, "params_dtype")) if return_master_weight else None
+    if return_master_weight:
+        return full.to(as_dtype(params_dtype, "params_dtype"))
+    return None

@@ -103,7 +103,9 @@ def get_data_parallel_rng_tracker_name() -> str:
 
 def get_gtp_remat_rng_tracker_name(is_expert: bool = False) -> str:
     """Return the name of a stream for weights that are sharded once more; there is none here."""
-    return "egtp-remat-rng" if is_expert else "gtp-remat-rng"
+    if is_expert:
+        return "egtp-remat-rng"
+    return "gtp-remat-rng"
 
 
 def convert_cuda_rng_state(
@@ -116,7 +118,9 @@ def convert_cuda_rng_state(
         to_graphable: Only False, unless ``state`` is a generator already.
     """
     if isinstance(state, torch.Generator):
-        return state if to_graphable else state.get_state()
+        if to_graphable:
+            return state
+        return state.get_state()
     refuse("convert_cuda_rng_state", "to_graphable", to_graphable, False)
     return state
 

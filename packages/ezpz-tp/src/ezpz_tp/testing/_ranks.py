@@ -221,7 +221,9 @@ def _timeout_error(
     stacks = ""
     for rank in unfinished:
         file = folder / f"stack{rank}"
-        stack = file.read_text() if file.exists() else "(it had not begun)\n"
+        stack = "(it had not begun)\n"
+        if file.exists():
+            stack = file.read_text()
         stacks += f"\nrank {rank}:\n{stack}"
     ranks = ", ".join(str(rank) for rank in unfinished)
     return TimeoutError(
