@@ -56,10 +56,8 @@ def count_flops(model: Any, *inputs: Any, backward: bool = True, **keywords: Any
             lambda tensor: _make_fake(tensor, device, mode),
             (state, inputs, keywords),
         )
-        outputs = []
-        for leaf in tree_leaves(torch.func.functional_call(model, state, inputs, keywords)):
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                outputs.append(leaf)
+        leaves = tree_leaves(torch.func.functional_call(model, state, inputs, keywords))
+        outputs = [x for x in leaves if isinstance(x, torch.Tensor) and x.requires_grad]
         if backward and outputs:
             torch.autograd.backward(outputs, list(map(torch.ones_like, outputs)))
     return int(counter.get_total_flops())

@@ -104,7 +104,7 @@ def find_peak(name: str, units: int, kind: str) -> float | None:
     for row in read_peaks():
         # More units than the datasheet's are of another product under the same name.
         if whole in row["match"] and kind in row["tflops"] and 0 < units <= row["units"]:
-            return float(row["tflops"][kind]) * 1e12 * units / row["units"]
+            return float(row["tflops"][kind] * 1e12 * units / row["units"])
     return None
 
 

@@ -177,8 +177,8 @@ def get_device_properties(
         if hasattr(os, "sched_getaffinity"):  # not on macOS
             cores = len(os.sched_getaffinity(0))
         return {
-            "type": "cpu", "index": None, "name": get_cpu_name(), "architecture": platform.machine(),
-            "compute_units": cores,
+            "type": "cpu", "index": None, "name": get_cpu_name(),
+            "architecture": platform.machine(), "compute_units": cores,
             "total_memory": get_host_total(),
         }  # fmt: skip
     if used.type == "mps":
