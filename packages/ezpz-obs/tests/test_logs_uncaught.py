@@ -99,20 +99,6 @@ def test_what_is_no_error(run, code, status, tracebacks):
     assert tracebacks or err == ""
 
 
-def test_undone_under_another_hook(run):
-    err, lines = run(
-        """
-        logs = configure_logs(directory="logs")
-        ours = sys.excepthook
-        sys.excepthook = lambda *error: ours(*error)
-        logs.undo()
-        1 / 0
-        """
-    )
-    assert lines == []
-    assert err.count("Traceback") == 1
-
-
 def test_a_closed_standard_error(run):
     # Python's own status: 120 where it keeps the traceback for which there is no room.
     env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}

@@ -110,23 +110,6 @@ def test_a_run_with_a_damaged_line_goes_on(write_lines, warned, line, why):
     assert warned()
 
 
-def test_every_line_may_be_lost(tmp_path):
-    with History(tmp_path) as history:
-        for step in range(4):
-            history.update({"loss": step / 2})
-    lines = history.path.read_bytes().splitlines(keepends=True)
-    for place in range(len(lines)):
-        # Cut in the middle, as a file system does that has lost a block.
-        cut = lines[place][: len(lines[place]) // 2] + b"\n"
-        history.path.write_bytes(b"".join([*lines[:place], cut, *lines[place + 1 :]]))
-        run = read_run(tmp_path)
-        found = [record["step"] for record in run.records()]
-        assert found == [step for step in range(4) if step != place - 1]
-        assert list(run.damaged) == [place + 1]
-        assert len(run.headers) == (place != 0)
-        assert len(run.events) == (place != len(lines) - 1)
-
-
 def test_a_line_without_an_end_is_not_read_into_memory(tmp_path):
     path = tmp_path / "metrics.jsonl"
     with open(path, "wb") as file:

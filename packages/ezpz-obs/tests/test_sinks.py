@@ -91,19 +91,6 @@ def test_what_a_library_ends_with_ends_no_training(warned):
     assert said.endswith("and the run has no file to replay")
 
 
-def test_one_that_cannot_say_what_failed(warned):
-    class OddError(Exception):
-        def __str__(self):
-            raise RuntimeError("no")
-
-    def fail_oddly():
-        raise OddError
-
-    with History(sinks=[Recorder(write=fail_oddly)]) as history:
-        history.record({"loss": 1.0})
-    assert "OddError: <OddError: __str__ raised RuntimeError: no>" in warned()[0]
-
-
 def test_one_that_blocks_a_step_for_long(warned, monkeypatch):
     monkeypatch.setattr(module, "WRITE_SECONDS", 0.05)
     slow = Recorder(write=lambda: time.sleep(0.1))

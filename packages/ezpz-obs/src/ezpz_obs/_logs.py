@@ -434,10 +434,9 @@ def _hook_exceptions(undo: ExitStack) -> None:
     """Log uncaught exceptions, also of threads, before the hooks that were there."""
     before = sys.excepthook
     before_in_threads = threading.excepthook
-    is_active = True
 
     def log(value: BaseException | None, *, is_pythons: bool, print_it: Callable[[], Any]) -> None:
-        if value is None or not is_active or isinstance(value, _NO_ERRORS):
+        if value is None or isinstance(value, _NO_ERRORS):
             print_it()
             return
         # Of Python's own hook a line of JSON holds the traceback, and nothing more is printed.
@@ -459,9 +458,7 @@ def _hook_exceptions(undo: ExitStack) -> None:
         )
 
     def remove() -> None:
-        nonlocal is_active
-        is_active = False
-        if sys.excepthook is hook:  # else somebody has hooked over ours, which only calls on
+        if sys.excepthook is hook:  # else another hook calls ours
             sys.excepthook = before
         if threading.excepthook is thread_hook:
             threading.excepthook = before_in_threads

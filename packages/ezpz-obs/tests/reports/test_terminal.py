@@ -88,13 +88,6 @@ def test_a_run_is_drawn_to_its_end(write_run, values, last, width):
     assert end == pytest.approx(len(values) - 1, abs=1.5 * cell[0])
 
 
-def test_a_constant_is_a_line(write_run, records, capsys):
-    text = drawn(write_run(*records(range(40), loss=3.0)), width=60, height=12)
-    assert sum(any("\u2801" <= letter <= "\u28ff" for letter in line)
-               for line in text.splitlines()) == 1  # fmt: skip
-    assert capsys.readouterr() == ("", "")
-
-
 def test_names_cannot_write_to_the_terminal(write_run, records):
     folder = write_run(*records(range(9), **{"\x1b]0;title\x07loss": 1.0}), run="\x1b[31m\nred")
     text = drawn(folder, width=80)
@@ -162,13 +155,6 @@ def test_a_live_run_is_followed_to_its_end(tmp_path):
     said = [line.split(" ", 1)[1] for line in out.getvalue().splitlines()[1:]]
     expected = ["step=0 loss=1", *(f"step={step} loss=2" for step in range(1, 51))]
     assert said == [*expected, "step=50 end: closed"]
-
-
-def test_a_restarted_run_goes_on(tmp_path):
-    for _ in range(2):
-        with History(tmp_path / "run") as history:
-            history.record({"loss": 1.0})
-    assert sum("end: closed" in line for line in said(tmp_path / "run")) == 2
 
 
 def test_interrupted(write_run, records):
