@@ -2,11 +2,9 @@
 
 import subprocess
 import sys
-import time
-from contextlib import ExitStack
 
 import pytest
-from callee import Callee, CalleeError, begin, fresh, peak_mb
+from callee import Callee, CalleeError, fresh, peak_mb
 
 SLEEP = """
 import sys, time
@@ -26,17 +24,6 @@ def test_calls_are_timed_in_a_process_of_their_own():
     code = "held = bytearray(40_000_000); held[::4096] = b'x' * len(held[::4096])\n"
     with Callee(sys.executable, f"{code}before = peak_mb()\ndef call(): pass\n") as callee:
         assert callee.peak() < 20
-
-
-@pytest.mark.parametrize(
-    "code", ["import nothing_of_that_name", "def call(): raise OSError('it broke')"]
-)
-def test_one_that_fails_says_its_last_line(code):
-    with (
-        pytest.raises(CalleeError, match=r"nothing_of_that_name|it broke"),
-        Callee(sys.executable, code) as callee,
-    ):
-        callee.typical(1)
 
 
 def test_fresh_processes_return_numbers_and_a_peak_of_their_own():
@@ -60,28 +47,3 @@ def test_what_is_measured_pays_for_its_own_imports():
     for run in (fresh, lambda *words: Callee(*words).end()):
         with pytest.raises(CalleeError, match="No module named 'paired'"):
             run(sys.executable, "import paired")
-
-
-def test_calls_with_a_step_between_leave_threads_their_time(tmp_path):
-    code = """
-import threading
-done = []
-def call(): threading.Timer(0, done.append, [1]).start()
-def close(): open(words[0], "w").write(str(len(done)))
-"""
-    with Callee(sys.executable, code, str(tmp_path / "said")) as callee:
-        before = time.monotonic()
-        assert 0 < callee.paced(20) < 1
-        assert time.monotonic() - before > 20 * 0.001
-    assert int((tmp_path / "said").read_text()) > 5
-
-
-def test_a_peer_that_does_not_begin_is_noted_and_ours_has_to():
-    good, bad = (sys.executable, "def call(): pass"), (sys.executable, "raise OSError('no device')")
-    failed = {}
-    with ExitStack() as running:
-        callees = begin({"ours": good, "x": bad, "y": good}, running=running, failed=failed)
-        assert list(callees) == ["ours", "y"]
-        assert failed == {"x": "it fails: OSError: no device"}
-        with pytest.raises(CalleeError, match="no device"):
-            begin({"ours": bad}, running=running, failed=failed)

@@ -82,13 +82,6 @@ def test_what_may_rise(unit, before, after, count, said):
         assert [change.kind for change in changes(rows[:1], rows[1:], True)] == [said]
 
 
-def test_another_version_of_the_peer_is_said():
-    one = beside("s/w/p", "w", "ms", ([1.0] * 9, [2.0] * 9), "p 1.0")
-    two = beside("s/w/p", "w", "ms", ([1.0] * 9, [1.0] * 9), "p 2.0")
-    (change,) = changes([one], [two], True)
-    assert (change.kind, change.note) == ("worse", "  (p 1.0 -> p 2.0)")
-
-
 def compare(*words):
     script = str(BENCHMARKS / "compare.py")
     return subprocess.run(

@@ -62,10 +62,3 @@ def test_a_peer_that_fails_is_left_out_with_its_reason_and_the_others_go_on():
     assert gone.ours is None
     (gone,) = against("s/w", "w", "ms", {"ours": [1.0]}, {}, missing={"z": "no network"})
     assert (gone.key, gone.peer, gone.missing) == ("s/w/z", "z", "no network")
-
-
-def test_nothing_is_divided_by_nothing_and_pairs_are_of_one_length():
-    with pytest.raises(ValueError, match="zip"):
-        beside("s/w/p", "w", "ms", ([1.0], [1.0, 2.0]), "p")
-    with pytest.raises(ValueError, match=r"s/w/p: p took 0.0 MB"):
-        beside("s/w/p", "w", "MB", ([1.0], [0.0]), "p")

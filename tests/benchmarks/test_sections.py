@@ -2,9 +2,7 @@
 
 import sys
 
-import launch
 import nodelists
-import obs
 import pytest
 import startup
 from callee import CalleeError
@@ -29,20 +27,3 @@ def test_a_peer_that_says_something_else_is_not_compared(monkeypatch):
     rows = nodelists.ten_thousand(1)
     assert len(rows) == 5
     assert all("AssertionError" in row.missing for row in rows), rows
-
-
-def test_fewer_steps_are_not_a_million(tmp_path):
-    rows = {row.key: row for row in obs.million(100, str(tmp_path))}
-    assert rows["obs/some-report"].what == "100 steps: report"
-    assert rows["obs/some-report"].ours is not None
-    assert rows["obs/million-report"].missing == "only 100 were run"
-    assert len(rows) == 8
-
-
-def test_a_slurm_that_is_not_there_is_a_missing_peer(monkeypatch):
-    monkeypatch.setattr("os.geteuid", lambda: 1)
-    rows = launch.under_slurm(1)
-    assert [row.key for row in rows] == [
-        f"launch/{figure}/srun" for figure in ("first-line", "ready", "true")
-    ]
-    assert all("not root" in row.missing or "not installed" in row.missing for row in rows)

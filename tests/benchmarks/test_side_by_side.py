@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
-import fire
 import pytest
 import side_by_side
 import table
@@ -34,27 +33,6 @@ def test_a_section_is_measured_shown_written_and_drawn(tmp_path):
     assert "goals hold" in done.stdout
     for row in rows if any(row.ratio for row in rows) else ():
         assert row.peer in "".join(ET.parse(plots / "nodelists.svg").getroot().itertext())
-
-
-@pytest.mark.parametrize(
-    ("word", "said"),
-    [
-        ("--only=weather", f"expected some of {', '.join(side_by_side.SECTIONS)}"),
-        ("--runs=0", "expected a whole number above 0"),
-        ("--runs=many", "expected a whole number above 0"),
-        ("--json", "expected --json=PATH"),
-        ("--json=/nowhere/found.json", "expected a file in a folder that is there"),
-        ("--plots=/dev/null", "is no folder"),
-    ],
-)
-def test_a_wrong_option_is_refused_before_anything_is_measured(word, said, monkeypatch, capsys):
-    monkeypatch.setattr(side_by_side, "run_section", None)
-    with pytest.raises(SystemExit) as status:
-        fire.Fire(side_by_side.main, [word])
-    out, err = capsys.readouterr()
-    assert (status.value.code, out, err.count("\n")) == (2, "", 1)
-    assert err.startswith(word.partition("=")[0])
-    assert said in err
 
 
 def test_a_section_that_fails_is_a_row_and_the_others_go_on(monkeypatch, capsys):
@@ -100,14 +78,3 @@ def test_a_section_without_a_goals_row_or_a_result_is_a_failure(tmp_path, monkey
     (tmp_path / "nodelists.py").write_text("")
     (row,) = side_by_side.run_section("nodelists", 1)
     assert (row.key, "not a result" in row.missing) == ("nodelists/section", True)
-
-
-def test_scripts_bench_says_what_it_takes():
-    script = str(BENCHMARKS.parent / "scripts" / "bench")
-    for words, said in ((["--quick"], "'--quick'; expected"), (["--compare", "a"], "1 words")):
-        done = subprocess.run([script, *words], capture_output=True, text=True, check=False)
-        assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-        assert said in done.stderr
-    shown = subprocess.run([script, "--help"], capture_output=True, text=True, check=True)
-    assert "usage: scripts/bench" in shown.stdout
-    assert Path(script).stat().st_mode & 0o111

@@ -39,13 +39,6 @@ def test_the_table_says_what_holds_and_what_does_not():
     assert list(map(table._short, numbers)) == list(numbers.values())
 
 
-def test_a_whole_run_fits_100_columns(recorded):
-    _, rows = table.read(recorded)
-    found = list(table.lines(rows, table.goals_module.load()))
-    assert len(found) > len(rows)
-    assert max(map(len, found)) <= table.WIDTH
-
-
 def test_result_and_rows_survive_a_file_and_what_json_cannot_say_is_refused(tmp_path):
     with pytest.raises(ValueError, match="not JSON compliant"):
         table.write(str(tmp_path / "r.json"), [alone("s/w", "w", "ms", [math.inf])])
@@ -56,30 +49,6 @@ def test_result_and_rows_survive_a_file_and_what_json_cannot_say_is_refused(tmp_
     assert (document["schema"], document["date"]) == (table.SCHEMA, "2026-01-01")
     facts = {"processor", "cores", "system", "python", "torch", "commit"}
     assert set(document["machine"]) == facts
-
-
-def test_long_names_are_cut_and_a_long_reason_is_there_to_its_end():
-    what = "a name that leaves no room for what stands behind it"
-    lines = list(table.lines([absent("s/w", what, "", "why")], []))
-    assert lines[1:3] == [f"  {what}", "    not measured: why"]
-    why = "not installable: ERROR: " + "no matching distribution for it, " * 9 + "at all"
-    lines = list(table.lines([absent("s/w/p", "w", "p 1.0", why)], []))
-    assert " ".join(" ".join(lines).split()).endswith(why)
-    lines += table.lines([absent("s/w/p", "w" * 200, "p" * 200, "why" * 200)], [])
-    assert max(map(len, lines)) <= table.WIDTH
-
-
-def test_other_files_are_not_results(tmp_path):
-    path = tmp_path / "r.json"
-    with pytest.raises(table.ResultError, match="FileNotFoundError"):
-        table.read(str(path))
-    for text in (
-        b"", b"[]", b"{}", b'{"schema": 99}', b'{"schema": 1, "rows": []}', b"\xff\xfe",
-        b'{"schema": 1, "machine": {"processor": "", "cores": 2}, "rows": [{"key": "s"}]}',
-    ):  # fmt: skip
-        path.write_bytes(text)
-        with pytest.raises(table.ResultError, match=r"r\.json: "):
-            table.read(str(path))
 
 
 def test_the_verdicts_are_counted_and_in_the_json(capsys, monkeypatch):
