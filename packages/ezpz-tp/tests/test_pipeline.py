@@ -9,7 +9,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import ezpz_tp as tp
-from ezpz_tp._pipeline import Chunk, facts
+from ezpz_tp._pipeline import Chunk, agreed_facts
 from ezpz_tp.testing import counting, run_ranks
 
 LAYERS, WIDTH, BATCH = 6, 5, 12
@@ -444,7 +444,7 @@ def test_a_loss_that_is_no_number():
 
 def test_layers_that_thawed_are_a_change():
     chunk = Chunk(Part(range(2), True, False, "frozen"), 0, 2, mean_square, 2)
-    chunk.agreed = facts(chunk(batch()[0]))
+    chunk.agreed = agreed_facts(chunk(batch()[0]))
     chunk.requires_grad_(True)
     told = r"chunk 0 of 2 returned .* with a gradient; expected.*float64, for.*forget_shapes"
     with pytest.raises(tp.ParallelError, match=told):

@@ -62,12 +62,17 @@ def broadcast_data(
     group = tensor_group(tp_group)
     place = _backend_device(group) if device is None else torch.device(device)
     first = group is None or group.rank() == 0
-    problem, tensors = _look(keys, data or {}, datatype) if first else ((_FINE, 0, 0), [])
+    problem = (_FINE, 0, 0)
+    tensors: list[Tensor] = []
+    if first:
+        problem, tensors = _look(keys, data or {}, datatype)
     if group is None:
         _raise(problem, keys, datatype)
         return {key: tensor.to(place) for key, tensor in zip(keys, tensors, strict=True)}
     asked = zlib.crc32(repr((tuple(keys), str(datatype))).encode())
-    shapes = [number for tensor in tensors for number in (tensor.dim(), *tensor.shape)]
+    shapes: list[int] = []
+    for tensor in tensors:
+        shapes += (tensor.dim(), *tensor.shape)
     header = [*problem, asked, len(shapes), *shapes[: _HEADER - _FIXED]]
     message = torch.tensor(header + [0] * (_HEADER - len(header)), device=place)
     header = broadcast_(message, 0, group).tolist()
@@ -256,7 +261,10 @@ def unshard_sequence(
 def rank_order(tensor: Tensor, dim: int, ranks: int) -> Tensor:
     """Put the chunks of a whole sequence in the order of the ranks that hold them, balanced."""
     chunks = tensor.chunk(2 * ranks, dim)
-    return torch.cat([chunks[at] for rank in range(ranks) for at in (rank, -1 - rank)], dim)
+    ordered: list[Tensor] = []
+    for rank in range(ranks):
+        ordered += (chunks[rank], chunks[-1 - rank])
+    return torch.cat(ordered, dim)
 
 
 def sequence_positions(

@@ -355,7 +355,11 @@ def clip_grad_norm_(
     # No condition on the host: that would wait for the device.
     factor = torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)
     with torch.no_grad():
-        grads = [local_part(grad) for one in parameters if (grad := gradient(one)) is not None]
+        grads = []
+        for one in parameters:
+            grad = gradient(one)
+            if grad is not None:
+                grads.append(local_part(grad))
         for same in _by_device_and_dtype(grads):
             torch._foreach_mul_(same, factor.to(same[0].device))
     return total

@@ -197,7 +197,10 @@ class Alone(_Group):  # type: ignore[misc]
 def _flat(tensors: Any) -> list[Tensor]:
     if isinstance(tensors, Tensor):
         return [tensors]
-    return [tensor for each in tensors for tensor in _flat(each)]
+    flat = []
+    for each in tensors:
+        flat += _flat(each)
+    return flat
 
 
 def _done(tensors: list[Tensor]) -> dist.Work:
@@ -425,6 +428,12 @@ class Maker:
             chosen = tuple(rank for place, rank in enumerate(ranks) if place in places)
             return [chosen, tuple(rank for rank in ranks if rank not in chosen)]
 
+        def all_halves() -> list[tuple[int, ...]]:
+            groups = []
+            for ranks in self._layout.groups("pipeline"):
+                groups += halves(ranks)
+            return groups
+
         mine = inside
         if self.rank not in inside:
             mine = halves(pipeline)[1]
@@ -432,7 +441,7 @@ class Maker:
             name if self.rank in inside else f"not-{name}",
             mine,
             self._backend_of(("pipeline",)),
-            lambda: [part for ranks in self._layout.groups("pipeline") for part in halves(ranks)],
+            all_halves,
         )
 
     def _backend_of(self, axes: tuple[str, ...]) -> str | None:

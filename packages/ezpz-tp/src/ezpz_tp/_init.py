@@ -69,7 +69,10 @@ def tiles(full_shape: tuple[int, ...], dim: int, box: Piece) -> Iterator[tuple[i
         steps[0] = max(1, TILE * full_shape[0] // (others * width))
     steps[dim] = width
     counts = [-(-size // step) for size, step in zip(full_shape, steps, strict=True)]
-    touched = (range(a // s, -(-(a + n) // s)) for a, n, s in zip(*box, steps, strict=True))
+    touched = []
+    for start, size, step in zip(box.offsets, box.sizes, steps, strict=True):
+        first = start // step
+        touched.append(range(first, -(-(start + size) // step)))
     for place in itertools.product(*touched):
         number = 0
         for here, count in zip(place, counts, strict=True):
@@ -272,7 +275,8 @@ def _held(
         wanted = Shard(full_shape, partition_dim, padded=partition_dim is not None)
     else:
         wanted = Shard(full_shape, partition_dim, blocks)
-    if tuple(shard.shape) != (expected := wanted.local_shape(index, degree)):
+    expected = wanted.local_shape(index, degree)
+    if tuple(shard.shape) != expected:
         raise DegreeError(
             f"a shard of shape {tuple(shard.shape)} is no part of a weight of shape {full_shape}, "
             f"split along dim {partition_dim} over {degree} ranks; expected {expected}"

@@ -60,10 +60,10 @@ class Chunk(nn.Module):
             agreed = None
             if torch.is_grad_enabled():
                 agreed = self.agreed
-            if agreed is not None and facts(outputs) != agreed:
+            if agreed is not None and agreed_facts(outputs) != agreed:
                 raise ParallelError(
-                    f"{self._name} returned {' and '.join(facts(outputs))}; expected, as in the "
-                    f"first step, {' and '.join(agreed)}, for which the next chunk's rank "
+                    f"{self._name} returned {' and '.join(agreed_facts(outputs))}; expected, as in "
+                    f"the first step, {' and '.join(agreed)}, for which the next chunk's rank "
                     "waits: call forget_shapes() on every rank before such a change"
                 )
             return outputs
@@ -91,12 +91,15 @@ class Chunk(nn.Module):
         return outputs
 
 
-def facts(tensors: Tensors) -> list[str]:
+def agreed_facts(tensors: Tensors) -> list[str]:
     """Return what ranks have to agree on of tensors that they exchange."""
-    return [
-        f"{tuple(one.shape)} of {one.dtype}{' with a gradient' if one.requires_grad else ''}"
-        for one in tensors
-    ]
+    facts = []
+    for one in tensors:
+        words = f"{tuple(one.shape)} of {one.dtype}"
+        if one.requires_grad:
+            words += " with a gradient"
+        facts.append(words)
+    return facts
 
 
 # Tensors handed from rank to rank along a pipeline, each with its shape.
@@ -194,7 +197,7 @@ def try_out(
         for number, taken, given in run_chunks(chunks, total, [inputs], group):
             shapes[number] = _metas(taken), _metas(given)
     for number, chunk in chunks.items():
-        chunk.agreed = facts(shapes[number][1])
+        chunk.agreed = agreed_facts(shapes[number][1])
     return shapes
 
 
@@ -208,12 +211,12 @@ def device_of(chunks: Mapping[int, Chunk]) -> torch.device:
 @contextmanager
 def _without_trace(chunks: Iterable[Chunk]) -> Iterator[None]:
     states = default_states(None)
-    kept = [
-        (module, name, buffer, buffer.detach().clone())
-        for chunk in chunks
-        for module in chunk.modules()
-        for name, buffer in module.named_buffers(recurse=False)
-    ]
+    kept = []
+    for chunk in chunks:
+        for module in chunk.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                before = buffer.detach().clone()
+                kept.append((module, name, buffer, before))
     _, tracked = rng_contexts()
     try:
         with tracked:
@@ -228,12 +231,12 @@ def _without_trace(chunks: Iterable[Chunk]) -> Iterator[None]:
 
 
 def _metas(tensors: Tensors) -> Tensors:
-    return tuple(
-        torch.empty_strided(
-            one.shape, one.stride(), dtype=one.dtype, device="meta", requires_grad=one.requires_grad
-        )
-        for one in tensors
-    )
+    metas = []
+    for one in tensors:
+        meta = torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device="meta")
+        meta.requires_grad_(one.requires_grad)
+        metas.append(meta)
+    return tuple(metas)
 
 
 # torch's pipeline schedules, by the names of `ezpz_tp.Pipeline`.
@@ -523,7 +526,7 @@ class Pipeline:
                 for part in self._chunks[0](*batch):
                     part.backward()
             return self._losses()
-        found = facts(batches[0])
+        found = agreed_facts(batches[0])
         if self._schedule is None:
             share = (self._chunks, self._total)
             self._inputs = found
@@ -580,7 +583,8 @@ class Pipeline:
         return self._losses()
 
     def _expect(self, targets: list[Tensors]) -> None:
-        if last := self._chunks.get(self._total - 1):
+        last = self._chunks.get(self._total - 1)
+        if last is not None:
             last.expect(targets)
 
     def _losses(self) -> Tensor | None:

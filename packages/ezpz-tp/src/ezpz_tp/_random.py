@@ -248,10 +248,13 @@ class RngTracker:
                 f"there is no random stream {name!r}; known: {', '.join(self._streams) or 'none'}. "
                 "Call seed_model_parallel(seed) or add(name, seed) first"
             )
-        return {
-            kind: states[kind] if kind in states else seeded_state(kind, seed_of(name, states))
-            for kind in kinds
-        }
+        stream = {}
+        for kind in kinds:
+            if kind in states:
+                stream[kind] = states[kind]
+            else:
+                stream[kind] = seeded_state(kind, seed_of(name, states))
+        return stream
 
     def _refuse_inside_fork(self, what: str) -> None:
         if self._current is not None:
@@ -519,10 +522,10 @@ class CheckpointWithoutOutput:
             self._states = default_states(None)
             self._recomputation = rng_contexts()[1]
             kinds = {arg.device.type for arg in args if isinstance(arg, Tensor)} - {"meta"}
-            self._autocast = [
-                (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
-                for kind in sorted(kinds)
-            ]
+            self._autocast = []
+            for kind in sorted(kinds):
+                dtype = torch.get_autocast_dtype(kind)
+                self._autocast.append((kind, dtype, torch.is_autocast_enabled(kind)))
             # So that the output requires a gradient also where only parameters do.
             mark = torch.empty(0, requires_grad=True)
             result = _WithoutOutput.apply(self, mark, *args)  # type: ignore[no-untyped-call]
@@ -635,9 +638,15 @@ class _WithoutOutput(torch.autograd.Function):
                 "a tensor, or a tuple of tensors and None"
             )
         ctx.region = region
-        ctx.others = [None if isinstance(a, Tensor) else a for a in args]
-        ctx.places = [place for place, arg in enumerate(args) if isinstance(arg, Tensor)]
-        ctx.save_for_backward(*(args[place] for place in ctx.places))
+        ctx.others = list(args)
+        ctx.places = []
+        tensors = []
+        for place, arg in enumerate(args):
+            if isinstance(arg, Tensor):
+                ctx.others[place] = None
+                ctx.places.append(place)
+                tensors.append(arg)
+        ctx.save_for_backward(*tensors)
         region._ctx = ctx
         return result
 
@@ -647,13 +656,14 @@ class _WithoutOutput(torch.autograd.Function):
         region._recompute(ctx)  # where no hook did
         inputs, outputs = region._again
         region._again = None
-        pairs = [
-            (output, grad)
-            for output, grad in zip(outputs, grads, strict=True)
-            if output is not None and output.requires_grad and grad is not None
-        ]
-        if pairs:
-            torch.autograd.backward([each for each, _ in pairs], [grad for _, grad in pairs])
+        roots = []
+        root_grads = []
+        for output, grad in zip(outputs, grads, strict=True):
+            if output is not None and output.requires_grad and grad is not None:
+                roots.append(output)
+                root_grads.append(grad)
+        if roots:
+            torch.autograd.backward(roots, root_grads)
         return None, None, *(one.grad if isinstance(one, Tensor) else None for one in inputs)
 
 

@@ -125,11 +125,14 @@ class RankLayout:
         """Return the ranks, in order, that differ from ``rank`` along those axes only."""
         self._check(rank)
         strides = self._strides(self._names(axis))
-        first = rank - sum(rank // s % self._degree(name) * s for name, s in strides.items())
-        ranks: Iterable[int] = (first,)
+        first = rank
         for name, stride in strides.items():
-            span = stride * self._degree(name)
-            ranks = [r + step for step in range(0, span, stride) for r in ranks]
+            first -= rank // stride % self._degree(name) * stride
+        ranks = [first]
+        for name, stride in strides.items():
+            inner = list(ranks)
+            for step in range(stride, stride * self._degree(name), stride):
+                ranks += [rank + step for rank in inner]
         return tuple(ranks)
 
     def groups(self, axis: str | Iterable[str]) -> list[tuple[int, ...]]:

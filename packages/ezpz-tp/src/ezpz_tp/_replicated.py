@@ -75,7 +75,9 @@ def verify_replicated(
     compared = {}
     for axis in ("tensor", "context", "data"):
         if state.size(axis) > 1:
-            items = [one for item in parameters for one in _items(*item, axis, gradients, state)]
+            items: list[_Item] = []
+            for name, parameter in parameters:
+                items += _items(name, parameter, axis, gradients, state)
             if axis == "tensor":
                 items += _streams()
             compared[axis] = items
@@ -89,11 +91,9 @@ def verify_replicated(
                 f"verify_replicated: {name} {tuple(parameter.shape)} is on the meta device and has "
                 "no values; initialize it first (to_empty, reset_parameters)"
             )
-    lines = [
-        line
-        for axis, table in tables.items()
-        for line in _problems(compared[axis], axis, table, state.ranks(axis))
-    ]
+    lines: list[str] = []
+    for axis, table in tables.items():
+        lines += _problems(compared[axis], axis, table, state.ranks(axis))
     if lines:
         raise ReplicaError("verify_replicated:\n  " + "\n  ".join(lines))
 
@@ -206,19 +206,24 @@ def _send(row: list[int], group: ProcessGroup, device: torch.device) -> list[lis
 def _problems(
     items: Sequence[_Item], axis: str, table: list[list[int]], ranks: Sequence[int]
 ) -> list[str]:
-    found = []
-    if odd := _minority([tuple(row[:2]) for row in table], ranks):
+    odd = _minority([tuple(row[:2]) for row in table], ranks)
+    if odd:
         counts = ", ".join(f"{row[0]} on rank {r}" for row, r in zip(table, ranks, strict=True))
-        found.append(
+        problem = (
             f"ranks {_list(odd)} have other parameters ({counts} compared); build the same model "
             "on all of them"
         )
-    if not (found := found or list(_values(items, table, ranks))):
+        problems = [problem]
+    else:
+        problems = list(_values(items, table, ranks))
+    if not problems:
         return []
-    more = []
-    if len(found) > _SHOWN:
-        more = [f"and {len(found) - _SHOWN} more"]
-    return [f"{axis} axis, ranks {_list(ranks)}:", *(f"  {x}" for x in found[:_SHOWN] + more)]
+    lines = [f"{axis} axis, ranks {_list(ranks)}:"]
+    for problem in problems[:_SHOWN]:
+        lines += [f"  {problem}"]
+    if len(problems) > _SHOWN:
+        lines.append(f"  and {len(problems) - _SHOWN} more")
+    return lines
 
 
 def _values(items: Sequence[_Item], table: list[list[int]], ranks: Sequence[int]) -> Iterator[str]:

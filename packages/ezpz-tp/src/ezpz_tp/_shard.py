@@ -181,7 +181,8 @@ class Shard:
         found = []
         dim = self.dim
         for begin, full, length in self.pieces(index, degree):
-            if own := local.overlap(along(local, dim, begin, length)):
+            own = local.overlap(along(local, dim, begin, length))
+            if own:
                 there = own.offsets[dim] + full - begin
                 found.append((own, along(own, dim, there, own.sizes[dim])))
         return found
@@ -285,11 +286,13 @@ def set_shard(parameter: Tensor, shard: Shard, degree: int | None = None) -> Non
     full = shard.full_shape
     dim = shard.dim
     split = shape != full if degree is None else degree > 1 and dim is not None
-    if degree is not None and shape != (expected := shard.local_shape(0, degree)):
-        raise DegreeError(
-            f"a parameter of shape {shape} is no part of {shard} at degree {degree}; expected "
-            f"{expected}"
-        )
+    if degree is not None:
+        expected = shard.local_shape(0, degree)
+        if shape != expected:
+            raise DegreeError(
+                f"a parameter of shape {shape} is no part of {shard} at degree {degree}; expected "
+                f"{expected}"
+            )
     unlike = [at for at, held in enumerate(shape) if full[at : at + 1] != (held,)]
     if len(shape) != len(full) or not set(unlike) <= ({dim} if split else set()):
         raise DegreeError(

@@ -162,13 +162,9 @@ def _ranks(layout: RankLayout, axes: list[str]) -> torch.Tensor:
 def _device_type() -> str:
     config = dist.get_backend_config(dist.group.WORLD)
     table = dict(pair.split(":") for pair in config.split(",") if ":" in pair)
-    devices = [
-        device
-        for device, backend in dist.Backend.default_device_backend_map.items()
-        if table.get(device) == backend and device != "cpu"
-    ]
-    if devices:
-        return devices[0]
+    for device, backend in dist.Backend.default_device_backend_map.items():
+        if table.get(device) == backend and device != "cpu":
+            return device
     return "cpu"
 
 

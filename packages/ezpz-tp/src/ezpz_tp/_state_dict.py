@@ -30,9 +30,11 @@ from ._state import ParallelState
 
 
 def state_or_alone(state: ParallelState | None) -> ParallelState:
-    if (found := state or current_state()) is not None:
-        return found
-    if (world := live_world()) is not None and world.size() > 1:
+    state = state or current_state()
+    if state is not None:
+        return state
+    world = live_world()
+    if world is not None and world.size() > 1:
         raise ParallelError(
             f"there are no parallel groups, but a world of {world.size()} ranks; call "
             "initialize_tensor_parallel first, or give those of the layers, as in "
@@ -41,7 +43,7 @@ def state_or_alone(state: ParallelState | None) -> ParallelState:
     return ParallelState.from_groups(rank=0)
 
 
-def tell_all(value: Any, state: ParallelState, axes: Iterable[str] = AXES) -> list[Any]:
+def gather_from_ranks(value: Any, state: ParallelState, axes: Iterable[str] = AXES) -> list[Any]:
     """Return the values of all ranks along some axes. Collective over one axis after another."""
     values = [value]
     for axis in axes:
@@ -65,7 +67,7 @@ def all_or_none(state: ParallelState) -> Iterator[None]:
         error = ParallelError(said)
         if isinstance(caught, ParallelError):
             error = caught
-    for rank, told in tell_all((state.rank, error), state):
+    for rank, told in gather_from_ranks((state.rank, error), state):
         if told is not None:
             raise type(told)(f"rank {rank}: {told}") from cause
 
@@ -254,7 +256,8 @@ def owners_of(module: nn.Module) -> dict[str, Tensor]:
     found = {**buffers, **dict(module.named_parameters(remove_duplicate=False))}
     own = set(map(id, found.values()))
     renamed = module.state_dict(keep_vars=True).items()
-    return {**found, **{name: value for name, value in renamed if id(value) in own}}
+    found |= {name: value for name, value in renamed if id(value) in own}
+    return found
 
 
 def shard_in(name: str, parameter: Tensor, state: ParallelState) -> Shard:
@@ -311,14 +314,25 @@ def survey(
     with all_or_none(state):
         parts = parts_of(module, optimizer, state)
         entries = [Entry(name, one.tensor.dtype, one.shard) for name, one in parts.tensors.items()]
-        said = entries, parts.values, parts.groups
+        own_stage = entries, parts.values, parts.groups
         if state.size("pipeline") > 1:
-            pickle.dumps(said)  # what cannot be sent is known before anything is
-    alike = tell_all((entries, optimizer is None), state, ("tensor",))
-    stages = tell_all(said, state, ("pipeline",))
-    counts = Counter(entry.name for entries, _, _ in stages for entry in entries)
-    tied = {n: checksum(part.tensor).item() for n, part in parts.tensors.items() if counts[n] > 1}
-    digests = tell_all(tied, state, ("pipeline",))
+            pickle.dumps(own_stage)  # what cannot be sent is known before anything is
+    alike = gather_from_ranks((entries, optimizer is None), state, ("tensor",))
+    stages = gather_from_ranks(own_stage, state, ("pipeline",))
+    entries_of_stages = []
+    values: dict[str, Any] = {}
+    groups_of_stages = []
+    for stage_entries, stage_values, stage_groups in stages:
+        entries_of_stages.append(stage_entries)
+        values |= stage_values
+        groups_of_stages.append(stage_groups)
+    counts = Counter(entry.name for entry in chain.from_iterable(entries_of_stages))
+    tied = {}
+    for name, part in parts.tensors.items():
+        if counts[name] > 1:
+            digest = checksum(part.tensor).item()
+            tied[name] = digest
+    digests = gather_from_ranks(tied, state, ("pipeline",))
     with all_or_none(state):
         (first, without), *others = alike
         for rank, (other, none) in enumerate(others, 1):
@@ -332,9 +346,8 @@ def survey(
                     f"parts of other tensors: {', '.join(odd[:4]) or same}; expected the same "
                     "model and optimizer on each"
                 )
-        held = _held([entries for entries, _, _ in stages], digests)
-        values = {name: value for _, found, _ in stages for name, value in found.items()}
-        groups = join_groups([found for _, _, found in stages])
+        held = _held(entries_of_stages, digests)
+        groups = join_groups(groups_of_stages)
     return parts, Parts(held, values, groups)
 
 
