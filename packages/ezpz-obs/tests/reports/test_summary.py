@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from ezpz_obs import read_run
-from ezpz_obs._report.series import Series
+from ezpz_obs._report.series import Series, smooth
 from ezpz_obs._report.summary import (
     describe_end,
     make_facts,
@@ -185,3 +185,13 @@ def test_what_is_no_number_hides_nothing():
 )  # fmt: skip
 def test_what_only_counts_is_no_curve(values, counts):
     assert make(values).is_counter == counts
+
+
+def test_noise_goes_and_steps_corners_and_gaps_stay():
+    course = np.linspace(5, 1, 400)
+    noise = np.random.default_rng(0).normal(0, 0.3, 400)
+    assert np.abs(smooth(course + noise) - course).mean() < 0.5 * np.abs(noise).mean()
+    for clean in (1 / np.arange(1.0, 401), np.minimum(np.arange(400.0), 90), np.arange(400) // 50):
+        np.testing.assert_array_equal(smooth(clean), clean)
+    gap = np.where(np.arange(400) // 10 == 20, np.nan, noise)
+    np.testing.assert_array_equal(np.isnan(smooth(gap)), np.isnan(gap))

@@ -15,7 +15,7 @@ import orjson
 
 from ezpz_obs._errors import require
 
-from .series import LARGEST, Curve, Floats
+from .series import LARGEST, Curve, Floats, smooth
 from .words import TIMES, format_tick, shorten
 
 LIGHT: Final = ("#0072b2", "#d55e00", "#00936b", "#3d3d46", "#c4639d")
@@ -69,8 +69,9 @@ def draw_chart(
     lines: Sequence[ChartLine], title: str, *, wide: bool = False
 ) -> tuple[str, list[str]]:
     """Draw metrics over steps; return the SVG, and notes for below it."""
-    # Each has a line, and bands for the spread over the ranks or, of a long run, over the steps
-    # that share a point. The title is for screen readers.
+    # Each has a faint line of the values, a clear one of their running median, and bands for the
+    # spread over the ranks or, of a long run, over the steps that share a point. The title is for
+    # screen readers.
     matplotlib = require("matplotlib", "a plot")
     with matplotlib.rc_context(_STYLE):
         figure = require("matplotlib.figure", "a plot").Figure((_WIDTHS[wide], _HIGH), dpi=72)
@@ -149,12 +150,16 @@ def _draw_line(axes: Any, line: ChartLine, *, alone: bool) -> Any:
         axes.fill_between(
             steps, mean - std, mean + std, color=color, alpha=1.8 * faint, linewidth=0
         )
+    smoothed = smooth(mean)
+    if not np.array_equal(smoothed, mean, equal_nan=True):
+        axes.plot(steps, mean, color=color, alpha=0.4, linewidth=0.8)
+    mean = smoothed
     # A value without neighbours is no line, and must be seen all the same.
     known = np.concatenate([[False], np.isfinite(mean), [False]])
     lonely = known[1:-1] & ~known[:-2] & ~known[2:]
     axes.plot(steps[lonely], mean[lonely], color=color, linestyle="", marker="o", markersize=4)
     dashes = _DASHES[line.color % len(_DASHES)]  # color is never the only difference
-    return axes.plot(steps, mean, color=color, linewidth=1.5, linestyle=dashes)[0]
+    return axes.plot(steps, mean, color=color, linewidth=1.7, linestyle=dashes)[0]
 
 
 def _mark_not_finite(axes: Any, line: ChartLine, *, has_label: bool) -> list[str]:

@@ -14,6 +14,8 @@ from ezpz_obs._run import Run
 
 Floats = NDArray[np.float64]
 POINTS: Final = 400  # of a curve, about one for each pixel of its width on a phone
+_FEW: Final = 100  # points that are not smoothed
+_WINDOW: Final = 9  # points of a running median
 LARGEST: Final = 1e300  # drawn value: plotting libraries need room to compute in
 
 
@@ -114,3 +116,15 @@ def group_metrics(series: dict[str, Series], world_size: object) -> dict[str, bo
         else:
             groups.setdefault(name, False)
     return groups
+
+
+def smooth(values: Floats) -> Floats:
+    """Return the running median: it follows steps, corners and both ends, without the noise."""
+    known = np.isfinite(values)
+    if known.sum() < _FEW:
+        return values
+    padded = np.pad(values[known], _WINDOW // 2, mode="edge")
+    windows = np.lib.stride_tricks.sliding_window_view(padded, _WINDOW)
+    smoothed = values.copy()
+    smoothed[known] = np.median(windows, axis=1)
+    return smoothed

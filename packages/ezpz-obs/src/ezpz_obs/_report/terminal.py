@@ -17,7 +17,7 @@ from ezpz_obs._errors import ReportError, require
 from ezpz_obs._history import summarize
 from ezpz_obs._run import Run, iterate_new_lines, read_run
 
-from .series import Series, read_series
+from .series import Series, read_series, smooth
 from .words import clean, format_number, format_tick, shorten
 
 _COLORS: Final = (33, 208, 35, 170)  # blue, orange, green, pink on black and on white
@@ -59,7 +59,7 @@ def plot(
     heights: list[float] = []
     for place, name in enumerate(chosen):
         curve = series[name].make_curve()
-        values = curve.mean
+        values = smooth(curve.mean)
         known = np.isfinite(values)
         # Also where the end is no number: the axis shows how far the run got.
         steps += [float(series[name].steps[0]), float(series[name].steps[-1])]
