@@ -21,6 +21,13 @@ def sandbox():
     return load("slurm.sandbox")
 
 
+@pytest.fixture(autouse=True)
+def free_nodes(slurm):
+    """Leave all nodes free: the next test may need each of them, or all."""
+    yield
+    slurm.make_free()
+
+
 @pytest.fixture
 def said_in(tmp_path):
     directory = tmp_path / "said"

@@ -141,6 +141,26 @@ class SlurmSandbox(Sandbox):
         # In the second of its end Slurm takes its new credential for the one that it revoked.
         self.run(["scontrol", "update", f"JobId={job}", "StartTime=now+3"])
 
+    def make_free(self):
+        """Have no job left and every node idle: what a test leaves would keep the next one waiting.
+
+        Jobs that are there are ended, and nodes that are lost come back.
+        """
+        self._end_commands()
+        patience = time.monotonic() + 5.0
+        while not self._is_free() and time.monotonic() < patience:
+            time.sleep(0.05)
+        if not self._is_free():
+            # Down, a node forgets its jobs, also one whose end got lost.
+            for state in ("down", "idle"):
+                nodes = f"nodename={','.join(NODES)}"
+                self._ask("scontrol", "update", nodes, f"state={state}", "reason=test")
+        deadline = time.monotonic() + START_TIMEOUT
+        self._wait("no job is left and every node is idle", self._is_free, deadline)
+
+    def _is_free(self):
+        return self._all_idle() and not self._ask("squeue", "--noheader")
+
     def _start(self):
         # munged wants every user to be able to reach its socket, and only root to write there.
         self.directory.chmod(0o755)

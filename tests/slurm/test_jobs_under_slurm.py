@@ -65,11 +65,6 @@ class Jobs:
         for process in self._started:
             process.kill()
             process.communicate()
-        self.slurm.run(["scancel", "--user=root"])
-        nodes = "nid[001-004]"
-        for state in ("down", "idle"):
-            update = ["scontrol", "update", f"nodename={nodes}", f"state={state}", "reason=test"]
-            self.slurm.run(update, expect=None)
 
 
 @pytest.fixture

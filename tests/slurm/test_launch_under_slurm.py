@@ -60,8 +60,8 @@ time.sleep(100)
 
 
 def test_ranks_are_told_before_the_job_ends_and_ask_to_be_requeued(slurm, ezpz):
-    # a job of one minute, of which some seconds are left for the ranks to start
-    words = ["--signal-before", "50s", sys.executable, "-c", SAVE_AND_REQUEUE]
+    # a job of one minute, of which 20 s are left for the ranks to start
+    words = ["--signal-before", "40s", sys.executable, "-c", SAVE_AND_REQUEUE]
     job = ["salloc", "-Q", "-t", "1", "-N", "2", "-n", "2", ezpz, *words]
     done = slurm.run(job, expect=75)
     assert sorted(done.stdout.splitlines()) == ["saved 0", "saved 1"]

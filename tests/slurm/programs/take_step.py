@@ -10,6 +10,8 @@ from pathlib import Path
 
 import ezpz_dist
 
+PATIENCE = 300  # seconds, of which an idle machine needs five
+
 parser = argparse.ArgumentParser()
 parser.add_argument("directory", type=Path)
 parser.add_argument("count", type=int, help="go on when that many, of any step, are set up at once")
@@ -17,13 +19,13 @@ parser.add_argument("meeting", type=Path)
 args = parser.parse_args()
 
 logging.basicConfig(level=logging.INFO, stream=sys.stderr)
-rank = ezpz_dist.setup_torch(seed=1, timeout=60)
+rank = ezpz_dist.setup_torch(seed=1, timeout=300)
 step = f"{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}"
 (args.meeting / f"{step}-{rank}").touch()
-deadline = time.monotonic() + 30
+deadline = time.monotonic() + PATIENCE
 while len(list(args.meeting.iterdir())) < args.count:
     if time.monotonic() > deadline:
-        sys.exit(f"{step}, rank {rank}: the others are not set up within 30 s")
+        sys.exit(f"{step}, rank {rank}: the others are not set up within {PATIENCE} s")
     time.sleep(0.01)
 said = {
     "rank": rank,
