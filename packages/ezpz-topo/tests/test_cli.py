@@ -62,9 +62,7 @@ def test_json_says_the_same():
 
 @pytest.mark.parametrize(("words", "given", "env", "said"), [
     (["expand", "nid[008-010],login1"], "", {}, "nid008\nnid009\nnid010\nlogin1\n"),
-    (["expand", "007"], "", {}, "007\n"),
     (["fold", "007", "008", "1e5"], "", {}, "[007-008],1e5\n"),
-    (["fold", "nid001", "nid002", "nid003"], "", {}, "nid[001-003]\n"),
     (["fold"], "nid001\nnid002\n\nnid9\n", {}, "nid[001-002,9]\n"),
     # names that the terminal cannot show
     (["expand", "é"], "", {"PYTHONIOENCODING": "ascii"}, "\\xe9\n"),
@@ -107,12 +105,9 @@ def test_machines_lists_yours_too(tmp_path):
 @pytest.mark.parametrize(
     ("words", "what"),
     [(["expand", "nid[001-"], "is not closed"), (["expand", "n[1-100000000]"], "expected at most"),
-     (["expand"], "expand NODELIST"), (["expand", "a", "b"], "b"),
-     (["fold", "a,b"], "a,b"), (["machines", "aurora"], "aurora"), (["--jsn"], "--jsn"),
-     (["machins"], "did you mean 'machines'?"),
-     (["nonsense"], "nonsense"), (["--json=maybe"], "maybe"),
-     (["--shell", "--json"], "--shell alone"), (["expand", "--nodelist"], "--nodelist"),
-     (["expand", ""], "no host"), (["fold"], "no host"),
+     (["expand", "a", "b"], "expand NODELIST"), (["fold", "a,b"], "a,b"),
+     (["--jsn"], "did you mean '--json'?"), (["machins"], "did you mean 'machines'?"),
+     (["--shell", "--json"], "--shell alone"), (["expand", ""], "no host"), (["fold"], "no host"),
      ([], "half-set pmi environment")],
 )  # fmt: skip
 def test_bad_input_is_one_line_and_exit_2(capsys, monkeypatch, words, what):

@@ -6,8 +6,8 @@ import signal
 import pytest
 from waiting import is_left
 
-from ezpz_topo._commands import ask, find, get_time_limit
-from ezpz_topo._errors import InvalidVariableError, SchedulerError
+from ezpz_topo import InvalidVariableError, SchedulerError, ask
+from ezpz_topo._commands import find, get_time_limit
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ from ezpz_topo import (
     get_memory_limit,
 )
 from ezpz_topo._cpus import cpu_count_with_source, cpus_per_node_with_source
-from ezpz_topo._devices import KernelDevices, count_by_vendor_tool
 
 # CPUs of this process and of this node, under every kind of cgroup.
 
@@ -367,25 +366,67 @@ def fake(bare, command):
     return make
 
 
+# As documentation shows what the tools print.
+A100 = "GPU {}: NVIDIA A100-SXM4-40GB (UUID: GPU-5d5ba0d6-d33d-2b2c-524d-9e3d8d2b8a7{})\n"
+NVIDIA = A100.format(0, 0) + A100.format(1, 1)
+NVIDIA_MIG = f"""{A100.format(0, 0)}  MIG 1g.5gb      Device  0: (UUID: MIG-c6d4f1ef)
+  MIG 1c.3g.20gb  Device  1: (UUID: MIG-cba663e8)
+"""
+AMD = "".join(f"GPU: {n}\n    BDF: 0000:2{n}:00.0\n    UUID: 0{n}ff74a1-0000\n" for n in (0, 1))
+ROCM = """
+============================ ROCm System Management Interface ============================
+=========================================== ID ===========================================
+GPU[0]\t\t: Device Name: \t\tAMD Instinct MI300A
+GPU[0]\t\t: Device ID: \t\t0x74a0
+GPU[1]\t\t: Device Name: \t\tAMD Instinct MI300A
+GPU[1]\t\t: Device ID: \t\tN/A
+================================== End of ROCm SMI Log ===================================
+"""
 FAILED = "Failed to initialize NVML: Driver/library version mismatch"
 DEV = "4 x /dev/nvidia<N>"
+KFD = "4 GPUs in /sys/class/kfd (ROCm)"
 
 
-@pytest.mark.parametrize(("said", "status", "expected", "notes"), [
-    # /dev of the host is bound into a container that may use one device
-    ("GPU 0: NVIDIA A100 (UUID: GPU-5d5b)\n", 0, ("cuda", 1, "nvidia-smi -L"),
-     (f"set aside: {DEV}, because nvidia-smi -L lists 1",)),
-    (FAILED, 18, ("cuda", 4, DEV),
-     (f"nvidia-smi -L failed with exit status 18: {FAILED}", f"counted instead: {DEV}")),
+@pytest.mark.parametrize(("make", "tool", "text", "status", "count", "source", "note"), [
+    # /dev of the host is bound into a container that may use some devices
+    (nvidia, "nvidia-smi", NVIDIA, 0, 2, "nvidia-smi -L", f"set aside: {DEV}, because nvidia-smi"),
+    (nvidia, "nvidia-smi", NVIDIA_MIG, 0, 1, "nvidia-smi -L", "2 MIG devices on 1 GPUs"),
     # a job that was given no GPU on a node that has some
-    ("No devices found.", 0, ("cpu", 0, "nvidia-smi -L lists no device"),
-     (f"set aside: {DEV}, because nvidia-smi -L lists 0",)),
-], ids=["fewer", "it fails", "none"])  # fmt: skip
-def test_the_tool_knows_better_than_dev(*, bare, fake, said, status, expected, notes):
-    env = fake("nvidia-smi", said, status=status)
-    devices = look(env, nvidia(bare, 4), fallback=("cuda", 4, "machines/polaris.toml"))
-    assert (devices.device_type, devices.count, devices.source) == expected
-    assert devices.notes == notes
+    (nvidia, "nvidia-smi", "No devices found.", 0, 0, "nvidia-smi -L lists no device", "lists 0"),
+    (mi250, "amd-smi", AMD, 0, 2, "amd-smi list", f"set aside: {KFD}"),
+    (mi250, "rocm-smi", ROCM, 0, 2, "rocm-smi --showid", f"set aside: {KFD}"),
+    # an unknown output is a failure and not a zero
+    *((*tool, "\n  other\nwords\n", 0, 4, source, f"{tool[1]} {word} said 'other', not")
+      for tool, source, word in (((nvidia, "nvidia-smi"), DEV, "-L"),
+                                 ((mi250, "amd-smi"), KFD, "list"),
+                                 ((mi250, "rocm-smi"), KFD, "--showid"))),
+    (nvidia, "nvidia-smi", f"\n {FAILED}\nsecond", 18, 4, DEV,
+     f"nvidia-smi -L failed with exit status 18: {FAILED}; counted instead: {DEV}"),
+])  # fmt: skip
+def test_a_vendors_tool_knows_better_than_the_kernel(
+    *, bare, fake, make, tool, text, status, count, source, note
+):
+    env = fake(tool, text, status=status)
+    devices = look(env, make(bare, 4), fallback=("cuda", 4, "machines/polaris.toml"))
+    assert (devices.device_type, devices.count) == ("cuda" if count else "cpu", count)
+    assert devices.source == source
+    assert note in "; ".join(devices.notes)
+
+
+def test_a_tool_that_hangs_or_does_not_start_is_told(*, fake, bare, monkeypatch):
+    monkeypatch.setattr("ezpz_topo._devices._TIME_LIMIT", 0.3)
+    hanging = look(fake("amd-smi", "", then="/bin/sleep 60"), mi250(bare, 2))
+    assert hanging.count == 2
+    assert hanging.notes[0].endswith(" failed: no answer in 0.3 s")
+    (bare / "amd-smi").write_text("#!/nonexistent/sh\n")
+    assert " failed: No such file" in look({"PATH": str(bare)}, bare).notes[0]
+
+
+def test_rocm_smi_where_amd_smi_fails(fake, bare):
+    fake("amd-smi", "AMDSMI_STATUS_INIT_ERROR\n", status=1)
+    devices = look(fake("rocm-smi", ROCM), mi250(bare, 2))
+    assert (devices.count, devices.source) == (2, "rocm-smi --showid")
+    assert "AMDSMI_STATUS_INIT_ERROR" in devices.notes[0]
 
 
 @pytest.mark.parametrize(("gpus", "env", "options", "expected"), [
@@ -435,70 +476,3 @@ def test_the_machine_is_not_asked_where_a_variable_hides_every_device(name, valu
     devices = look({name: value}, bare, fallback=MACHINE)
     assert (devices.device_type, devices.count) == ("cpu", 0)
     assert devices.source == f"{name}={value!r} hides every device"
-
-
-# The vendors' tools, played by executables that print what documentation shows.
-
-A100 = "GPU {}: NVIDIA A100-SXM4-40GB (UUID: GPU-5d5ba0d6-d33d-2b2c-524d-9e3d8d2b8a7{})\n"
-NVIDIA = A100.format(0, 0) + A100.format(1, 1)
-NVIDIA_MIG = f"""{A100.format(0, 0)}  MIG 1g.5gb      Device  0: (UUID: MIG-c6d4f1ef)
-  MIG 1c.3g.20gb  Device  1: (UUID: MIG-cba663e8)
-"""
-AMD = "".join(f"GPU: {n}\n    BDF: 0000:2{n}:00.0\n    UUID: 0{n}ff74a1-0000\n" for n in (0, 1))
-ROCM = """
-============================ ROCm System Management Interface ============================
-=========================================== ID ===========================================
-GPU[0]\t\t: Device Name: \t\tAMD Instinct MI300A
-GPU[0]\t\t: Device ID: \t\t0x74a0
-GPU[1]\t\t: Device Name: \t\tAMD Instinct MI300A
-GPU[1]\t\t: Device ID: \t\tN/A
-================================== End of ROCm SMI Log ===================================
-"""
-
-
-def ask_of(vendor, env):
-    """Ask of devices that the kernel shows without telling how many."""
-    return count_by_vendor_tool(KernelDevices(vendor, "", None, ""), env)
-
-
-@pytest.mark.parametrize(("vendor", "tool", "text", "count", "source", "note"), [
-    ("nvidia", "nvidia-smi", NVIDIA, 2, "nvidia-smi -L", ""),
-    ("nvidia", "nvidia-smi", NVIDIA_MIG, 1, "nvidia-smi -L", "2 MIG devices on 1 GPUs"),
-    ("nvidia", "nvidia-smi", "No devices found.\n", 0, "nvidia-smi -L lists no device", ""),
-    ("amd", "amd-smi", AMD, 2, "amd-smi list", ""),
-    ("amd", "rocm-smi", ROCM, 2, "rocm-smi --showid", ""),  # several lines a GPU
-    ("nvidia", "other", "", None, "", ""),  # not installed
-    # an unknown output is a failure and not a zero
-    *((*tool, "something else\n", None, "", tool[1])
-      for tool in (("nvidia", "nvidia-smi"), ("amd", "amd-smi"), ("amd", "rocm-smi"))),
-])  # fmt: skip
-def test_what_tools_print(fake, *, vendor, tool, text, count, source, note):
-    env = fake(tool, text)
-    before = dict(env)
-    told = ask_of(vendor, env)
-    assert (told.count, told.source) == (count, source)
-    assert note in "".join(told.notes) if note else told.notes == ()
-    assert env == before
-
-
-def test_a_failure_is_told_with_its_status_and_words(*, fake, bare, monkeypatch):
-    told = ask_of("amd", fake("amd-smi", "\n  no driver\nsecond line\n", status=9))
-    assert told.count is None
-    assert "failed with exit status 9: no driver" in told.notes[0]
-    assert "second" not in told.notes[0]
-    with monkeypatch.context() as patch:
-        patch.setattr("ezpz_topo._devices._TIME_LIMIT", 0.3)
-        hanging = ask_of("amd", fake("amd-smi", "", then="/bin/sleep 60"))
-    assert hanging.count is None
-    assert hanging.notes[0].endswith(" failed: no answer in 0.3 s")
-    (bare / "amd-smi").write_text("#!/nonexistent/sh\n")
-    told = ask_of("amd", {"PATH": str(bare)})
-    assert told.count is None
-    assert " failed: No such file" in told.notes[0]
-
-
-def test_rocm_smi_where_amd_smi_fails(fake):
-    fake("amd-smi", "AMDSMI_STATUS_INIT_ERROR\n", status=1)
-    told = ask_of("amd", fake("rocm-smi", ROCM))
-    assert told.count == 2
-    assert "AMDSMI_STATUS_INIT_ERROR" in told.notes[0]

