@@ -372,7 +372,7 @@ if os.path.exists(folder):
     assert torch.equal(batch_norm.num_batches_tracked, mine["batches"])
     assert counting.seen["rank"] == mine["seen"]["rank"]
     assert torch.equal(counting.seen["sum"], mine["seen"]["sum"])
-    note = "the ranks had different buffers or extra state (of 1.running_mean, 1.running_var"
+    note = "different buffers, extra state or values of the optimizer (of 1.running_mean, 1.run"
     found = [one for one in loaded.notes if note in one]
     assert len(found) == (loaded.world_size != size), loaded.notes
 else:
@@ -395,6 +395,71 @@ def test_what_a_rank_has_of_its_own_comes_back_to_it(ranks, tmp_path, kind, n, o
     for other in others:
         loader, count = other.split()
         ranks(int(count), MODELS + OWN, env={**env, "KIND": loader})
+
+
+OWN_STATE = """
+class Quantized(torch.optim.Optimizer):
+    "Has moments of this rank's elements in blocks of 8 bits, a list, and numbers of its own."
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+    @torch.no_grad()
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            gradient = getattr(parameter.grad, "_local_tensor", parameter.grad)
+            blocks = nn.functional.pad(gradient.flatten(), (0, -gradient.numel() % 5)).view(-1, 5)
+            scales = blocks.abs().amax(1) + 1e-9
+            codes = (blocks / scales[:, None] * 127 + 128).to(torch.uint8)
+            if gradient.numel():
+                seen = {"rank": rank, "sum": float(gradient.sum())}
+                self.state[parameter].update(codes=codes, scales=scales, all=[scales], seen=seen)
+
+def made(kind, seed):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 1))
+    if kind == "ddp":
+        model = DistributedDataParallel(model)
+    elif kind == "fsdp2":
+        model = fully_shard(model)
+    return model, Quantized(model.parameters())
+
+kind, path = os.environ["KIND"], f"{where}/{os.environ['SAVED']}"
+model, optimizer = made(kind, 1)
+if not os.path.exists(path):
+    model(torch.sin(torch.arange(12.0) * (rank + 1)).view(3, 4)).sum().backward()
+    optimizer.step()
+    save_checkpoint(path, model=model, optimizer=optimizer, step=1)
+    torch.save(optimizer.state_dict(), f"{path}.{rank}")
+    model, optimizer = made(kind, 2)
+elif "fsdp2-2" in path:
+    given = {"model": model, "optimizer": optimizer}
+    said = "tensors have optimizer state of one rank's part"
+    raises(CheckpointError, said, load_checkpoint, path, **given)
+    assert said in str(load_checkpoint(path, strict=False, **given).notes)
+    assert not any(optimizer.state[each] for each in list(model.parameters())[:2])
+    sys.exit()
+loaded = load_checkpoint(path, model=model, optimizer=optimizer)
+if loaded.world_size > size:
+    assert "optimizer.0.weight" in str(loaded.notes), loaded.notes
+saved = torch.load(f"{path}.{rank if loaded.world_size == size else 0}")["state"]
+found = optimizer.state_dict()["state"]
+assert found.keys() == saved.keys()
+for number, entries in saved.items():
+    assert str(sorted(found[number].items())) == str(sorted(entries.items())), (found, saved)
+assert found[0]["codes"].dtype == torch.uint8
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "n", "others"),
+    [("fsdp2", 1, ["bare 1", "ddp 2"]), ("fsdp2", 2, ["fsdp2 4", "ddp 2"]), ("ddp", 2, ["ddp 1"])],
+)  # fmt: skip
+def test_what_an_optimizer_has_of_a_rank_s_part_comes_back_to_it(ranks, tmp_path, kind, n, others):
+    """State of 8 bits, of other shapes than its parameter's; sums of local gradients."""
+    env = {"FOLDER": str(tmp_path), "SAVED": f"{kind}-{n}"}
+    ranks(n, MODELS + OWN_STATE, env={**env, "KIND": kind})
+    for other in others:
+        loader, count = other.split()
+        ranks(int(count), MODELS + OWN_STATE, env={**env, "KIND": loader})
 
 
 EQUAL = """

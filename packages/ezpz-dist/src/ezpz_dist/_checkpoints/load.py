@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ezpz_dist._data import deal_by_size
 from ezpz_dist._errors import CheckpointError, grouped
 from ezpz_dist._objects import raw_of
+from ezpz_dist._replicas import unexpand_buffers
 from ezpz_dist._world import World, current_world
 from ezpz_tp import Piece
 
@@ -56,7 +57,7 @@ from .pieces import (
     find_frozen_names,
     find_layout,
     find_tied_names,
-    give_memory,
+    is_fsdp1,
     model_state,
     refuse_deepspeed,
     set_model_state,
@@ -269,11 +270,11 @@ class Load:
         args = self._args
         refuse_deepspeed(args.model)
         self._choose_contents()
-        give_memory(args.model)
+        unexpand_buffers(args.model)
         self._model_state = model_state(args.model)
+        self._splits = Splits(args.model, self._layout)
         self._optimizers = self._allocate_optimizers()
-        splits = Splits(args.model, self._layout)
-        cut = cut_state(splits, self._model_state, self._optimizers)
+        cut = cut_state(self._splits, self._model_state, self._optimizers)
         self._model_values = cut.model_values
         held = self._rename_tied(cut.tensors)
         self._compare(held)
@@ -306,7 +307,8 @@ class Load:
                 _, name, entry = key
                 about = SavedTensor(tensor.shape, tensor.dtype)
                 saved.setdefault(name, {})[entry] = about
-        return allocate_state(self._args.model, self._args.optimizers, saved, dtypes)
+        args = self._args
+        return allocate_state(args.model, args.optimizers, self._splits, saved, dtypes)
 
     def _allocate_bytes(self) -> Held:
         """Return room for what is saved as bytes and read by this rank."""
@@ -438,12 +440,36 @@ class Load:
     def fill(self, world: World | None, rng: bool) -> None:
         """Read everything into the model and what else was given."""
         # Giving FSDP1's optimizers their state takes collectives: all ranks have read by then.
-        self._ranks.run_on_all(self._what, self._read)
-        self._ranks.run_on_all(self._what, lambda: self._apply(world, rng))
+        misfits = self._ranks.run_on_all(self._what, self._read, join_lists)
+        self._refuse_or_note(
+            sorted(set(misfits)),
+            "have optimizer state of one rank's part, which fits only the layout that saved it",
+            "have optimizer state of one rank's part: their optimizer state starts anew",
+            start=f"{self._what}: ",
+            remedy="strict=False leaves it out",
+        )
+        for name in misfits:
+            self._optimizers[name] = {}
+        self._ranks.run_on_all(self._what, lambda: self._apply(world, rng, set(misfits)))
 
-    def _read(self) -> None:
+    def _read(self) -> list[str]:
+        """Fill tensors. Return parameters of whose state this rank has no part that fits."""
         for name, sources in self._sources.items():
             read_tensors(self.folder / name, sources)
+        self._common = self._decode(COMMON)
+        self._stages = [self._decode(key) for key in self._stage_keys()]
+        self._is_same_layout = self._common["degrees"] == self._layout.degrees
+        self._own = self._decode(rank_key(self._ranks.rank if self._is_same_layout else 0))
+        names = join_lists(stage["own_parts"] for stage in self._stages)
+        return [name for name in names if name in self._optimizers and not self._fits(name)]
+
+    def _fits(self, name: str) -> bool:
+        """True if this rank's record has the state of the part of a parameter that it holds."""
+        if is_fsdp1(self._args.model):
+            return False
+        pieces = self._splits.list_own(name)
+        own = self._own["optimizer"].get(name)
+        return not pieces or (own is not None and own["pieces"] == pieces)
 
     def _read_bytes(self, key: Key) -> bytes:
         ((_, data),) = self._held[key].held
@@ -452,48 +478,52 @@ class Load:
     def _decode(self, key: Key) -> Any:
         return decode(describe_key(key), self._read_bytes(key))
 
-    def _apply(self, world: World | None, rng: bool) -> None:
+    def _apply(self, world: World | None, rng: bool, misfits: set[str]) -> None:
         args = self._args
         contents = self.manifest.contents
-        common = self._decode(COMMON)
-        stages = [self._decode(key) for key in self._stage_keys()]
-        is_same_layout = common["degrees"] == self._layout.degrees
-        own = self._decode(rank_key(self._ranks.rank if is_same_layout else 0))
-        self._set_model(stages, is_same_layout)
+        self._set_model()
         if args.optimizers and "optimizer" in contents:
-            self._set_optimizers(stages)
+            self._set_optimizers(misfits)
         if args.scheduler is not None and "scheduler" in contents:
-            set_states(args.scheduler, common["scheduler"])
+            set_states(args.scheduler, self._common["scheduler"])
         if args.data is not None and "data" in contents:
-            set_states(args.data, own["data"])
-            if not is_same_layout:
+            set_states(args.data, self._own["data"])
+            if not self._is_same_layout:
                 self.notes.append("the position in the data is rank 0's, on every rank")
         if rng:
-            self._set_rng(own["rng"], is_same_layout, world)
-        self.extra: Mapping[str, Any] = common["extra"]
-        self.data = own["data"]
+            self._set_rng(world)
+        self.extra: Mapping[str, Any] = self._common["extra"]
+        self.data = self._own["data"]
 
-    def _set_model(self, stages: Sequence[Mapping[str, Any]], is_same_layout: bool) -> None:
+    def _set_model(self) -> None:
         saved: dict[str, Any] = {}
-        for stage in reversed(stages):
+        for stage in reversed(self._stages):
             saved.update(stage["model"])
         missing = [name for name in self._model_values if name not in saved]
         self._refuse_or_note(missing, "are not in it", "were left as they are")
         for name in self._model_values:
             if name in saved:
                 self._set_value(name, saved[name])
+        self._replica = self._find_replica()
+        for name, value in self._replica["model"].items():
+            self._set_value(name, value)
+        set_model_state(self._args.model, self._model_state, self._strict)
+
+    def _find_replica(self) -> dict[str, Any]:
+        """Return what this rank had itself, if ranks differed in it and the layout is the same."""
         replicas = self._replica_keys()
         own = replica_key(self._ranks.rank)
-        if is_same_layout and own in replicas:
-            for name, value in self._decode(own).items():
-                self._set_value(name, value)
-        elif replicas and not is_same_layout:
-            names = list(self._decode(replicas[0]))
+        if self._is_same_layout and own in replicas:
+            found: dict[str, Any] = self._decode(own)
+            return found
+        if replicas and not self._is_same_layout:
+            first = self._decode(replicas[0])
+            names = [*first["model"], *(f"optimizer.{name}" for name in first["optimizer"] or ())]
             self.notes.append(
-                f"the ranks had different buffers or extra state (of {list_some(names)}): all have "
-                "those of the first"
+                "the ranks had different buffers, extra state or values of the optimizer (of "
+                f"{list_some(names)}): all have those of the first"
             )
-        set_model_state(self._args.model, self._model_state, self._strict)
+        return {"model": {}, "optimizer": None}
 
     def _set_value(self, name: str, value: Any) -> None:
         present = self._model_state.get(name)
@@ -501,19 +531,26 @@ class Load:
             value = value.to(present.device)
         self._model_state[name] = value
 
-    def _set_optimizers(self, stages: Sequence[Mapping[str, Any]]) -> None:
+    def _set_optimizers(self, misfits: set[str]) -> None:
+        values = self._replica["optimizer"]
+        if values is None:
+            keys = [key for key in self._held if key[0] == "optimizer-values"]
+            values = {key[1]: self._decode(key) for key in keys}
+        own_parts = self._own["optimizer"]
         # Of the parameters that are here; FSDP1 does not say which these are, until a step.
-        has_names = len(self._optimizers) > 0
-        for key in self._held:
-            if key[0] == "optimizer-values" and (key[1] in self._optimizers or not has_names):
-                self._optimizers.setdefault(key[1], {}).update(self._decode(key))
-        options = join_lists(stage["options"] for stage in stages)
+        names = self._optimizers.keys() or values.keys()
+        for name in names - misfits:
+            entries = self._optimizers.setdefault(name, {})
+            entries.update(values.get(name, {}))
+            if name in own_parts:
+                entries.update(own_parts[name]["state"])
+        options = join_lists(stage["options"] for stage in self._stages)
         set_optimizers(self._args.model, self._args.optimizers, self._optimizers, options)
 
-    def _set_rng(self, state: dict[str, Any], is_same_layout: bool, world: World | None) -> None:
+    def _set_rng(self, world: World | None) -> None:
         device = find_device(self._args.model, world)
-        if is_same_layout:
-            self.notes += set_rng_state(state, device)
+        if self._is_same_layout:
+            self.notes += set_rng_state(self._own["rng"], device)
             return
         own = rank_key(self._ranks.rank)
         degrees = self._layout.degrees

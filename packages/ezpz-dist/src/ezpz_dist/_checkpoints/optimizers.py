@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
@@ -9,14 +10,19 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
-from .pieces import hide_fsdp1_warnings, is_fsdp1, parameters_by_name
+from .pieces import Splits, hide_fsdp1_warnings, is_fsdp1, parameters_by_name
 
 State = dict[str, dict[str, Any]]
 """By the parameter's plain name and the optimizer's key."""
+
+OwnParts = dict[str, dict[str, Any]]
+"""What a rank has of its part of a parameter, by name: the ``pieces`` that it has, ``state``."""
 
 Options = list[dict[str, Any]]
 """For each group: ``names`` of its parameters, and ``options``."""
@@ -58,6 +64,35 @@ def collect_fsdp1(model: nn.Module, optimizers: Sequence[Optimizer]) -> tuple[St
     return dict(found["state"]), options
 
 
+def take_own_parts(state: State, splits: Splits) -> OwnParts:
+    """Remove from a state what a rank has of its own part of a parameter, and return it.
+
+    Such as 8-bit moments in blocks beside a shard: nothing tells which part of a whole they are.
+    """
+    found: OwnParts = {}
+    for name, entries in state.items():
+        own = {key: value for key, value in entries.items() if has_elements(value)}
+        if not own or not splits.is_sharded(name):
+            continue
+        for key, value in list(own.items()):
+            if isinstance(value, Tensor) and splits.has_its_shape(name, value):
+                del own[key]
+            else:
+                del entries[key]
+        if own:
+            found[name] = {"pieces": splits.list_own(name), "state": own}
+    return found
+
+
+def has_elements(value: Any) -> bool:
+    """True for plain tensors that are no counters, also in containers."""
+    if isinstance(value, list | tuple | dict):
+        return any(has_elements(leaf) for leaf in tree_leaves(value))
+    if not isinstance(value, Tensor) or isinstance(value, DTensor | ShardedTensor):
+        return False
+    return value.dim() > 0
+
+
 def describe_group(names: list[str], group: Mapping[str, Any]) -> dict[str, Any]:
     options = {key: value for key, value in group.items() if key not in _NAMES_IN_A_GROUP}
     return {"names": names, "options": options}
@@ -86,6 +121,10 @@ def unwrap_zero1(optimizer: Optimizer) -> Optimizer:
     return cast("Optimizer", optimizer.optim)
 
 
+def has_zero1(optimizers: Sequence[Optimizer]) -> bool:
+    return any(unwrap_zero1(each) is not each for each in optimizers)
+
+
 def list_parameters(optimizer: Optimizer) -> Iterator[Tensor]:
     return chain.from_iterable(group["params"] for group in optimizer.param_groups)
 
@@ -96,6 +135,7 @@ def list_parameters(optimizer: Optimizer) -> Iterator[Tensor]:
 def allocate_state(
     model: nn.Module,
     optimizers: Sequence[Optimizer],
+    splits: Splits,
     saved: Mapping[str, Mapping[str, SavedTensor]],
     parameter_dtypes: Mapping[str, torch.dtype],
 ) -> State:
@@ -104,6 +144,7 @@ def allocate_state(
     Args:
         model: The model.
         optimizers: Its optimizers.
+        splits: How its parameters are split.
         saved: What was saved of each parameter, by its name and the optimizer's key.
         parameter_dtypes: What parameters were saved as.
     """
@@ -124,9 +165,15 @@ def allocate_state(
                 dtype = choose_dtype(
                     tensor.dtype, parameter_dtypes.get(name), parameter.dtype, present.get(key)
                 )
-                what = f"{key!r} of {name!r}"
                 shape = tensor.shape
-                state[name][key] = allocate_like(what, parameter, present.get(key), shape, dtype)
+                is_split = is_shape_of(parameter, shape) or isinstance(present.get(key), DTensor)
+                if math.prod(shape) > 1 and not is_split and splits.is_sharded(name):
+                    raise ValueError(
+                        f"{key!r} of {name!r} in the optimizer was saved with shape {shape}, and "
+                        f"the parameter has {tuple(parameter.shape)}: how it is sharded here "
+                        "cannot be told; expected the layout that saved it"
+                    )
+                state[name][key] = allocate_like(parameter, present.get(key), shape, dtype)
     return state
 
 
@@ -152,26 +199,24 @@ def choose_dtype(
 
 
 def allocate_like(
-    what: str, parameter: Tensor, present: Any, shape: tuple[int, ...], dtype: torch.dtype
+    parameter: Tensor, present: Any, shape: tuple[int, ...], dtype: torch.dtype
 ) -> Tensor:
     """Return a tensor to fill, on the device, and split as the parameter is."""
     if isinstance(present, Tensor):
         if present.dtype == dtype:
             return present.detach()
         return torch.empty_like(present, dtype=dtype)
-    full_shape = getattr(parameter, "full_shape", parameter.shape)
-    if shape in (tuple(parameter.shape), tuple(full_shape)):
+    if is_shape_of(parameter, shape):
         # Zeros: what pads a vocabulary is in no checkpoint.
         return torch.zeros_like(parameter.detach(), dtype=dtype)
-    if torch.Size(shape).numel() == 1:
+    if math.prod(shape) == 1:
         return torch.empty(shape, dtype=dtype)
-    if isinstance(parameter, DTensor):
-        raise ValueError(
-            f"{what} in the optimizer was saved with shape {shape}, the parameter has "
-            f"{tuple(parameter.shape)}: how it is sharded cannot be told; make one step with the "
-            "optimizer before load_checkpoint"
-        )
     return torch.empty(shape, dtype=dtype, device=parameter.device)
+
+
+def is_shape_of(parameter: Tensor, shape: tuple[int, ...]) -> bool:
+    full_shape = getattr(parameter, "full_shape", parameter.shape)
+    return shape in (tuple(parameter.shape), tuple(full_shape))
 
 
 # Giving it back.

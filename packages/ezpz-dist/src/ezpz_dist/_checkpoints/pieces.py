@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -23,11 +22,9 @@ from torch.utils._pytree import tree_map_only
 
 import ezpz_tp
 from ezpz_dist._errors import CheckpointError
-from ezpz_dist._objects import raw_of
+from ezpz_dist._replicas import find_wrapper
 from ezpz_dist._world import parallel_state
 from ezpz_tp import Piece, Shard
-
-from .values import encode
 
 # A rank's place in ezpz_tp's groups.
 
@@ -151,7 +148,8 @@ def is_fsdp1(model: nn.Module) -> bool:
 
 
 def refuse_deepspeed(model: nn.Module) -> None:
-    is_engine = any(kind.__name__ == "DeepSpeedEngine" for kind in type(model).__mro__)
+    is_engine = find_wrapper(model) == "DeepSpeed"
+    # As ZeRO-3 marks what it has taken apart.
     if is_engine or any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         raise ValueError(
             f"{type(model).__name__} is DeepSpeed's, which holds the state in parts of its own; "
@@ -196,22 +194,6 @@ def set_model_state(model: nn.Module, state: Mapping[str, Any], strict: bool) ->
             ) from error
 
 
-def give_memory(model: nn.Module) -> None:
-    """Give elements of buffers that share memory (`expand`) some of their own, to be filled."""
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if shares_memory(buffer):
-                setattr(module, name, buffer.clone(memory_format=torch.contiguous_format))
-
-
-def shares_memory(buffer: Tensor) -> bool:
-    """True if several elements lie at one address."""
-    if buffer.layout is not torch.strided or buffer.is_meta:
-        return False
-    dims = zip(buffer.shape, buffer.stride(), strict=True)
-    return any(size > 1 and stride == 0 for size, stride in dims)
-
-
 def is_extra_state(name: str) -> bool:
     """Whether a name of a state dict is that of what a module's ``get_extra_state`` returned."""
     return name.rpartition(".")[2] == "_extra_state"
@@ -241,19 +223,6 @@ def replica_state(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
         if is_whole_buffer or not is_in_pieces(name, value):
             found[name] = tree_map_only(Tensor, Tensor.detach, value)
     return found
-
-
-def compute_digest(state: Mapping[str, Any]) -> bytes:
-    """Return a digest that is equal on ranks with the same state."""
-    digest = hashlib.sha256()
-    for name, value in state.items():
-        digest.update(name.encode())
-        if has_pieces(value) and not value.is_meta:
-            digest.update(repr((value.dtype, value.shape)).encode())
-            digest.update(raw_of(value))
-        else:
-            digest.update(encode(name, value))
-    return digest.digest()
 
 
 # A tensor as a rank holds it: which pieces of the whole, at which offsets.
@@ -369,23 +338,32 @@ class Splits:
             return False
         return len(self._peers.intersection(mesh.mesh.flatten().tolist())) > 1
 
+    def is_sharded(self, name: str) -> bool:
+        """True if a parameter says which part of a whole it is."""
+        shard = self._shards.get(name)
+        is_part = shard is not None and shard.dim is not None
+        return is_part or isinstance(self._parameters.get(name), DTensor)
+
+    def has_its_shape(self, name: str, value: Tensor) -> bool:
+        """True if a plain tensor is shared among ranks as the plain parameter is."""
+        parameter = self._parameters[name]
+        return not isinstance(parameter, DTensor) and value.size() == parameter.size()
+
+    def list_own(self, name: str) -> list[Piece]:
+        """Return the pieces of a parameter that this rank holds."""
+        return [piece for piece, _ in self.of_model(name, self._parameters[name]).held]
+
     def of_model(self, name: str, value: Tensor) -> Pieces:
         return self._cut(name, value, name)
 
     def of_optimizer(self, name: str, key: str, value: Tensor) -> Pieces:
         if isinstance(value, ShardedTensor):
             return pieces_of(value)  # FSDP1's, of the whole parameter
-        what = f"{key!r} of {name!r} in the optimizer"
         parameter = self._parameters.get(name)
-        if parameter is not None and value.size() == parameter.size():
-            return self._cut(what, value, name)
-        shard = self._shards.get(name)
-        if shard is not None and shard.dim is not None and value.numel() > 1:
-            raise CheckpointError(
-                f"{what} has shape {tuple(value.shape)}; expected that of its parameter, or one "
-                "number: how tensor-parallel ranks share it cannot be told"
-            )
-        return self._cut(what, value, "")
+        has_its_shape = parameter is not None and value.size() == parameter.size()
+        return self._cut(
+            f"{key!r} of {name!r} in the optimizer", value, name if has_its_shape else ""
+        )
 
     def _cut(self, what: str, value: Tensor, owner: str) -> Pieces:
         parameter = self._parameters.get(owner)

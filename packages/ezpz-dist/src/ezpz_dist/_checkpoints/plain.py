@@ -19,12 +19,12 @@ from ezpz_dist._collectives import all_gather_object
 from ezpz_dist._errors import CheckpointError
 from ezpz_dist._members import find_members
 from ezpz_dist._objects import as_bytes, is_plain
+from ezpz_dist._replicas import unexpand_buffers
 from ezpz_dist._slices import read_for_all
 from ezpz_topo import get_hostname, get_rank
 
 from .pieces import (
     find_tied_names,
-    give_memory,
     is_extra_state,
     is_fsdp1,
     model_state,
@@ -155,7 +155,7 @@ def _fit(model: torch.nn.Module, state: object, *, strict: bool) -> dict[int, li
         raise CheckpointError(f"it holds a {type(state).__name__}; expected a state dict")
     if is_fsdp1(model):
         raise CheckpointError("the model is wrapped by FSDP1; load the file before wrapping it")
-    give_memory(model)
+    unexpand_buffers(model)
     mine = model_state(model)
     named = _names_in_file(model, mine, state)
     missing = [name for name in mine if named[name] not in state]

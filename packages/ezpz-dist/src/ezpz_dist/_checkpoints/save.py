@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import hashlib
 import logging
 import os
 import threading
@@ -17,13 +18,14 @@ import torch
 from torch import nn
 
 from ezpz_dist._errors import CheckpointError, fold, grouped
+from ezpz_dist._objects import as_tensor
 from ezpz_dist._world import current_world
 
 from . import contents as _contents
 from . import files, listing, owner, random_state
 from . import pieces as _pieces
 from .background import Saving, finish_saving
-from .contents import CheckpointArgs, Optimizers, encode_pieces
+from .contents import CheckpointArgs, Optimizers, bytes_pieces, encode_pieces
 from .disk_format import (
     INDEX,
     MANIFEST,
@@ -39,7 +41,14 @@ from .disk_format import (
     encode_manifest,
     write_checksummed,
 )
-from .optimizers import Options, State, collect_optimizers
+from .optimizers import (
+    Options,
+    OwnParts,
+    State,
+    collect_optimizers,
+    has_zero1,
+    take_own_parts,
+)
 from .pieces import Layout, Pieces
 from .plan import (
     Held,
@@ -54,6 +63,7 @@ from .plan import (
     unpack_items,
 )
 from .ranks import Ranks, find_ranks
+from .values import encode
 
 logger = logging.getLogger(__name__)
 
@@ -79,10 +89,14 @@ def save_checkpoint(
     It is written aside with checksums, synced, and then renamed to ``step-00000042``. A crash
     at any moment leaves the checkpoint before it. Tensors have the model's own names, so that
     any number of ranks, and DDP, FSDP1, FSDP2, ZeRO-1, ezpz_tp's layers or the bare model can
-    load it. The random streams of every rank are saved too, and so are buffers and extra state
-    where ranks differ in them. Parameters that nothing says how they are split are taken for equal
-    on the ranks of a tensor-parallel group; where they are not, a warning names them. A failure on
-    one rank is raised on all. Collective: every rank calls this.
+    load it.
+
+    The random streams of every rank are saved too, and so are buffers, extra state and numbers in
+    an optimizer's state, where ranks differ in them. What an optimizer has of a shard and is no
+    shard itself, such as 8-bit moments in blocks, is saved by each rank, and fits only the layout
+    that saved it. Parameters that nothing says how they are split are taken for equal on the ranks
+    of a tensor-parallel group; where they are not, a warning names them. A failure on one rank is
+    raised on all. Collective: every rank calls this.
 
     A step that exists already is saved beside it and then replaced. What interrupted saves left
     is removed.
@@ -143,7 +157,7 @@ class Summary(NamedTuple):
     arguments: str
     place: tuple[int, int]  # pipeline stage, tensor-parallel index
     packed: bytes  # what it holds
-    replica_digest: bytes  # of its buffers and extra state
+    replica_digest: bytes  # of its buffers, extra state and values of the optimizer
 
 
 class Begun(NamedTuple):
@@ -153,7 +167,7 @@ class Begun(NamedTuple):
     name: files.Name
     working: Path  # the folder that is renamed once it is whole
     sequence: int
-    unlike_stages: set[int]  # of the pipeline, whose ranks differ in buffers or extra state
+    unlike_stages: set[int]  # of the pipeline, whose ranks differ in what the digests are of
 
 
 class Save:
@@ -187,7 +201,8 @@ class Save:
                 ranks.run_on_all(self._what, self._compute_checksums, self._compare_copies)
         self._to_write = self._begun.plan.find_own(ranks.rank, self._packed, self._items)
         if self._layout.index["pipeline"] in self._begun.unlike_stages:
-            self._own[_contents.replica_key(ranks.rank)] = encode_pieces("", self._replica)
+            replica = bytes_pieces(as_tensor(self._replica))
+            self._own[_contents.replica_key(ranks.rank)] = replica
         self._to_write += list_items(self._own)
 
     def _collect(self) -> Summary:
@@ -200,7 +215,7 @@ class Save:
             arguments=arguments,
             place=(layout.index["pipeline"], layout.index["tensor"]),
             packed=self._packed,
-            replica_digest=_pieces.compute_digest(self._replica),
+            replica_digest=hashlib.sha256(self._replica).digest(),
         )
 
     def _check_arguments(self) -> str:
@@ -252,7 +267,7 @@ class Save:
 
     def _compute_checksums(self) -> list[int | None]:
         # Not of buffers: each rank gets its own back.
-        names = self._replica.keys()
+        names = _pieces.find_buffer_names(self._args.model)
         held = {key: pieces for key, pieces in self._held.items() if key[1] not in names}
         return compute_checksums(held, self._begun.plan.shared)
 
@@ -410,22 +425,23 @@ class WrittenItems(NamedTuple):
     places: Sequence[int]  # in the file
 
 
-def collect(
-    ranks: Ranks, layout: Layout, args: CheckpointArgs
-) -> tuple[Held, Held, dict[str, Any]]:
+def collect(ranks: Ranks, layout: Layout, args: CheckpointArgs) -> tuple[Held, Held, bytes]:
     """Return what this rank holds. Its tensors are those in use.
 
     Returns:
-        What other ranks may hold, too; what is this rank's; its buffers and extra state.
+        What other ranks may hold, too; what is this rank's; its buffers, extra state and values of
+        the optimizer, which may differ between ranks.
     """
     model = args.model
     _pieces.refuse_deepspeed(model)
+    splits = _pieces.Splits(model, layout)
     optimizers: State = {}
     options: Options = []
     if args.optimizers:
         optimizers, options = collect_optimizers(model, args.optimizers)
+    own_parts = take_own_parts(optimizers, splits)
     state = _pieces.model_state(model)
-    replica = _pieces.replica_state(model, state)
+    replica: dict[str, Any] = {"model": _pieces.replica_state(model, state), "optimizer": None}
     left_out: set[str] = set()
     if layout.is_replica:
         # Each replica has its own buffers, as of batch norm: the first one's are saved.
@@ -433,14 +449,19 @@ def collect(
     if not args.frozen:
         left_out |= _pieces.find_frozen_names(model)
     state = {name: value for name, value in state.items() if name not in left_out}
-    cut = _contents.cut_state(_pieces.Splits(model, layout), state, optimizers)
+    cut = _contents.cut_state(splits, state, optimizers)
     shared = dict(cut.tensors)
-    for name, values in cut.optimizer_values.items():
-        what = f"the optimizer's state of {name!r}"
-        shared[_contents.values_key(name)] = encode_pieces(what, values)
-    own: Held = {_contents.rank_key(ranks.rank): encode_pieces("", collect_own(ranks, args))}
+    is_shared_out = has_zero1(args.optimizers)
+    if not is_shared_out:
+        replica["optimizer"] = cut.optimizer_values
+    if is_shared_out or layout.is_first_of_stage:
+        for name, values in cut.optimizer_values.items():
+            what = f"the optimizer's state of {name!r}"
+            shared[_contents.values_key(name)] = encode_pieces(what, values)
+    own: Held = {}
+    own[_contents.rank_key(ranks.rank)] = encode_pieces("", collect_own(ranks, args, own_parts))
     if layout.is_first_of_stage:
-        stage = {"model": cut.model_values, "options": options}
+        stage = {"model": cut.model_values, "options": options, "own_parts": sorted(own_parts)}
         own[_contents.stage_key(layout.index["pipeline"])] = encode_pieces("", stage)
     if ranks.rank == 0:
         common = {
@@ -449,13 +470,14 @@ def collect(
             "degrees": layout.degrees,
         }
         own[_contents.COMMON] = encode_pieces("", common)
-    return shared, own, replica
+    return shared, own, encode("", replica)
 
 
-def collect_own(ranks: Ranks, args: CheckpointArgs) -> dict[str, Any]:
-    """Return a rank's random streams and position in the data."""
+def collect_own(ranks: Ranks, args: CheckpointArgs, own_parts: OwnParts) -> dict[str, Any]:
+    """Return a rank's random streams, position in the data, and parts of optimizer state."""
     rng = random_state.get_rng_state(random_state.find_device(args.model, ranks.world))
-    return {"rng": rng, "data": _contents.collect_states(args.data)}
+    data = _contents.collect_states(args.data)
+    return {"rng": rng, "data": data, "optimizer": own_parts}
 
 
 @contextmanager
