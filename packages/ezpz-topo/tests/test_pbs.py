@@ -69,7 +69,10 @@ def pbs(tmp_path, command):
         )
         for name in ("qstat", "qselect"):
             command(name, f'exec "{sys.executable}" -SE "{FAKE}" "{tmp_path}/jobs" {name} "$@"')
-        return {"PATH": f"{tmp_path}:/usr/bin:/bin", "USER": "alice"}
+        # However slow the machine: cpus_per_node() waits for two seconds by itself.
+        return {
+            "PATH": f"{tmp_path}:/usr/bin:/bin", "USER": "alice", "EZPZ_SCHEDULER_TIMEOUT": "60",
+        }  # fmt: skip
 
     return serve
 
