@@ -202,7 +202,6 @@ SPOIL = {
     [
         (("ezpz-topos", "minor"), None, "no package 'ezpz-topos'; expected one of: ezpz-device"),
         (("ezpz-topo", "mini"), None, "'mini': expected major, minor, patch, or a version"),
-        (("ezpz-topo", "0.2"), None, "'0.2': expected major, minor, patch, or a version"),
         (("ezpz-topo", "0.0.9"), None, "0.0.9 is not above what is there (in the tree 0.1.0"),
         (("ezpz-topo", "0.1.0"), SPOIL["tag"], "released: 0.1.0)"),
         (("ezpz-launch", "0.1.0"), None, "ezpz-launch needs ezpz-topo<0.2,>=0.1, and no such"),

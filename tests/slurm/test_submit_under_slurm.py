@@ -50,7 +50,7 @@ def test_a_training_goes_on_from_job_to_job_bit_for_bit(slurm, tool, submit, tmp
     parts.mkdir()
     # Nodes of the sandbox have no names that can be looked up.
     train = ["--env", "MASTER_ADDR=127.0.0.1", sys.executable, str(RESUMED)]
-    chain = submit("--until-done", "--time", "2m", "--signal-before", "80s", *train, parts)
+    chain = submit("--until-done", "--time", "2m", "--signal-before", "60s", *train, parts)
     told = goes_on(chain, (parts / "losses").read_text)
 
     job = ["salloc", "-Q", "-N", "2", "-t", "5", tool("ezpz-launch"), "--ppn", "1"]

@@ -43,7 +43,6 @@ WHOLE = "a whole number"
     [
         ("minimal", "--epochs=True", f"{WHOLE} from 1"),
         ("minimal", "--lr=0", "a number above 0"),
-        ("minimal", "--seed=-1", f"{WHOLE} from 0"),
         ("minimal", "--use_fsdp=3", "True or False"),
         ("minimal", "--outdir", "--outdir True; expected --outdir=True"),
         ("pipeline", "--schedule=fast", "1f1b, gpipe or interleaved"),
@@ -57,7 +56,6 @@ WHOLE = "a whole number"
          "a divisor of 16, the blocks that are evaluated at the end"),
         ("megatron_style", "--tp=two", f"{WHOLE} above 0"),
         ("megatron_style", "--lr=fast", "a number above 0"),
-        ("megatron_style", "--seed=-1", f"{WHOLE} from 0"),
         ("megatron_style", "--outdir",
          "--outdir=True; expected a folder, such as --outdir=./True"),
     ],

@@ -44,9 +44,7 @@ def test_ranks_that_are_no_power_of_two_share_a_model_that_fits_them(tested):
 @pytest.mark.parametrize(
     ("n", "words"),
     [
-        (2, "--wrap=none"),
         (2, ""),
-        (2, "--wrap=fsdp2"),
         (2, "--wrap=zero1"),
         (4, "--tp=2 --wrap=fsdp2"),
         (4, "--pp=2 --wrap=fsdp2"),
@@ -57,7 +55,7 @@ def test_however_it_is_wrapped_two_replicas_learn_the_same(tested, known, n, wor
     assert found["ok"]
     assert found["degrees"]["data"] == 2
     _, given, wrap = words.partition("--wrap=")
-    assert found["wrap"] == (wrap if given else "none" if words else "ddp")
+    assert found["wrap"] == (wrap if given else "ddp")
     assert found["losses"] == pytest.approx(known.setdefault("two", found["losses"]), rel=1e-4)
 
 
