@@ -30,7 +30,7 @@ from ._records import (
     is_plain,
 )
 from ._tensors import Copy, copy_to_host, finish_copies
-from ._text import to_text
+from ._text import describe_error
 from ._writer import PreviousContent, Writer, find_folder, find_launch_id
 
 if TYPE_CHECKING:
@@ -506,10 +506,7 @@ def describe_cause(failure: BaseException) -> str:
     """Return what ended a run: ``ValueError: no such file``; ``exit`` of status 0."""
     if isinstance(failure, SystemExit) and not failure.code:
         return "exit"
-    text = to_text(failure).partition("\n")[0]
-    if not text:
-        return type(failure).__name__
-    return f"{type(failure).__name__}: {text}"
+    return describe_error(failure)
 
 
 class Progress:

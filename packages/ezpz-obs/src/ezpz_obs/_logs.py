@@ -36,7 +36,7 @@ from ._processors import (
     redact_secrets,
     wants_json,
 )
-from ._text import to_plain, to_text
+from ._text import describe_error, to_plain, to_text
 
 _CHATTY: Final = (
     "absl", "aiohttp", "alembic", "asyncio", "azure", "boto3", "botocore", "datasets", "filelock",
@@ -52,7 +52,6 @@ _OURS: Final = ("ezpz", "ezpz_device", "ezpz_dist", "ezpz_launch", "ezpz_obs", "
 """Loggers that log from our own level, unless somebody has given them one."""
 
 _NO_ERRORS: Final = (KeyboardInterrupt, SystemExit, GeneratorExit)
-_LONGEST: Final = 500
 _LEVELS: Final = {
     "debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING,
     "error": logging.ERROR, "critical": logging.CRITICAL,
@@ -471,13 +470,9 @@ def _hook_exceptions(undo: ExitStack) -> None:
 def log_uncaught(value: BaseException, *, with_traceback: bool) -> None:
     """Log an uncaught exception: the file gets its traceback, the terminal if wanted."""
     output = find_output()
-    text = f"uncaught {type(value).__name__}"
-    lines = to_text(value).splitlines()
-    if lines:
-        text = f"{text}: {lines[0][:_LONGEST]}"
     emitter = LogEmitter("ezpz_obs")
     for handler in output.handlers:
-        event: EventDict = {"event": text}
+        event: EventDict = {"event": f"uncaught {describe_error(value)}"}
         if with_traceback or handler is not output.terminal:
             event["exc_info"] = value
         thread = threading.current_thread()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, Final
 
 _DEEPEST: Final = 20  # nesting beyond it is a cycle, as likely as not
 _LONGEST: Final = 2000  # letters of an object that is no number, string, list or mapping
 _LONGEST_REASON: Final = 200
+_LONGEST_ERROR: Final = 500
 _LARGEST_INTEGERS: Final = (-(1 << 63), (1 << 64) - 1)  # that JSON's readers take
 NOT_FINITE: Final = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 
@@ -29,6 +30,23 @@ def describe_failure(value: object, method: str, error: Exception) -> str:
     with suppress(Exception):  # the error's own __str__, likewise
         reason = f": {error}".partition("\n")[0][:_LONGEST_REASON]
     return f"<{type(value).__name__}: {method} raised {type(error).__name__}{reason}>"
+
+
+def describe_error(error: BaseException) -> str:
+    """Return an error in one line: ``OSError: [Errno 28] No space left on device``."""
+    text = to_text(error).strip().partition("\n")[0]
+    if not text:
+        return type(error).__name__
+    return f"{type(error).__name__}: {text[:_LONGEST_ERROR]}"
+
+
+def iterate_leaves(mapping: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of nested mappings under names such as ``model.layers``."""
+    for name, value in mapping.items():
+        if isinstance(value, Mapping) and value:
+            yield from iterate_leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def to_plain(value: Any, depth: int = 0) -> Any:

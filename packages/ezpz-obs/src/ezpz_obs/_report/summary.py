@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from ezpz_obs._run import Run, describe_damage
+from ezpz_obs._text import iterate_leaves
 
 from .series import Series, group_metrics, read_series
 from .words import (
@@ -312,17 +313,10 @@ def _format_extreme(extreme: tuple[int, float] | None) -> str:
 
 
 def _make_fact_table(title: str, facts: object) -> Table:
-    return Table(title, ("", ""), list(_flatten(facts, "")))
-
-
-def _flatten(facts: object, prefix: str) -> Iterator[Row]:
-    if not isinstance(facts, Mapping):
-        return
-    for name, value in facts.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flatten(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{clean(name)}", clean(value)
+    rows: list[Row] = []
+    if isinstance(facts, Mapping):
+        rows = [(clean(name), clean(value)) for name, value in iterate_leaves(facts)]
+    return Table(title, ("", ""), rows)
 
 
 def _environment_facts(summary: Summary) -> dict[str, Any]:

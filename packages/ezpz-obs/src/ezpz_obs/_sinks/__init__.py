@@ -14,9 +14,9 @@ from typing import Any, Final, Protocol, runtime_checkable
 
 from ezpz_obs._errors import SinkError
 from ezpz_obs._run import read_run
-from ezpz_obs._text import to_text
+from ezpz_obs._text import describe_error, to_text
 
-from .common import SET_UP, check_installed, describe_error, start_call
+from .common import SET_UP, check_installed, start_call
 
 logger = logging.getLogger("ezpz_obs")
 ENTRY_POINTS: Final = "ezpz_obs.sinks"

@@ -14,7 +14,6 @@ from typing import Any, Final
 
 from ezpz_obs._errors import HistoryError, SinkError
 from ezpz_obs._records import FILE_NAME, HEADER, as_float, decode
-from ezpz_obs._text import to_text
 
 LIBRARIES: Final = ("mlflow", "tensorboard", "trackio", "wandb")
 """Sinks whose library, extra and name are the same word."""
@@ -53,14 +52,6 @@ def start_call(function: Callable[..., Any], *arguments: Any) -> Future[Any]:
 
     threading.Thread(target=run, name="ezpz_obs sink", daemon=True).start()
     return future
-
-
-def describe_error(error: BaseException) -> str:
-    """Return ``OSError: No space left on device`` in one line."""
-    text = " ".join(to_text(error).split())
-    if not text:
-        return type(error).__name__
-    return f"{type(error).__name__}: {text:.500}"
 
 
 def to_library_numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:

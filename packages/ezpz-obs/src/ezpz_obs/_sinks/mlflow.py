@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 
 from ezpz_obs._errors import SinkError
 from ezpz_obs._records import as_float
+from ezpz_obs._text import iterate_leaves
 
 from .common import SET_UP, check_installed, config_from_header, find_project, run_key
 
@@ -84,7 +85,7 @@ class MlflowSink:
         self._run = run.info.run_id
         parameters = [
             self._make_parameter(to_mlflow_name(name), str(value)[:_LONGEST_VALUE])
-            for name, value in _flatten(config_from_header(header))
+            for name, value in iterate_leaves(config_from_header(header))
         ]
         for first in range(0, len(parameters), _MOST_PARAMETERS):
             self._client.log_batch(self._run, params=parameters[first : first + _MOST_PARAMETERS])
@@ -140,11 +141,3 @@ def to_mlflow_name(name: str) -> str:
     digest = blake2b(name.encode(errors="replace"), digest_size=3).hexdigest()
     clean = "/".join(part for part in parts if part not in ("", ".", ".."))
     return f"{clean[: _LONGEST_NAME - 7]}_{digest}"
-
-
-def _flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in config.items():
-        if isinstance(value, Mapping):
-            yield from _flatten(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value

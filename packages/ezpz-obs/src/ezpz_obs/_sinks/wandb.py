@@ -19,12 +19,12 @@ from urllib.parse import urlsplit
 
 from ezpz_obs._context import find_rank_info
 from ezpz_obs._errors import SinkError
+from ezpz_obs._text import describe_error
 from ezpz_topo import redact
 
 from .common import (
     check_installed,
     config_from_header,
-    describe_error,
     find_project,
     run_key,
     start_call,
