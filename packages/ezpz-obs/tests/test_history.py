@@ -48,7 +48,13 @@ def test_no_credential_reaches_the_file_or_the_report(tmp_path, python):
         import argparse, ezpz_obs; from ezpz_obs import get_logger
         config = {'api_key': 'hunter2', 'hub': {'url': 'https://me:hunter2@host/x'},
                   'args': argparse.Namespace(hf_token='hunter2', lr=0.5)}
-        with ezpz_obs.History('run', config=config) as history: history.update({'x': 1})
+        try:
+            with ezpz_obs.History('run', config=config) as history:
+                history.update({'x': 1})
+                history.event('saved', 'to https://me:hunter2@host', api_key='hunter2',
+                              given={'args': argparse.Namespace(hf_token='hunter2')})
+                raise ValueError('https://me:hunter2@host refused HF_TOKEN=hunter2')
+        except ValueError: pass
         get_logger().warning('at https://me:hunter2@host/x', wandb_key='hunter2', n=3)
         get_logger().warning('failed', exc_info=ValueError('HF_TOKEN=hunter2'))
         """,

@@ -11,10 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-import orjson
-
 from ._context import RankInfo
-from ._records import SCHEMA, encode
+from ._records import SCHEMA
+from ._text import to_plain
 from ._writer import PreviousContent
 
 _PACKAGES: Final = (
@@ -40,8 +39,8 @@ def make_header(
         version = getattr(sys.modules.get(name), "__version__", None)
         if version is not None:
             versions[name] = str(version)
-    # Redacted after encoding: an object's own text may hold a secret, too.
-    given = redact(orjson.loads(encode({"argv": sys.argv, "config": config})))
+    # By their plain form: an object's own text may hold a secret, too.
+    given = redact(to_plain({"argv": sys.argv, "config": config}))
     header = {
         "ezpz_obs": SCHEMA,
         "attempt": before.attempts,

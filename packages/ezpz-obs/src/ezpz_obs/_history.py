@@ -30,7 +30,7 @@ from ._records import (
     is_plain,
 )
 from ._tensors import Copy, copy_to_host, finish_copies
-from ._text import describe_error
+from ._text import describe_error, to_plain
 from ._writer import PreviousContent, Writer, find_folder, find_launch_id
 
 if TYPE_CHECKING:
@@ -212,7 +212,8 @@ class History:
         Args:
             kind: "checkpoint", "warning", ...
             message: For people.
-            fields: Anything else; what JSON does not have is written as text.
+            fields: Anything else; what JSON does not have is written as text, and secrets as
+                ``***``.
 
         Raises:
             HistoryError: After `close`.
@@ -226,8 +227,12 @@ class History:
                 "of its own"
             )
         if self._writer is not None:
+            from ezpz_topo import redact  # a rank that writes nothing does without it
+
             line = {"event": kind, "time": time.time(), "step": self._last.get("step")}
-            self._writer.write(encode({**line, "message": message, **fields}))
+            # By its plain form: an object's own text may hold a secret, too.
+            plain = to_plain({**line, "message": message, **fields})
+            self._writer.write(encode(redact(plain)))
 
     @property
     def history(self) -> dict[str, list[float]]:
