@@ -289,6 +289,36 @@ class Renamed(nn.Module):
         state[prefix + "weight"] = state.pop(prefix + "old")
 
 
+class Named(torch.Tensor):
+    """A tensor by another name."""
+
+
+class Doubled(torch.Tensor):
+    """Has its values halved: they are not its bytes."""
+
+    def __new__(cls, half):
+        return torch.Tensor._make_wrapper_subclass(cls, half.shape, dtype=half.dtype)
+
+    def __init__(self, half):
+        self.half = half
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, arguments=(), options=None):
+        if function is torch.ops.aten.detach.default:
+            return cls(arguments[0].half)
+        if function is torch.ops.aten.copy_.default and isinstance(arguments[0], cls):
+            arguments[0].half.copy_(arguments[1] / 2)
+            return arguments[0]
+        plain = [each.half * 2 if isinstance(each, cls) else each for each in arguments]
+        return function(*plain, **(options or {}))
+
+
+class Wrapped(nn.Linear):
+    def __init__(self, seed):
+        super().__init__(2, 2)
+        self.doubled = nn.Parameter(Doubled(torch.full((3,), float(seed))))
+
+
 class Odd(nn.Linear):
     """Tensors, alike, whose values are not their bytes in order."""
 
@@ -299,12 +329,13 @@ class Odd(nn.Linear):
             filters = value.view(1, 3, 2, 2).to(memory_format=torch.channels_last)
             self.register_buffer(f"filters{number}", filters)
             self.register_buffer(f"stepped{number}", value[::2])
+        self.register_buffer("named", torch.full((2,), seed).as_subclass(Named))
         for number in range(2):
             conjugate = torch.view_as_complex(value.view(6, 2)).conj()
             self.register_buffer(f"conjugate{number}", conjugate)
 
 
-@pytest.mark.parametrize("kind", [nn.ReLU, Sparse, Expanded, Odd, Renamed])
+@pytest.mark.parametrize("kind", [nn.ReLU, Sparse, Expanded, Odd, Renamed, Wrapped])
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_unusual_state_comes_back(tmp_path, kind, asynchronous):
     model, other = (kind() if kind is nn.ReLU else kind(seed) for seed in (1, 2))
@@ -321,6 +352,14 @@ def test_unusual_state_comes_back(tmp_path, kind, asynchronous):
         moments = [each["optimizer"].state[one.inner.weight]["exp_avg"]
                    for each, one in ((given, model), (theirs, other))]  # fmt: skip
         assert torch.equal(*moments)
+
+
+def test_an_optimizer_s_state_that_would_come_back_as_another_kind_is_refused(tmp_path, model):
+    optimizer = torch.optim.SGD(model.parameters())
+    optimizer.state[model[0].bias]["moment"] = Doubled(torch.ones(7))
+    given = {"model": model, "optimizer": optimizer, "step": 1}
+    said = "'moment' of '0.bias' in the optimizer: it is a Doubled; expected a plain tensor"
+    refused(said, save_checkpoint, tmp_path, **given)
 
 
 def test_a_state_dict_that_the_model_itself_cannot_load_is_named(tmp_path):

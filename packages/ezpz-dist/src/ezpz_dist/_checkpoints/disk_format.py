@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from ezpz_dist._objects import as_bytes
+from ezpz_dist._objects import as_bytes, is_plain
 from ezpz_dist._version import __version__
 from ezpz_tp import Piece
 
@@ -149,7 +149,7 @@ def has_equal_bytes(source: Source) -> bool:
     target = source.target
     is_lazy = target.is_conj() or target.is_neg()
     is_same = source.part is None and target.dtype == source.dtype
-    return is_same and target.is_contiguous() and not is_lazy
+    return is_same and is_plain(target) and target.is_contiguous() and not is_lazy
 
 
 def find_damage(folder: Path, name: str, expected: Written) -> str | None:

@@ -221,8 +221,21 @@ def replica_state(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in state.items():
         is_whole_buffer = name in buffers and not isinstance(value, DTensor)
         if is_whole_buffer or not is_in_pieces(name, value):
-            found[name] = tree_map_only(Tensor, Tensor.detach, value)
+            found[name] = tree_map_only(Tensor, detach, value)
     return found
+
+
+def detach(tensor: Tensor) -> Tensor:
+    """Return a tensor without its graph, and without a class that says nothing of its values."""
+    detached = tensor.detach()
+    if type(detached) is Tensor or has_own_layout(detached):
+        return detached
+    return detached.as_subclass(Tensor)
+
+
+def has_own_layout(tensor: Tensor) -> bool:
+    """True for a class whose values are not the elements in its memory, as of quantized ones."""
+    return type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 
 # A tensor as a rank holds it: which pieces of the whole, at which offsets.
@@ -359,11 +372,19 @@ class Splits:
     def of_optimizer(self, name: str, key: str, value: Tensor) -> Pieces:
         if isinstance(value, ShardedTensor):
             return pieces_of(value)  # FSDP1's, of the whole parameter
+        what = f"{key!r} of {name!r} in the optimizer"
         parameter = self._parameters.get(name)
-        has_its_shape = parameter is not None and value.size() == parameter.size()
-        return self._cut(
-            f"{key!r} of {name!r} in the optimizer", value, name if has_its_shape else ""
-        )
+        owner = ""
+        if parameter is not None and value.size() == parameter.size():
+            owner = name
+        pieces = self._cut(what, value, owner)
+        for _, local in pieces.held:
+            if has_own_layout(local):
+                raise CheckpointError(
+                    f"{what}: it is a {type(local).__name__}; expected a plain tensor: a new "
+                    "optimizer could not be given one back"
+                )
+        return pieces
 
     def _cut(self, what: str, value: Tensor, owner: str) -> Pieces:
         parameter = self._parameters.get(owner)
