@@ -1,4 +1,4 @@
-"""Which torch device this process uses, and which backend goes with it, and what it can do.
+"""The torch device of this process, its backend, and its properties.
 
 >>> import ezpz_device
 >>> ezpz_device.get_torch_device_type(env={"TORCH_DEVICE": "cpu"})

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from ._select import DeviceError, get_torch_device_type
 
-# Which communication backend goes with a device.
+# The communication backend of a device.
 
 ONECCL_MODULE = "oneccl_bindings_for_pytorch"
 """Importing it registers the backend ``ccl`` with torch (Intel's torch-ccl)."""
@@ -59,7 +59,7 @@ def is_backend_available(backend: str) -> bool:
     backend = backend.lower()
     if backend == "ccl":
         return find_spec(ONECCL_MODULE) is not None
-    # torch says yes to "fake" and "undefined" too, whose collectives do nothing.
+    # For torch "fake" and "undefined" are available too, whose collectives do nothing.
     return backend in BACKENDS and bool(dist.is_backend_available(backend))
 
 

@@ -87,7 +87,7 @@ def get_memory(
 def reset_peak_memory(
     device: str | torch.device | None = None, *, env: Mapping[str, str] | None = None
 ) -> bool:
-    """Start the peak of `get_memory` again, from what is taken now.
+    """Reset the peak of `get_memory` to the bytes that are allocated now.
 
     Args:
         device: Default: the one in use, see `get_device_properties`.
@@ -158,7 +158,7 @@ def get_device_properties(
 
     Args:
         device: Default: the one in use, which is torch's current one once torch has
-            initialized it, before that what `get_torch_device` says.
+            initialized it, before that the one of `get_torch_device`.
         env: The environment to read; default ``os.environ``.
 
     Returns:

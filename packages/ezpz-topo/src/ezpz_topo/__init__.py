@@ -1,4 +1,4 @@
-"""Who am I, who else is there, and on which machine: from the standard library alone.
+"""Find this process's rank, its job and hosts, and its machine, by the standard library alone.
 
 >>> import ezpz_topo
 >>> topology = ezpz_topo.detect(env={"PMI_RANK": "1", "PMI_SIZE": "2",

@@ -1,4 +1,4 @@
-"""The nodes that a scheduler gave us, and whose job this is."""
+"""The nodes that a scheduler allocated, and the job that they belong to."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ class Allocation:
             the host's name or by which commands are installed.
         job_id: The scheduler's id of the job; None without a scheduler.
         hosts: The nodes of the job (of the step, for ranks that srun started), each once, in
-            the scheduler's order. Empty in a `Topology` where only a command could tell them,
+            the scheduler's order. Empty in a `Topology` where only a command knows them,
             and every rank would start one.
-        slots: Ranks that the scheduler foresees on each of ``hosts``, where it tells.
+        slots: Ranks that the scheduler foresees on each of ``hosts``, where known.
         name: The job's name, where it is known.
         queue: PBS's queue or Slurm's partition, where it is known.
         ends_at: End of the walltime (aware), where it is known.
         node_name: The one of ``hosts`` that this process runs on; None on a login node.
         sources: For each field the variable, file or command that it was read from.
-        notes: What was seen and set aside, in words for people.
+        notes: What was found and ignored, in plain text.
     """
 
     scheduler: str

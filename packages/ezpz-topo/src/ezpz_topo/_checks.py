@@ -26,14 +26,14 @@ class CheckResult:
     """The result of one check: every warning and error comes with its remedy.
 
     A check is a callable that takes the seconds that it has and returns one of these. A package
-    contributes it by an entry point of the group ``ezpz.checks``, whose name is the check's.
+    contributes it by an entry point of the group ``ezpz.checks`` with the check's name.
 
     >>> CheckResult.warning("1 GiB free in /tmp", "remove what is old there").status
     'warning'
 
     Attributes:
         status: ``"ok"``; ``"warning"``: it works, with a loss; ``"error"``: it will not work.
-        message: What was found, with the values that tell, in a sentence or two.
+        message: The finding with its values, in a sentence or two.
         remedy: What to do; empty where there is nothing to be done.
         details: The same for programs: texts, numbers, lists and mappings of these.
         name: The check's; ``ezpz doctor`` fills it in.
@@ -67,17 +67,17 @@ class CheckResult:
 
     @classmethod
     def ok(cls, message: str, /, **details: object) -> CheckResult:
-        """Return the result of what is as it should be."""
+        """Return the result of a check that passed."""
         return cls("ok", message, details=details)
 
     @classmethod
     def warning(cls, message: str, remedy: str, /, **details: object) -> CheckResult:
-        """Return the result of what works, with a loss."""
+        """Return the result of a check that passed with a loss."""
         return cls("warning", message, remedy, details)
 
     @classmethod
     def error(cls, message: str, remedy: str, /, **details: object) -> CheckResult:
-        """Return the result of what will not work."""
+        """Return the result of a check that failed."""
         return cls("error", message, remedy, details)
 
     @classmethod
@@ -137,7 +137,7 @@ def _compare_with_job(
         job_hosts = _query_job(scheduler, job.job_id or "", seconds, env).hosts
         source = f"{scheduler}'s server"
     except SchedulerError as error:
-        # The check "scheduler" says so too, and whether that is an error.
+        # The check "scheduler" reports it too, and whether that is an error.
         remark = f" ({source}; its server did not tell: {str(error).partition('; ')[0]})"
     foreign = _list_foreign(job.hosts, job_hosts)
     if foreign:
@@ -178,7 +178,7 @@ def _abbreviate(hosts: Sequence[str]) -> str:
     return ", ".join(shown)
 
 
-# Which interfaces a variable chooses: each library has a form of its own.
+# Which interfaces a variable chooses: each library has another form.
 
 VARIABLES = {
     "NCCL_SOCKET_IFNAME": "prefixes", "GLOO_SOCKET_IFNAME": "names", "TP_SOCKET_IFNAME": "names",
@@ -232,7 +232,7 @@ def check_network(_seconds: float, env: Mapping[str, str] | None = None) -> Chec
     job = None
     try:
         machine = get_machine_info(env)
-        with contextlib.suppress(SchedulerError):  # the check "scheduler" says so
+        with contextlib.suppress(SchedulerError):  # the check "scheduler" reports it
             job = get_allocation(env, ask=False)
     except TopoError as error:
         return CheckResult.of(error)
@@ -312,7 +312,7 @@ def _compare_environment(machine: Machine, env: Mapping[str, str]) -> tuple[str,
     return None
 
 
-# The check ``scheduler``: whose job this is, and whether its scheduler answers.
+# The check ``scheduler``: the job of this process, and whether its scheduler answers.
 
 _PING = {"slurm": ("scontrol", "ping"), "pbs": ("qstat", "-B")}
 """What asks the server itself something small (manual pages of Slurm and OpenPBS)."""
@@ -348,7 +348,7 @@ def _ping(scheduler: str, seconds: float, env: Mapping[str, str]) -> str:
         )
     except SchedulerError as error:
         return str(error).partition("; ")[0]
-    # `scontrol ping` of 22.05 says so for a controller of several, with exit status 0.
+    # `scontrol ping` of 22.05 prints it for a controller of several, with exit status 0.
     if scheduler == "slurm" and "is UP" not in answer.stdout:
         return f"scontrol ping says {answer.stdout.strip()!r}"
     return ""

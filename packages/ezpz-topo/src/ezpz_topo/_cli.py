@@ -1,4 +1,4 @@
-"""The command ``ezpz-topo``: what is known of this process, its job and its host, and why."""
+"""The command ``ezpz-topo``: the facts on this process, its job and its host, with sources."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def _format_table(topology: Topology) -> str:
 
 
 def _wrap(start: str, text: str) -> str:
-    """Return a row whose last column stays below itself on a terminal; elsewhere it is one line."""
+    """Wrap the last column of a row on a terminal; elsewhere a row is one line."""
     if sys.stdout is None or not sys.stdout.isatty():
         return f"{start}{text}".rstrip()
     width = max(shutil.get_terminal_size().columns, len(start) + 20)

@@ -1,4 +1,4 @@
-"""Ask a scheduler's command: no shell, no input, and a time limit that its children keep too."""
+"""Run a scheduler's command: no shell, no input, and a time limit for its children too."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def ask(
         argv: The command and its words; it reads no input.
         env: Its environment, and the PATH on which it is looked for.
         time_limit: Seconds for each attempt; default ``EZPZ_SCHEDULER_TIMEOUT``, else 10.
-        attempts: So many at most; 1 for what must not be done twice.
+        attempts: At most this many; 1 for what must not be done twice.
         good: Exit statuses that are answers; any other, after the last attempt, is an error.
         place: A folder that is looked into after PATH (`get_pbs_folder`).
 

@@ -27,10 +27,10 @@ class Accelerators:
 
     Attributes:
         device_type: torch's word: ``"cuda"`` (ROCm too), ``"xpu"``, ``"mps"``, or ``"cpu"``
-            where there is none.
+            without any.
         count: Number of devices; 0 for ``"cpu"``, and where they cannot be counted.
-        source: The variable, file or rule that told.
-        notes: What was seen and set aside, in words for people.
+        source: The variable, file or rule that the count comes from.
+        notes: What was found and ignored, in plain text.
     """
 
     device_type: str
@@ -49,7 +49,7 @@ def get_accelerators(
         env: The environment to read; default ``os.environ``.
         root: Where ``dev`` and ``sys`` are found; for tests.
         tools: Whether to start nvidia-smi, amd-smi or rocm-smi, where their driver is there
-            and no variable tells; False where every rank calls this.
+            and no variable decides; False where every rank calls this.
         fallback: (device type, count, source) of a node of this machine, for a host that
             shows nothing, such as a login node; not used where a variable hides devices.
 
@@ -147,7 +147,7 @@ def _variables_in_force(vendor: str, env: Mapping[str, str]) -> list[str]:
     if vendor == "amd":
         # HIP counts within what ROCR left, and reads CUDA_VISIBLE_DEVICES where its own is not
         # set. GPU_DEVICE_ORDINAL is OpenCL's alone in HIP's source (rocdevice.cpp), though AMD's
-        # "GPU isolation" page says otherwise; Slurm sets it beside the others.
+        # "GPU isolation" page disagrees; Slurm sets it beside the others.
         names = ["ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"]
         if "HIP_VISIBLE_DEVICES" not in env:
             names = ["ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"]
@@ -181,7 +181,7 @@ def _explain_other_variables(
 def _count_list(name: str, text: str, limit: int | None) -> tuple[int, tuple[str, ...]]:
     """Count a list of indices or UUIDs up to the first entry that is no device."""
     # CUDA's programming guide: only the devices before the first invalid index are visible, as
-    # with 0,-1,2; Slurm says NoDevFiles where it gave none, NVIDIA's containers void. HIP and ROCR
+    # with 0,-1,2; Slurm sets NoDevFiles where it gave none, NVIDIA's containers void. HIP and ROCR
     # stop there too. A UUID may be shortened and cannot be checked here.
     devices: list[str] = []
     notes: tuple[str, ...] = ()
@@ -214,7 +214,7 @@ def _count_list(name: str, text: str, limit: int | None) -> tuple[int, tuple[str
 
 
 def _count_mask(text: str, limit: int | None, flat: bool) -> tuple[int, tuple[str, ...]]:
-    """Count the devices of a ``ZE_AFFINITY_MASK``, whose entries are devices of the hierarchy."""
+    """Count the devices of a ``ZE_AFFINITY_MASK``: its entries are devices of the hierarchy."""
     # Level Zero specification, "Affinity Mask": in FLAT and COMBINED an entry is a tile's index,
     # and 0.1 is not valid (the driver passes it over); in COMPOSITE 0 is a card and 0.1 a card
     # that shows one tile. An index too high is passed over, and one named twice counts once
@@ -289,14 +289,14 @@ _TOOLS: dict[str, list[tuple[tuple[str, ...], str, str]]] = {
 
 def _run_tool(argv: tuple[str, ...], env: Mapping[str, str]) -> tuple[str | None, tuple[str, ...]]:
     """Return what the tool printed, or None and a note; no note where it is not installed."""
-    from ._commands import ask, describe_end, find  # noqa: PLC0415 - 5 ms, for where a driver is
+    from ._commands import ask, describe_end, find  # noqa: PLC0415 - 5 ms, only with a driver
 
     if find(argv[0], env) is None:
         return None, ()
     command = " ".join(argv)
     try:
-        # Once: this stands in the way of a launch, and there is another source. Each signal and
-        # exit status is an answer, to be told in our words.
+        # Once: a launch waits for this, and there is another source. Each signal and
+        # exit status is an answer, which our note describes.
         answer = ask(
             argv, env={**env, "LC_ALL": "C"}, time_limit=_TIME_LIMIT, attempts=1,
             good=range(-64, 256),
@@ -325,7 +325,7 @@ def _find_first_line(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class KernelDevices:
-    """Devices of one vendor whose driver is loaded; a count of None cannot be known."""
+    """Devices of one vendor with a loaded driver; a count of None cannot be known."""
 
     vendor: str
     device_type: str
@@ -335,7 +335,7 @@ class KernelDevices:
 
 
 def find_kernel_devices(root: str = "/", *, flat: bool = True) -> list[KernelDevices]:
-    """Return one entry for each vendor whose driver this host shows, in order of preference."""
+    """Return one entry for each vendor with a driver on this host, in order of preference."""
     by_vendor = (_find_nvidia(root), _find_amd(root), _find_intel(root, flat))
     found = [devices for devices in by_vendor if devices is not None]
     if sys.platform == "darwin" and os.uname().machine == "arm64":

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """The variables by which one launcher tells a process who it is.
+    """The variables in which one launcher gives a process its rank.
 
     Each field lists alternatives, best first; the first one set is used. An empty
     field means that this launcher has no such variable.
@@ -101,7 +101,7 @@ LAUNCHERS: tuple[Family, ...] = (
     Family(
         name="pals",
         rank=("PALS_RANKID",),
-        # With PMIx (Aurora) PALS tells no world size at all: ezpz-launch exports it.
+        # With PMIx (Aurora) PALS sets no world size at all: ezpz-launch exports it.
         world_size=("PMI_SIZE",),
         local_rank=("PALS_LOCAL_RANKID",),
         local_world_size=("PALS_LOCAL_SIZE", "PMI_LOCAL_SIZE"),
@@ -114,7 +114,7 @@ LAUNCHERS: tuple[Family, ...] = (
         name="pmi",
         rank=("PMI_RANK",),
         world_size=("PMI_SIZE",),
-        # MPICH Hydra and Intel MPI say MPI_LOCAL*, Cray PMI says PMI_LOCAL_*.
+        # MPICH Hydra and Intel MPI set MPI_LOCAL*, Cray PMI sets PMI_LOCAL_*.
         local_rank=("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
         local_world_size=("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
         processes=("hydra_pmi_proxy", "pmi_proxy"),

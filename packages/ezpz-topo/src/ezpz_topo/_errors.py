@@ -1,4 +1,4 @@
-"""The error tree of ezpz_topo: every error gives the value, what was expected, and the remedy."""
+"""The error tree of ezpz_topo: every error gives the value, the expectation and the remedy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class TopoError(Exception):
 
 
 class InvalidVariableError(TopoError):
-    """A variable or file is there, but what it says cannot be true."""
+    """A variable or file is there, but its value cannot be true."""
 
 
 class NodelistError(TopoError):

@@ -27,7 +27,7 @@ _MAX_SLOTS = frozenset(f"max_{word}" for word in _SLOTS) | {f"{word}_max" for wo
 
 @dataclass(frozen=True, slots=True)
 class HostSlots:
-    """One host of a hostfile, and the ranks that the file foresees on it; None: not told."""
+    """One host of a hostfile, and the ranks that the file foresees on it, if known."""
 
     host: str
     slots: int | None = None
@@ -68,7 +68,7 @@ def read_slots(path: str | os.PathLike[str]) -> dict[str, int | None]:
 
 
 def read_regular(path: str, limit: int) -> bytes:
-    """Return what a regular file of at most ``limit`` bytes says; raise OSError for another."""
+    """Return the content of a regular file of at most ``limit`` bytes, else raise OSError."""
     # A FIFO would wait for its writer, and /dev/zero has no end.
     with open(path, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -130,7 +130,7 @@ def _check_text(text: str, path: str) -> None:
 
 
 def _parse_line(line: str) -> tuple[str, int | None] | None:
-    """Return name and slots of the host of one line; None where there is none."""
+    """Return name and slots of the host of one line; None for a line without a host."""
     if is_host(line):
         return line, None  # as most lines, in a fifth of the time
     line = line.removesuffix("\r").partition("#")[0].translate(_BLANKS).strip(" ")
@@ -154,7 +154,7 @@ def _parse_line(line: str) -> tuple[str, int | None] | None:
             raise _part_error(option, "slots=n and max_slots=m, each once, beside the host")
     if most is not None and most < (slots or 1):
         raise _part_error(f"max_slots={most}", f"at least the {slots} slots of the host")
-    # As in Open MPI, the most slots are the slots where nothing else is said.
+    # As in Open MPI, max_slots are the slots if these are not given.
     return host, slots or most
 
 

@@ -23,7 +23,7 @@ from ._rank import get_rank_info
 if TYPE_CHECKING:
     from pathlib import Path
 
-# The allocation: of the scheduler whose job this is, or this host.
+# The allocation: of this job's scheduler, or this host.
 
 
 def get_allocation(env: Mapping[str, str] | None = None, *, ask: bool | None = None) -> Allocation:
@@ -32,7 +32,7 @@ def get_allocation(env: Mapping[str, str] | None = None, *, ask: bool | None = N
     Args:
         env: The environment to read; default ``os.environ``.
         ask: Whether the scheduler's own commands may be started. None: where the variables do
-            not tell the hosts (PBS's node file is missing on some nodes of some sites). True:
+            not name the hosts (PBS's node file is missing on some nodes of some sites). True:
             also for the end of the walltime and, without job variables, for the job that this
             host is a node of (a shell opened with ssh). False: never, for functions that every
             rank calls, because ten thousand qstats at once take a server down.
@@ -42,7 +42,7 @@ def get_allocation(env: Mapping[str, str] | None = None, *, ask: bool | None = N
         HostfileError: The job's node file does not parse.
         NodelistError: The job's nodelist does not parse.
         SchedulerError: Only the scheduler knows the hosts, and it did not answer or may not
-            be asked; or several jobs share this host.
+            be queried; or several jobs share this host.
     """
     env = os.environ if env is None else env
     scheduler = detect_scheduler(env)
@@ -68,7 +68,7 @@ def get_allocation(env: Mapping[str, str] | None = None, *, ask: bool | None = N
 
 
 def find_schedulers(env: Mapping[str, str] | None = None) -> tuple[str, ...]:
-    """Return which of ``"slurm"`` and ``"pbs"`` have their commands on this host; asks nothing."""
+    """Return which of ``"slurm"`` and ``"pbs"`` have their commands on this host; runs none."""
     env = os.environ if env is None else env
     schedulers = []
     if _commands.find("squeue", env):
@@ -83,7 +83,7 @@ def import_scheduler(scheduler: str) -> ModuleType:
 
 
 def _find_job_or_host(env: Mapping[str, str], *, ask: bool) -> Allocation:
-    """Return the job that this host is a node of, if schedulers may be asked; else this host."""
+    """Return the job that has this host, if schedulers may be queried; else this host."""
     reason = "no job variables are set"
     host = get_hostname()
     if ask:

@@ -52,25 +52,25 @@ class Machine:
 
     Attributes:
         name: The file's name without ``.toml``.
-        site: Who runs it.
+        site: The site that runs it.
         scheduler: ``"slurm"``, ``"pbs"`` or ``"none"``.
-        launcher: ``"pals"``, ``"srun"``, ...; ``"mpiexec"`` where it must be asked which it is.
+        launcher: ``"pals"``, ``"srun"``, ...; ``"mpiexec"`` where its ``--version`` decides.
         source: Addresses or titles of what the facts were read from.
         date: When, as ``"2026-08"``.
         nodes: Number of nodes of the machine.
-        devices_per_node: As torch counts them (tiles, GCDs); None where the host must tell.
-        cores_per_node: CPU cores of a node, where the source tells.
-        device_type: torch's word (ROCm is ``"cuda"``); ``""`` where the host must tell.
+        devices_per_node: As torch counts them (tiles, GCDs); None where the host decides.
+        cores_per_node: CPU cores of a node, where the source has it.
+        device_type: torch's word (ROCm is ``"cuda"``); ``""`` where the host decides.
         backends: torch.distributed backends, best first; the next one is for a torch without.
         cpu_bind: Bind lists by name: one range of cores such as ``"4-7"`` a local rank.
-        default_cpu_bind: Which of them; ``""`` where there is none.
+        default_cpu_bind: Which of them; ``""`` without any.
         reserved_cores: Cores that no rank may use.
         launcher_flags: Flags beyond counts, hostfile and binding, which the launcher adds.
         submit_flags: Words for qsub or sbatch that a job of this machine needs.
         submit_required: What it refuses jobs without: ``"account"``, ``"queue"``, ``"time"``.
         queue_flag: The flag that names a queue there, where it is not the scheduler's own.
         environment: Variables that each rank needs.
-        options: What is used when requested, by name.
+        options: Flags, variables and modules used when requested, by name.
         hsn_suffix: Makes a short host name the one on the high-speed network.
         module_paths: Arguments of ``module use``.
         modules: Arguments of ``module load``.
@@ -78,11 +78,11 @@ class Machine:
         proxy: HTTP proxy of the compute nodes.
         local_disk: A folder on each node's own disk or in its memory; ``""`` where none is known.
         advice: What people should know.
-        inferred: Dotted keys whose values we inferred.
-        predecessor: Dotted keys whose values only the predecessor project gives; ``"*"`` for all.
+        inferred: Dotted keys of values that we inferred.
+        predecessor: Dotted keys of values that only the predecessor project gives; ``"*"`` for all.
         path: The file.
         matched_by: The rule that chose this machine, with its value.
-        notes: What was seen and set aside, in words for people.
+        notes: What was found and ignored, in plain text.
     """
 
     name: str
@@ -181,7 +181,7 @@ def known_machines(env: Mapping[str, str] | None = None) -> dict[str, Machine]:
 def _find_best(
     files: Mapping[str, str], scheduler: str, env: Mapping[str, str], hostname: str
 ) -> tuple[list[Machine], list[str]]:
-    """Return the machines whose rules hold here with the highest standing, and notes on others."""
+    """Return the machines that match with the highest standing, and notes on others."""
     candidates: list[tuple[_Match, Machine]] = []
     notes: list[str] = []
     for name, path in files.items():
@@ -221,7 +221,7 @@ shell may have inherited from elsewhere, then short host names, which several si
 
 
 class _Match(NamedTuple):
-    """A machine whose rules hold here."""
+    """How a machine's rules match this process."""
 
     standing: int
     rule: str
@@ -370,7 +370,7 @@ def _list_folder(folder: str, *, may_be_absent: bool) -> list[str]:
 
 
 def _find_default_folder(env: Mapping[str, str]) -> str:
-    """Return where the user's machines are if nothing else is said; empty without a home."""
+    """Return the default folder of the user's machines; empty without a home."""
     # Without a home there is no folder: asking the user database may hang on its server.
     config = env.get("XDG_CONFIG_HOME")
     home = env.get("HOME")
@@ -442,7 +442,7 @@ def _has_key(document: Mapping[str, Any], dotted: str) -> bool:
 
 
 class _Reader:
-    """Takes typed values out of one document, and says what is wrong with which key."""
+    """Takes typed values out of one document; an error names the key and its value."""
 
     def __init__(self, path: str, document: Mapping[str, Any], prefix: str = "") -> None:
         self.path = path
@@ -466,7 +466,7 @@ class _Reader:
                 self.fail(key, value, f"no such key, but {', '.join(known)}", key, known)
 
     def facts(self, kind: type[Machine | Option]) -> dict[str, Any]:
-        """Return the values of the fields of a class, each read as its annotation says."""
+        """Return the values of the fields of a class, each read by its annotation."""
         readers: dict[Any, Callable[[str], object]] = {
             "str": self.text, "tuple[str, ...]": self.texts, "int | None": self.count,
             "tuple[int, ...]": self.counts, "Mapping[str, str]": self.variables,

@@ -58,7 +58,7 @@ def same_host(a: str, b: str) -> bool:
 
 
 def host_key(host: str) -> str:
-    """Return what is equal for all spellings of a host; ``localhost`` for the loopback ones."""
+    """Return one key for all spellings of a host; ``localhost`` for the loopback ones."""
     name = host.lower()
     if ":" in name:
         name = _ipv6(name.removeprefix("[").removesuffix("]")) or name
@@ -78,7 +78,7 @@ def host_key(host: str) -> str:
 def is_own_address(host: str) -> bool:
     """Return whether a host is named by an address that an interface of this host has.
 
-    A name is none, whatever it stands for: nothing is looked up.
+    A name is no address: nothing is looked up.
 
     >>> is_own_address("127.0.0.1"), is_own_address("localhost")
     (True, False)
@@ -110,7 +110,7 @@ def is_own_address(host: str) -> bool:
 
 
 def find_host(host: str, hosts: Sequence[str]) -> str | None:
-    """Return the first of these names that means this host, as it stands there."""
+    """Return the first of these names that means this host, unchanged."""
     key = host_key(host)
     # Few of ten thousand begin alike, and only those are compared. Addresses and loopback names
     # have several spellings.
@@ -172,7 +172,7 @@ _Ranges = list[_Range]  # of one bracket
 
 
 def expand_nodelist(nodelist: str, *, max_hosts: int = MAX_HOSTS) -> list[str]:
-    """Return the host names of a Slurm nodelist, in Slurm's order, duplicates kept.
+    """Return the host names of a Slurm nodelist, in Slurm's order, with duplicates.
 
     Several brackets in one name are legal: the last varies fastest, then the first, the
     second and so on, so that the last but one is slowest. A range keeps the width of its
@@ -212,10 +212,10 @@ def first_host(nodelist: str) -> str:
 
 
 def fold_nodelist(hosts: Iterable[str]) -> str:
-    """Return a nodelist that expands to these hosts, in this order, duplicates kept.
+    """Return a nodelist that expands to these hosts, in this order, with duplicates.
 
     Neighbours that differ in their last number only are folded into ranges; a name that
-    does not end in a number stands for itself, which every version of Slurm reads.
+    does not end in a number is left as it is, which every version of Slurm reads.
 
     Raises:
         NodelistError: A name is empty, or holds a comma, a bracket or white space.

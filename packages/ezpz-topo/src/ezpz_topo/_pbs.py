@@ -1,4 +1,4 @@
-"""PBS: what its variables and node file say of a job, and where these do not do, qstat."""
+"""PBS: a job by its variables and node file, and where these do not suffice, by qstat."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class JobCpus(NamedTuple):
 
 
 def cpus_of_job(job: Allocation, env: Mapping[str, str], *, commands: bool) -> JobCpus | None:
-    """Return the job's CPUs, by ``NCPUS`` and qstat; None if these do not tell."""
+    """Return the job's CPUs, by ``NCPUS`` and qstat; None if neither is conclusive."""
     # ncpus of the first chunk, or its ompthreads where the job requested these.
     text = env.get("NCPUS", "")
     if not re.fullmatch("[0-9]{1,6}", text) or not int(text):
@@ -88,7 +88,7 @@ def cpus_of_job(job: Allocation, env: Mapping[str, str], *, commands: bool) -> J
     slots = dict(zip(job.hosts, job.slots, strict=True))
     if slots[job.node_name] == 1:
         return JobCpus(each, each, "NCPUS")
-    # Several slots of a node share the CPUs, or have as many each: only qstat tells.
+    # Several slots of a node share the CPUs, or have as many each: only qstat knows.
     if not commands:
         return None
     try:
@@ -120,10 +120,10 @@ def _find_own_node(job: Allocation, hostname: str) -> Allocation:
     return replace(job, notes=(*job.notes, note))
 
 
-# The server: what qstat and qselect tell of jobs.
+# The server: jobs by qstat and qselect.
 
-# Not its JSON, which tells only the first of several, and is none where a variable holds a quote.
-# -E: one question for all jobs; without it each takes a connection of its own, 20 ms and more.
+# Not its JSON, which has only the first of several, and is invalid if a variable holds a quote.
+# -E: one query for all jobs; without it each takes another connection, 20 ms and more.
 QSTAT = "qstat -E -fw"
 _UNKNOWN = 153
 _FINISHED = 35
@@ -155,12 +155,12 @@ def get_pbs_folder(env: Mapping[str, str] | None = None) -> str:
 def get_pbs_jobs(
     job_ids: Sequence[str], env: Mapping[str, str] | None = None
 ) -> dict[str, dict[str, Any]]:
-    """Return what qstat tells of jobs, by full id.
+    """Return the attributes that qstat prints of jobs, by full id.
 
     Args:
-        job_ids: As qselect or qsub prints them; of those that are over PBS tells where it has a
+        job_ids: As qselect or qsub prints them; those that are over are found if PBS keeps a
             history.
-        env: The environment to ask in; default ``os.environ``.
+        env: The environment of qstat; default ``os.environ``.
 
     Returns:
         The attributes by the names that qstat gives them: moments (``qtime``, ``stime``, ``mtime``,
@@ -181,7 +181,7 @@ def get_pbs_jobs(
 def _query_jobs(
     job_ids: Sequence[str], env: Mapping[str, str], *more: str, attempts: int = 2
 ) -> tuple[int, dict[str, dict[str, Any]]]:
-    """Return qstat's exit status, and the jobs that it tells of."""
+    """Return qstat's exit status, and the attributes of each job."""
     for job_id in job_ids:
         if not _JOB_ID.fullmatch(job_id):
             raise InvalidVariableError(
@@ -195,7 +195,7 @@ def _query_jobs(
     )  # fmt: skip
     found: dict[str, dict[str, Any]] = {}
     before, *parts = re.split(r"(?m)^Job Id: ", reply.stdout)
-    # A site's lines may stand before the jobs, or alone where there is none.
+    # A site's lines may precede the jobs, or be alone.
     if before.strip() and not parts and not reply.status:
         raise SchedulerError(
             f"{QSTAT} printed {before[:60]!r}; expected 'Job Id: 1.pbs-0001' and lines of its "
@@ -237,7 +237,7 @@ def _parse_moment(text: str) -> float:
 
 
 def _parse_walltime(text: str) -> float:
-    """Read ``DD:HH:MM:SS``, of which any left part may be missing, in seconds."""
+    """Read ``DD:HH:MM:SS``, in seconds; any left part may be missing."""
     if not _WALLTIME.fullmatch(text):
         raise ValueError(text)
     parts = text.partition(".")[0].split(":")
@@ -279,7 +279,7 @@ def job_of_this_host(env: Mapping[str, str], hostname: str) -> Allocation | None
     job_ids = [line for line in lines if _JOB_ID.fullmatch(line)]  # others are a site's own
     if not job_ids:
         return None
-    # A job that ended since qselect has no exec_host, or is not told at all.
+    # A job that ended since qselect has no exec_host, or is not printed at all.
     _, jobs = _query_jobs(job_ids, env)
     here = []
     for job_id, attributes in jobs.items():
@@ -313,7 +313,7 @@ def _get_user(env: Mapping[str, str]) -> str:
 
 def _query_job(job_id: str, env: Mapping[str, str]) -> Attributes:
     status, jobs = _query_jobs([job_id], env)
-    # The server's name may be left out of an id, and is told in full.
+    # The server's name may be left out of an id, and is printed in full.
     number = re.split("[.@]", job_id)[0]
     named = [job for key, job in jobs.items() if key.partition(".")[0] == number]
     if len(named) == 1:
@@ -363,7 +363,7 @@ def _parse_exec_host(job_id: str, job: Attributes) -> list[tuple[str, int]]:
 def _count_slots(names: Sequence[str], resources: Attributes) -> tuple[int, ...] | None:
     """Return the MPI slots of each host, where ``select`` and ``mpiprocs`` leave no doubt."""
     # The numbers of exec_host are CPUs. It has one entry a chunk of ``select``, in its order,
-    # and a chunk has one slot unless it says ``mpiprocs``.
+    # and a chunk has one slot unless it has ``mpiprocs``.
     chunk_slots: list[int] = []
     for part in resources.get("select", "").split("+"):
         number, *items = part.split(":")

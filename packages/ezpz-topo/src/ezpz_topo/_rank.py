@@ -1,4 +1,4 @@
-"""Who this process is: rank, world size, local rank, from the launcher's variables alone."""
+"""Rank, world size and local rank of this process, from the launcher's variables alone."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ from ._nodelist import expand_nodelist, get_tasks_on_node
 
 @dataclass(frozen=True, slots=True)
 class RankInfo:
-    """What one launcher says of one process.
+    """The rank of a process, by one launcher.
 
     Attributes:
         rank: Global rank, 0 <= rank < world_size.
         world_size: Number of ranks in all.
         local_rank: Rank on this node, 0 <= local_rank.
         local_world_size: Ranks on this node (not devices), or None where the launcher
-            does not tell.
-        node_rank: Index of this node, or None where the launcher does not tell and the
+            sets none.
+        node_rank: Index of this node, or None where the launcher sets none and the
             world spans several nodes.
         launcher: The family that decided (``"pmi"``, ``"slurm"``, ...), ``"ezpz"`` for the
             variables of ezpz-launch, ``"none"`` for one process without a launcher.
-        num_nodes: Number of nodes that the ranks are on, or None where the launcher does
-            not tell.
+        num_nodes: Number of nodes that the ranks are on, or None where the launcher sets
+            none.
         sources: For each field the variable (or rule) that it was read from.
-        notes: What was seen and set aside, in words for people.
+        notes: What was found and ignored, in plain text.
     """
 
     rank: int
@@ -86,14 +86,14 @@ def get_rank_info(
 
     Args:
         env: The environment to read; default ``os.environ``.
-        ancestors: The launching processes above, nearest first; default: asked of the
-            kernel for ``os.environ``, and none for any other environment.
+        ancestors: The launching processes above, nearest first; default: by the
+            kernel's /proc for ``os.environ``, and none for any other environment.
 
     Raises:
         IncompleteLauncherError: A launcher's variables are half set.
         InvalidVariableError: A variable is not a number, or out of range.
         LauncherConflictError: Two launchers disagree about this process, and no process
-            above it tells which of them started it.
+            above it shows which of them started it.
     """
     if ancestors is None:
         ancestors = ()
@@ -143,7 +143,7 @@ def get_local_device(env: Mapping[str, str] | None = None) -> int:
     """Return which of the devices that this process sees is its own, from 0.
 
     The local rank, unless ezpz-launch gave this rank another one (``--one-device``, or fewer
-    visible devices than ranks on the node); under it ``LOCAL_RANK`` says the same.
+    visible devices than ranks on the node); under it ``LOCAL_RANK`` is the same.
 
     Raises:
         TopoError: As `get_rank_info`.
@@ -160,7 +160,7 @@ def get_local_world_size(env: Mapping[str, str] | None = None) -> int:
     """Return the number of ranks on this node (not of devices).
 
     Raises:
-        TopoError: As `get_rank_info`, and where the launcher does not tell.
+        TopoError: As `get_rank_info`, and where the launcher sets none.
     """
     info = get_rank_info(env)
     if info.local_world_size is None:
@@ -275,7 +275,7 @@ def _describe_half_set(
 def _infer_local_size(
     family: Family, env: Mapping[str, str], values: dict[str, int | None], sources: dict[str, str]
 ) -> None:
-    """Set the local world size where the tasks of each node, or a world of one, tell it."""
+    """Set the local world size where the tasks of each node, or a world of one, give it."""
     if values["local_world_size"] is not None:
         return
     tasks = env.get(family.tasks_per_node)
@@ -306,13 +306,13 @@ def read_partial(family: Family, env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _choose_variables(family: Family, env: Mapping[str, str]) -> dict[str, str | None] | None:
-    """Return the variable that tells each required field; None where the family is absent."""
+    """Return the variable of each required field; None where the family is absent."""
     for name in family.proof:
         if env.get(name, "") in ("", *family.disproof):
             return None
     chosen = {key: _find_set_variable(env, getattr(family, key)) for key in _REQUIRED}
     # The world size's name may belong to another family too (PMI_SIZE): rank and local
-    # rank, or for a family with names of its own any of the three, show that it is there.
+    # rank, or for a family with separate names any of the three, show that it is there.
     proving: tuple[str, ...] = _REQUIRED
     if family.name == "pals":
         proving = ("rank", "local_rank")
@@ -492,7 +492,7 @@ def _resolve_conflict(
     ancestors: Iterable[Ancestor],
     env: Mapping[str, str],
 ) -> RankInfo:
-    """Let the nearest launching process decide; without one, refuse what is no known nesting."""
+    """Let the nearest launching process decide; without one, refuse an unknown nesting."""
     by_name = {conflict.family.name: conflict for conflict in conflicts}
     started_by = best.launcher
     if best.launcher == EZPZ.name:
@@ -572,7 +572,7 @@ class Ancestor:
 
 def launching_ancestors(pid: int | None = None, *, proc: str = "/proc") -> Iterator[Ancestor]:
     """Yield the launching processes above ``pid`` (default: this process), nearest first."""
-    # None where the kernel does not tell (macOS, a PID namespace of its own): proc_pid_stat(5).
+    # None where the kernel shows none (macOS, a separate PID namespace): proc_pid_stat(5).
     pid = os.getpid() if pid is None else pid
     for _ in range(_DEEPEST):
         # pid (name) state ppid ...: a name may hold spaces and brackets.

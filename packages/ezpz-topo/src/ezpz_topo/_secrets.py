@@ -1,7 +1,7 @@
-"""Remove secrets from what is written down: known by the name beside them, or by their form.
+"""Remove secrets from text and records: known by the name beside them, or by their form.
 
-A record that lost a harmless value is still of use; one that kept a password is not, so in
-doubt a value goes. What training scripts say all day stays: ``--tokenizer``, ``--max-tokens``,
+A record without a harmless value is still of use; one with a password is not, so in doubt a
+value is removed. Usual words of training scripts are kept: ``--tokenizer``, ``--max-tokens``,
 ``--num-key-value-heads``, ``--image-key``, ``PWD``, ``KEYBOARD``.
 """
 
@@ -42,7 +42,7 @@ _OF_TOKENS = frozenset({"api", "access", "refresh", "bot", "hf", "github", "gitl
 
 _NAME = r"[A-Za-z_][\w.\-]*"
 _WHOLE = re.compile(rf"[-+]*(?P<name>{_NAME}):?=")
-# A name that begins here, in whatever quotes or index it stands, and what leads to its value.
+# A name that begins here, in any quotes or index, and what leads to its value.
 _HEAD = re.compile(
     rf"""(?<![\w.\-])(?P<dash>-{{0,2}})(?P<quote>(?:\\{{0,4}}["'])?)(?P<inner>-{{0,2}})(?P<name>{_NAME})
     (?P=quote)\]?(?P<between>[ \t]*(?::=|={{1,3}}|[:,])[ \t]*|[ \t]+)""",
@@ -55,7 +55,7 @@ _FLAG = re.compile(rf"-{{1,2}}(?P<name>{_NAME})")
 _OPTION = re.compile(r"--?[A-Za-z][\w\-]*(?:=.*)?", re.DOTALL)
 
 _FORMS = (
-    # what a header says of who we are
+    # an authorization header
     (re.compile(r"""(?i)((?:proxy-)?authorization["']?\s*[:=]\s*["']?)[^"'\r\n]+"""), r"\1***"),
     (re.compile(r"""(?i)\b(bearer\s+)[^\s"',;]+"""), r"\1***"),
     # user:password@ of a URL; a name alone is a token over HTTP, and only a name over ssh

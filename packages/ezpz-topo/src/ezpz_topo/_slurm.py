@@ -1,4 +1,4 @@
-"""Slurm: what its variables say of a job, and where these do not do, scontrol and squeue."""
+"""Slurm: a job by its variables, and where these do not suffice, by scontrol and squeue."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _read_hosts(env: Mapping[str, str]) -> tuple[list[str], str]:
 
 
 def _read_nodelist(env: Mapping[str, str], prefix: str, suffix: str) -> list[str]:
-    """Return the hosts of a nodelist's variable, which must be as many as another one says."""
+    """Return the hosts of a nodelist's variable; their number must be that of another variable."""
     name = f"{prefix}_NODELIST{suffix}"
     count = f"{prefix}_NUM_NODES{suffix}"
     if not env.get(name):
@@ -143,7 +143,7 @@ def _read_slots(
         name = "SLURM_STEP_TASKS_PER_NODE"
     elif env.get("SLURM_STEP_ID") or not env.get("SLURM_NTASKS") or env.get("SLURM_HET_SIZE"):
         # In a shell's step SLURM_TASKS_PER_NODE is that step's; without -n or
-        # --ntasks-per-node it says 1, or the cores, and no tasks were requested at all.
+        # --ntasks-per-node it is 1, or the cores, and no tasks were requested at all.
         return None, ""
     if not env.get(name):
         return None, ""
@@ -170,7 +170,7 @@ def _find_own_node(job: Allocation, env: Mapping[str, str]) -> Allocation:
     return replace(job, node_name=name, sources={**job.sources, "node_name": source})
 
 
-# The controller: what scontrol and squeue tell of jobs.
+# The controller: jobs by scontrol and squeue.
 
 _SCONTROL = "scontrol show job"
 _ENDED = {
@@ -256,7 +256,7 @@ def _query_records(job_id: str, env: Mapping[str, str]) -> list[_Record]:
     # Its time zone is ours to choose.
     argv = (*_SCONTROL.split(), job_id)
     text = _commands.ask(argv, env={**env_of_own_cluster(env), "TZ": "UTC0"}).stdout
-    begin = re.search("(?m)^JobId=", text)  # a site's lines may stand before it
+    begin = re.search("(?m)^JobId=", text)  # a site's lines may precede it
     if begin is None:
         return []
     records = [_parse_record(part) for part in re.split(r"\n\n(?=JobId=)", text[begin.start() :])]
@@ -264,7 +264,7 @@ def _query_records(job_id: str, env: Mapping[str, str]) -> list[_Record]:
 
 
 def _parse_record(text: str) -> _Record | None:
-    # A job's name can have lines of its own, that look like any of these.
+    # A job's name can have several lines, that look like any of these.
     head, _, body = text.rpartition("\n   UserId=")
     ids = re.match(r"JobId=([0-9]+)(?: HetJobId=([0-9]+))?.*? JobName=(.*)", head, re.DOTALL)
     if ids is None:

@@ -20,12 +20,12 @@ Row = tuple[str, object, str]  # name, value (None: not known), source
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """One look at this process: who it is, what it was given, what the host has.
+    """The facts on this process: its rank, its allocation, its host.
 
     Attributes:
-        rank: Who this process is.
+        rank: Its rank.
         allocation: The job, or this host.
-        machine: What is known of the machine.
+        machine: The facts on the machine.
         accelerators: The devices of this node that this process can use.
         hostname: This host's name.
         cpu_count: CPUs that this process may use.
@@ -81,7 +81,7 @@ class Topology:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What was seen and set aside, in words for people."""
+        """What was found and ignored, in plain text."""
         return (
             *self.rank.notes, *self.allocation.notes, *self.machine.notes,
             *self.accelerators.notes,
@@ -91,7 +91,7 @@ class Topology:
 def detect(env: Mapping[str, str] | None = None, *, ask: bool | None = None) -> Topology:
     """Look at this process, its job and its host. Pure: nothing is set or written.
 
-    Only a process on its own starts a command, and only where nothing else tells. It starts the
+    Only a process on its own starts a command, and only without another source. It starts the
     scheduler's where the job's variables name no readable hosts or not its CPUs, and a vendor's
     tool where its driver is loaded. One of several ranks starts none, and may know no hosts then.
 
@@ -142,15 +142,15 @@ def detect(env: Mapping[str, str] | None = None, *, ask: bool | None = None) -> 
 
 
 def imagine(machine: str, nodes: int = 1, env: Mapping[str, str] | None = None) -> Topology:
-    """Return what `detect` would say in a hypothetical job of so many nodes of a machine.
+    """Return the result of `detect` in a hypothetical job of that many nodes of a machine.
 
     For planning from elsewhere: nothing is looked at. Numbers that the machine's file does not
-    tell are 0.
+    have are 0.
 
     Args:
         machine: A name of `known_machines`.
         nodes: Number of nodes; their names are made up.
-        env: The environment that tells where the user's machines are; default ``os.environ``.
+        env: The environment that names the user's folders of machines; default ``os.environ``.
 
     Raises:
         MachineError: No machine has that name, its file is wrong, or ``nodes`` is impossible.
@@ -293,7 +293,7 @@ def get_num_nodes(env: Mapping[str, str] | None = None) -> int:
     Ranks may be on fewer nodes than their job has; `get_node_index` counts those with ranks.
 
     Raises:
-        TopoError: The job cannot be read, or nothing tells how many nodes the ranks are on.
+        TopoError: The job cannot be read, or the number of nodes cannot be known.
     """
     rank = get_rank_info(env)
     return count_nodes(rank, _get_job(rank, env))[0]
@@ -303,7 +303,7 @@ def get_node_index(env: Mapping[str, str] | None = None) -> int:
     """Return the index of this node among those that ranks are on; 0 for one process.
 
     Raises:
-        TopoError: The environment is half set or contradicts itself, or nothing tells.
+        TopoError: The environment is half set or contradicts itself, or nothing gives the index.
     """
     rank = get_rank_info(env)
     if rank.node_rank is not None:
@@ -312,7 +312,7 @@ def get_node_index(env: Mapping[str, str] | None = None) -> int:
 
 
 def _get_job(rank: RankInfo, env: Mapping[str, str] | None) -> Allocation | None:
-    """Return the job; None where only a command could tell it, and every rank would start one."""
+    """Return the job; None where only a command knows it, and every rank would start one."""
     if rank.world_size == 1:
         return get_allocation(env)
     try:
@@ -341,7 +341,7 @@ def count_nodes(rank: RankInfo, job: Allocation | None) -> tuple[int, str]:
         return job.num_nodes, job.sources["hosts"]
     if rank.num_nodes is not None:
         return rank.num_nodes, rank.sources["num_nodes"]
-    # World size over local world size is a guess: 1 + 2 + 3 ranks would say 6, 3 and 2.
+    # World size over local world size is a guess: 1 + 2 + 3 ranks would give 6, 3 and 2.
     per_node = rank.local_world_size
     raise IncompleteLauncherError(
         f"{rank.launcher}: {rank.world_size} ranks, {per_node or 'an unknown number'} of them on "
