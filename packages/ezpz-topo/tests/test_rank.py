@@ -160,7 +160,7 @@ def test_leftover_export_never_outranks_a_launcher(leftover, launcher):
     ({**HYDRA, "MPI_LOCALNRANKS": "8"}, {"node_rank": 0, "num_nodes": 1}),
     (BY_HAND, {"local_world_size": 1, "node_rank": 0, "num_nodes": 1}),
     # Open MPI's is the rank on the node, not the node's index.
-    ({**OPENMPI, "OMPI_COMM_WORLD_NODE_RANK": "3"}, {"node_rank": None}),
+    ({**OPENMPI, "OMPI_COMM_WORLD_NODE_RANK": "3"}, {"node_rank": None, "local_rank": 1}),
     ({"PMI_RANK": "5", "PMI_SIZE": "8", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "4"},
      {"local_rank": 1, "local_world_size": 4}),
 ])  # fmt: skip
