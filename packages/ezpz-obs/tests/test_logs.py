@@ -5,9 +5,7 @@ import copy
 import io
 import json
 import logging
-import logging.handlers
 import pickle
-import queue
 import re
 import sys
 import threading
@@ -380,15 +378,6 @@ def test_exceptions_reach_them(heard):
     fail(logger(), value=Rude())
     assert re.match(f"failed value={RUDE}\nTraceback", heard.getvalue())
     assert heard.getvalue().count("Traceback") == 1
-
-
-def test_a_queue_that_brings_records_back(tmp_path, listen):
-    waiting = queue.Queue()
-    listen(logging.handlers.QueueHandler(waiting), "train")
-    with configure_logs(directory=tmp_path) as logs:
-        get_logger("train").info("hello")
-        logging.getLogger("elsewhere").handle(waiting.get_nowait())
-    assert events(logs) == ["hello"]
 
 
 def test_records_of_the_standard_library(tmp_path, capsys):

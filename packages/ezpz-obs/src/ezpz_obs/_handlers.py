@@ -14,9 +14,6 @@ from typing import Any, TextIO
 
 from ._context import open_to_append
 
-OWN = "ezpz_obs_event"
-"""The attribute of a standard record that was made of an event of ours, and is shown already."""
-
 
 class TerminalHandler(logging.StreamHandler[TextIO]):
     """Writes to standard error as it is at each line: tests and notebooks replace it."""
@@ -113,9 +110,6 @@ class ForeignHandler(logging.Handler):
         self._handlers = handlers
 
     def emit(self, record: logging.LogRecord) -> None:
-        # Ours is shown already: a user's queue may bring it back. Another process's is news.
-        if getattr(record, OWN, False) and record.process == os.getpid():
-            return
         for handler in self._handlers:
             if record.levelno >= handler.level:
                 handler.handle(record)

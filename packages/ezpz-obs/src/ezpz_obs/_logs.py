@@ -18,7 +18,6 @@ from structlog.typing import EventDict, FilteringBoundLogger, Processor
 
 from ._context import RankInfo, find_rank_info
 from ._handlers import (
-    OWN,
     ForeignHandler,
     LogFileHandler,
     TerminalHandler,
@@ -179,9 +178,7 @@ class LogEmitter:
         text = " ".join([text, *(f"{name}={to_text(one)}" for name, one in fields.items())])
         if exception:
             text = f"{text}\n{exception}"
-        record = logging.LogRecord(self._standard.name, level, "", 0, text, None, None)
-        setattr(record, OWN, True)
-        return record
+        return logging.LogRecord(self._standard.name, level, "", 0, text, None, None)
 
 
 def _run_chain(logger: LogEmitter, method_name: str, event_dict: EventDict) -> Any:

@@ -18,11 +18,6 @@ from ezpz_topo import redact
 from ._context import NOW, RankInfo
 from ._text import to_plain
 
-LEVELS: Final = {
-    "DEBUG": logging.DEBUG, "INFO": logging.INFO, "WARNING": logging.WARNING,
-    "ERROR": logging.ERROR, "CRITICAL": logging.CRITICAL,
-}  # fmt: skip
-_OTHER_NAMES: Final = {"WARN": logging.WARNING, "FATAL": logging.CRITICAL}
 _USUAL: Final = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
 """What every record has."""
 
@@ -51,9 +46,11 @@ def parse_level(value: str | int, source: str) -> int:
     """Return one of `logging`'s numbers; ``source`` names the value in the error."""
     if isinstance(value, int):
         return value
-    level = (LEVELS | _OTHER_NAMES).get(value.upper())
+    level = logging.getLevelNamesMapping().get(value.upper())
     if level is None:
-        raise ValueError(f"{source}={value.upper()!r}; expected one of {', '.join(LEVELS)}")
+        raise ValueError(
+            f"{source}={value.upper()!r}; expected one of DEBUG, INFO, WARNING, ERROR, CRITICAL"
+        )
     return level
 
 
