@@ -23,7 +23,7 @@ from ezpz_tp.testing import run_ranks
 TENSOR, DATA, CONTEXT = {"tensor": 2}, {"tensor": 2, "data": 2}, {"tensor": 2, "context": 2}
 SUM = "sum the partial one first, by reduce_from_tensor_parallel_region"
 
-# program, degrees, bug, what the mend says; programs without one are a bug
+# program, degrees, bug, what the fix says; programs without one are a bug
 CAUGHT = [
     (seeded.by_hand, TENSOR, "missing copy", "copy_to_tensor_model_parallel_region"),
     (seeded.by_hand, TENSOR, "double copy", "summed twice"),
@@ -81,14 +81,14 @@ def errors_of(program, degrees, bug=None):
 
 
 @pytest.mark.parametrize(
-    ("program", "degrees", "bug", "mend"), CAUGHT, ids=[c[2] or c[0].__name__ for c in CAUGHT]
+    ("program", "degrees", "bug", "fix"), CAUGHT, ids=[c[2] or c[0].__name__ for c in CAUGHT]
 )
-def test_a_seeded_bug_is_caught_at_its_line(program, degrees, bug, mend):
+def test_a_seeded_bug_is_caught_at_its_line(program, degrees, bug, fix):
     line = line_of(program, bug)
     for error in errors_of(program, degrees, bug):
         assert error is not None, "not caught"
         assert line in error
-        assert mend in error.split("Mend:")[1]
+        assert fix in error.split("Fix:")[1]
         if program is seeded.differentiable_sum:
             assert "on the data axis: tensor () is replicated" in error
 
@@ -205,7 +205,7 @@ def keep_and_refuse_types():
         whole = [torch.zeros(3)]
         for kind, found in (("varying", varying), ("partial", partial), ("invariant", whole)):
             assert [type_of(one)["tensor"] for one in found] == [kind] * len(found)
-        for mend, wrongs in (
+        for fix, wrongs in (
             (SUM, (lambda: out + bias, lambda: partial[-1].add_(bias),
                    lambda: hidden.index_add(0, torch.arange(4), out))),
             ("leave the bias out", [lambda: torch.addmm(bias, split, down.t())]),
@@ -214,12 +214,30 @@ def keep_and_refuse_types():
                               lambda: out.masked_fill(torch.ones(16) > 0, float("-inf")))),
         ):  # fmt: skip
             for wrong in wrongs:
-                with pytest.raises(ParallelTypeError, match=f"Mend: {mend}"):
+                with pytest.raises(ParallelTypeError, match=f"Fix: {fix}"):
                     wrong()
 
 
 def test_views_and_linear_operations_keep_the_type_and_others_are_refused():
     run_ranks(keep_and_refuse_types, 2, tensor=2)
+
+
+def leave_a_value_unchecked():
+    up, down, bias = seeded.weights()
+    with check():
+        partial = seeded.inner(seeded.data(4, 16), up) @ down.T
+        told = "what linalg_svdvals makes of a partial sum is not checked"
+        with pytest.warns(UserWarning, match=told) as caught:
+            values = torch.linalg.svdvals(torch.linalg.svdvals(partial).expand(4, 4))
+        torch.linalg.svdvals(partial * 2)  # said once: warnings are errors here
+        assert len(caught) == 1
+        assert type_of(values + bias[:4]) == {"tensor": "unchecked"}
+        summed = tp.reduce_from_tensor_parallel_region(values)
+        assert type_of(summed + bias[:4]) == {"tensor": "invariant"}
+
+
+def test_an_operation_without_a_rule_ends_the_check_of_a_value_and_is_said_once():
+    run_ranks(leave_a_value_unchecked, 2, tensor=2)
 
 
 def find_nothing_to_check():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -22,8 +21,29 @@ from ezpz_tp import ParallelError, ParallelState, Pipeline, finalize_grads, get_
 
 from . import _regions as regions
 from . import _rules as rules
+from ._kinds import (
+    CUTTING,
+    KEEPING_DIMS,
+    NUMBERS,
+    TAKING_AFTER,
+    TRANSPOSING,
+    Kind,
+    base_name,
+    is_random,
+    kind_of,
+)
 from ._regions import Region
-from ._rules import EQUAL, INVARIANT, PARTIAL, REPLICATED, VARYING, Operand, Record, Records
+from ._rules import (
+    EQUAL,
+    INVARIANT,
+    PARTIAL,
+    REPLICATED,
+    VARYING,
+    Operand,
+    Operation,
+    Record,
+    Records,
+)
 
 # The function mode that watches every operation of a thread.
 
@@ -56,7 +76,6 @@ class Checker(TorchFunctionMode):
         name: str = getattr(func, "__name__", "?")
         if (
             self.paused
-            or name in rules.SILENT
             or not self.axes
             or name.startswith(("_foreach", "_fused"))
             or getattr(func, "namespace", None) in _DISTRIBUTED
@@ -68,55 +87,66 @@ class Checker(TorchFunctionMode):
         return (special or self._operation)(func, name, args, kwargs)
 
     def _operation(self, func: Function, name: str, args: Args, kwargs: dict[str, Any]) -> Any:
-        operands = [self.records.operand(one) for one in tensors_of(args, kwargs)]
-        if name in rules.JUDGING:
-            operands = [replace(one, differentiable=False) for one in operands]
+        operands = self._operands(tensors_of(args, kwargs))
+        output = func(*args, **kwargs)
+        changed = output
+        if name == "__setitem__":
+            changed = args[0]
+        results = tensors_of((changed,), {})
+        if not results:
+            return output
         if operands:
             self.operations += 1
+            if not any(one.requires_grad for one in results):  # no gradient comes back from it
+                operands = [replace(one, differentiable=False) for one in operands]
             record = self.result(name, operands, args, kwargs)
-        elif name in rules.FRESH:
+        elif kind_of(name) is Kind.FRESH:
             record = self.records.fresh
-        elif name in regions.GENERATING:
-            record = regions.generated(self.records)
+        elif is_random(name):
+            record = regions.record_of_drawn(self.records)
         else:
-            return func(*args, **kwargs)
-        output = func(*args, **kwargs)
+            return output
         in_place = name[-1] == "_" and (name[0] != "_" or name.startswith(("__i", "__set")))
-        for one in tensors_of((args[0] if name == "__setitem__" else output,), {}):
+        for one in results:
             self.records.set(one, record)
             if in_place and one._base is not None:  # noqa: SLF001 - its base is written to as well
-                pair = [self.records.operand(tensor) for tensor in (one._base, one)]  # noqa: SLF001
-                written = rules.combine(self.records, "__setitem__", pair, False, False)
-                self.records.set(one._base, written)  # noqa: SLF001
+                self._write_to_base(one, one._base)  # noqa: SLF001
         return output
+
+    def _operands(self, tensors: Sequence[Tensor]) -> list[Operand]:
+        return list(map(self.records.operand, tensors))
+
+    def _write_to_base(self, view: Tensor, base: Tensor) -> None:
+        write = Operation("__setitem__", Kind.LINEAR)
+        record = rules.combine(self.records, write, self._operands([base, view]))
+        self.records.set(base, record)
 
     def result(
         self, name: str, operands: Sequence[Operand], args: Args, kwargs: Mapping[str, Any]
     ) -> Record:
         """Return what is known of an operation's result; raise if the operands do not fit."""
-        if name in rules.FRESH or name in rules.SHAPED:
-            if name in rules.FRESH:
-                return self.records.fresh
+        kind = kind_of(name)
+        base = base_name(name)
+        if kind is Kind.FRESH:
+            return self.records.fresh
+        if kind is Kind.SHAPED:
             return self.records.data
-        if name in rules.TAKING_AFTER:
+        if base in TAKING_AFTER:
             operands = operands[:1]
         elif name == "copy_":
             operands = operands[1:]
-        if len(operands) == 1 and name in rules.TRANSPOSING:
+        if len(operands) == 1 and base in TRANSPOSING:
             return _transposed(operands[0])
-        if len(operands) == 1 and name in rules.KEEPING_DIMS:
+        if len(operands) == 1 and base in KEEPING_DIMS:
             return operands[0].record
-        shifts = name in rules.NUMBERS and _puts_a_number(rules.NUMBERS[name], args, kwargs)
         contracts = regions.contracts(name, operands, args, kwargs)
-        record = rules.combine(self.records, name, operands, contracts, shifts)
-        if name in rules.CUTTING and REPLICATED in record.types:
-            cut = (
-                VARYING if kind == REPLICATED and not _is_known(operands[1:], place) else kind
-                for place, kind in enumerate(record.types)
-            )
-            record = replace(record, types=tuple(cut))
-        if name in regions.DRAWING and regions.draws(name, args, kwargs):
-            return regions.drawn(self.records, name, operands, record)
+        adds_number = base in NUMBERS and _adds_number(NUMBERS[base], args, kwargs)
+        operation = Operation(name, kind, contracts, adds_number)
+        record = rules.combine(self.records, operation, operands)
+        if base in CUTTING and REPLICATED in record.types:
+            record = _cut(record, operands[1:])
+        if regions.draws_numbers(name, args, kwargs):
+            return regions.check_random_op(self.records, name, operands, record)
         return record
 
     def places_of(self, group: ProcessGroup | None, default: str = "tensor") -> list[int]:
@@ -138,8 +168,12 @@ class Checker(TorchFunctionMode):
         """Return what is known of a region's result, and whether it is over a checked axis."""
         rule, group = regions.region_of(region, arguments)
         places = self.places_of(group, rule.axis)
-        tensors = [one if isinstance(one, Tensor) else None for one in list(arguments.values())[:3]]
-        operands = [None if one is None else self.records.operand(one) for one in tensors]
+        operands: list[Operand | None] = []
+        for one in list(arguments.values())[:3]:
+            operand = None
+            if isinstance(one, Tensor):
+                operand = self.records.operand(one)
+            operands.append(operand)
         self.operations += 1
         record = regions.through(self.records, region.__name__, rule, operands, places)
         return record, bool(places)
@@ -147,8 +181,9 @@ class Checker(TorchFunctionMode):
     def receive(self, activations: Tensor, module: nn.Module) -> None:
         """Note what another stage sent: a part of the sequence where the module is tagged so."""
         self.records.set(activations, replace(self.records.data, is_data=False))
-        if any(getattr(one, "sequence_parallel", False) for one in module.parameters()):
-            self.records.declare(activations, {"tensor": VARYING})
+        for parameter in module.parameters():
+            if getattr(parameter, "sequence_parallel", False):
+                self.records.declare(activations, {"tensor": VARYING})
 
     def _attribute(self, func: Function, kind: str, args: Args, kwargs: Any) -> Any:
         output = func(*args, **kwargs)
@@ -156,7 +191,7 @@ class Checker(TorchFunctionMode):
         if kind == "__get__" and isinstance(output, Tensor) and name not in _ELSEWHERE:
             operand = self.records.operand(args[0])
             made = operand.record
-            if name in rules.TRANSPOSING:
+            if name in TRANSPOSING:
                 made = _transposed(operand)
             self.records.set(output, made)
         elif kind == "__set__" and name == "data" and isinstance(args[1], Tensor):
@@ -169,8 +204,9 @@ class Checker(TorchFunctionMode):
         place = 2
         if name == "backward":
             place = 1
-        given = [kwargs.get(key) for key in ("gradient", "grad_tensors", "grad_outputs")]
-        is_given = any(one is not None for one in (*given, *args[place : place + 1]))
+        given = [*args[place : place + 1]]
+        given += map(kwargs.get, ("gradient", "grad_tensors", "grad_outputs"))
+        is_given = any(one is not None for one in given)
         for root in roots:
             if not (is_given and root.dim()):  # a number's gradient is a scale of the loss
                 regions.check_loss(self.records, name, self.records.operand(root))
@@ -190,29 +226,40 @@ def tensors_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
         if isinstance(value, Tensor):
             found.append(value)
         elif isinstance(value, (list, tuple)):
-            found.extend(one for one in value if isinstance(one, Tensor))
+            found += [one for one in value if isinstance(one, Tensor)]
     return found
 
 
-def _puts_a_number(places: Sequence[int], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def _adds_number(places: Sequence[int], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a number other than zero is added, or put in the place of others."""
-    given = [args[place] for place in places if place < len(args)]
-    given += [kwargs[key] for key in ("other", "value") if key in kwargs]
-    return any(isinstance(one, (int, float, complex)) and one for one in given)
+    numbers = [kwargs.get("other"), kwargs.get("value")]
+    for place in places:
+        numbers += args[place : place + 1]
+    return any(isinstance(number, (int, float, complex)) and number for number in numbers)
 
 
-def _is_known(indices: Sequence[Operand], place: int) -> bool:
+def _cut(record: Record, indices: Sequence[Operand]) -> Record:
+    """Return the record of a part: another one on each rank, unless all ranks cut alike."""
+    types = list(record.types)
+    for place, kind in enumerate(record.types):
+        if kind == REPLICATED and not _is_computed_alike(indices, place):
+            types[place] = VARYING
+    return replace(record, types=tuple(types))
+
+
+def _is_computed_alike(indices: Sequence[Operand], place: int) -> bool:
     """Whether what cuts is computed, and the same on all ranks: not a rank's number."""
-    return bool(indices) and all(
-        one.record.types[place] in EQUAL and not one.record.is_data for one in indices
-    )
+    for one in indices:
+        if one.record.types[place] not in EQUAL or one.record.is_data:
+            return False
+    return bool(indices)
 
 
 def _transposed(operand: Operand) -> Record:
     dim = operand.record.sharded_dim
     tensor = operand.tensor
     flipped = None
-    if not (dim is None or tensor.dim() != 2):
+    if dim is not None and tensor.dim() == 2:
         flipped = 1 - dim
     return replace(operand.record, sharded_dim=flipped)
 
@@ -225,7 +272,6 @@ def _transposed(operand: Operand) -> Record:
 # them by name, methods of `Pipeline`, ``torch.autograd.Function.apply``, and the functions of
 # ``torch.distributed`` that change a tensor. What was compiled runs uncompiled.
 
-_lock = threading.Lock()
 _users = 0
 _restore = ExitStack()
 
@@ -252,26 +298,25 @@ _HANDING = frozenset({"BackwardHookFunction", "_DDPSink", "RegisterPostBackwardF
 
 
 def active_checkers() -> list[Checker]:
+    """Return those that check, the innermost first."""
     modes = reversed(_get_current_function_mode_stack())
-    found = [mode for mode in modes if isinstance(mode, Checker)]
-    return [one for one in found if one.axes and not one.paused]
+    checkers = [mode for mode in modes if isinstance(mode, Checker)]
+    return [one for one in checkers if one.axes and not one.paused]
 
 
 @contextmanager
 def exchanged() -> Iterator[None]:
-    """Exchange the functions as long as anybody checks, in any thread."""
+    """Exchange the functions as long as anybody checks."""
     global _users, _restore
-    with _lock:
-        if not _users:
-            _restore = _exchange()
-        _users += 1
+    if not _users:
+        _restore = _exchange()
+    _users += 1
     try:
         yield
     finally:
-        with _lock:
-            _users -= 1
-            if not _users:
-                _restore.close()
+        _users -= 1
+        if not _users:
+            _restore.close()
 
 
 def _exchange() -> ExitStack:
@@ -403,7 +448,7 @@ def _result(checker: Checker, function: type, args: tuple[Any, ...], kwargs: Any
             "check, so its name is unknown; call the function by its name in a module, as in "
             "tp.reduce_from_tensor_parallel_region(x)"
         )
-    operands = [checker.records.operand(one) for one in tensors_of(args, kwargs)]
+    operands = list(map(checker.records.operand, tensors_of(args, kwargs)))
     checker.operations += 1
     torchs = function.__module__ == "torch.distributed.nn.functional"
     region = None
@@ -421,7 +466,10 @@ def _rerun(function: Function, tensors: list[Tensor], checkers: list[Checker]) -
     """Return what torch's reentrant checkpointing runs, and in backward runs again."""
     # The first run has no gradients, by which much of what is wrong is known: the second is
     # checked too, with the types that the arguments had.
-    known = [(one, [one.records.of(tensor) for tensor in tensors]) for one in reversed(checkers)]
+    known = []
+    for checker in reversed(checkers):
+        records = list(map(checker.records.of, tensors))
+        known.append((checker, records))
 
     def run(*args: Any) -> Any:
         with ExitStack() as stack:
@@ -470,10 +518,10 @@ def _refuse_unseen(checker: Checker, name: str, target: Tensor, places: list[int
     reason = (
         "It changes the tensor in place, and autograd does not see it: the gradient is that of "
     )
-    mend = f"use {region} (its group as tp_group=); for a log, reduce a detached copy"
+    fix = f"use {region} (its group as tp_group=); for a log, reduce a detached copy"
     called = f"torch.distributed.{name}"
     seen = [(operand, kind)]
-    raise rules.fail(checker.records, called, axis, seen, reason + "this rank's value.", mend)
+    raise rules.fail(checker.records, called, axis, seen, reason + "this rank's value.", fix)
 
 
 @contextmanager
@@ -491,7 +539,8 @@ def check(
 
     * invariant goes with invariant; replicated with varying gives varying;
     * of a replicated tensor, a slice varies: it may be another one on each rank;
-    * partial goes through what is linear, and with partial into a sum;
+    * partial goes through what is linear, and with partial into a sum; what an operation without
+      a rule makes of it is not checked, which a warning says once;
     * a loss that backward starts from is invariant along the tensor axis;
     * dropout of what varies belongs within ``get_rng_tracker().fork()``, any other outside.
 
@@ -509,7 +558,7 @@ def check(
         The checker: its ``operations`` says how many it saw.
 
     Raises:
-        ParallelTypeError: Names the operation, the types, the user's line, and the mend.
+        ParallelTypeError: Names the operation, the types, the user's line, and the fix.
         NotInitializedError: There is neither ``state`` nor default.
     """
     checker = Checker(state or get_state(), model)

@@ -14,7 +14,19 @@ from torch.distributed import ProcessGroup
 import ezpz_tp as tp
 
 from . import _rules as rules
-from ._rules import EQUAL, INVARIANT, PARTIAL, REPLICATED, VARYING, Operand, Record, Records
+from ._kinds import Kind, is_random
+from ._rules import (
+    EQUAL,
+    INVARIANT,
+    PARTIAL,
+    REPLICATED,
+    UNCHECKED,
+    VARYING,
+    Operand,
+    Operation,
+    Record,
+    Records,
+)
 
 Given: TypeAlias = Sequence[Operand | None]
 
@@ -23,20 +35,20 @@ Given: TypeAlias = Sequence[Operand | None]
 class Region:
     takes: frozenset[str]
     returns: str
-    mend: Mapping[str, str]
+    fix: Mapping[str, str]
     weight: str | None = None
     bias: str | None = None
     axis: str = "tensor"
     inputs: int = 1
 
 
-def _region(takes: tuple[str, ...], returns: str, more: Any = None, **mend: str) -> Region:
-    """Return a region; the mend ``equal`` is for both types that are equal on all ranks."""
+def _region(takes: tuple[str, ...], returns: str, more: Any = None, **fix: str) -> Region:
+    """Return a region; the fix ``equal`` is for both types that are equal on all ranks."""
     both = {}
-    if "equal" in mend:
-        both = dict.fromkeys(EQUAL, mend.pop("equal"))
+    if "equal" in fix:
+        both = dict.fromkeys(EQUAL, fix.pop("equal"))
     partial = "a reduction is missing: sum it first, by reduce_from_tensor_parallel_region"
-    return Region(frozenset(takes), returns, {PARTIAL: partial, **both, **mend}, **(more or {}))
+    return Region(frozenset(takes), returns, {PARTIAL: partial, **both, **fix}, **(more or {}))
 
 
 _TWICE = (
@@ -164,6 +176,7 @@ def through(
     records: Records, name: str, region: Region, operands: Given, axes: Sequence[int]
 ) -> Record:
     given = [one for one in operands if one is not None]
+    elsewhere = Operation(name, Kind.NONLINEAR)  # along the axes that it is not over
     types = []
     for place, axis in enumerate(records.axes):
         if place in axes:
@@ -172,22 +185,27 @@ def through(
             _check_parameters(records, name, region, operands[region.inputs :], axis, place)
             types.append(region.returns)
         else:
-            types.append(rules.along(records, name, place, given, contracts=False, shifts=False))
+            types.append(rules.type_along(records, elsewhere, place, given))
     return Record(tuple(types))
 
 
 def _check(
     records: Records, name: str, region: Region, one: Operand, axis: str, place: int
 ) -> None:
+    if one.record.types[place] == UNCHECKED:
+        return
     kind = one.settled(place)
-    fits = region.takes & EQUAL if kind is None else kind in region.takes
+    if kind is None:
+        kind = INVARIANT
+        fits = bool(region.takes & EQUAL)
+    else:
+        fits = kind in region.takes
     # Of data the user knows more; and a layer's weight says "tensor" whatever its group is.
     if fits or one.record.is_data or (axis != "tensor" and isinstance(one.tensor, nn.Parameter)):
         return
-    kind = kind or INVARIANT
     wanted = " or ".join(sorted(region.takes))
-    mend = region.mend.get(kind, f"make it {wanted}")
-    raise rules.fail(records, name, axis, [(one, kind)], f"It takes what is {wanted}.", mend)
+    fix = region.fix.get(kind, f"make it {wanted}")
+    raise rules.fail(records, name, axis, [(one, kind)], f"It takes what is {wanted}.", fix)
 
 
 def _check_parameters(
@@ -207,14 +225,14 @@ def _untagged(
     called = records.tag_of(one.tensor)
     if wanted == VARYING:
         reason = "It is used as this rank's part, but its attributes do not say so."
-        mend = _UNSAID.format(called)
+        fix = _UNSAID.format(called)
     elif wanted == REPLICATED:
         reason = "It is added to this rank's part of the sequence, so its gradient is partial."
-        mend = f"mark_sequence_parallel({called}), and finalize_grads sums it"
+        fix = f"mark_sequence_parallel({called}), and finalize_grads sums it"
     else:
         reason = "It is used on whole data: finalize_grads would count its gradient once a rank."
-        mend = f"take the tag off {called} (sequence_parallel = False)"
-    return rules.fail(records, name, axis, [(one, found)], reason, mend)
+        fix = f"take the tag off {called} (sequence_parallel = False)"
+    return rules.fail(records, name, axis, [(one, found)], reason, fix)
 
 
 # Products that sum over a dim which is split over the tensor-parallel ranks.
@@ -227,18 +245,22 @@ _ROWS = frozenset({"linear", "conv1d", "conv2d", "conv3d"})
 def contracts(
     name: str, operands: Sequence[Operand], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> bool:
+    """Whether a product sums over a dim that is split over the ranks."""
     if all(one.record.sharded_dim is None for one in operands):
         return False
-    factors = list(operands[1:] if name in _ADDED_FIRST else operands)
-    return any(
-        factor.record.sharded_dim in dims for factor, dims in _summed(name, factors, args, kwargs)
-    )
+    factors = list(operands)
+    if name in _ADDED_FIRST:
+        factors.pop(0)
+    for factor, dims in _summed_dims(name, factors, args, kwargs):
+        if factor.record.sharded_dim in dims:
+            return True
+    return False
 
 
-def _summed(
+def _summed_dims(
     name: str, factors: Sequence[Operand], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[Operand, Sequence[int]]]:
-    """The factors of a product, and the dims of each that it sums over."""
+    """Yield the factors of a product, and the dims of each that it sums over."""
     if name == "einsum" and isinstance(args[0], str):
         yield from _of_einsum(args[0], factors)
     elif len(factors) < 2:
@@ -269,62 +291,60 @@ def _of_einsum(
 
 # Random numbers: the same on all tensor-parallel ranks, or other ones on each.
 
-DRAWING = rules.words("""
-    dropout dropout_ dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout
-    feature_dropout rrelu rrelu_ bernoulli bernoulli_ rand_like randn_like randint_like normal_
-    uniform_ random_ exponential_ multinomial gumbel_softmax scaled_dot_product_attention
-""")
-"""What draws random numbers for a tensor."""
 
-GENERATING = frozenset({"rand", "randn", "randint", "randperm", "normal"})
-"""What makes a tensor of random numbers."""
-
-_DROPPING = frozenset(name for name in DRAWING if "dropout" in name)
-"""What draws only in training, with a probability above zero."""
-
-
-def draws(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def draws_numbers(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call draws random numbers for a tensor; some draw in training only."""
+    if not is_random(name):
+        return False
     if name == "scaled_dot_product_attention":
         return bool(argument(args, kwargs, 4, "dropout_p"))
     if name.startswith("rrelu"):
         return bool(argument(args, kwargs, 3, "training"))
-    if name not in _DROPPING:
+    if "dropout" not in name:
         return kwargs.get("generator") is None  # with one of the user's own, he knows
-    probability = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
+    probability = kwargs.get("p", 0.5)
+    if len(args) > 1:
+        probability = args[1]
     # Where nothing is said, those of alpha do not.
     training = kwargs.get("training", kwargs.get("train", "alpha" not in name))
-    return bool(probability and (args[2] if len(args) > 2 else training))
+    if len(args) > 2:
+        training = args[2]
+    return bool(probability and training)
 
 
-def generated(records: Records) -> Record:
+def record_of_drawn(records: Records) -> Record:
+    """Return what is known of a new tensor of random numbers."""
     if _is_forked():
         return _varying(records, records.data)
     return records.data
 
 
-def drawn(records: Records, name: str, operands: Sequence[Operand], record: Record) -> Record:
+def check_random_op(
+    records: Records, name: str, operands: Sequence[Operand], record: Record
+) -> Record:
+    """Refuse equal numbers for other parts, and other numbers for what is equal on all ranks."""
     if "tensor" not in records.axes:
         return record
     place = records.axes.index("tensor")
     forked = _is_forked()
     kind = record.types[place]
-    reason = mend = ""
+    reason = fix = ""
     if forked and kind == PARTIAL:
         reason = "Inside fork() every rank drops other elements of its part of a sum. "
         reason += "A reduction is missing."
-        mend = "sum it by reduce_from_tensor_parallel_region, then drop, outside fork()"
+        fix = "sum it by reduce_from_tensor_parallel_region, then drop, outside fork()"
     # Data that is drawn from, rather than dropped of, is probabilities.
-    elif forked and kind in EQUAL and (name in _DROPPING or not record.is_data):
+    elif forked and kind in EQUAL and ("dropout" in name or not record.is_data):
         reason = "Inside fork() every tensor-parallel rank draws other numbers, and this tensor "
         reason += "should stay the same on all."
-        mend = "call it outside `with get_rng_tracker().fork():`"
+        fix = "call it outside `with get_rng_tracker().fork():`"
     elif not forked and kind == VARYING and tp.get_rng_tracker().current is None:
         reason = "Outside fork() all tensor-parallel ranks draw the same numbers, for different "
         reason += "parts of the data: equal seeds where they must differ."
-        mend = "call it within `with get_rng_tracker().fork():`"
+        fix = "call it within `with get_rng_tracker().fork():`"
     if reason:
         seen = [(one, one.record.types[place]) for one in operands]
-        raise rules.fail(records, name, "tensor", seen, reason, mend)
+        raise rules.fail(records, name, "tensor", seen, reason, fix)
     if forked:
         return _varying(records, record)
     return record
@@ -335,8 +355,10 @@ def _is_forked() -> bool:
 
 
 def _varying(records: Records, record: Record) -> Record:
-    pairs = zip(records.axes, record.types, strict=True)
-    return Record(tuple(VARYING if axis == "tensor" else kind for axis, kind in pairs))
+    types = list(record.types)
+    if "tensor" in records.axes:
+        types[records.axes.index("tensor")] = VARYING
+    return Record(tuple(types))
 
 
 # The two ends of backward: the loss that it starts from, and the gradients that it leaves.
@@ -365,13 +387,13 @@ def check_loss(records: Records, name: str, loss: Operand) -> None:
         kind = loss.settled(place)
         if kind is None or kind == INVARIANT or (axis != "tensor" and kind != REPLICATED):
             continue
-        reason, mend = _WRONG[kind]
+        reason, fix = _WRONG[kind]
         if axis != "tensor":
-            mend = (
+            fix = (
                 "call backward on this rank's own loss and reduce a detached copy for the log, or "
                 f"sum by reduce_from_tensor_parallel_region(loss, {axis} group)"
             )
-        raise rules.fail(records, name, axis, [(loss, kind)], reason, mend)
+        raise rules.fail(records, name, axis, [(loss, kind)], reason, fix)
 
 
 def parameters_of(model_or_parameters: Any) -> list[Tensor]:
@@ -405,7 +427,7 @@ def gradients_to_finalize(records: Records, parameters: Iterable[Tensor]) -> lis
                 "Its gradient was finalized before, and no backward pass has added to it: what "
                 "is summed would be summed twice."
             )
-            mend = "call finalize_grads once a step, after the last backward pass"
-            raise rules.fail(records, "finalize_grads", axis, seen, reason, mend)
+            fix = "call finalize_grads once a step, after the last backward pass"
+            raise rules.fail(records, "finalize_grads", axis, seen, reason, fix)
         found.append(grad)
     return found
