@@ -200,7 +200,7 @@ def transformer_flops(parameters: int, layers: int, hidden: int, sequence: int) 
 
 Mark = Any  # a moment, as its clock keeps it
 T = TypeVar("T")
-_MOST_WAITING = 64  # steps that a device may be behind; a queue holds fewer
+_MOST_UNFINISHED = 64  # steps that a device may be behind; a queue holds fewer
 _MOST_MARKS = 256  # uses of a phase within a step, before they are added up
 
 
@@ -234,11 +234,10 @@ class StepTimer:
     def __init__(self, *, synchronize: bool = False, device: Any = None) -> None:
         self._synchronize = synchronize
         self._device = device
-        self._clock: Clock = HostClock()
-        self._is_found = False
+        self._clock: Clock = _HOST_CLOCK
         self._phases: dict[str, Phase] = {}
         self._start: Mark = None
-        self._waiting: deque[_Step] = deque()
+        self._unfinished: deque[_Step] = deque()
         self._last: dict[str, float] = {}
 
     def __call__(self, phase: str) -> Phase:
@@ -273,7 +272,7 @@ class StepTimer:
         """
         for phase in self._phases.values():
             phase.pop_marks()
-        self._find_clock()
+        self._update_clock()
         self._start = self._clock.mark()
 
     def step(self) -> None:
@@ -283,10 +282,10 @@ class StepTimer:
             return
         end = self._clock.mark()
         taken = {name: phase.pop_marks() for name, phase in self._phases.items()}
-        self._waiting.append(_Step(self._clock, self._start, end, taken))
+        self._unfinished.append(_Step(self._clock, self._start, end, taken))
         self._start = end
         self._collect_finished()
-        if not self._is_found and self._find_clock():
+        if self._update_clock():
             self._start = self._clock.mark()
 
     def metrics(self) -> dict[str, float]:
@@ -305,23 +304,22 @@ class StepTimer:
         return self._last.get("step_s")
 
     def _collect_finished(self, *, wait: bool = False) -> None:
-        waiting = self._waiting
-        while waiting and (
-            wait or len(waiting) > _MOST_WAITING or waiting[0].clock.has_passed(waiting[0].end)
-        ):
-            self._last = waiting.popleft().seconds()
+        while self._unfinished:
+            first = self._unfinished[0]
+            is_far_behind = len(self._unfinished) > _MOST_UNFINISHED
+            if not wait and not is_far_behind and not first.clock.has_passed(first.end):
+                return
+            self._last = first.seconds()
+            self._unfinished.popleft()
 
-    def _find_clock(self) -> bool:
-        if self._is_found or any(phase.depth for phase in self._phases.values()):
+    def _update_clock(self) -> bool:
+        """Use the device's clock once there is a device; return whether the clock is another."""
+        if self._clock is not _HOST_CLOCK or any(phase.depth for phase in self._phases.values()):
             return False
-        found = _device_clock(self._device, self._synchronize)
-        if found is None:
-            return False
-        self._clock = found
-        self._is_found = True
+        self._clock = _find_clock(self._device, synchronize=self._synchronize)
         for phase in self._phases.values():
-            phase.clock = found
-        return True
+            phase.clock = self._clock
+        return self._clock is not _HOST_CLOCK
 
 
 class HostClock:
@@ -336,15 +334,18 @@ class HostClock:
         return True
 
 
-def _device_clock(device: Any, synchronize: bool) -> Clock | None:
+_HOST_CLOCK = HostClock()
+
+
+def _find_clock(device: Any, *, synchronize: bool) -> Clock:
     torch: Any = sys.modules.get("torch")
     if torch is None:
-        return None
+        return _HOST_CLOCK
     if device is None:
         if not (torch.cuda.is_initialized() or torch.xpu.is_initialized()):
-            return None
+            return _HOST_CLOCK
     elif torch.device(device).type == "cpu":
-        return HostClock()
+        return _HOST_CLOCK
     package = _import_device_package(f"StepTimer on {device or 'an accelerator'}")
     found: Clock = package.find_clock(device, synchronize=synchronize)
     return found
