@@ -48,7 +48,7 @@ def answers():
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_every_public_name_has_a_known_type_and_a_docstring(answers, package):
+def test_every_public_name_has_a_known_type(answers, package):
     answer = answers[package].result()["typeCompleteness"]
     # A package that was not found is complete, too.
     assert answer["exportedSymbolCounts"]["withKnownType"] > 0
@@ -59,8 +59,6 @@ def test_every_public_name_has_a_known_type_and_a_docstring(answers, package):
     ]
     assert not unknown, "\n".join(unknown)
     assert answer["completenessScore"] == 1
-    assert answer["missingFunctionDocStringCount"] == 0
-    assert answer["missingClassDocStringCount"] == 0
 
 
 def test_documented_usage_is_typed_as_documented_and_a_mistake_is_told(tmp_path):

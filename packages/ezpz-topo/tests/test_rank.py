@@ -366,77 +366,62 @@ def test_local_rank_is_the_index_of_a_device_where_ezpz_launch_says_so():
         get_local_device({**LAUNCHED, "LOCAL_RANK": "x", "EZPZ_LOCAL_DEVICE": "x"})
 
 
-# Real processes with the names that launchers have.
-
-LINUX = pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="the kernel shows no /proc")
-SAY = "from ezpz_topo._rank import launching_ancestors as a; print(*[x.family for x in a()])"
-
-
-def below(words, *inner):
-    """Return what a Python says that is started by these processes, outermost first."""
-    said = subprocess.run([*words, *inner], capture_output=True, text=True, check=True)
-    # Above the test itself there may be real launchers: they are in every answer.
-    mine = [ancestor.family for ancestor in launching_ancestors()]
-    families = said.stdout.split()
-    nearer = len(families) - len(mine)
-    assert families[nearer:] == mine
-    return families[:nearer]
+# The launching processes above, by /proc.
 
 
 @pytest.fixture
-def process(tmp_path):
-    """Return the words that run a command below a process of that name."""
-    shell = shutil.which("sh")
+def proc(tmp_path):
+    """A /proc in which process 7 is below 6, a program of that name and command line."""
 
-    def named(name):
+    def make(name, command=""):
+        for pid, parent, its_name in ((7, 6, "a) b) (c)"), (6, 1, name)):
+            folder = tmp_path / str(pid)
+            folder.mkdir()
+            (folder / "stat").write_text(f"{pid} ({its_name}) S {parent} 7 7 0")
+            (folder / "comm").write_text(f"{its_name}\n")
+        (tmp_path / "6" / "cmdline").write_text("\0".join(command.split()))
+        return str(tmp_path)
+
+    return make
+
+
+@pytest.mark.parametrize(("name", "command", "found"), [
+    ("hydra_pmi_proxy", "", Ancestor("pmi", "hydra_pmi_proxy (pid 6)")),
+    ("prted", "", Ancestor("openmpi", "prted (pid 6)")),
+    ("prterun", "", Ancestor("openmpi", "prterun (pid 6)")),
+    ("flux-shell", "", Ancestor("flux", "flux-shell (pid 6)")),
+    ("mpispawn", "", Ancestor("mvapich2", "mpispawn (pid 6)")),
+    ("slurmstepd", "slurmstepd:[7.batch]", Ancestor("slurm", "slurmstepd:[7.batch] (pid 6)")),
+    # torchrun's agent is a Python, known by what it runs
+    ("python3.11", "/usr/bin/python3.11 /opt/bin/torchrun train.py",
+     Ancestor("torchrun", "torchrun (pid 6)")),
+    *(("python", f"python -u -W ignore {run} train.py",
+       Ancestor("torchrun", "torch.distributed.run (pid 6)"))
+      for run in ("-m torch.distributed.run", "/lib/torch/distributed/run.py")),
+    # and not by its arguments
+    ("python", "python train.py torchrun", None),
+    ("sh", "sh -c torchrun", None),
+])  # fmt: skip
+def test_a_launchers_process_is_known_by_its_name(proc, name, command, found):
+    assert list(launching_ancestors(7, proc=proc(name, command))) == ([found] if found else [])
+
+
+def test_without_proc_no_process_is_known(tmp_path):
+    assert list(launching_ancestors(7, proc=str(tmp_path))) == []
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="the kernel shows no /proc")
+def test_real_ones_are_nearest_first_and_shells_between_do_not_count(tmp_path):
+    words = []
+    for name in ("slurmstepd", "a shell", "hydra_pmi_proxy"):
         path = tmp_path / name
-        shutil.copy(os.path.realpath(shell), path)
+        shutil.copy(os.path.realpath(shutil.which("sh")), path)
         # "$@" and not the last command: else the shell would become it.
-        return [str(path), "-c", '"$@"; exit $?', name]
-
-    return named
-
-
-@pytest.mark.parametrize(
-    ("name", "launcher"),
-    [("hydra_pmi_proxy", "pmi"), ("prted", "openmpi"), ("prterun", "openmpi"),
-     ("slurmstepd", "slurm"), ("flux-shell", "flux"), ("mpispawn", "mvapich2")],
-)  # fmt: skip
-def test_each_launchers_process_is_known_by_name(tmp_path, name, launcher):
-    assert list(launching_ancestors(7, proc=str(tmp_path))) == []  # without /proc
-    for pid, parent, its_name in ((7, 6, "a) b) (c)"), (6, 1, name)):
-        folder = tmp_path / str(pid)
-        folder.mkdir()
-        (folder / "stat").write_text(f"{pid} ({its_name}) S {parent} 7 7 0")
-        (folder / "comm").write_text(f"{its_name}\n")
-    (found,) = launching_ancestors(7, proc=str(tmp_path))
-    assert (found.family, found.process) == (launcher, f"{name} (pid 6)")
-
-
-@LINUX
-def test_nearest_first_and_shells_between_do_not_count(process):
-    words = [*process("slurmstepd"), *process("a shell"), *process("hydra_pmi_proxy")]
-    assert below(words, sys.executable, "-c", SAY) == ["pmi", "slurm"]
-
-
-@LINUX
-@pytest.mark.parametrize("words", ["{}/torchrun", "-u -W ignore -m torch.distributed.run"])
-def test_torchruns_agent_is_a_python_known_by_what_it_runs(tmp_path, words):
-    (tmp_path / "torch" / "distributed").mkdir(parents=True)
-    for name in ("torch/__init__.py", "torch/distributed/__init__.py"):
-        (tmp_path / name).touch()
-    for name in ("torchrun", "torch/distributed/run.py"):
-        inner = "import subprocess, sys; subprocess.run(sys.argv[1:], check=True)"
-        (tmp_path / name).write_text(inner)
-    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    # -E: what is below must not see the torch that is none.
-    command = [sys.executable, *words.format(tmp_path).split(), sys.executable, "-E", "-c", SAY]
-    said = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
-    assert said.stdout.split()[0] == "torchrun"
-
-
-def test_a_python_that_has_torchrun_among_its_arguments_is_no_agent(tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text("import subprocess, sys; subprocess.run(sys.argv[2:], check=True)")
-    words = [sys.executable, str(script), "torchrun"]
-    assert below(words, sys.executable, "-c", SAY) == []
+        words += [str(path), "-c", '"$@"; exit $?', name]
+    code = "from ezpz_topo._rank import launching_ancestors as a; print(*[x.family for x in a()])"
+    said = subprocess.run(
+        [*words, sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    # Above the test itself there may be real launchers.
+    mine = [ancestor.family for ancestor in launching_ancestors()]
+    assert said.stdout.split() == ["pmi", "slurm", *mine]
