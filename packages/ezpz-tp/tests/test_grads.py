@@ -70,18 +70,14 @@ def test_each_dtype_is_a_collective_and_main_grad_goes_first():
     assert everywhere.grad.tolist() == [2]
 
 
-def alone():
+@on_ranks(2, tensor=1, data=2)
+def test_at_degree_one_nothing_is_sent():
     tagged = parameter(2, grad=1, sequence_parallel=True, shared=True)
     with counting() as counter:
         tp.finalize_grads([tagged])
         tp.finalize_grads(tagged, average_over="context")
     assert not counter
     assert tagged.grad.tolist() == [1, 1]
-
-
-def test_at_degree_one_nothing_is_sent():
-    alone()
-    run_ranks(alone, 2, tensor=1, data=2)
 
 
 @on_ranks(4, pipeline=4)
