@@ -115,14 +115,6 @@ def training(rank, size, folder):
     weights = loaded.module.state_dict()
     for name, weight in alone.state_dict().items():
         assert torch.allclose(weights[name], weight, rtol=1e-12), name
-
-    plain = folder / "plain.pt"
-    if rank == 0:
-        torch.save(weights, plain)
-    assert ez.load_on_one_rank(plain)["0.weight"].equal(weights["0.weight"].cpu())
-    sharded = ez.wrap_model_for_fsdp2(copy.deepcopy(bare))
-    ez.load_into(sharded, plain)
-    assert torch.allclose(sharded(x), loaded(x), rtol=1e-12)
     with ez.SnapshotOnSignal(lambda step: None) as snapshot:
         snapshot.step(6)
 

@@ -199,8 +199,7 @@ def test_before_set_up_no_local_answer_in_a_world_of_several(ranks):
         for call in (*calls, data_share, lambda: share_of([1, 2]), lambda: DataParallelSampler(3),
                      lambda: DataLoader([1, 2]), node_group,
                      lambda: scatter_from_one_reader(list),
-                     lambda: read_share("x", torch.int8, [1]), lambda: load_on_one_rank("x"),
-                     lambda: SnapshotOnSignal(print)):
+                     lambda: read_share("x", torch.int8, [1]), lambda: SnapshotOnSignal(print)):
             raises(NotSetUpError, "before setup_torch()", call)
         rank = int(os.environ["RANK"])
         dist.init_process_group("gloo")

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from ._checkpoints.listing import verify_checkpoint as verify_checkpoint
     from ._checkpoints.load import Loaded as Loaded
     from ._checkpoints.load import load_checkpoint as load_checkpoint
-    from ._checkpoints.plain import load_into as load_into
-    from ._checkpoints.plain import load_on_one_rank as load_on_one_rank
     from ._checkpoints.save import save_checkpoint as save_checkpoint
     from ._checkpoints.signal import SnapshotOnSignal as SnapshotOnSignal
     from ._collectives import all_gather_object as all_gather_object

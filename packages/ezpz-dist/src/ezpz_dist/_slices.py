@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from io import RawIOBase
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from ezpz_topo import get_hostname, get_rank
 
 from ._collectives import all_gather_object, broadcast
 from ._data import check_share
-from ._errors import CollectiveError, DataError, DistError
+from ._errors import CollectiveError, DataError
 from ._members import Call, Members, exchange, find_members
 from ._mpi import find_channel, find_running, finish_request
 from ._objects import dump, is_plain, receive_object, send_object
@@ -223,68 +223,54 @@ def scatter_from_one_reader(
     """
     if group is None:
         group = node_group()
-    what = "scatter_from_one_reader()"
-    members = find_members(what, group)
-    count = 1
-    reader = 0
-    name = "rank 0"
-    if members is not None:
-        count = len(members.ranks)
-        reader = members.ranks[0]
-        name = f"rank {reader} on {members.world.hosts[reader]}"
-    parts: Sequence[T] = []  # the reader's
-    pickled: list[bytes | None] = []  # of the others; None: sent as it is
+    members = find_members(_SCATTER, group)
+    if members is None:
+        return cast("T", _read_parts(read, 1, "rank 0")[0].value)
+    reader = members.ranks[0]
+    parts: list[_Part] = []
+    failure: DataError | None = None
+    if members.place == 0:
+        try:
+            name = f"rank {reader} on {members.world.hosts[reader]}"
+            parts = _read_parts(read, len(members.ranks), name)
+        except DataError as error:
+            failure = error
+    others_failure = broadcast(failure, reader, members.group)
+    if others_failure is not None:
+        raise failure or others_failure
+    with waiting(_SCATTER, members.world):
+        if members.place > 0:
+            return cast("T", receive_object(reader, members.where, members.group))
+        for rank, part in zip(members.ranks[1:], parts[1:], strict=True):
+            send_object(part.value, rank, members.where, members.group, part.pickled)
+    return cast("T", parts[0].value)
 
-    def read_parts() -> None:
-        nonlocal parts
-        parts = _check_parts(read(), count)
-        # Here, where the others hear of an error, and not while they receive.
-        pickled.extend(None if is_plain(part) else dump(part) for part in parts[1:])
 
-    def explain(error: Exception) -> DistError:
+_SCATTER = "scatter_from_one_reader()"
+
+
+class _Part(NamedTuple):
+    value: Any
+    pickled: bytes | None  # None: sent as it is
+
+
+def _read_parts(read: Callable[[], Any], count: int, name: str) -> list[_Part]:
+    """Read, and pickle what has to be, so that no rank fails while others receive."""
+    try:
+        values = read()
+        if not isinstance(values, Sequence):
+            raise DataError(f"it returned a {type(values).__name__}; {_expect(count)}")
+        if len(values) != count:
+            raise DataError(f"it returned {len(values)} parts; {_expect(count)}")
+        parts = [_Part(values[0], None)]
+        parts.extend(_Part(each, None if is_plain(each) else dump(each)) for each in values[1:])
+    except Exception as error:  # whatever it is, every rank raises it
         text = f"{type(error).__name__}: {error}"
         if type(error) is DataError:
             text = str(error)
-        return DataError(f"{what}: the reader, {name}, failed: {text}")
-
-    read_for_all(read_parts, members, reader, explain)
-    if members is None:
-        return parts[0]
-    with waiting(what, members.world):
-        if members.place > 0:
-            return cast("T", receive_object(reader, members.where, members.group))
-        for rank, part, data in zip(members.ranks[1:], parts[1:], pickled, strict=True):
-            send_object(part, rank, members.where, members.group, data)
-    return parts[0]
+        raise DataError(f"{_SCATTER}: the reader, {name}, failed: {text}") from error
+    return parts
 
 
-def _check_parts(parts: Any, count: int) -> Sequence[Any]:
-    if not isinstance(parts, Sequence):
-        returned = f"a {type(parts).__name__}"
-    elif len(parts) != count:
-        returned = f"{len(parts)} parts"
-    else:
-        return parts
-    raise DataError(f"it returned {returned}; expected a list, one part for each of {count} ranks")
-
-
-def read_for_all(
-    work: Callable[[], T],
-    members: Members | None,
-    root: int,
-    explain: Callable[[Exception], DistError],
-) -> T:
-    """Return on every rank what ``root`` reads, or raise what it could not. Collective."""
-    result: Any = None
-    cause: Exception | None = None
-    if members is None or members.ranks[members.place] == root:
-        try:
-            result = work()
-        except Exception as error:  # noqa: BLE001 - whatever it is, every rank raises it
-            result = explain(error)
-            cause = error
-    if members is not None:
-        result = broadcast(result, root, members.group)
-    if isinstance(result, DistError):
-        raise result from cause
-    return cast("T", result)
+def _expect(count: int) -> str:
+    return f"expected a list, one part for each of {count} ranks"
