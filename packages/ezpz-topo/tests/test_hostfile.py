@@ -50,7 +50,7 @@ def test_one_line(lines, expected):
     # A PBS node file has a line for each slot.
     ("x0.gov\nx0.gov\nx1.gov\nx1.gov\n", [("x0.gov", 2), ("x1.gov", 2)]),
     ("b\na\nb\na\nb\n", [("b", 3), ("a", 2)]),
-    ("h slots=2\nh\nh max_slots=3", [("h", 6)]),
+    ("h slots=2\nh\nh max_slots=3\nh.gov:2\nh.gov:2", [("h", 10)]),
     # Names are compared short, and the first spelling stays.
     ("X1n0:2\nx1\nx1n0.hsn.example:2\nx1.site\nx10", [("X1n0", 4), ("x1", 2), ("x10", None)]),
     # Addresses are compared whole.

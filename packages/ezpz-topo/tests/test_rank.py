@@ -181,7 +181,9 @@ DEEPSPEED = {"RANK": "3", "WORLD_SIZE": "16", "LOCAL_RANK": "3", "LOCAL_SIZE": "
 @pytest.mark.parametrize(("env", "above", "expected", "note"), [
     ({**OPENMPI, **OTHER_HYDRA}, [PROXY, DAEMON], ("pmi", 1, 2), "pmi before openmpi"),
     ({**OPENMPI, **OTHER_HYDRA}, [DAEMON, PROXY], ("openmpi", 5, 8), "openmpi is nearer"),
-    # srun inside a rank of mpiexec, and mpiexec inside a step
+    # srun inside a rank of mpiexec, also with its numbers on more nodes; and mpiexec inside a step
+    ({**OTHER_HYDRA, "PMI_RANK": "0", "MPI_LOCALRANKID": "0", **PROXYS_STEP}, [STEP, PROXY],
+     ("slurm", 0, 2), "slurm before pmi"),
     ({**HYDRA_OF_ONE, **SRUN}, [STEP, PROXY], ("slurm", 5, 8), "slurmstepd (pid 11) is"),
     ({**OTHER_HYDRA, **SRUN}, [PROXY, STEP], ("pmi", 1, 2), "set aside, pmi is nearer"),
     ({**HYDRA, **PROXYS_STEP}, [], ("pmi", 5, 8), "slurm says 0 of 2, local rank 0: set aside"),

@@ -84,6 +84,13 @@ def test_a_job_is_asked_for_on_its_own_cluster(tmp_path, command, env, asked):
     assert set((tmp_path / "asked").read_text().split()) == {asked}
 
 
+def test_a_job_that_is_over_has_no_hosts_although_slurm_tells_them(tmp_path, command):
+    job = "JobId=7 JobName=x\n   UserId=a(1)\n   JobState=COMPLETED\n   NodeList=nid001\n"
+    command("scontrol", f"printf '%s' '{job}'")
+    with pytest.raises(SchedulerError, match=r"job 7: no nodes in use, state COMPLETED; .* unset"):
+        get_allocation({"SLURM_JOB_ID": "7", "PATH": f"{tmp_path}:/usr/bin:/bin"})
+
+
 def test_the_end_where_slurm_tells():
     env = {**BATCH, "SLURM_JOB_END_TIME": "1795226400"}
     assert get_allocation(env).ends_at == datetime(2026, 11, 21, 2, 0, tzinfo=UTC)

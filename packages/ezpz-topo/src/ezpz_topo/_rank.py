@@ -241,8 +241,8 @@ def read(family: Family, env: Mapping[str, str]) -> RankInfo | IncompleteLaunche
         else:
             values[key] = _read_number(env, name)
             sources[key] = name
-    _check_node(values, sources)
     _infer_local_size(family, env, values, sources)
+    _check_node(values, sources)
     if values["local_world_size"] == values["world_size"]:
         for key, value in (("node_rank", 0), ("num_nodes", 1)):
             if values[key] is None:
