@@ -624,6 +624,10 @@ def leave_most_out(index, rows, data):
     rows["model.0.weight"][3] = [[[0, 0], [1, 5], 0, 0]]
 
 
+def have_no_name(index, rows, data):
+    rows["model.0.weight"][0] = []
+
+
 def be_negative(index, rows, data):
     rows["model.0.weight"][3][0][3] = -16
 
@@ -633,6 +637,7 @@ def be_negative(index, rows, data):
     [
         (escape, "index.json is damaged.*no file's name"),
         (name_a_module, "index.json is damaged.*no dtype"),
+        (have_no_name, "index.json is damaged.*has no name"),
         (be_negative, "index.json is damaged.*-16 is no size"),
         (point_beyond_the_end, "00000.bin ends 140 bytes early"),
         (leave_most_out, "model.0.weight is not all in it: 5 elements of 35"),

@@ -225,6 +225,8 @@ def decode_index(data: bytes) -> Index:
         files = [check_file_name(name) for name in whole["files"]]
         index: Index = {}
         for key, dtype, shape, chunks in whole["tensors"]:
+            if not key:
+                raise ValueError("a tensor has no name")
             saved = Saved(find_dtype(dtype), check_sizes(shape))
             for offsets, sizes, file, at in chunks:
                 piece = Piece(check_sizes(offsets), check_sizes(sizes))

@@ -49,8 +49,8 @@ def list_names(root: Path) -> list[Name]:
         entries = os.listdir(root)
     except FileNotFoundError:
         return []
-    names = [parse_name(entry) for entry in entries]
-    return sorted((name for name in names if name is not None), reverse=True)
+    names = filter(None, map(parse_name, entries))
+    return sorted(names, reverse=True)
 
 
 def find_new_name(root: Path, step: int) -> Name:

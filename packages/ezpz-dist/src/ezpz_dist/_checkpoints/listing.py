@@ -134,8 +134,11 @@ def verify_checkpoint(path: str | os.PathLike[str], step: int | None = None) -> 
         manifest = read_manifest(folder)
     except ValueError as error:
         raise CheckpointError(f"{folder}: {error}") from error
-    damages = [find_damage(folder, name, file) for name, file in manifest.files.items()]
-    problems = [damage for damage in damages if damage is not None]
+    problems = []
+    for name, file in manifest.files.items():
+        damage = find_damage(folder, name, file)
+        if damage is not None:
+            problems.append(damage)
     if problems:
         raise CheckpointError(f"{folder}: {'; '.join(problems)}")
     return describe_checkpoint(folder, manifest)

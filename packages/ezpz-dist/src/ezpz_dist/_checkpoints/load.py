@@ -39,6 +39,7 @@ from .disk_format import (
     Chunk,
     Key,
     Manifest,
+    Saved,
     Source,
     decode_index,
     describe_key,
@@ -49,10 +50,9 @@ from .disk_format import (
 )
 from .files import Name, find_root
 from .listing import find_candidates
-from .optimizers import SavedTensor, State, allocate_state, set_optimizers
+from .optimizers import State, allocate_state, set_optimizers
 from .owner import follow_owner
 from .pieces import (
-    AXES,
     Splits,
     find_frozen_names,
     find_layout,
@@ -249,16 +249,14 @@ class Load:
             self._index = decode_index(opened.index_data)
         except ValueError as error:
             return [str(error)]
-        self._model_keys = [key for key in self._index if key[0] == "model"]
-        files: set[str] = set()
+        self._keys = grouped((key[0], key) for key in self._index)
         for saved in self._index.values():
-            files.update(chunk.file for chunk in saved.chunks)
-        unknown = sorted(files - self.manifest.files.keys())
-        if unknown:
-            return [f"the manifest does not list {list_some(unknown)}"]
+            for chunk in saved.chunks:
+                if chunk.file not in self.manifest.files:
+                    return [f"the manifest does not list {chunk.file}"]
         shares, unused = ranks.run_on_all(self._what, self._plan, self._share_files)
         self._refuse_or_note(
-            sorted(describe_key(self._model_keys[number]) for number in unused),
+            sorted(describe_key(self._keys["model"][number]) for number in unused),
             "of it are none of the model's",
             "were left out",
             start=f"{self._what}: ",
@@ -278,8 +276,14 @@ class Load:
         self._model_values = cut.model_values
         held = self._rename_tied(cut.tensors)
         self._compare(held)
-        self._held = {key: pieces for key, pieces in held.items() if key in self._index}
-        unused = {number for number, key in enumerate(self._model_keys) if key not in self._held}
+        self._held: Held = {}
+        unused = set()
+        for kind in ("model", "optimizer"):
+            for number, key in enumerate(self._keys.get(kind, ())):
+                if key in held:
+                    self._held[key] = held[key]
+                elif kind == "model":
+                    unused.add(number)
         self._held.update(self._allocate_bytes())
         self._sources = self._find_sources()
         return Needs(list(self._sources), unused)
@@ -298,27 +302,26 @@ class Load:
     def _allocate_optimizers(self) -> State:
         if not self._args.optimizers or "optimizer" not in self.manifest.contents:
             return {}
-        saved: dict[str, dict[str, SavedTensor]] = {}
+        saved: dict[str, dict[str, Saved]] = {}
         dtypes: dict[str, torch.dtype] = {}
-        for key, tensor in self._index.items():
-            if key[0] == "model":
-                dtypes[key[1]] = tensor.dtype
-            elif key[0] == "optimizer":
-                _, name, entry = key
-                about = SavedTensor(tensor.shape, tensor.dtype)
-                saved.setdefault(name, {})[entry] = about
+        for key in self._keys.get("model", ()):
+            dtypes[key[1]] = self._index[key].dtype
+        for key in self._keys.get("optimizer", ()):
+            _, name, entry = key
+            saved.setdefault(name, {})[entry] = self._index[key]
         args = self._args
         return allocate_state(args.model, args.optimizers, self._splits, saved, dtypes)
 
     def _allocate_bytes(self) -> Held:
         """Return room for what is saved as bytes and read by this rank."""
-        keys = [COMMON, *self._stage_keys(), rank_key(0), *self._replica_keys()]
+        keys = {COMMON, stage_key(0), *self._keys.get("stage", ()), rank_key(0)}
+        keys.update(self._replica_keys())
         if self._ranks.rank < self.manifest.world_size:
-            keys.append(rank_key(self._ranks.rank))
+            keys.add(rank_key(self._ranks.rank))
         if self._args.optimizers:
-            keys += [key for key in self._index if key[0] == "optimizer-values"]
+            keys.update(self._keys.get("optimizer-values", ()))
         found: Held = {}
-        for key in keys:
+        for key in sorted(keys):
             if key not in self._index:
                 raise CheckpointError(
                     f"there is no {describe_key(key)} in it; save_checkpoint writes one"
@@ -326,15 +329,13 @@ class Load:
             found[key] = bytes_pieces(torch.empty(self._index[key].shape, dtype=torch.uint8))
         return found
 
-    def _stage_keys(self) -> list[Key]:
-        count = sum(1 for key in self._index if key[0] == "stage")
-        return [stage_key(stage) for stage in range(count)]
-
     def _replica_keys(self) -> list[Key]:
-        """Return the keys of the first rank's own buffers and extra state, and of this rank's."""
-        keys = sorted(key for key in self._index if key[0] == "replica")
+        """Return the keys of what the first rank had itself, and this rank, if ranks differed."""
+        keys = sorted(self._keys.get("replica", ()))
         own = replica_key(self._ranks.rank)
-        return [key for key in keys if key in (keys[0], own)]
+        if own in keys[1:]:
+            return [keys[0], own]
+        return keys[:1]
 
     def _rename_tied(self, held: Held) -> Held:
         """Return tied tensors, saved under one of their names, under that name."""
@@ -419,10 +420,13 @@ class Load:
         shares: dict[int, list[str]] = {}
         hosts = grouped((host, rank) for rank, host in enumerate(self._ranks.hosts))
         for members in hosts.values():
-            files = sorted(set().union(*(needs[rank].files for rank in members)))
-            sizes = [self.manifest.files[file].size for file in files]
+            files: set[str] = set()
+            for rank in members:
+                files.update(needs[rank].files)
+            names = sorted(files)
+            sizes = [self.manifest.files[name].size for name in names]
             for rank, places in zip(members, deal_by_size(sizes, len(members)), strict=True):
-                shares[rank] = [files[place] for place in places]
+                shares[rank] = [names[place] for place in places]
         # Pipeline stages have some of the model's tensors each.
         return shares, set.intersection(*(each.unused for each in needs))
 
@@ -457,7 +461,7 @@ class Load:
         for name, sources in self._sources.items():
             read_tensors(self.folder / name, sources)
         self._common = self._decode(COMMON)
-        self._stages = [self._decode(key) for key in self._stage_keys()]
+        self._stages = list(map(self._decode, sorted(self._keys["stage"])))
         self._is_same_layout = self._common["degrees"] == self._layout.degrees
         self._own = self._decode(rank_key(self._ranks.rank if self._is_same_layout else 0))
         names = join_lists(stage["own_parts"] for stage in self._stages)
@@ -534,7 +538,7 @@ class Load:
     def _set_optimizers(self, misfits: set[str]) -> None:
         values = self._replica["optimizer"]
         if values is None:
-            keys = [key for key in self._held if key[0] == "optimizer-values"]
+            keys = self._keys.get("optimizer-values", ())
             values = {key[1]: self._decode(key) for key in keys}
         own_parts = self._own["optimizer"]
         # Of the parameters that are here; FSDP1 does not say which these are, until a step.
@@ -553,13 +557,13 @@ class Load:
             self.notes += set_rng_state(self._own["rng"], device)
             return
         own = rank_key(self._ranks.rank)
-        degrees = self._layout.degrees
-        is_data_parallel = all(degrees[axis] == 1 for axis in AXES if axis != "data")
+        is_data_parallel = self._layout.degrees["data"] == self._ranks.size
         if own in self._held and is_data_parallel:
             self.notes += set_rng_state(self._decode(own)["rng"], device)
         else:
             # Tensor-parallel ranks draw the same numbers.
-            place = tuple(self._layout.index[axis] for axis in AXES if axis != "tensor")
+            index = self._layout.index
+            place = (index["context"], index["pipeline"], index["data"])
             derive_rng_state(self._read_bytes(rank_key(0)), place)
         self.notes.append(
             f"saved by {self.manifest.world_size} ranks and loaded by {self._ranks.size}: random "

@@ -6,7 +6,7 @@ import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from .disk_format import Saved
 from .pieces import Splits, hide_fsdp1_warnings, is_fsdp1, parameters_by_name
 
 State = dict[str, dict[str, Any]]
@@ -31,26 +32,18 @@ _NAMES_IN_A_GROUP = ("params", "param_names")
 """Which parameters a group has: no options, and different in each layout."""
 
 
-class SavedTensor(NamedTuple):
-    """Shape and dtype of a tensor in a checkpoint."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
 def collect_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> tuple[State, Options]:
     """Return the states that this rank holds, not copied, and the options of all groups."""
     if is_fsdp1(model):
         return collect_fsdp1(model, [each for each in optimizers if each.state])
-    names = names_by_parameter(model)
+    names = Names(model)
     state: State = {}
     options: Options = []
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group_names = [find_name(parameter, names, model) for parameter in group["params"]]
-            options.append(describe_group(group_names, group))
+            options.append(describe_group(names.list_group(group), group))
         for parameter, values in unwrap_zero1(optimizer).state.items():
-            state[find_name(parameter, names, model)] = dict(values)
+            state[names.find(parameter)] = dict(values)
     return state, options
 
 
@@ -98,18 +91,26 @@ def describe_group(names: list[str], group: Mapping[str, Any]) -> dict[str, Any]
     return {"names": names, "options": options}
 
 
-def names_by_parameter(model: nn.Module) -> dict[Tensor, str]:
-    return {parameter: name for name, parameter in parameters_by_name(model).items()}
+class Names:
+    """The plain names of a model's parameters, by parameter."""
 
+    def __init__(self, model: nn.Module) -> None:
+        self._model = type(model).__name__
+        named = parameters_by_name(model)
+        self._names = dict(zip(named.values(), named, strict=True))
 
-def find_name(parameter: Tensor, names: Mapping[Tensor, str], model: nn.Module) -> str:
-    if parameter not in names:
-        raise ValueError(
-            f"a parameter of the optimizer, of shape {tuple(parameter.shape)}, is none of "
-            f"{type(model).__name__}'s; expected the model that the optimizer was made for, as "
-            "it is wrapped now"
-        )
-    return names[parameter]
+    def find(self, parameter: Tensor) -> str:
+        if parameter not in self._names:
+            raise ValueError(
+                f"a parameter of the optimizer, of shape {tuple(parameter.shape)}, is none of "
+                f"{self._model}'s; expected the model that the optimizer was made for, as it is "
+                "wrapped now"
+            )
+        return self._names[parameter]
+
+    def list_group(self, group: Mapping[str, Any]) -> list[str]:
+        """Return the names of a group's parameters."""
+        return list(map(self.find, group["params"]))
 
 
 def unwrap_zero1(optimizer: Optimizer) -> Optimizer:
@@ -136,7 +137,7 @@ def allocate_state(
     model: nn.Module,
     optimizers: Sequence[Optimizer],
     splits: Splits,
-    saved: Mapping[str, Mapping[str, SavedTensor]],
+    saved: Mapping[str, Mapping[str, Saved]],
     parameter_dtypes: Mapping[str, torch.dtype],
 ) -> State:
     """Return tensors to fill with the saved state of the parameters that this rank has.
@@ -150,12 +151,12 @@ def allocate_state(
     """
     if is_fsdp1(model):
         return collect_fsdp1(model, optimizers)[0] if saved else {}
-    names = names_by_parameter(model)
+    names = Names(model)
     state: State = {}
     for optimizer in optimizers:
         inner = unwrap_zero1(optimizer)
         for parameter in list_parameters(inner):
-            name = find_name(parameter, names, model)
+            name = names.find(parameter)
             present = inner.state.get(parameter, {})
             state[name] = {}
             for key, tensor in saved.get(name, {}).items():
@@ -177,7 +178,7 @@ def allocate_state(
     return state
 
 
-def allocate_step(present: Any, saved: SavedTensor) -> Tensor:
+def allocate_step(present: Any, saved: Saved) -> Tensor:
     if isinstance(present, Tensor):
         return torch.empty_like(present, dtype=saved.dtype)
     # Optimizers count on the host, unless their state says otherwise.
@@ -231,27 +232,26 @@ def set_optimizers(
     if is_fsdp1(model):
         set_fsdp1(model, optimizers, state, options)
         return
-    names = names_by_parameter(model)
+    names = Names(model)
     for optimizer in optimizers:
         inner = unwrap_zero1(optimizer)
-        parameters = list(list_parameters(inner))
-        numbers = {parameter: number for number, parameter in enumerate(parameters)}
+        numbers: dict[Tensor, int] = {}
         numbered: dict[int, dict[str, Any]] = {}
-        for parameter, number in numbers.items():
-            values = state.get(names[parameter])
+        for parameter in list_parameters(inner):
+            number = numbers.setdefault(parameter, len(numbers))
+            values = state.get(names.find(parameter))
             if values:
                 numbered[number] = values
         groups = []
         for group in inner.param_groups:
-            group_names = [names[parameter] for parameter in group["params"]]
-            params = [numbers[parameter] for parameter in group["params"]]
-            groups.append({**group, **find_options(group_names, options), "params": params})
+            options_of_group = find_options(names.list_group(group), options)
+            params = list(map(numbers.__getitem__, group["params"]))
+            groups.append({**group, **options_of_group, "params": params})
         inner.load_state_dict({"state": numbered, "param_groups": groups})
         restore_dtypes(inner, numbered)
         if inner is not optimizer:
             for group in optimizer.param_groups:
-                group_names = [names[parameter] for parameter in group["params"]]
-                group.update(find_options(group_names, options))
+                group.update(find_options(names.list_group(group), options))
 
 
 def set_fsdp1(

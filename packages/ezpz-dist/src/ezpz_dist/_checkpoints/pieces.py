@@ -40,7 +40,7 @@ class Layout:
 
     @property
     def is_first_of_stage(self) -> bool:
-        return not any(self.index[axis] for axis in AXES if axis != "pipeline")
+        return self.index["tensor"] == 0 and not self.is_replica
 
     @property
     def is_replica(self) -> bool:

@@ -97,7 +97,7 @@ def plan_writers(holdings: Sequence[Holding]) -> Plan:
     holders = grouped(
         (item.id, number) for number, holding in enumerate(holdings) for item in holding.items
     )
-    queues = [make_queue(holding.ranks) for holding in holdings]
+    queues = list(map(make_queue, holdings))
     is_model_parallel = count_places(holdings, range(len(holdings))) > 1
     chosen: dict[PieceId, int] = {}
     planned = []
@@ -118,9 +118,9 @@ def plan_writers(holdings: Sequence[Holding]) -> Plan:
     return plan
 
 
-def make_queue(ranks: Sequence[int]) -> list[tuple[int, int]]:
+def make_queue(holding: Holding) -> list[tuple[int, int]]:
     """Return a heap of how much each rank has to write, and the rank."""
-    return [(0, rank) for rank in sorted(ranks)]
+    return [(0, rank) for rank in sorted(holding.ranks)]
 
 
 def count_places(holdings: Sequence[Holding], numbers: Iterable[int]) -> int:
@@ -153,7 +153,9 @@ def describe_kind(item: Item) -> str:
 def check_whole(items: Sequence[Item]) -> None:
     """Make sure that the pieces of each tensor have all of its elements."""
     for key, group in grouped((item.key, item) for item in items).items():
-        count = sum(math.prod(item.piece.sizes) for item in group)
+        count = 0
+        for item in group:
+            count += math.prod(item.piece.sizes)
         if count != math.prod(group[0].shape):
             pieces = ", ".join(f"{item.piece.sizes} at {item.piece.offsets}" for item in group[:4])
             raise CheckpointError(
@@ -169,10 +171,12 @@ def compute_checksums(held: Mapping[Key, Pieces], shared: Sequence[PieceId]) -> 
     """Return the checksums of pieces; None for those that this rank does not hold."""
     found: list[int | None] = []
     for key, offsets in shared:
-        tensors = []
+        checksum = None
         if key in held:
-            tensors = [tensor for piece, tensor in held[key].held if piece.offsets == offsets]
-        found.append(zlib.crc32(raw_of(tensors[0])) if tensors else None)
+            for piece, tensor in held[key].held:
+                if piece.offsets == offsets:
+                    checksum = zlib.crc32(raw_of(tensor))
+        found.append(checksum)
     return found
 
 
@@ -191,11 +195,17 @@ def compare_copies(
     """
     different: dict[Key, list[int]] = {}
     for number, (key, _) in enumerate(shared):
-        found = {rank: each[number] for rank, each in enumerate(checksums)}
-        holders = [rank for rank, checksum in found.items() if checksum is not None]
-        if len({found[rank] for rank in holders}) <= 1:
+        holders = []
+        values = set()
+        holder_stages = set()
+        for rank, found in enumerate(checksums):
+            if found[number] is not None:
+                holders.append(rank)
+                values.add(found[number])
+                holder_stages.add(stages[rank])
+        if len(values) <= 1:
             continue
-        if len({stages[rank] for rank in holders}) > 1:
+        if len(holder_stages) > 1:
             raise CheckpointError(
                 f"pipeline stages hold different values under {describe_key(key)}; expected a tied "
                 "parameter, equal on both, or the names of the whole model: number the layers "
