@@ -6,12 +6,9 @@ import configparser
 import logging
 import netrc
 import os
-import signal
-import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -107,7 +104,7 @@ START_SECONDS = 10.0  # of a run, in all
 _ANSWER_SECONDS = 4.0  # of the server
 _OFFLINE_SECONDS = 2.0  # of these are reserved for starting offline,
 _TEARDOWN_SECONDS = 1.0  # and for ending a start that failed
-_EXIT_SECONDS = 9.0  # that W&B's service may take after the end
+_FINISH_SECONDS = 7.0  # that W&B may take to upload at the end
 
 
 def setup_wandb(
@@ -121,7 +118,8 @@ def setup_wandb(
 
     Without credentials (``WANDB_API_KEY``, ``~/.netrc``) it is offline, without
     a prompt. A server that does not answer makes it offline too, with one warning. The
-    interpreter's end waits at most 10 s for the server. ``History(sinks=["wandb"])`` logs to
+    interpreter's end waits at most 10 s for the server (with W&B 0.31 or later).
+    ``History(sinks=["wandb"])`` logs to
     this run.
 
     Args:
@@ -147,9 +145,6 @@ def setup_wandb(
     if config is not None:
         options["config"] = redact(dict(config))
     project = find_project({"argv": sys.argv, "project": project_name}, "WANDB_PROJECT")
-    threading.Thread(
-        target=_stop_service_with_main_thread, name="ezpz_obs wandb", daemon=True
-    ).start()
     run: Run | None = start_run(project=project, **options)
     return run
 
@@ -217,6 +212,8 @@ def _init(mode: Mode, seconds: float, options: Mapping[str, Any]) -> Any:
 
     limit = max(1.0, seconds - 0.5)
     settings = wandb.Settings(init_timeout=limit, console="off", silent=True)
+    if hasattr(settings, "finish_timeout"):  # older ones wait for the server without a limit
+        settings.finish_timeout = _FINISH_SECONDS
     given = {"settings": settings, **options}
     return start_call(lambda: wandb.init(mode=mode, **given)).result(max(0.1, seconds))
 
@@ -257,40 +254,6 @@ def _check_server() -> str | None:
     return None
 
 
-def _stop_service_with_main_thread() -> None:
-    """End W&B's service some seconds after the main thread, if it still waits for its server."""
-    # Hooks of the interpreter's end wait for that service without a limit. A hook of ours could
-    # come before or after; a daemon thread sees the main thread end in any case.
-    threading.main_thread().join()
-    time.sleep(_EXIT_SECONDS)
-    _end_service()
-
-
-def _end_service() -> None:
-    for pid, parent, name in _list_processes():
-        if parent == os.getpid() and "wandb-core" in name:
-            os.kill(pid, signal.SIGKILL)
-
-
-def _list_processes() -> Iterator[tuple[int, int, str]]:
-    """Yield (pid, parent's pid, name) of every process."""
-    if os.path.isdir("/proc/self"):  # containers often have no ps
-        for pid in filter(str.isdecimal, os.listdir("/proc")):
-            try:
-                text = Path("/proc", pid, "stat").read_text(encoding="utf-8", errors="replace")
-            except OSError:
-                continue  # it has ended
-            name, _, rest = text.partition("(")[2].rpartition(")")
-            yield int(pid), int(rest.split()[1]), name
-        return
-    listed = subprocess.run(
-        ["ps", "-A", "-o", "pid=,ppid=,comm="], capture_output=True, text=True, check=False
-    )
-    for line in listed.stdout.splitlines():
-        number, parent, name = line.split(None, 2)
-        yield int(number), int(parent), name
-
-
 _AXIS = "step"
 
 
@@ -329,15 +292,8 @@ class WandbSink:
         self._run.log(numbers)
 
     def close(self) -> None:
-        if self._run is None or self._is_live:
-            return
-        timer = threading.Timer(_EXIT_SECONDS, _end_service)
-        timer.daemon = True
-        timer.start()
-        try:
+        if self._run is not None and not self._is_live:
             self._run.finish()
-        finally:
-            timer.cancel()
 
     def _options(
         self, header: Mapping[str, Any], folder: Path | None, *, is_replay: bool
