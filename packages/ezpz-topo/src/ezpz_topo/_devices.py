@@ -421,7 +421,7 @@ def _count_numbered(names: list[str], stem: str) -> int:
     """Count the names that are the stem and a number."""
     count = 0
     for name in names:
-        if re.fullmatch(f"{stem}[0-9]+", name):
+        if name.startswith(stem) and name.removeprefix(stem).isdigit():
             count += 1
     return count
 
