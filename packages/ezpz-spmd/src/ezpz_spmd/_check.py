@@ -69,6 +69,10 @@ class Checker(TorchFunctionMode):
             "backward": self._backward,
         }
 
+    @property
+    def is_active(self) -> bool:
+        return bool(self.axes) and not self.paused
+
     def __torch_function__(
         self, func: Function, types: object, args: Args = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -98,7 +102,7 @@ class Checker(TorchFunctionMode):
         if operands:
             self.operations += 1
             if not any(one.requires_grad for one in results):  # no gradient comes back from it
-                operands = [replace(one, differentiable=False) for one in operands]
+                operands = list(map(Operand.without_gradient, operands))
             record = self.result(name, operands, args, kwargs)
         elif kind_of(name) is Kind.FRESH:
             record = self.records.fresh
@@ -152,7 +156,9 @@ class Checker(TorchFunctionMode):
     def places_of(self, group: ProcessGroup | None, default: str = "tensor") -> list[int]:
         """Return the places of the axes that a group spans; None is the default axis's group."""
         if group is None:
-            return [place for place, axis in enumerate(self.axes) if axis == default]
+            if default in self.axes:
+                return [self.axes.index(default)]
+            return []
         if group not in self._places:
             self._places[group] = self._find_places(group)
         return self._places[group]
@@ -160,7 +166,12 @@ class Checker(TorchFunctionMode):
     def _find_places(self, group: ProcessGroup) -> list[int]:
         """By its ranks, for it may be one of the user's own."""
         ranks = set(dist.get_process_group_ranks(group))
-        return [p for p, axis in enumerate(self.axes) if ranks >= set(self.state.ranks(axis))]
+        places = []
+        for place, axis in enumerate(self.axes):
+            along_axis = set(self.state.ranks(axis))
+            if ranks >= along_axis:
+                places.append(place)
+        return places
 
     def result_of_region(
         self, region: Function, arguments: Mapping[str, Any]
@@ -300,8 +311,7 @@ _HANDING = frozenset({"BackwardHookFunction", "_DDPSink", "RegisterPostBackwardF
 def active_checkers() -> list[Checker]:
     """Return those that check, the innermost first."""
     modes = reversed(_get_current_function_mode_stack())
-    checkers = [mode for mode in modes if isinstance(mode, Checker)]
-    return [one for one in checkers if one.axes and not one.paused]
+    return [mode for mode in modes if isinstance(mode, Checker) and mode.is_active]
 
 
 @contextmanager

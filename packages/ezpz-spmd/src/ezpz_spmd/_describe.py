@@ -22,6 +22,8 @@ from ezpz_tp import (
     get_state,
 )
 
+from ._table import align_columns
+
 # Which ranks share a node.
 
 VARIABLE = "LOCAL_WORLD_SIZE"
@@ -53,7 +55,7 @@ class Nodes:
         if len(set(self.sizes)) == 1:
             words = f"{count:,} node{'s' * (count > 1)} of {self.sizes[0]:,}"
         elif count <= 4:
-            sizes = [str(size) for size in self.sizes]
+            sizes = list(map(str, self.sizes))
             words = f"{count} nodes of {', '.join(sizes[:-1])} and {sizes[-1]}"
         else:
             words = f"{count:,} nodes of {min(self.sizes)} to {max(self.sizes)}"
@@ -76,7 +78,7 @@ def find_nodes(
     if ranks_per_node is None and hosts is not None and len(hosts) == world_size:
         counts = Counter(hosts)  # in the order of their first rank
         numbers = {host: number for number, host in enumerate(counts)}
-        of = tuple(numbers[host] for host in hosts)
+        of = tuple(map(numbers.__getitem__, hosts))
         return Nodes(of, tuple(counts.values()), tuple(counts), in_blocks=[*of] == sorted(of)), ""
     source = why = ""
     if ranks_per_node is None:
@@ -96,8 +98,10 @@ def find_nodes(
             f"ranks_per_node={ranks_per_node}; expected one for each node, or, without "
             "ranks_per_node, one for each rank"
         )
-    of = tuple(node for node, size in enumerate(sizes) for _ in range(size))
-    return Nodes(of, sizes, tuple(hosts or ()), source), ""
+    node_of: list[int] = []
+    for node, size in enumerate(sizes):
+        node_of += [node] * size
+    return Nodes(tuple(node_of), sizes, tuple(hosts or ()), source), ""
 
 
 def _sizes(world_size: int, ranks_per_node: int | Sequence[int]) -> tuple[int, ...]:
@@ -141,9 +145,11 @@ def _from_environ(world_size: int, environ: Mapping[str, str]) -> tuple[int | No
 
 def _other_nodes(size: int, environ: Mapping[str, str]) -> str:
     """Return what tells that the job's nodes do not have ``size`` ranks each, in turn."""
-    facts = {name: environ.get(name, "") for name in LAUNCHED}
-    told = {name: int(value) for name, value in facts.items() if value.isdecimal()}
-    rank, node, world, nodes = map(told.get, LAUNCHED)
+    numbers: list[int | None] = []
+    for name in LAUNCHED:
+        value = environ.get(name, "")
+        numbers.append(int(value) if value.isdecimal() else None)
+    rank, node, world, nodes = numbers
     if rank is not None and node is not None and rank // size != node:
         return (
             f"RANK={rank} is on GROUP_RANK={node}, not on node {rank // size} of nodes of "
@@ -173,15 +179,20 @@ class Axis:
     def groups(self, world_size: int) -> list[range]:
         """Return every group, ordered by its first rank."""
         span = self.stride * self.degree
-        return [
-            range(first, first + span, self.stride)
-            for start in range(0, world_size, span)
-            for first in range(start, start + self.stride)
-        ]
+        groups = []
+        for start in range(0, world_size, span):
+            for first in range(start, start + self.stride):
+                group = range(first, first + span, self.stride)
+                groups.append(group)
+        return groups
 
     def nodes_spanned(self, nodes: Nodes) -> list[int]:
-        groups = self.groups(len(nodes.of))
-        return [len(set(nodes.of[each.start : each.stop : each.step])) for each in groups]
+        """Return for every group on how many nodes its ranks are."""
+        counts = []
+        for group in self.groups(len(nodes.of)):
+            of_group = nodes.of[group.start : group.stop : group.step]
+            counts.append(len(set(of_group)))
+        return counts
 
 
 def _remedy(axis: Axis, nodes: Nodes) -> str:
@@ -229,7 +240,7 @@ class Description:
         Raises:
             ValueError: There is no such axis.
         """
-        return [tuple(group) for group in self._find_axis(axis).groups(self.world_size)]
+        return list(map(tuple, self._find_axis(axis).groups(self.world_size)))
 
     def crossing(self, axis: str) -> list[tuple[int, ...]]:
         """Return the groups of an axis whose ranks are on several nodes.
@@ -257,8 +268,8 @@ class Description:
         for axis in self.axes:
             if axis.name == name:
                 return axis
-        names = dict.fromkeys(axis.name for axis in self.axes)
-        raise ValueError(f"axis {name!r}; expected one of {', '.join(names)}")
+        names = ", ".join(axis.name for axis in self.axes)
+        raise ValueError(f"axis {name!r}; expected one of {names}")
 
     @property
     def _several(self) -> list[Axis]:
@@ -274,9 +285,13 @@ class Description:
         text = f"{self.world_size:,} rank"
         if self.world_size > 1:
             text += "s"
-        model = [axis for axis in self._several if axis.name in AXES]
-        if model:
-            text += ": " + " x ".join(f"{axis.name} {axis.degree:,}" for axis in model)
+        degrees = []
+        for axis in self._several:
+            if axis.name in AXES:
+                degree = f"{axis.name} {axis.degree:,}"
+                degrees.append(degree)
+        if degrees:
+            text += ": " + " x ".join(degrees)
         if self.nodes is not None:
             text += f", on {self.nodes}"
         return text
@@ -291,7 +306,7 @@ class Description:
                 group = f"{ranks[0]} {ranks[1]} ... {ranks[-1]}"
             row: tuple[str, ...] = (axis.name, f"{axis.degree:,}", f"{number:,}", group)
             if self._spans:
-                crossing = sum(count > 1 for count in self._spans[axis.name])
+                crossing = _count_crossing(self._spans[axis.name])
                 words = {0: "none", number: "all"}.get(crossing, f"{crossing:,}")
                 row = (*row, words, f"{max(self._spans[axis.name]):,}")
             rows.append(row)
@@ -299,12 +314,7 @@ class Description:
             return []
         heading = ("axis", "degree", "groups", f"of rank {self.rank}", "cross nodes", "most nodes")
         rows.insert(0, heading[: len(rows[0])])
-        columns = []
-        for number, column in enumerate(zip(*rows, strict=True)):
-            justify = str.ljust if number in {0, 3} else str.rjust  # names, and ranks
-            width = max(map(len, column))
-            columns.append([justify(cell, width) for cell in column])
-        return ["  ".join(line).rstrip() for line in zip(*columns, strict=True)]
+        return align_columns(rows, right={1, 2, 4, 5})
 
     def _notes(self) -> list[str]:
         """Return names of nodes, warnings, and what is not known."""
@@ -317,12 +327,14 @@ class Description:
         notes = []
         if self.nodes.names:
             names = self.nodes.names[:_NAMED_NODES]
-            note = "Nodes: " + ", ".join(f"{number} {name}" for number, name in enumerate(names))
+            note = "Nodes: " + ", ".join(map("{} {}".format, range(len(names)), names))
             more = len(self.nodes.names) - len(names)
             if more:
                 note += f", ... {more:,} more"
             notes.append(note)
-        return notes + [f"Warning: {warning}." for warning in self._warnings()]
+        for warning in self._warnings():
+            notes += [f"Warning: {warning}."]
+        return notes
 
     def _warnings(self) -> list[str]:
         found = []
@@ -330,7 +342,7 @@ class Description:
             if self.nodes is None or axis.name not in _CLOSE:
                 continue
             spans = self._spans[axis.name]
-            crossing = sum(count > 1 for count in spans)
+            crossing = _count_crossing(spans)
             if crossing:
                 found.append(
                     f"{crossing:,} of {len(spans):,} {axis.name} groups cross "
@@ -338,6 +350,10 @@ class Description:
                     f"leave the node; {_remedy(axis, self.nodes)}"
                 )
         return found
+
+
+def _count_crossing(spans: Sequence[int]) -> int:
+    return sum(count > 1 for count in spans)
 
 
 def _wrap(text: str) -> list[str]:
@@ -348,8 +364,11 @@ def _axes_of(layout: RankLayout) -> tuple[Axis, ...]:
     """Return the axes of a layout's model, and its experts' where they have their own."""
     names = [*AXES]
     if layout.expert > 1 or layout.expert_tensor is not None:
-        names += [name for name in EXPERT_AXES if name not in AXES]
-    axes = [Axis(name, layout.degree(name), layout.stride(name)) for name in names]
+        names += EXPERT_AXES
+    axes = []
+    for name in dict.fromkeys(names):
+        axis = Axis(name, layout.degree(name), layout.stride(name))
+        axes.append(axis)
     # The model's first, and of each the fastest varying.
     return tuple(sorted(axes, key=lambda axis: (axis.name not in AXES, axis.stride)))
 

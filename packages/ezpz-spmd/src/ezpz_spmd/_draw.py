@@ -24,7 +24,7 @@ def draw_tensor(tensor: Tensor) -> str:
      8  9   12 13
     10 11   14 15
     """
-    cells = [str(value) for value in tensor.detach().cpu().flatten().tolist()]
+    cells = list(map(str, tensor.detach().cpu().flatten().tolist()))
     width = max(map(len, cells), default=0)
     numbers = torch.arange(tensor.numel()).view(tensor.shape)
     texts = [cell.rjust(width) for cell in cells]

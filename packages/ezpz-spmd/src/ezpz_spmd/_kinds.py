@@ -81,7 +81,7 @@ def kind_of(name: str) -> Kind:
     overloads = _overloads(base)
     if any(map(_is_view, overloads)):
         return Kind.LINEAR
-    if any(torch.Tag.pointwise in one.tags for one in overloads):
+    if _have_tag(overloads, torch.Tag.pointwise):
         return Kind.NONLINEAR
     return Kind.UNKNOWN
 
@@ -96,7 +96,7 @@ def is_random(name: str) -> bool:
     base = base_name(name)
     if base in _RANDOM_FUNCTIONS:
         return True
-    return any(torch.Tag.nondeterministic_seeded in one.tags for one in _overloads(base))
+    return _have_tag(_overloads(base), torch.Tag.nondeterministic_seeded)
 
 
 def _overloads(base: str) -> list[torch._ops.OpOverload]:
@@ -104,6 +104,10 @@ def _overloads(base: str) -> list[torch._ops.OpOverload]:
     if not isinstance(packet, torch._ops.OpOverloadPacket):  # noqa: SLF001 - its only name
         return []
     return [getattr(packet, name) for name in packet.overloads()]
+
+
+def _have_tag(overloads: list[torch._ops.OpOverload], tag: torch.Tag) -> bool:
+    return any(tag in one.tags for one in overloads)
 
 
 def _is_view(overload: torch._ops.OpOverload) -> bool:

@@ -59,11 +59,18 @@ def is_replicated(given: Given) -> bool:
 
 
 def complete(told: Mapping[str, str], axes: Sequence[str]) -> Layout:
-    return {axis: told.get(axis, REPLICATED) for axis in axes}
+    layout = dict.fromkeys(axes, REPLICATED)
+    for axis in layout.keys() & told.keys():
+        layout[axis] = told[axis]
+    return layout
 
 
 def text(layout: Layout) -> str:
-    words = [f"{where}@{axis}" for axis, where in layout.items() if where != REPLICATED]
+    words = []
+    for axis, where in layout.items():
+        if where != REPLICATED:
+            word = f"{where}@{axis}"
+            words.append(word)
     return " ".join(words) or REPLICATED
 
 

@@ -163,7 +163,10 @@ def region_of(
             region = with_
         if region is _column and not given["reduce_input_gradient"]:
             region = _column_unsummed
-    return region, next(given[one] for one in ("tp_group", "ring_group", "group") if one in given)
+    for name in ("tp_group", "ring_group"):
+        if name in given:
+            return region, given[name]
+    return region, given["group"]
 
 
 def argument(args: Sequence[Any], kwargs: Mapping[str, Any], place: int, name: str) -> Any:
@@ -343,7 +346,10 @@ def check_random_op(
         reason += "parts of the data: equal seeds where they must differ."
         fix = "call it within `with get_rng_tracker().fork():`"
     if reason:
-        seen = [(one, one.record.types[place]) for one in operands]
+        seen = []
+        for one in operands:
+            type_ = one.record.types[place]
+            seen.append((one, type_))
         raise rules.fail(records, name, "tensor", seen, reason, fix)
     if forked:
         return _varying(records, record)

@@ -73,6 +73,9 @@ class Operand:
     record: Record
     differentiable: bool
 
+    def without_gradient(self) -> Operand:
+        return replace(self, differentiable=False)
+
     def settled(self, axis: int) -> str | None:
         """Return its type along an axis, or None where it goes with invariant and replicated."""
         kind = self.record.types[axis]
@@ -268,8 +271,12 @@ def fail(
 
 
 def combine(records: Records, operation: Operation, operands: Operands) -> Record:
-    is_data = all(one.record.is_data for one in operands)
-    written = [one for one in operands if not one.record.is_fresh]
+    is_data = True
+    written = []
+    for one in operands:
+        is_data = is_data and one.record.is_data
+        if not one.record.is_fresh:
+            written.append(one)
     if operands[0].record.is_fresh and not any(map(_is_number, written)):
         is_fresh = operation.kind is Kind.LINEAR and not operation.adds_number
         return replace(operands[0].record, is_fresh=is_fresh)

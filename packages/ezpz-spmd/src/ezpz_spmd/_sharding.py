@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import combinations, permutations, product, zip_longest
+from itertools import chain, combinations, permutations, product
 from math import prod
 from string import ascii_letters
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
@@ -27,6 +27,7 @@ from ._placements import (
     read,
     text,
 )
+from ._table import align_columns
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
@@ -116,11 +117,13 @@ class Equation:
                         f"einsum {text!r}: {letter!r} is twice in {letters!r}; diagonals cannot be "
                         "taken of shards. Take it before, by torch.diagonal"
                     )
-        if lost := [letter for letter in output if letter not in inputs]:
-            raise ValueError(f"einsum {text!r}: no operand has {lost[0]!r} of the output")
+        for letter in output:
+            if letter not in inputs:
+                raise ValueError(f"einsum {text!r}: no operand has {letter!r} of the output")
         count = len(operands)
-        names = ("x", "w")[:count] if count <= 2 else tuple(f"x{n}" for n in range(1, count + 1))
-        return cls(operands, output, names)
+        if count <= 2:
+            return cls(operands, output, ("x", "w")[:count])
+        return cls(operands, output, tuple(f"x{n}" for n in range(1, count + 1)))
 
 
 # How one tensor is brought from one layout to another, and its gradient back; at what cost.
@@ -164,18 +167,21 @@ class Cost:
     def shape(self, letters: str, layout: Layout) -> tuple[int, ...]:
         shape = []
         for letter in letters:
-            axes = [axis for axis, where in layout.items() if where == letter]
-            degree = prod(self.degrees[axis] for axis in axes)
+            degree = 1
+            cuts = []
+            for axis, where in layout.items():
+                if where == letter:
+                    degree *= self.degrees[axis]
+                    cuts.append(f"{axis} {self.degrees[axis]}")
             if self.sizes[letter] % degree:
-                words = " x ".join(f"{axis} {self.degrees[axis]}" for axis in axes)
                 raise DegreeError(
                     f"size {self.sizes[letter]} of {letter!r} in {letters!r} does not divide by "
-                    f"{words}; pad it to a multiple of {degree}"
+                    f"{' x '.join(cuts)}; pad it to a multiple of {degree}"
                 )
             shape.append(self.sizes[letter] // degree)
         return tuple(shape)
 
-    def sent(self, kind: str | None, axis: str, letters: str, before: Layout) -> int:
+    def bytes_sent(self, kind: str | None, axis: str, letters: str, before: Layout) -> int:
         if kind is None or kind == "slice":
             return 0
         have = prod(self.shape(letters, before)) * self.itemsize
@@ -196,13 +202,21 @@ class Way(NamedTuple):
     regions: tuple[str, ...] = ()
 
     @property
-    def sent(self) -> int:
-        return sum(step.bytes or 0 for step in (*self.forward, *self.backward))
+    def bytes_sent(self) -> int:
+        return _sum_bytes((*self.forward, *self.backward))
 
     def then(self, later: Way) -> Way:
         forward = self.forward + later.forward
         backward = later.backward + self.backward
         return Way(forward, backward, self.regions + later.regions)
+
+
+def _without_bytes(steps: Iterable[Step]) -> list[Step]:
+    return [replace(step, bytes=None) for step in steps]
+
+
+def _sum_bytes(steps: Iterable[Step]) -> int:
+    return sum(step.bytes or 0 for step in steps)
 
 
 def cheapest_way(name: str, letters: str, start: Layout, moves: Iterable[Move], cost: Cost) -> Way:
@@ -217,7 +231,9 @@ def cheapest_way(name: str, letters: str, start: Layout, moves: Iterable[Move], 
         before = reached
         reached = {}
         for done, (sent, order, way) in before.items():
-            layout = start | {wanted[number].axis: wanted[number].target for number in done}
+            layout = dict(start)
+            for number in done:
+                layout[wanted[number].axis] = wanted[number].target
             for number, move in enumerate(wanted):
                 if number in done or not _is_contiguous(move, layout):
                     continue
@@ -226,11 +242,12 @@ def cheapest_way(name: str, letters: str, start: Layout, moves: Iterable[Move], 
                 except DegreeError as error:
                     indivisible = error
                     continue
-                found = sent + last.sent, (*order, number), way.then(last)
+                candidate = sent + last.bytes_sent, (*order, number), way.then(last)
                 made = done | {number}
-                reached[made] = min(found, reached.get(made, found), key=lambda one: one[:2])
+                if made not in reached or candidate[:2] < reached[made][:2]:
+                    reached[made] = candidate
     if not reached:
-        raise indivisible or ParallelError(_apart(name, letters, start, wanted))
+        raise indivisible or ParallelError(_describe_split(name, letters, start, wanted))
     (best,) = reached.values()
     return best[-1]
 
@@ -241,7 +258,7 @@ def _is_contiguous(move: Move, layout: Layout) -> bool:
     axes = list(layout)
     later = axes[axes.index(move.axis) + 1 :]
     changed = {move.source, move.target} - WORDS
-    return move.source == move.target or not any(layout[axis] in changed for axis in later)
+    return move.source == move.target or changed.isdisjoint(map(layout.__getitem__, later))
 
 
 def _way(name: str, letters: str, layout: Layout, move: Move, cost: Cost) -> Way:
@@ -253,8 +270,9 @@ def _way(name: str, letters: str, layout: Layout, move: Move, cost: Cost) -> Way
         kind = conversion(source, target)
         if kind is None:
             return ()
-        gathered, split = (None if where in WORDS else where for where in (source, target))
-        sent = cost.sent(kind, move.axis, letters, lies)
+        gathered = None if source in WORDS else source
+        split = None if target in WORDS else target
+        sent = cost.bytes_sent(kind, move.axis, letters, lies)
         region = None
         if regions:
             region = regions[call]
@@ -265,16 +283,16 @@ def _way(name: str, letters: str, layout: Layout, move: Move, cost: Cost) -> Way
     return Way(forward, steps(f"d{name}", move.gradient, move.back, after, -1), regions)
 
 
-def _apart(name: str, letters: str, start: Layout, moves: Sequence[Move]) -> str:
-    ways = ", ".join(
-        f"from {move.source} to {move.target} over {move.axis}"
-        for move in moves
-        if move.source != move.target
-    )
+def _describe_split(name: str, letters: str, start: Layout, moves: Sequence[Move]) -> str:
+    ways = []
+    for move in moves:
+        if move.source != move.target:
+            way = f"from {move.source} to {move.target} over {move.axis}"
+            ways.append(way)
     return (
-        f"{name} {letters!r} cannot go {ways} in contiguous parts: of the axes that cut a dim, in "
-        f"the order {', '.join(start)}, only the last can be added or taken away. Name mesh_axes= "
-        "in another order, cut the dim alike in all operands, or gather it before"
+        f"{name} {letters!r} cannot go {', '.join(ways)} in contiguous parts: of the axes that cut "
+        f"a dim, in the order {', '.join(start)}, only the last can be added or taken away. Name "
+        "mesh_axes= in another order, cut the dim alike in all operands, or gather it before"
     )
 
 
@@ -315,14 +333,17 @@ class Plan(NamedTuple):
 def _works(
     equation: Equation, axis: str, given: Sequence[Layout], wanted: Layout
 ) -> Sequence[Work]:
-    places = [layout[axis] for layout in given]
-    letters = list(dict.fromkeys(w for w in places if w not in WORDS))
-    partial = [number for number, where in enumerate(places) if where == PARTIAL]
+    """Return the ways to share the work along an axis, of which one sends the least."""
+    letters: list[str] = []
+    partial: list[int] = []
+    for number, layout in enumerate(given):
+        where = layout[axis]
+        if where == PARTIAL:
+            partial.append(number)
+        elif where != REPLICATED and where not in letters:
+            letters.append(where)
     goal = wanted.get(axis, REPLICATED)
-    if len(letters) == 1 and all(
-        where == (letters[0] if letters[0] in own else REPLICATED)
-        for where, own in zip(places, equation.operands, strict=True)
-    ):
+    if len(letters) == 1 and _is_shared(letters[0], equation, axis, given):
         return letters
     if len(partial) == 1 and not letters:
         return partial
@@ -331,36 +352,50 @@ def _works(
     return letters or [None, *partial]
 
 
+def _is_shared(letter: str, equation: Equation, axis: str, given: Sequence[Layout]) -> bool:
+    """Whether all operands that have a letter are cut by it, and the others replicated."""
+    for layout, own in zip(given, equation.operands, strict=True):
+        expected = letter if letter in own else REPLICATED
+        if layout[axis] != expected:
+            return False
+    return True
+
+
 def _plan(
     equation: Equation, works: Sequence[Work], given: Sequence[Layout], wanted: Layout, cost: Cost
 ) -> Plan:
     ways = []
     gradients = []
     for number, (letters, layout) in enumerate(zip(equation.operands, given, strict=True)):
-        shared = list(zip(layout.items(), works, strict=True))
-        gradient = {axis: _leaving(work, letters, number) for (axis, _), work in shared}
-        moves = [
-            Move(axis, where, _entering(work, number, letters), gradient[axis], dual(where))
-            for (axis, where), work in shared
-        ]
+        gradient = {}
+        moves = []
+        for (axis, where), work in zip(layout.items(), works, strict=True):
+            gradient[axis] = _leaving(work, letters, number)
+            entering = _entering(work, number, letters)
+            moves.append(Move(axis, where, entering, gradient[axis], dual(where)))
         gradients.append(gradient)
         ways.append(cheapest_way(equation.names[number], letters, layout, moves, cost))
-    result = {
-        axis: _leaving(work, equation.output) for axis, work in zip(given[0], works, strict=True)
-    }
-    output = {axis: wanted.get(axis, where) for axis, where in result.items()}
-    for axis, where in output.items():
-        if where == PARTIAL != result[axis]:
+    result = {}
+    output = {}
+    moves = []
+    for axis, work in zip(given[0], works, strict=True):
+        left = _leaving(work, equation.output)
+        goal = wanted.get(axis, left)
+        if goal == PARTIAL != left:
             raise ParallelError(
-                f"y is {result[axis]} over {axis}, which does not become partial; leave {axis} out "
-                "of output="
+                f"y is {left} over {axis}, which does not become partial; leave {axis} out of "
+                "output="
             )
-    moves = [Move(a, at, output[a], dual(output[a]), dual(at)) for a, at in result.items()]
+        result[axis] = left
+        output[axis] = goal
+        moves.append(Move(axis, left, goal, dual(goal), dual(left)))
     end = cheapest_way("y", equation.output, result, moves, cost)
-    price = sum(way.sent for way in (*ways, end))
+    price = end.bytes_sent
+    for way in ways:
+        price += way.bytes_sent
     for axis, where in output.items():
         if where == PARTIAL:  # it has to be summed later
-            price += cost.sent("all-reduce", axis, equation.output, output)
+            price += cost.bytes_sent("all-reduce", axis, equation.output, output)
     return Plan(gradients, output, ways, end, price)
 
 
@@ -376,12 +411,6 @@ def _steps(title: str, steps: Sequence[Step]) -> Iterable[tuple[str, ...]]:
             sent = [_bytes(step.bytes)]
         yield title, str(step), *sent, step.region or ""
         title = ""
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    columns = list(zip_longest(*rows, fillvalue=""))
-    widths = [max(map(len, column)) for column in columns]
-    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in zip(*columns, strict=True)]
 
 
 def _bytes(count: int) -> str:
@@ -436,7 +465,7 @@ class EinsumSharding:
         """Bytes that each rank sends in forward and backward; None without sizes."""
         if self.shapes is None:
             return None
-        return sum(step.bytes or 0 for step in (*self.forward, *self.backward))
+        return _sum_bytes((*self.forward, *self.backward))
 
     def placements(self, of: str | int = "output") -> tuple[Placement, ...]:
         """Return torch's placements of a tensor, one for each of ``axes``.
@@ -453,34 +482,39 @@ class EinsumSharding:
         words: dict[str, Placement] = {REPLICATED: made.Replicate(), PARTIAL: made.Partial()}
         if isinstance(of, int) and -len(self.names) <= of < len(self.names):
             of = self.names[of]
+        if of == "output":
+            of = "y"
+        names = []
         for name, letters, layout in self.rows():
-            if name == ("y" if of == "output" else of):
+            names.append(name)
+            if name == of:
                 places = complete(read(layout, letters, "", self.axes), self.axes).values()
                 return tuple(words.get(at) or made.Shard(letters.index(at)) for at in places)
         raise ValueError(
             f"no tensor {of!r} in {self.equation!r}; expected 'output', an operand's number below "
-            f"{len(self.names)}, or one of {', '.join(name for name, _, _ in self.rows())}"
+            f"{len(self.names)}, or one of {', '.join(names)}"
         )
 
     def rows(self) -> list[tuple[str, str, str]]:
         """Return name, letters and placements of the operands, the output, and the gradients."""
         equation = Equation.parse(self.equation)
-        operands = list(zip(self.names, equation.operands, strict=True))
+        gradient_names = [f"d{name}" for name in self.names]
         return [
-            *((*one, layout) for one, layout in zip(operands, self.operands, strict=True)),
+            *zip(self.names, equation.operands, self.operands, strict=True),
             ("y", equation.output, self.output),
-            *((f"d{name}", letters, layout)
-              for (name, letters), layout in zip(operands, self.gradients, strict=True)),
-        ]  # fmt: skip
+            *zip(gradient_names, equation.operands, self.gradients, strict=True),
+        ]
 
     def __str__(self) -> str:
         shapes = self.shapes
         named = self.rows()
-        rows = [(self.equation, *self.axes, *(["local"] if shapes else []))]
-        width = max(len(name) for name, _, _ in named)
+        rows = [(self.equation, *self.axes)]
+        if shapes:
+            rows = [(self.equation, *self.axes, "local")]
+        width = len(f"d{self.names[-1]}")
         for name, letters, layout in named:
-            told = complete(read(layout, letters, name, self.axes), self.axes)
-            places = ("-" if where == REPLICATED else where for where in told.values())
+            wheres = complete(read(layout, letters, name, self.axes), self.axes).values()
+            places = ["-" if where == REPLICATED else where for where in wheres]
             local = None
             if shapes is not None:
                 local = shapes.get(name)
@@ -489,7 +523,7 @@ class EinsumSharding:
                 shape = " x ".join(map(str, local)) or "scalar"
             rows.append((f"{name:{width}}  {letters}", *places, shape))
         steps = [*_steps("forward", self.forward), *_steps("backward", self.backward)]
-        return "\n".join([*_aligned(rows), *_aligned(steps)])
+        return "\n".join([*align_columns(rows), *align_columns(steps)])
 
 
 def einsum_sharding(
@@ -583,16 +617,23 @@ def einsum_sharding(
     for letters, layout in zip(parsed.operands, given, strict=True):
         cost.shape(letters, layout)
     axes, given, plan = _cheapest(parsed, axes, given, wanted, cost, fixed=mesh_axes is not None)
-    ways = [*plan.ways, plan.end]
-    forward = [step for way in ways for step in way.forward]
-    backward = [step for way in (plan.end, *plan.ways) for step in way.backward]
+    forward: list[Step] = []
+    backward = list(plan.end.backward)
+    regions: list[str] = []
+    for way in plan.ways:
+        forward += way.forward
+        backward += way.backward
+        regions += way.regions
+    forward += plan.end.forward
+    regions += plan.end.regions
     shapes = None
     if sizes is None:
-        forward, backward = ([replace(s, bytes=None) for s in x] for x in (forward, backward))
+        forward = _without_bytes(forward)
+        backward = _without_bytes(backward)
     else:
-        tensors = zip((*parsed.operands, parsed.output), (*given, plan.output), strict=True)
-        local = [cost.shape(letters, layout) for letters, layout in tensors]
-        shapes = dict(zip((*parsed.names, "y"), local, strict=True))
+        shapes = {"y": cost.shape(parsed.output, plan.output)}
+        for name, letters, layout in zip(parsed.names, parsed.operands, given, strict=True):
+            shapes[name] = cost.shape(letters, layout)
     return EinsumSharding(
         equation=equation,
         names=parsed.names,
@@ -602,7 +643,7 @@ def einsum_sharding(
         gradients=tuple(map(text, plan.gradients)),
         forward=tuple(forward),
         backward=tuple(backward),
-        regions=tuple(region for way in ways for region in way.regions),
+        regions=tuple(regions),
         shapes=shapes,
     )
 
@@ -612,21 +653,25 @@ def _layouts(
 ) -> tuple[Axes, Layouts, Layout]:
     if isinstance(mesh_axes, str) or len(set(mesh_axes or ())) < len(mesh_axes or ()):
         raise ValueError(f"mesh_axes={mesh_axes!r}; expected different names, outermost first")
-    told = [
-        read(given, letters, name, mesh_axes)
-        for given, letters, name in zip(operands, equation.operands, equation.names, strict=True)
-    ]
+    layouts = list(
+        map(read, operands, equation.operands, equation.names, [mesh_axes] * len(operands))
+    )
     if isinstance(output, str) and not output.strip():
         raise ValueError(
             f"output={output!r} names no axis; write 'replicated', or leave it out to have "
             "what the product leaves"
         )
     wanted = read(output, equation.output, "y", mesh_axes)
-    found = dict.fromkeys(axis for layout in (*told, wanted) for axis in layout)
-    axes = tuple(found if mesh_axes is None else mesh_axes)
+    axes = tuple(mesh_axes or ())
+    if mesh_axes is None:
+        axes = tuple(dict.fromkeys(chain(*layouts, wanted)))
     if is_replicated(output):
         wanted = complete(wanted, axes)
-    return axes, [complete(t, axes) for t in told], wanted
+    return axes, _complete_all(layouts, axes), wanted
+
+
+def _complete_all(layouts: Layouts, axes: Axes) -> Layouts:
+    return [complete(layout, axes) for layout in layouts]
 
 
 def _cheapest(
@@ -635,9 +680,13 @@ def _cheapest(
     """Return the plan that sends the least, and axes and operands in the order that it is for."""
     best: tuple[Axes, Layouts, Plan] | None = None
     failure: ParallelError | None = None
-    for order in [axes] if fixed else _orders(axes, (*given, wanted)):
-        ordered = [complete(layout, order) for layout in given]
-        for works in product(*(_works(equation, axis, ordered, wanted) for axis in order)):
+    orders = iter([axes])
+    if not fixed:
+        orders = _orders(axes, (*given, wanted))
+    for order in orders:
+        ordered = _complete_all(given, order)
+        choices = [_works(equation, axis, ordered, wanted) for axis in order]
+        for works in product(*choices):
             try:
                 plan = _plan(equation, works, ordered, wanted, cost)
             except ParallelError as error:
@@ -653,7 +702,12 @@ def _cheapest(
 
 def _orders(axes: Axes, layouts: Layouts) -> Iterator[Axes]:
     """Yield the orders of the axes that differ in which one cuts a letter before another."""
-    letters = {axis: {layout.get(axis, PARTIAL) for layout in layouts} - WORDS for axis in axes}
+    letters: dict[str, set[str]] = {}
+    for axis in axes:
+        letters[axis] = set()
+        for layout in layouts:
+            letters[axis].add(layout.get(axis, PARTIAL))
+        letters[axis] -= WORDS
     pairs = [two for two in combinations(axes, 2) if letters[two[0]] & letters[two[1]]]
     seen = set()
     for order in permutations(axes):
