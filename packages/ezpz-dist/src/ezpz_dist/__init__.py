@@ -55,7 +55,6 @@ if TYPE_CHECKING:
     from ._slices import read_share as read_share
     from ._slices import scatter_from_one_reader as scatter_from_one_reader
     from ._timers import Timer as Timer
-    from ._timers import Timers as Timers
     from ._timers import Timing as Timing
     from ._timers import timed as timed
     from ._timers import timeitlogit as timeitlogit

@@ -131,7 +131,7 @@ def timeitlogit(
     return decorate
 
 
-# Timers that add up what they measure.
+# A timer that adds up what it measures.
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,57 +248,3 @@ class Timer:
             self._min = min(self._min, seconds)
             self._max = max(self._max, seconds)
             self._last = seconds
-
-
-class Timers:
-    """Timers by name, made when they are first used.
-
-    >>> timers = Timers()
-    >>> with timers("step"):
-    ...     with timers("forward"):
-    ...         pass
-    >>> sorted(timers.timings())
-    ['forward', 'step']
-
-    ``print(timers)`` shows a table. The arguments are those of `Timer`, for all of them.
-    """
-
-    def __init__(
-        self, *, synchronize: bool = True, enabled: bool = True,
-        device: torch.device | str | None = None,
-    ) -> None:  # fmt: skip
-        self._timers: dict[str, Timer] = {}
-        self._make = partial(Timer, synchronize=synchronize, device=device)
-        self._enabled = enabled
-
-    def __call__(self, name: str) -> Timer:
-        if name not in self._timers:
-            self._timers[name] = self._make(name, enabled=self._enabled)
-        return self._timers[name]
-
-    def __iter__(self) -> Iterator[Timer]:
-        return iter(self._timers.values())
-
-    @property
-    def enabled(self) -> bool:
-        """Whether they measure; set it for all of them."""
-        return self._enabled
-
-    @enabled.setter
-    def enabled(self, on: bool) -> None:
-        self._enabled = on
-        for timer in self:
-            timer.enabled = on
-
-    def timings(self) -> dict[str, Timing]:
-        """Return what each has measured, by name."""
-        return {timer.name: timer.timing for timer in self}
-
-    def reset(self) -> None:
-        """Forget what they have measured."""
-        for timer in self:
-            timer.reset()
-
-    def __str__(self) -> str:
-        width = max((len(timer.name) for timer in self), default=0)
-        return "\n".join(f"{timer.name:<{width}}  {timer.timing}" for timer in self)
