@@ -161,13 +161,6 @@ for dtype in (torch.bfloat16, torch.float32):
                 assert back.dtype == value.dtype, (kind, dtype, key, back.dtype, value.dtype)
                 assert torch.equal(whole(back), whole(value)), (kind, dtype, key)
             advance(other, theirs, dtype)
-        with_other_dtype = torch.float32 if dtype == torch.bfloat16 else torch.bfloat16
-        if kind == "bare":
-            other, theirs = made(kind, with_other_dtype, 2)
-            raises(CheckpointError, "would be cast", load_checkpoint, folder, model=other,
-                optimizer=theirs)
-            load_checkpoint(folder, model=other, optimizer=theirs, strict=False)
-            assert states(theirs)["sign", 0].dtype == torch.int8
 """
 
 
@@ -186,7 +179,10 @@ def test_state_of_its_parameter_s_dtype_follows_its_parameter(tmp_path):
 
     other = nn.Linear(3, 1).bfloat16()
     theirs = torch.optim.AdamW(other.parameters())
-    loaded = load_checkpoint(tmp_path, model=other, optimizer=theirs, strict=False)
+    given = {"model": other, "optimizer": theirs}
+    with pytest.raises(CheckpointError, match="would be cast"):
+        load_checkpoint(tmp_path, **given)
+    loaded = load_checkpoint(tmp_path, strict=False, **given)
     assert "model.weight from torch.float32 to torch.bfloat16" in loaded.notes[0]
     for state in theirs.state.values():
         assert (state["exp_avg"].dtype, state["step"].dtype) == (torch.bfloat16, torch.float32)
@@ -270,27 +266,6 @@ def test_names_of_parameters_are_no_option_of_a_group(ranks, tmp_path):
     for stages in (1, 2, 1):
         env = {"FOLDER": str(tmp_path), "STAGES": str(stages)}
         ranks(stages, MODELS + NAMED, env=env)
-
-
-NAMED_WRAPPED = """
-for kind in ("ddp", "fsdp1", "fsdp2"):
-    for target in ("ddp", "fsdp1", "fsdp2"):
-        model = make(kind, 1)
-        optimizer = torch.optim.AdamW(model.named_parameters(), lr=0.5)
-        step(model, optimizer)
-        save_checkpoint(f"{where}/{kind}-{target}", model=model, optimizer=optimizer, step=1)
-        other = make(target, 2)
-        theirs = torch.optim.AdamW(other.named_parameters(), lr=0.1)
-        names = theirs.param_groups[0]["param_names"]
-        load_checkpoint(f"{where}/{kind}-{target}", model=other, optimizer=theirs)
-        assert theirs.param_groups[0]["lr"] == 0.5
-        assert theirs.param_groups[0]["param_names"] == names
-        step(other, theirs)
-"""
-
-
-def test_names_of_parameters_may_change_with_the_wrapper(ranks, tmp_path):
-    ranks(2, MODELS + NAMED_WRAPPED, env={"FOLDER": str(tmp_path)}, timeout=120)
 
 
 class Tied(nn.Module):

@@ -38,7 +38,8 @@ def make(kind, seed):
         model = DistributedDataParallel(model)
     if kind == "zero1":
         return model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **kinds)
-    return model, torch.optim.AdamW(model.parameters(), **kinds)
+    # By names, which are each wrapper's.
+    return model, torch.optim.AdamW(model.named_parameters(), **kinds)
 
 class Positions:
     "Shuffled indices, and how far we are."
@@ -144,7 +145,10 @@ def expect(model, optimizer, tensors, state):
     held = moments(model, optimizer)
     for name, (average, step) in state.items():
         assert torch.equal(held[name][0], average) and float(held[name][1]) == step, name
-    assert {group["lr"] for group in optimizer.param_groups} == {0.005}
+    (group,) = optimizer.param_groups
+    assert group["lr"] == 0.005
+    assert "param_names" not in group or group["param_names"] == [
+        name for name, _ in model.named_parameters()]
 
 def curve(model, optimizer):
     "Losses of six more steps on the same global batches, whatever the number of ranks."

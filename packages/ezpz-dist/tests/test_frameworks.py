@@ -322,8 +322,6 @@ BROKEN = f"DeepSpeed is installed and cannot be imported with torch {torch.__ver
          ["DeepSpeed is not installed", "pip install deepspeed"]),
         ("deepspeed.py", "import no_such_module",
          [BROKEN, "ModuleNotFoundError: No module named 'no_such_module'"]),
-        ("deepspeed.py", "from torch import no_such_name",
-         [BROKEN, "ImportError: cannot import name 'no_such_name'"]),
         ("deepspeed.py", "import torch; torch.no_such_name",
          [BROKEN, "AttributeError: module 'torch' has no attribute"]),
     ],

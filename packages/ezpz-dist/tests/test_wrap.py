@@ -307,24 +307,6 @@ for wrap in (wrap_model, wrap_model_for_fsdp, fsdp2, frozen):
         model.row.fill_(7.0)
         assert model.heads.unique().tolist() == [7.0], "one memory, as before"
 
-class Assigned(nn.Linear):
-    def __init__(self):
-        super().__init__(4, 4, device="meta")
-        self.register_buffer("mask", torch.empty(8, 4, device="meta"))
-
-    def reset_parameters(self):
-        super().reset_parameters()
-        if hasattr(self, "mask"):
-            self.mask = torch.rand(1, 4).expand(8, 4)
-
-for wrap in (wrap_model, fsdp2):
-    model = Assigned()
-    wrap(model)(torch.ones(2, 4)).sum().backward()
-    first = model.mask.clone()
-    dist.broadcast(first, 0)
-    assert torch.equal(model.mask, first)
-    assert first.unique().numel() == 4
-
 class Expanded(nn.Module):
     def __init__(self):
         super().__init__()
