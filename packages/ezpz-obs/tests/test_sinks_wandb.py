@@ -26,8 +26,8 @@ import json, logging, sys, time
 logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
 from ezpz_obs import setup_wandb, verify_wandb
 from ezpz_obs._sinks import wandb as module
-module.START_SECONDS = float(sys.argv[1])
-import requests, wandb  # seconds on a busy machine, and none of them a server's
+module.INIT_SECONDS = float(sys.argv[1])
+import wandb  # seconds on a busy machine, and none of them a server's
 began = time.time()
 run = setup_wandb("tests", outdir="out", config={"lr": 0.1})
 took = time.time() - began
@@ -47,7 +47,7 @@ def clean(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(home))
     # The machine may do ten other things.
     monkeypatch.setattr("ezpz_obs._sinks.CLOSE_SECONDS", 500.0)
-    monkeypatch.setattr("ezpz_obs._sinks.wandb.START_SECONDS", 500.0)
+    monkeypatch.setattr("ezpz_obs._sinks.wandb.INIT_SECONDS", 500.0)
     return home
 
 
@@ -89,6 +89,9 @@ def test_nothing_is_started_where_it_is_disabled_and_on_other_ranks(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["home"]
 
 
+OFFLINE = "offline: send it later by `wandb sync`"
+
+
 def never(path, name):
     return False
 
@@ -99,16 +102,12 @@ def never(path, name):
         (lambda path, name: name == "CreateRunFiles", 200, {}, False, ""),
         (lambda path, name: "file_stream" in path or name == "CreateRunFiles", 200, {}, False,
          None),
-        # What is bounded is the wait for the server; starting offline takes what it takes.
-        (lambda path, name: True, 200, {"seconds": 60}, True,
-         "does not answer within 4 s; offline: send it later by `wandb sync`"),
-        # W&B gives up by itself, and is started offline, or does not, and is left.
-        (lambda path, name: name != "", 200, {"seconds": 10}, (True, None), "W&B: "),
-        (never, 200, {"WANDB_BASE_URL": "http://127.0.0.1:9"}, True,
-         "http://127.0.0.1:9 does not answer (ConnectionError); offline"),
-        (never, 401, {}, True, "refuses the API key of WANDB_API_KEY (401)"),
+        (lambda path, name: True, 200, {"seconds": 7}, True, OFFLINE),
+        (lambda path, name: name != "", 200, {"seconds": 7}, True, OFFLINE),
+        (never, 200, {"seconds": 7, "WANDB_BASE_URL": "http://127.0.0.1:9"}, True, OFFLINE),
+        (never, 401, {}, True, OFFLINE),
         # W&B's service has the id of the start that failed still in use.
-        (never, 404, {"WANDB_RUN_ID": "mine"}, True, "offline: send it later by `wandb sync`"),
+        (never, 404, {"WANDB_RUN_ID": "mine"}, True, OFFLINE),
     ],
     ids=["answers", "hangs at the end", "never answers", "hangs after its first answer",
          "no listener", "refuses the key", "an id of one's own"],
@@ -116,7 +115,7 @@ def never(path, name):
 def test_a_server(start, server, case):
     server.hangs_at, server.status, env, offline, said = case
     found = start(**{"WANDB_BASE_URL": server.url, "WANDB_API_KEY": KEY, **env})
-    assert found["offline"] in (offline if isinstance(offline, tuple) else (offline,))
+    assert found["offline"] is offline
     assert found["verify"]
     assert found["took"] < env.get("seconds", math.inf) + BUSY
     assert found["exit"] < PROMISED + BUSY

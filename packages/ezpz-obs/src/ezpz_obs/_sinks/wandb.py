@@ -7,9 +7,7 @@ import logging
 import netrc
 import os
 import sys
-import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
@@ -24,7 +22,6 @@ from .common import (
     config_from_header,
     find_project,
     run_key,
-    start_call,
     to_library_numbers,
 )
 
@@ -53,10 +50,7 @@ def find_credentials(env: Mapping[str, str]) -> str | None:
     for variable in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"):
         if env.get(variable, "").strip():
             return variable
-    found = _find_in_netrc(env)
-    if found is None:
-        return None
-    return str(found[0])
+    return _find_netrc_entry(env)
 
 
 def find_server(env: Mapping[str, str]) -> str:
@@ -81,8 +75,8 @@ def _find_home(env: Mapping[str, str]) -> str:
     return env.get("HOME") or os.path.expanduser("~")
 
 
-def _find_in_netrc(env: Mapping[str, str]) -> tuple[Path, str] | None:
-    """Return the file with a key for W&B's server, and the key."""
+def _find_netrc_entry(env: Mapping[str, str]) -> str | None:
+    """Return the netrc file with a key for W&B's server, if there is one."""
     if env.get("NETRC"):
         paths = [Path(env["NETRC"])]
     else:
@@ -96,14 +90,11 @@ def _find_in_netrc(env: Mapping[str, str]) -> tuple[Path, str] | None:
         return None
     if not found or not found[2]:
         return None
-    return path, found[2]
+    return str(path)
 
 
 logger = logging.getLogger("ezpz_obs")
-START_SECONDS = 10.0  # of a run, in all
-_ANSWER_SECONDS = 4.0  # of the server
-_OFFLINE_SECONDS = 2.0  # of these are reserved for starting offline,
-_TEARDOWN_SECONDS = 1.0  # and for ending a start that failed
+INIT_SECONDS = 7.0  # that W&B may wait for its server at the start
 _FINISH_SECONDS = 7.0  # that W&B may take to upload at the end
 
 
@@ -119,8 +110,7 @@ def setup_wandb(
     Without credentials (``WANDB_API_KEY``, ``~/.netrc``) it is offline, without
     a prompt. A server that does not answer makes it offline too, with one warning. The
     interpreter's end waits at most 10 s for the server (with W&B 0.31 or later).
-    ``History(sinks=["wandb"])`` logs to
-    this run.
+    ``History(sinks=["wandb"])`` logs to this run.
 
     Args:
         project_name: The project; default: ``WANDB_PROJECT``, else the script's name.
@@ -162,96 +152,36 @@ def verify_wandb() -> bool:
 
 
 def start_run(**options: Any) -> Any:
-    """Start a run, online if the server answers, else offline; None where disabled or hung."""
-    deadline = time.monotonic() + START_SECONDS
+    """Start a run, online if the server answers, else offline; None if disabled or not started."""
     mode: Mode = options.pop("mode", None) or find_mode(os.environ)
     if mode == "disabled":
         return None
-    problem = None
-    if mode != "offline":
-        problem = _check_server()
-    if mode != "offline" and problem is None:
-        import wandb
-
-        seconds = deadline - time.monotonic() - _OFFLINE_SECONDS - _TEARDOWN_SECONDS
-        try:
-            return _init(mode, seconds, options)
-        except TimeoutError:
-            server = find_server(os.environ)
-            logger.warning(
-                "W&B: %s does not answer within %.0f s; going on without W&B",
-                server, START_SECONDS,
-            )  # fmt: skip
-            return None
-        except wandb.errors.Error as error:
-            problem = describe_error(error)
-        if wandb.run is None:
-            # The service, else, has the run's id in use: of the start that failed.
-            _wait_at_most(_TEARDOWN_SECONDS, wandb.teardown)
-    if problem is not None:
-        logger.warning("W&B: %s; offline: send it later by `wandb sync`", problem)
-    return _start_offline(max(_OFFLINE_SECONDS, deadline - time.monotonic()), options)
-
-
-def _start_offline(seconds: float, options: Mapping[str, Any]) -> Any:
-    # Else W&B's error reports wait for its server, at the end.
+    # Reports of its own errors would wait for another server, at the end.
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     import wandb
 
+    if mode != "offline":
+        try:
+            return _init(mode, options)
+        except wandb.errors.Error as error:
+            problem = describe_error(error)
+        logger.warning("W&B: %s; offline: send it later by `wandb sync`", problem)
+        # Else its service has the run's id in use.
+        wandb.teardown()
     try:
-        return _init("offline", seconds, options)
-    except TimeoutError:
-        logger.warning("W&B: no start within %.0f s; going on without W&B", START_SECONDS)
+        return _init("offline", options)
     except wandb.errors.Error as error:
         logger.warning("W&B: %s; going on without W&B", describe_error(error))
-    return None
+        return None
 
 
-def _init(mode: Mode, seconds: float, options: Mapping[str, Any]) -> Any:
+def _init(mode: Mode, options: Mapping[str, Any]) -> Any:
     import wandb
 
-    limit = max(1.0, seconds - 0.5)
-    settings = wandb.Settings(init_timeout=limit, console="off", silent=True)
+    settings = wandb.Settings(init_timeout=INIT_SECONDS, console="off", silent=True)
     if hasattr(settings, "finish_timeout"):  # older ones wait for the server without a limit
         settings.finish_timeout = _FINISH_SECONDS
-    given = {"settings": settings, **options}
-    return start_call(lambda: wandb.init(mode=mode, **given)).result(max(0.1, seconds))
-
-
-def _wait_at_most(seconds: float, function: Callable[[], object]) -> None:
-    with suppress(TimeoutError):  # it continues in its thread
-        start_call(function).result(seconds)
-
-
-def _check_server() -> str | None:
-    """Send the server a small request; return the problem, None if it may work."""
-    # W&B itself does so too, but waits for as long as the server likes.
-    import requests
-
-    server = find_server(os.environ)
-    key = os.environ.get("WANDB_API_KEY", "").strip()
-    if not key:
-        found = _find_in_netrc(os.environ)
-        if found is None:
-            return None  # an identity token: W&B knows how
-        key = found[1]
-    try:
-        answer = requests.post(
-            f"{server}/graphql",
-            json={"query": "query Viewer { viewer { id } }"},
-            auth=("api", key),
-            timeout=_ANSWER_SECONDS,
-        )
-    except requests.exceptions.SSLError:
-        return None  # W&B brings other certificates
-    except requests.exceptions.Timeout:
-        return f"{server} does not answer within {_ANSWER_SECONDS:.0f} s"
-    except (requests.exceptions.RequestException, UnicodeError) as error:
-        return f"{server} does not answer ({type(error).__name__})"
-    if answer.status_code in (401, 403):
-        where = find_credentials(os.environ)
-        return f"{server} refuses the API key of {where} ({answer.status_code})"
-    return None
+    return wandb.init(mode=mode, **{"settings": settings, **options})
 
 
 _AXIS = "step"
