@@ -521,30 +521,12 @@ def _find_moved(
 def _refuse_unshardable(
     model: nn.Module, units: dict[str, nn.Module], dtype: object, ignored: Collection[nn.Parameter]
 ) -> None:
-    """Raise before anything is done, and by name, where torch raises in mid-work or in backward."""
-    if isinstance(model, (nn.ModuleList, nn.ModuleDict)):
-        raise WrapError(
-            f"{_FSDP2}: a {type(model).__name__} has no forward; expected the model that calls its "
-            "members"
-        )
+    """Raise by name, before anything is done, where torch raises in forward or in backward."""
     trained: dict[str, tuple[str, torch.dtype]] = {}
     for name, parameter in model.named_parameters():
-        if parameter in ignored:
+        if parameter in ignored or not parameter.requires_grad:
             continue
         about = f"{_FSDP2}: parameter {name}"
-        if parameter.dim() == 0:
-            raise WrapError(
-                f"{about} has no dim to shard along; expected one at least; make it a tensor of "
-                "shape [1]"
-            )
-        if not parameter.is_contiguous():
-            raise WrapError(
-                f"{about} has the strides {list(parameter.stride())} for the shape "
-                f"{list(parameter.shape)}; expected row after row; make it so before: "
-                "parameter.data = parameter.data.contiguous()"
-            )
-        if not parameter.requires_grad:
-            continue
         if not parameter.numel():
             raise WrapError(
                 f"{about} of shape {list(parameter.shape)} has nothing to train; expected an "

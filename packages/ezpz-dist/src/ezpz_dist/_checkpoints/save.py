@@ -94,9 +94,10 @@ def save_checkpoint(
     The random streams of every rank are saved too, and so are buffers, extra state and numbers in
     an optimizer's state, where ranks differ in them. What an optimizer has of a shard and is no
     shard itself, such as 8-bit moments in blocks, is saved by each rank, and fits only the layout
-    that saved it. Parameters that nothing says how they are split are taken for equal on the ranks
-    of a tensor-parallel group; where they are not, a warning names them. A failure on one rank is
-    raised on all. Collective: every rank calls this.
+    that saved it. Data-parallel ranks share the writing of parameters, and of what an optimizer has
+    in their shape, which are taken for equal. So are, on the ranks of a tensor-parallel group,
+    parameters that nothing says how they are split; where they are not, a warning names them. A
+    failure on one rank is raised on all. Collective: every rank calls this.
 
     A step that exists already is saved beside it and then replaced. What interrupted saves left
     is removed.
