@@ -6,7 +6,7 @@ import os
 import platform
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -25,10 +25,8 @@ _FIRST_NODES = 3
 _WIDTH = 60  # characters for ranks in columns, and for a folded list of hosts or ranks
 
 
-class _Row(NamedTuple):
-    node: str
-    host: str
-    ranks: Sequence[int]
+_Nodes = Mapping[str, Sequence[int]]
+"""The ranks of each host."""
 
 
 def picture(info: Mapping[str, Any], hosts: Sequence[str]) -> str:
@@ -38,16 +36,14 @@ def picture(info: Mapping[str, Any], hosts: Sequence[str]) -> str:
         info: As of `get_dist_info`.
         hosts: The host of each rank.
     """
-    rows: list[_Row] = []
-    for host, ranks in grouped((host, rank) for rank, host in enumerate(hosts)).items():
-        rows.append(_Row(str(len(rows)), host, ranks))
-    return "\n".join([_head(rows), *_facts(info), "", *_table(rows)])
+    nodes = grouped((host, rank) for rank, host in enumerate(hosts))
+    return "\n".join([_head(nodes), *_facts(info), "", *_table(nodes)])
 
 
-def _head(rows: Sequence[_Row]) -> str:
-    sizes = [len(row.ranks) for row in rows]
-    head = f"{_count(sum(sizes), 'rank')} on {_count(len(rows), 'node')}"
-    if len(rows) == 1:
+def _head(nodes: _Nodes) -> str:
+    sizes = list(map(len, nodes.values()))
+    head = f"{_count(sum(sizes), 'rank')} on {_count(len(sizes), 'node')}"
+    if len(sizes) == 1:
         return head
     if min(sizes) == max(sizes):
         return f"{head}, {sizes[0]:,} a node"
@@ -71,47 +67,46 @@ def _facts(info: Mapping[str, Any]) -> list[str]:
         device += f", time-out {info['timeout']:g} s"
     facts = [start, device]
     degrees = info["degrees"]
-    if max(degrees[axis] for axis in degrees if axis != "data") > 1:
+    if degrees["tensor"] * degrees["context"] * degrees["pipeline"] > 1:
         texts = [f"{axis} {degree:,}" for axis, degree in degrees.items()]
         facts.append("parallel: " + " x ".join(texts))
-    facts.append(", ".join(f"{name} {version}" for name, version in info["versions"].items()))
+    facts.append(", ".join(map(" ".join, info["versions"].items())))
     if not info["is_set_up"]:
         facts.append("not set up yet: this is what the environment says")
     return facts
 
 
-def _table(rows: Sequence[_Row]) -> list[str]:
+def _table(nodes: _Nodes) -> list[str]:
     """Return a line a node, those in the middle of many as one."""
-    shown = list(rows)
-    hidden: list[_Row] = []
-    if len(rows) > _NODES_SHOWN:
-        shown = [*rows[:_FIRST_NODES], rows[-1]]
-        hidden = list(rows[_FIRST_NODES:-1])
-    largest = max(row.ranks[-1] for row in shown)
-    most = max(len(row.ranks) for row in shown)
-    digits = len(str(largest))
-    is_in_columns = most * (digits + 2) <= _WIDTH
-    node_width = max(len("node"), len(shown[-1].node))
-    host_width = max([len("host"), *(len(row.host) for row in shown)])
+    hosts = list(nodes)
+    shown = hosts
+    hidden: list[str] = []
+    if len(hosts) > _NODES_SHOWN:
+        shown = [*hosts[:_FIRST_NODES], hosts[-1]]
+        hidden = hosts[_FIRST_NODES:-1]
+    ranks_shown = list(map(nodes.__getitem__, shown))
+    digits = len(str(max(map(max, ranks_shown))))
+    is_in_columns = max(map(len, ranks_shown)) * (digits + 2) <= _WIDTH
+    node_width = max(len("node"), len(str(len(hosts) - 1)))
+    host_width = max(map(len, ["host", *shown]))
     lines = [f"{'node':>{node_width}}  {'host':<{host_width}}  ranks"]
-    for row in shown:
-        ranks = _shorten(fold(row.ranks))
+    for host, ranks in zip(shown, ranks_shown, strict=True):
+        text = _shorten(fold(ranks))
         if is_in_columns:
-            ranks = "  ".join(f"{rank:>{digits}}" for rank in row.ranks)
-        lines.append(f"{row.node:>{node_width}}  {row.host:<{host_width}}  {ranks}")
+            text = "  ".join(f"{rank:>{digits}}" for rank in ranks)
+        lines.append(f"{hosts.index(host):>{node_width}}  {host:<{host_width}}  {text}")
     if hidden:
-        lines.insert(-1, f"{'...':>{node_width}}  {_summarize(hidden)}")
+        hidden_ranks = fold(chain.from_iterable(map(nodes.__getitem__, hidden)))
+        text = f"{len(hidden):,} more: {_fold_hosts(hidden)}, ranks {_shorten(hidden_ranks)}"
+        lines.insert(-1, f"{'...':>{node_width}}  {text}")
     return lines
 
 
-def _summarize(rows: Sequence[_Row]) -> str:
-    names = [row.host for row in rows]
+def _fold_hosts(hosts: Sequence[str]) -> str:
     try:
-        hosts = fold_nodelist(names)
+        return _shorten(fold_nodelist(hosts))
     except NodelistError:
-        hosts = ", ".join(names)  # names that no nodelist can hold
-    ranks = fold(chain.from_iterable(row.ranks for row in rows))
-    return f"{len(rows):,} more: {_shorten(hosts)}, ranks {_shorten(ranks)}"
+        return _shorten(", ".join(hosts))  # names that no nodelist can hold
 
 
 def _shorten(text: str) -> str:

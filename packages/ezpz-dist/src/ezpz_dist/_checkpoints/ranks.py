@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -96,7 +96,7 @@ class Ranks:
                 "expected each rank to go on until it is complete: wait for it before cleanup()"
             ) from error
 
-    def check_equal(self, values: list[Any]) -> None:
+    def check_equal(self, values: Sequence[Any]) -> None:
         """Refuse values of which one differs from rank 0's."""
         for rank, value in enumerate(values):
             if value != values[0]:

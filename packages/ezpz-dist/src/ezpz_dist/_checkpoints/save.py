@@ -229,18 +229,20 @@ class Save:
         return f"{self._root}, step={step}, keep={self._keep}, {', '.join(self._args.contents)}"
 
     def _plan_and_begin(self, summaries: list[Summary]) -> Begun:
-        self._summaries = summaries
-        self._ranks.check_equal([summary.arguments for summary in summaries])
+        arguments, places, packed, digests = zip(*summaries, strict=True)
+        self._ranks.check_equal(arguments)
+        self._stages = [stage for stage, _ in places]
         # What rank 0 has to do grows with the pieces of the model, not with its replicas.
-        holders = grouped((summary.packed, rank) for rank, summary in enumerate(summaries))
         holdings = []
-        for packed, ranks in holders.items():
-            places = frozenset(summaries[rank].place for rank in ranks)
-            holdings.append(Holding(packed, unpack_items(packed), ranks, places))
+        for each, ranks in grouped(zip(packed, range(len(packed)), strict=True)).items():
+            places_of_ranks = frozenset(map(places.__getitem__, ranks))
+            holdings.append(Holding(each, unpack_items(each), ranks, places_of_ranks))
         plan = plan_writers(holdings)
-        replicas = grouped((summary.place[0], summary.replica_digest) for summary in summaries)
-        unlike = {stage for stage, digests in replicas.items() if len(set(digests)) > 1}
-        return self._begin(plan, unlike)
+        unlike_stages = set()
+        for stage, digests_of_stage in grouped(zip(self._stages, digests, strict=True)).items():
+            if len(set(digests_of_stage)) > 1:
+                unlike_stages.add(stage)
+        return self._begin(plan, unlike_stages)
 
     def _begin(self, plan: Plan, unlike_stages: set[int]) -> Begun:
         root = self._root
@@ -273,8 +275,7 @@ class Save:
         return compute_checksums(held, self._begun.plan.shared)
 
     def _compare_copies(self, checksums: list[list[int | None]]) -> None:
-        stages = [summary.place[0] for summary in self._summaries]
-        different = compare_copies(self._begun.plan.shared, checksums, stages)
+        different = compare_copies(self._begun.plan.shared, checksums, self._stages)
         for key, ranks in different.items():
             if key not in _warned:
                 # No error: kernels that are tuned, or add in no fixed order, give other last bits.
