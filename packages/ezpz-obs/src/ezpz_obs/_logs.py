@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -431,27 +431,14 @@ def _hook_exceptions(undo: ExitStack) -> None:
     before = sys.excepthook
     before_in_threads = threading.excepthook
 
-    def log(value: BaseException | None, *, is_pythons: bool, print_it: Callable[[], Any]) -> None:
-        if value is None or isinstance(value, _NO_ERRORS):
-            print_it()
-            return
-        # Of Python's own hook a line of JSON holds the traceback, and nothing more is printed.
-        whole = is_pythons and find_output().as_json
-        log_uncaught(value, with_traceback=whole)
-        if not whole or find_output().terminal.failed:
-            print_it()
-
     def hook(kind: Any, value: BaseException, trace: Any) -> None:
-        is_pythons = before is sys.__excepthook__
-        log(value, is_pythons=is_pythons, print_it=lambda: before(kind, value, trace))
+        if not _log_whole(value, is_pythons=before is sys.__excepthook__):
+            before(kind, value, trace)
 
     def thread_hook(arguments: threading.ExceptHookArgs) -> None:
         is_pythons = before_in_threads is threading.__excepthook__
-        log(
-            arguments.exc_value,
-            is_pythons=is_pythons,
-            print_it=lambda: before_in_threads(arguments),
-        )
+        if not _log_whole(arguments.exc_value, is_pythons=is_pythons):
+            before_in_threads(arguments)
 
     def remove() -> None:
         if sys.excepthook is hook:  # else another hook calls ours
@@ -462,6 +449,17 @@ def _hook_exceptions(undo: ExitStack) -> None:
     sys.excepthook = hook
     threading.excepthook = thread_hook
     undo.callback(remove)
+
+
+def _log_whole(value: BaseException | None, *, is_pythons: bool) -> bool:
+    """Log an uncaught exception; return whether the earlier hook need not print it."""
+    if value is None or isinstance(value, _NO_ERRORS):
+        return False
+    output = find_output()
+    # Of Python's own hook a line of JSON has the traceback, and nothing more is printed.
+    has_traceback = is_pythons and output.as_json
+    log_uncaught(value, with_traceback=has_traceback)
+    return has_traceback and not output.terminal.failed
 
 
 def log_uncaught(value: BaseException, *, with_traceback: bool) -> None:
