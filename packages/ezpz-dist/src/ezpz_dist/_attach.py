@@ -30,9 +30,11 @@ def main(arguments: list[str]) -> int:
     with link, suppress(ConnectionError, KeyboardInterrupt):
         link.sendall(f"{os.environ[VARIABLE]}\n".encode())
         threading.Thread(target=_send_input, args=(link,), daemon=True).start()
-        while data := link.recv(65536):
+        data = link.recv(65536)
+        while data:
             sys.stdout.buffer.write(data)
             sys.stdout.buffer.flush()
+            data = link.recv(65536)
     sys.stdout.write("\nthe connection has ended; if the rank still waits, attach once more\n")
     return 0
 

@@ -87,7 +87,8 @@ def find_replicas(call: str) -> Members:
     everyone = dist.group.WORLD
     if world is None or everyone is None:
         raise NotSetUpError(f"{call} before setup_torch(); expected ezpz.setup_torch() first")
-    rank, on_host = world.info.rank, world.on_host
+    rank = world.info.rank
+    on_host = world.on_host
     state = parallel_state()
     if state is None:
         return Members(world, everyone, range(world.info.world_size), rank, on_host)

@@ -73,7 +73,7 @@ def wrap_model_for_ddp(
     arguments = {"initialize": initialize, "compile": compile or None, **options}
     with _replicas.agreed(_DDP, model, arguments, replicas):
         _replicas.check_model(_DDP, model, replicas, options, _replicas.RESERVED)
-        if not any(parameter.requires_grad for parameter in model.parameters()):
+        if not _is_trained(model):
             raise WrapError(
                 f"{_DDP}: {type(model).__name__} has no parameter that requires a gradient; "
                 "expected one at least; without it there is nothing to average: use wrap_model"
@@ -92,6 +92,10 @@ def wrap_model_for_ddp(
         )
     _replicas.remember_inside(model, "DDP", wrapped)
     return wrapped
+
+
+def _is_trained(model: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in model.parameters())
 
 
 # ZeRO-1: each rank updates a part of the parameters, and holds the optimizer's state of these.
@@ -249,14 +253,14 @@ def _find_blocks(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]
 def _is_list(module: nn.Module) -> bool:
     """True if the members of a module are blocks. A Sequential may also be a block."""
     if isinstance(module, nn.Sequential):
-        return any(_has_children(member) for member in module)
+        return any(map(_has_children, module))
     return isinstance(module, (nn.ModuleList, nn.ModuleDict))
 
 
 def _is_list_of_blocks(member: nn.Module) -> bool:
     """True if a member of a list is no block, but a list itself."""
     if isinstance(member, nn.Sequential):
-        return all(_has_children(each) for each in member)
+        return all(map(_has_children, member))
     return isinstance(member, (nn.ModuleList, nn.ModuleDict))
 
 
@@ -636,7 +640,7 @@ def wrap_model(
             _replicas.refuse_mps(_CALL, replicas)
         if use_fsdp and next(model.parameters(), None) is not None:
             return wrap_model_for_fsdp2(model, dtype=dtype, initialize=initialize, compile=compile)
-        if any(parameter.requires_grad for parameter in model.parameters()):
+        if _is_trained(model):
             return wrap_model_for_ddp(model, initialize=initialize, compile=compile)
     materialize(model, device, initialize)
     model.to(device)
@@ -652,7 +656,7 @@ def _compile_blocks(model: nn.Module, options: bool | Mapping[str, Any]) -> None
         return
     if options is True:
         options = {}
-    blocks = [unit for unit in find_units(model).values() if _has_children(unit)]
+    blocks = list(filter(_has_children, find_units(model).values()))
     for module in blocks or [model]:
         module.forward = torch.compile(module.forward, **options)
 

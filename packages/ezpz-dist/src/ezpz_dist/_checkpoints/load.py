@@ -503,11 +503,13 @@ class Load:
         saved: dict[str, Any] = {}
         for stage in reversed(self._stages):
             saved.update(stage["model"])
-        missing = [name for name in self._model_values if name not in saved]
-        self._refuse_or_note(missing, "are not in it", "were left as they are")
+        missing = []
         for name in self._model_values:
             if name in saved:
                 self._set_value(name, saved[name])
+            else:
+                missing.append(name)
+        self._refuse_or_note(missing, "are not in it", "were left as they are")
         self._replica = self._find_replica()
         for name, value in self._replica["model"].items():
             self._set_value(name, value)
