@@ -6,7 +6,7 @@ import fcntl
 import os
 import socket
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,18 +22,16 @@ class RankInfo:
     host: str
 
 
-def find_rank_info(env: Mapping[str, str] | None = None) -> RankInfo:
+def find_rank_info() -> RankInfo:
     """Return this process's rank, world size and host name (up to its first dot)."""
     # torch.distributed knows best, where it is set up: ranks of ``torch.multiprocessing.spawn``
     # have no variables that name them.
     host = socket.gethostname().partition(".")[0]
     torch = sys.modules.get("torch")
     dist = getattr(torch, "distributed", None)  # None while torch is being imported
-    if env is None and dist is not None and dist.is_available() and dist.is_initialized():
+    if dist is not None and dist.is_available() and dist.is_initialized():
         return RankInfo(dist.get_rank(), dist.get_world_size(), host)
-    if env is None:
-        env = os.environ
-    info = get_rank_info(env)
+    info = get_rank_info(os.environ)
     return RankInfo(info.rank, info.world_size, host)
 
 
