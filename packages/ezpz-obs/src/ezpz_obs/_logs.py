@@ -121,22 +121,7 @@ class LogEmitter:
             return True
         return self._standard.isEnabledFor(level) and any(iterate_user_handlers(self._standard))
 
-    def debug(self, event: EventDict) -> None:
-        self._emit(logging.DEBUG, event)
-
-    def info(self, event: EventDict) -> None:
-        self._emit(logging.INFO, event)
-
-    def warning(self, event: EventDict) -> None:
-        self._emit(logging.WARNING, event)
-
-    def error(self, event: EventDict) -> None:
-        self._emit(logging.ERROR, event)
-
-    def critical(self, event: EventDict) -> None:
-        self._emit(logging.CRITICAL, event)
-
-    def _emit(self, level: int, event: EventDict) -> None:
+    def emit(self, level: int, event: EventDict) -> None:
         output = find_output()
         record = self.make_record(level, event)
         for handler in output.handlers:
@@ -159,15 +144,17 @@ class LogEmitter:
         self, level: int, event: EventDict, terminal: TerminalHandler
     ) -> None:
         """Hand the event to the handlers that somebody has put on the standard logger."""
-        record: logging.LogRecord | None = None
-        for handler in iterate_user_handlers(self._standard):
-            if level < handler.level or writes_to(handler, terminal.stream):
-                continue
-            if record is None:
-                record = self._make_standard_record(level, event)
-                if not self._standard.filter(record):
-                    return
-            handler.handle(record)
+        handlers = [
+            handler
+            for handler in iterate_user_handlers(self._standard)
+            if level >= handler.level and not writes_to(handler, terminal.stream)
+        ]
+        if not handlers:
+            return
+        record = self._make_standard_record(level, event)
+        if self._standard.filter(record):
+            for handler in handlers:
+                handler.handle(record)
 
     def _make_standard_record(self, level: int, event: EventDict) -> logging.LogRecord:
         fields = redact_secrets(self, "", make_plain(self, "", event))
@@ -196,8 +183,13 @@ class Logger(_Base):  # type: ignore[misc]  # structlog makes the class at run t
 
     def _proxy_to_logger(self, method_name: str, event: object = None, /, **fields: Any) -> None:
         level = _LEVELS[method_name]
-        if level >= _level or self._logger.is_enabled(level):
-            super()._proxy_to_logger(method_name, event, **fields)
+        if level < _level and not self._logger.is_enabled(level):
+            return
+        try:
+            (processed,), _ = self._process_event(method_name, event, fields)
+        except structlog.DropEvent:
+            return
+        self._logger.emit(level, processed)
 
     def is_enabled_for(self, level: int) -> bool:
         return bool(self._logger.is_enabled(level))
