@@ -424,12 +424,12 @@ def _hook_exceptions(undo: ExitStack) -> None:
     before_in_threads = threading.excepthook
 
     def hook(kind: Any, value: BaseException, trace: Any) -> None:
-        if not _log_whole(value, is_pythons=before is sys.__excepthook__):
+        if not _log_in_hook(value, is_default_hook=before is sys.__excepthook__):
             before(kind, value, trace)
 
     def thread_hook(arguments: threading.ExceptHookArgs) -> None:
-        is_pythons = before_in_threads is threading.__excepthook__
-        if not _log_whole(arguments.exc_value, is_pythons=is_pythons):
+        is_default_hook = before_in_threads is threading.__excepthook__
+        if not _log_in_hook(arguments.exc_value, is_default_hook=is_default_hook):
             before_in_threads(arguments)
 
     def remove() -> None:
@@ -443,13 +443,13 @@ def _hook_exceptions(undo: ExitStack) -> None:
     undo.callback(remove)
 
 
-def _log_whole(value: BaseException | None, *, is_pythons: bool) -> bool:
+def _log_in_hook(value: BaseException | None, *, is_default_hook: bool) -> bool:
     """Log an uncaught exception; return whether the earlier hook need not print it."""
     if value is None or isinstance(value, _NO_ERRORS):
         return False
     output = find_output()
     # Of Python's own hook a line of JSON has the traceback, and nothing more is printed.
-    has_traceback = is_pythons and output.as_json
+    has_traceback = is_default_hook and output.as_json
     log_uncaught(value, with_traceback=has_traceback)
     return has_traceback and not output.terminal.failed
 
