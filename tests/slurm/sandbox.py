@@ -134,8 +134,10 @@ class SlurmSandbox(Sandbox):
 
         def is_requeued():
             told = self._ask("scontrol", "--oneliner", "show", "job", job)
-            # When its first run has completed, it gets the time of the next.
-            return "Restarts=1 " in told and " Reason=BeginTime " in told
+            # When its first run has completed, it gets the time of the next. On a node that was
+            # lost it may run on, and what is told of its end would be taken for the second's.
+            has_time = "Restarts=1 " in told and " Reason=BeginTime " in told
+            return has_time and not running_steps(job)
 
         self._wait(f"{job} is requeued", is_requeued, deadline)
         # In the second of its end Slurm takes its new credential for the one that it revoked.
@@ -157,6 +159,9 @@ class SlurmSandbox(Sandbox):
                 self._ask("scontrol", "update", nodes, f"state={state}", "reason=test")
         deadline = time.monotonic() + START_TIMEOUT
         self._wait("no job is left and every node is idle", self._is_free, deadline)
+        # The controller counts anew. It may hold cores of a node for a job that was lost with it,
+        # show the node as idle, and start nothing there any more.
+        self.run(["scontrol", "reconfigure"])
 
     def _is_free(self):
         return self._all_idle() and not self._ask("squeue", "--noheader")
@@ -311,6 +316,16 @@ def free_ports(count):
     raise SandboxError(
         f"only {len(found)} of {count} ports are free from {PORTS[0]} to {PORTS[-1]}"
     )
+
+
+def running_steps(job):
+    """Return the processes of Slurm that still run a step, or the script, of a job."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # gone meanwhile
+            if (entry / "cmdline").read_bytes().startswith(f"slurmstepd: [{job}.".encode()):
+                found.append(int(entry.name))
+    return found
 
 
 def _every_task(facts, *states):
