@@ -20,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import ezpz_tp as tp
 from ezpz_tp import parallel_state
 from ezpz_tp._current import tensor_group
-from ezpz_tp._groups import Alone
+from ezpz_tp._groups import SingleRankGroup
 from ezpz_tp.testing import run_ranks
 
 
@@ -158,7 +158,7 @@ def test_code_follows_the_state_in_use_here():
         given = Sized(rank, size)
         given.group_name = f"{rank} of {size}"
         assert whole(one, given).item() == size + rank
-    assert whole(one, Alone(0)).item() == 1
+    assert whole(one, SingleRankGroup(0)).item() == 1
 
     # Threads have their own.
     first, second = (tp.ParallelState.from_groups(rank=rank) for rank in (8, 9))

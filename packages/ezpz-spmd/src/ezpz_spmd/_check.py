@@ -140,7 +140,7 @@ class Checker(TorchFunctionMode):
         elif name == "copy_":
             operands = operands[1:]
         if len(operands) == 1 and base in TRANSPOSING:
-            return _transposed(operands[0])
+            return _record_of_transposed(operands[0])
         if len(operands) == 1 and base in KEEPING_DIMS:
             return operands[0].record
         contracts = regions.contracts(name, operands, args, kwargs)
@@ -148,7 +148,7 @@ class Checker(TorchFunctionMode):
         operation = Operation(name, kind, contracts, adds_number)
         record = rules.combine(self.records, operation, operands)
         if base in CUTTING and REPLICATED in record.types:
-            record = _cut(record, operands[1:])
+            record = _record_of_part(record, operands[1:])
         if regions.draws_numbers(name, args, kwargs):
             return regions.check_random_op(self.records, name, operands, record)
         return record
@@ -186,7 +186,7 @@ class Checker(TorchFunctionMode):
                 operand = self.records.operand(one)
             operands.append(operand)
         self.operations += 1
-        record = regions.through(self.records, region.__name__, rule, operands, places)
+        record = regions.apply_region(self.records, region.__name__, rule, operands, places)
         return record, bool(places)
 
     def receive(self, activations: Tensor, module: nn.Module) -> None:
@@ -203,7 +203,7 @@ class Checker(TorchFunctionMode):
             operand = self.records.operand(args[0])
             made = operand.record
             if name in TRANSPOSING:
-                made = _transposed(operand)
+                made = _record_of_transposed(operand)
             self.records.set(output, made)
         elif kind == "__set__" and name == "data" and isinstance(args[1], Tensor):
             self.records.set(args[0], self.records.of(args[1]))
@@ -249,7 +249,7 @@ def _adds_number(places: Sequence[int], args: Sequence[Any], kwargs: Mapping[str
     return any(isinstance(number, (int, float, complex)) and number for number in numbers)
 
 
-def _cut(record: Record, indices: Sequence[Operand]) -> Record:
+def _record_of_part(record: Record, indices: Sequence[Operand]) -> Record:
     """Return the record of a part: another one on each rank, unless all ranks cut alike."""
     types = list(record.types)
     for place, kind in enumerate(record.types):
@@ -266,7 +266,7 @@ def _is_computed_alike(indices: Sequence[Operand], place: int) -> bool:
     return bool(indices)
 
 
-def _transposed(operand: Operand) -> Record:
+def _record_of_transposed(operand: Operand) -> Record:
     dim = operand.record.sharded_dim
     tensor = operand.tensor
     flipped = None
@@ -315,11 +315,11 @@ def active_checkers() -> list[Checker]:
 
 
 @contextmanager
-def exchanged() -> Iterator[None]:
+def patched() -> Iterator[None]:
     """Exchange the functions as long as anybody checks."""
     global _users, _restore
     if not _users:
-        _restore = _exchange()
+        _restore = _patch_all()
     _users += 1
     try:
         yield
@@ -329,21 +329,21 @@ def exchanged() -> Iterator[None]:
             _restore.close()
 
 
-def _exchange() -> ExitStack:
+def _patch_all() -> ExitStack:
     with ExitStack() as stack:
         apply = torch.autograd.Function.__dict__["apply"]
         torch.autograd.Function.apply = classmethod(  # type: ignore[assignment]
-            functools.partial(_apply, apply.__func__)
+            functools.partial(_apply_function, apply.__func__)
         )
         stack.callback(setattr, torch.autograd.Function, "apply", apply)
-        _exchange_regions(stack)
+        _patch_regions(stack)
         for name in ("step", "evaluate"):
-            _exchange_pipeline_method(stack, name)
+            _patch_pipeline_method(stack, name)
         if "torch._dynamo" in sys.modules:  # what was compiled runs as it is written
             stack.push(torch.compiler.set_stance("force_eager"))
         for name in _WRITES:
             original = getattr(distributed_c10d, name)
-            wrapper = functools.wraps(original)(functools.partial(_collective, name, original))
+            wrapper = functools.wraps(original)(functools.partial(_call_collective, name, original))
             for module in (dist, distributed_c10d):
                 setattr(module, name, wrapper)
                 stack.callback(setattr, module, name, original)
@@ -362,7 +362,7 @@ def _paused(checkers: Sequence[Checker]) -> Iterator[None]:
             checker.paused = False
 
 
-def _exchange_regions(stack: ExitStack) -> None:
+def _patch_regions(stack: ExitStack) -> None:
     """Exchange the region functions in every module that has one by name, the user's too."""
     wrappers: dict[int, Function] = {}  # by the id of the function: not every value has a hash
     wrappers[id(finalize_grads)] = functools.partial(_call_finalize_grads, finalize_grads)
@@ -402,7 +402,7 @@ def _call_finalize_grads(original: Function, model_or_parameters: Any, **options
             checker.records.finalize(grad)
 
 
-def _exchange_pipeline_method(stack: ExitStack, name: str) -> None:
+def _patch_pipeline_method(stack: ExitStack, name: str) -> None:
     method = getattr(Pipeline, name)
 
     @functools.wraps(method)
@@ -428,14 +428,16 @@ def _note_received(module: nn.Module, args: Args) -> None:
             checker.receive(one, module)
 
 
-def _apply(original: Function, function: type, *args: Any, **kwargs: Any) -> Any:
+def _apply_function(original: Function, function: type, *args: Any, **kwargs: Any) -> Any:
     checkers = active_checkers()
     operands = tensors_of(args, kwargs)
     if not checkers or not operands:
         return original(function, *args, **kwargs)
     if function is CheckpointFunction:  # its first argument is looked into
-        return original(function, _rerun(args[0], operands, checkers), *args[1:], **kwargs)
-    records = [_result(checker, function, args, kwargs) for checker in checkers]
+        return original(
+            function, _wrap_checkpointed(args[0], operands, checkers), *args[1:], **kwargs
+        )
+    records = [_record_of_function(checker, function, args, kwargs) for checker in checkers]
     with _paused(checkers):
         output = original(function, *args, **kwargs)
     outputs = tensors_of((output,), {})
@@ -447,7 +449,9 @@ def _apply(original: Function, function: type, *args: Any, **kwargs: Any) -> Any
     return output
 
 
-def _result(checker: Checker, function: type, args: tuple[Any, ...], kwargs: Any) -> Record | None:
+def _record_of_function(
+    checker: Checker, function: type, args: tuple[Any, ...], kwargs: Any
+) -> Record | None:
     """Return what is known of an autograd function's result; None if it hands tensors through."""
     if function.__name__ in _HANDING and function.__module__.startswith("torch."):
         return None
@@ -469,10 +473,12 @@ def _result(checker: Checker, function: type, args: tuple[Any, ...], kwargs: Any
     forward: Function = function.forward  # type: ignore[attr-defined]
     group = regions.arguments(forward, (None, *args), kwargs)["group"]
     places = checker.places_of(group or dist.group.WORLD)
-    return regions.through(checker.records, function.__name__, region, operands[-1:], places)
+    return regions.apply_region(checker.records, function.__name__, region, operands[-1:], places)
 
 
-def _rerun(function: Function, tensors: list[Tensor], checkers: list[Checker]) -> Function:
+def _wrap_checkpointed(
+    function: Function, tensors: list[Tensor], checkers: list[Checker]
+) -> Function:
     """Return what torch's reentrant checkpointing runs, and in backward runs again."""
     # The first run has no gradients, by which much of what is wrong is known: the second is
     # checked too, with the types that the arguments had.
@@ -493,7 +499,7 @@ def _rerun(function: Function, tensors: list[Tensor], checkers: list[Checker]) -
     return run
 
 
-def _collective(name: str, original: Function, *args: Any, **kwargs: Any) -> Any:
+def _call_collective(name: str, original: Function, *args: Any, **kwargs: Any) -> Any:
     checkers = active_checkers()
     if not checkers:
         return original(*args, **kwargs)
@@ -531,7 +537,7 @@ def _refuse_unseen(checker: Checker, name: str, target: Tensor, places: list[int
     fix = f"use {region} (its group as tp_group=); for a log, reduce a detached copy"
     called = f"torch.distributed.{name}"
     seen = [(operand, kind)]
-    raise rules.fail(checker.records, called, axis, seen, reason + "this rank's value.", fix)
+    raise rules.type_error(checker.records, called, axis, seen, reason + "this rank's value.", fix)
 
 
 @contextmanager
@@ -572,7 +578,7 @@ def check(
         NotInitializedError: There is neither ``state`` nor default.
     """
     checker = Checker(state or get_state(), model)
-    with exchanged(), checker:
+    with patched(), checker:
         yield checker
 
 

@@ -91,7 +91,7 @@ def find_nodes(
                 "ranks_per_node= too"
             )
         return None, why
-    sizes = _sizes(world_size, ranks_per_node)
+    sizes = _node_sizes(world_size, ranks_per_node)
     if hosts is not None and (len(hosts) != len(sizes) or len(set(hosts)) < len(hosts)):
         raise DegreeError(
             f"{len(hosts)} hosts ({len(set(hosts))} different ones) for {len(sizes)} nodes of "
@@ -104,7 +104,7 @@ def find_nodes(
     return Nodes(tuple(node_of), sizes, tuple(hosts or ()), source), ""
 
 
-def _sizes(world_size: int, ranks_per_node: int | Sequence[int]) -> tuple[int, ...]:
+def _node_sizes(world_size: int, ranks_per_node: int | Sequence[int]) -> tuple[int, ...]:
     if isinstance(ranks_per_node, int):
         if ranks_per_node < 1:
             raise DegreeError(f"ranks_per_node={ranks_per_node}; expected at least 1")
@@ -139,11 +139,11 @@ def _from_environ(world_size: int, environ: Mapping[str, str]) -> tuple[int | No
         return None, f"{VARIABLE}={found!r} is no number of ranks"
     if world_size % int(found):
         return None, f"{VARIABLE}={found} does not divide {world_size:,} ranks"
-    why = _other_nodes(int(found), environ)
+    why = _find_uneven_nodes(int(found), environ)
     return None if why else int(found), why
 
 
-def _other_nodes(size: int, environ: Mapping[str, str]) -> str:
+def _find_uneven_nodes(size: int, environ: Mapping[str, str]) -> str:
     """Return what tells that the job's nodes do not have ``size`` ranks each, in turn."""
     numbers: list[int | None] = []
     for name in LAUNCHED:
@@ -272,21 +272,21 @@ class Description:
         raise ValueError(f"axis {name!r}; expected one of {names}")
 
     @property
-    def _several(self) -> list[Axis]:
+    def _split_axes(self) -> list[Axis]:
         return [axis for axis in self.axes if axis.degree > 1]
 
     @cached_property
-    def _spans(self) -> dict[str, list[int]]:
+    def _spans_of_axes(self) -> dict[str, list[int]]:
         if self.nodes is None:
             return {}
-        return {axis.name: axis.nodes_spanned(self.nodes) for axis in self._several}
+        return {axis.name: axis.nodes_spanned(self.nodes) for axis in self._split_axes}
 
     def _headline(self) -> str:
         text = f"{self.world_size:,} rank"
         if self.world_size > 1:
             text += "s"
         degrees = []
-        for axis in self._several:
+        for axis in self._split_axes:
             if axis.name in AXES:
                 degree = f"{axis.name} {axis.degree:,}"
                 degrees.append(degree)
@@ -298,17 +298,17 @@ class Description:
 
     def _table(self) -> list[str]:
         rows: list[tuple[str, ...]] = []
-        for axis in self._several:
+        for axis in self._split_axes:
             number = self.world_size // axis.degree
             ranks = axis.group_of(self.rank)
             group = " ".join(map(str, ranks))
             if len(group) > 22:
                 group = f"{ranks[0]} {ranks[1]} ... {ranks[-1]}"
             row: tuple[str, ...] = (axis.name, f"{axis.degree:,}", f"{number:,}", group)
-            if self._spans:
-                crossing = _count_crossing(self._spans[axis.name])
+            if self._spans_of_axes:
+                crossing = _count_crossing(self._spans_of_axes[axis.name])
                 words = {0: "none", number: "all"}.get(crossing, f"{crossing:,}")
-                row = (*row, words, f"{max(self._spans[axis.name]):,}")
+                row = (*row, words, f"{max(self._spans_of_axes[axis.name]):,}")
             rows.append(row)
         if not rows:
             return []
@@ -338,10 +338,10 @@ class Description:
 
     def _warnings(self) -> list[str]:
         found = []
-        for axis in self._several:
+        for axis in self._split_axes:
             if self.nodes is None or axis.name not in _CLOSE:
                 continue
-            spans = self._spans[axis.name]
+            spans = self._spans_of_axes[axis.name]
             crossing = _count_crossing(spans)
             if crossing:
                 found.append(

@@ -32,7 +32,7 @@ def read(given: Given, letters: str, name: str, mesh_axes: Sequence[str] | None)
     if given is None or is_replicated(given):
         pairs = ()
     elif isinstance(given, str):
-        pairs = [_pair(word, told) for word in given.replace(",", " ").split()]
+        pairs = [_parse_pair(word, told) for word in given.replace(",", " ").split()]
     else:
         pairs = _from_torch(given, letters, name, mesh_axes)
     layout: Layout = {}
@@ -74,7 +74,7 @@ def text(layout: Layout) -> str:
     return " ".join(words) or REPLICATED
 
 
-def dual(where: str) -> str:
+def gradient_placement(where: str) -> str:
     """Return where the gradient of a tensor is: a sum's is the same for each of its terms."""
     if where == PARTIAL:
         return REPLICATED
@@ -96,7 +96,7 @@ def conversion(source: str, target: str) -> str | None:
     return "all-to-all"
 
 
-def _pair(word: str, told: str) -> tuple[str, str]:
+def _parse_pair(word: str, told: str) -> tuple[str, str]:
     where, at, axis = word.partition("@")
     if not (where and at and axis) or "@" in axis:
         raise ValueError(

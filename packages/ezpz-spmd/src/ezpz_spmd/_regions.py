@@ -175,7 +175,7 @@ def argument(args: Sequence[Any], kwargs: Mapping[str, Any], place: int, name: s
     return kwargs.get(name)
 
 
-def through(
+def apply_region(
     records: Records, name: str, region: Region, operands: Given, axes: Sequence[int]
 ) -> Record:
     given = [one for one in operands if one is not None]
@@ -208,7 +208,7 @@ def _check(
         return
     wanted = " or ".join(sorted(region.takes))
     fix = region.fix.get(kind, f"make it {wanted}")
-    raise rules.fail(records, name, axis, [(one, kind)], f"It takes what is {wanted}.", fix)
+    raise rules.type_error(records, name, axis, [(one, kind)], f"It takes what is {wanted}.", fix)
 
 
 def _check_parameters(
@@ -219,10 +219,10 @@ def _check_parameters(
             continue
         found = one.settled(place)
         if found is not None and found != wanted:
-            raise _untagged(records, name, axis, one, found, wanted)
+            raise _untagged_error(records, name, axis, one, found, wanted)
 
 
-def _untagged(
+def _untagged_error(
     records: Records, name: str, axis: str, one: Operand, found: str, wanted: str
 ) -> Exception:
     called = records.tag_of(one.tensor)
@@ -235,7 +235,7 @@ def _untagged(
     else:
         reason = "It is used on whole data: finalize_grads would count its gradient once a rank."
         fix = f"take the tag off {called} (sequence_parallel = False)"
-    return rules.fail(records, name, axis, [(one, found)], reason, fix)
+    return rules.type_error(records, name, axis, [(one, found)], reason, fix)
 
 
 # Products that sum over a dim which is split over the tensor-parallel ranks.
@@ -350,7 +350,7 @@ def check_random_op(
         for one in operands:
             type_ = one.record.types[place]
             seen.append((one, type_))
-        raise rules.fail(records, name, "tensor", seen, reason, fix)
+        raise rules.type_error(records, name, "tensor", seen, reason, fix)
     if forked:
         return _varying(records, record)
     return record
@@ -399,7 +399,7 @@ def check_loss(records: Records, name: str, loss: Operand) -> None:
                 "call backward on this rank's own loss and reduce a detached copy for the log, or "
                 f"sum by reduce_from_tensor_parallel_region(loss, {axis} group)"
             )
-        raise rules.fail(records, name, axis, [(loss, kind)], reason, fix)
+        raise rules.type_error(records, name, axis, [(loss, kind)], reason, fix)
 
 
 def parameters_of(model_or_parameters: Any) -> list[Tensor]:
@@ -434,6 +434,6 @@ def gradients_to_finalize(records: Records, parameters: Iterable[Tensor]) -> lis
                 "is summed would be summed twice."
             )
             fix = "call finalize_grads once a step, after the last backward pass"
-            raise rules.fail(records, "finalize_grads", axis, seen, reason, fix)
+            raise rules.type_error(records, "finalize_grads", axis, seen, reason, fix)
         found.append(grad)
     return found

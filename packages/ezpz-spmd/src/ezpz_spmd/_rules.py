@@ -140,7 +140,7 @@ class Records:
             self._model = weakref.ref(model)
         self._marks: dict[str, dict[str, Any]] = {}
         """The attributes of the model's parameters, by name."""
-        for name, parameter in _named(model):
+        for name, parameter in _named_parameters(model):
             self._names[parameter] = name
             self._marks[name] = vars(parameter)
         self._unchecked: set[str] = set()
@@ -190,7 +190,7 @@ class Records:
             model = None
             if self._model is not None:
                 model = self._model()
-            for name, one in _named(model):
+            for name, one in _named_parameters(model):
                 if self._names.get(one) is None:
                     self._names[one] = name
         own = vars(parameter)
@@ -240,7 +240,7 @@ def _is_parameter(tensor: Tensor) -> TypeGuard[nn.Parameter]:
     return type(tensor) is not Tensor and isinstance(tensor, nn.Parameter)
 
 
-def _named(model: nn.Module | None) -> Iterable[tuple[str, nn.Parameter]]:
+def _named_parameters(model: nn.Module | None) -> Iterable[tuple[str, nn.Parameter]]:
     if model is None:
         return ()
     return model.named_parameters()
@@ -254,13 +254,13 @@ _OF_TENSOR = {
 }
 
 
-def call(name: str, axis: str) -> str:
+def describe_call(name: str, axis: str) -> str:
     if axis == "tensor":
         return f"{name} ({_OF_TENSOR[name]})"
     return f"{name}(x, {axis} group)"
 
 
-def fail(
+def type_error(
     records: Records, operation: str, axis: str, operands: Settled, reason: str, fix: str
 ) -> ParallelTypeError:
     seen = ", ".join(f"{records.name(one.tensor)} is {kind}" for one, kind in operands)
@@ -277,7 +277,7 @@ def combine(records: Records, operation: Operation, operands: Operands) -> Recor
         is_data = is_data and one.record.is_data
         if not one.record.is_fresh:
             written.append(one)
-    if operands[0].record.is_fresh and not any(map(_is_number, written)):
+    if operands[0].record.is_fresh and not any(map(_is_numeric, written)):
         is_fresh = operation.kind is Kind.LINEAR and not operation.adds_number
         return replace(operands[0].record, is_fresh=is_fresh)
     types = []
@@ -305,10 +305,12 @@ def type_along(records: Records, operation: Operation, place: int, operands: Ope
             "The product over a sharded dim is a partial sum, to which each rank adds the bias: "
             "once a rank after the sum."
         )
-        fix = f"leave the bias out, sum by {call(_REDUCE, axis)}, then add the bias, as "
-        raise fail(records, operation.name, axis, settled, reason, fix + "RowParallelLinear does")
+        fix = f"leave the bias out, sum by {describe_call(_REDUCE, axis)}, then add the bias, as "
+        raise type_error(
+            records, operation.name, axis, settled, reason, fix + "RowParallelLinear does"
+        )
     if INVARIANT in kinds and len(kinds) > 1:
-        raise _mixed(records, operation.name, axis, settled)
+        raise _mixed_error(records, operation.name, axis, settled)
     if PARTIAL in kinds:
         return _type_of_partial(records, operation, place, operands, settled)
     if VARYING not in kinds:
@@ -330,7 +332,7 @@ def _type_of_partial(
     axis = records.axes[place]
     sums = True
     for one in operands:
-        sums = sums and (one.record.types[place] == PARTIAL or _selects(one, place))
+        sums = sums and (one.record.types[place] == PARTIAL or _is_index(one, place))
     linear = sums and not operation.adds_number
     kinds = [found for _, found in settled]
     first_alone = kinds[0] == PARTIAL and operands[0] is settled[0][0]
@@ -348,12 +350,14 @@ def _type_of_partial(
         reason = "A product of sums is not the sum of the ranks' products."
     else:
         reason = f"{operation.name} is not linear: of partial sums it is not the part of a sum."
-    fix = f"sum it first, by {call(_REDUCE, axis)}"
+    fix = f"sum it first, by {describe_call(_REDUCE, axis)}"
     reason += " A reduction is missing."
-    raise fail(records, operation.name, axis, settled, reason, fix)
+    raise type_error(records, operation.name, axis, settled, reason, fix)
 
 
-def _mixed(records: Records, operation: str, axis: str, settled: Settled) -> ParallelTypeError:
+def _mixed_error(
+    records: Records, operation: str, axis: str, settled: Settled
+) -> ParallelTypeError:
     of_type = {kind: one for one, kind in reversed(settled)}  # the first of each
     own = of_type.pop(INVARIANT)
     others = of_type.keys()
@@ -363,7 +367,7 @@ def _mixed(records: Records, operation: str, axis: str, settled: Settled) -> Par
             "The other operand is a partial sum: what is added to it is added on every rank, "
             "once a rank after the sum. A reduction is missing."
         )
-        fix = f"sum the partial one first, by {call(_REDUCE, axis)}"
+        fix = f"sum the partial one first, by {describe_call(_REDUCE, axis)}"
     elif isinstance(own.tensor, nn.Parameter):
         reason = (
             "The parameter is replicated, but used on other data by each rank: its gradient is "
@@ -387,7 +391,8 @@ def _mixed(records: Records, operation: str, axis: str, settled: Settled) -> Par
             "their result can be either equal or partial, and is wrong for one of them."
         )
         fix = (
-            f"use the tensor of before the region for both, or put both through {call(_COPY, axis)}"
+            "use the tensor of before the region for both, or put both through "
+            f"{describe_call(_COPY, axis)}"
         )
     else:
         reason = (
@@ -395,16 +400,16 @@ def _mixed(records: Records, operation: str, axis: str, settled: Settled) -> Par
             "nothing sums it."
         )
         fix = (
-            f"wrap the invariant tensor in {call(_COPY, axis)}; or, if the other should be whole "
-            "here (in a residual, say), gather or reduce that one"
+            f"wrap the invariant tensor in {describe_call(_COPY, axis)}; or, if the other should "
+            "be whole here (in a residual, say), gather or reduce that one"
         )
-    return fail(records, operation, axis, settled, reason, fix)
+    return type_error(records, operation, axis, settled, reason, fix)
 
 
-def _selects(one: Operand, place: int) -> bool:
+def _is_index(one: Operand, place: int) -> bool:
     """Whether it is an index or a mask, and the same on all ranks."""
-    return not _is_number(one) and one.record.types[place] in EQUAL
+    return not _is_numeric(one) and one.record.types[place] in EQUAL
 
 
-def _is_number(one: Operand) -> bool:
+def _is_numeric(one: Operand) -> bool:
     return one.tensor.is_floating_point() or one.tensor.is_complex()

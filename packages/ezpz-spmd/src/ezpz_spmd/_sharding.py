@@ -22,7 +22,7 @@ from ._placements import (
     Layout,
     complete,
     conversion,
-    dual,
+    gradient_placement,
     is_replicated,
     read,
     text,
@@ -40,7 +40,7 @@ Layouts: TypeAlias = Sequence[Layout]
 # Which of this package's region functions brings a tensor from one place to another.
 
 
-def _calls(name: str, letters: str, move: Move) -> tuple[str, ...]:
+def _region_calls(name: str, letters: str, move: Move) -> tuple[str, ...]:
     """Return the calls to write: none, one, or two for a sum that sharded code then shares."""
     if move.axis not in _TENSOR_AXES:
         return ()
@@ -238,7 +238,7 @@ def cheapest_way(name: str, letters: str, start: Layout, moves: Iterable[Move], 
                 if number in done or not _is_contiguous(move, layout):
                     continue
                 try:
-                    last = _way(name, letters, layout, move, cost)
+                    last = _make_way(name, letters, layout, move, cost)
                 except DegreeError as error:
                     indivisible = error
                     continue
@@ -261,10 +261,10 @@ def _is_contiguous(move: Move, layout: Layout) -> bool:
     return move.source == move.target or changed.isdisjoint(map(layout.__getitem__, later))
 
 
-def _way(name: str, letters: str, layout: Layout, move: Move, cost: Cost) -> Way:
+def _make_way(name: str, letters: str, layout: Layout, move: Move, cost: Cost) -> Way:
     after = layout | {move.axis: move.target}
     cost.shape(letters, after)
-    regions = _calls(name, letters, move)
+    regions = _region_calls(name, letters, move)
 
     def steps(tensor: str, source: str, target: str, lies: Layout, call: int) -> tuple[Step, ...]:
         kind = conversion(source, target)
@@ -302,7 +302,7 @@ def _describe_split(name: str, letters: str, start: Layout, moves: Sequence[Move
 Work: TypeAlias = str | int | None
 
 
-def _entering(work: Work, number: int, letters: str) -> str:
+def _placement_before(work: Work, number: int, letters: str) -> str:
     if isinstance(work, str):
         if work in letters:
             return work
@@ -312,7 +312,7 @@ def _entering(work: Work, number: int, letters: str) -> str:
     return REPLICATED
 
 
-def _leaving(work: Work, letters: str, number: int | None = None) -> str:
+def _placement_after(work: Work, letters: str, number: int | None = None) -> str:
     if isinstance(work, str):
         if work in letters:
             return work
@@ -330,7 +330,7 @@ class Plan(NamedTuple):
     price: int
 
 
-def _works(
+def _work_options(
     equation: Equation, axis: str, given: Sequence[Layout], wanted: Layout
 ) -> Sequence[Work]:
     """Return the ways to share the work along an axis, of which one sends the least."""
@@ -361,7 +361,7 @@ def _is_shared(letter: str, equation: Equation, axis: str, given: Sequence[Layou
     return True
 
 
-def _plan(
+def _make_plan(
     equation: Equation, works: Sequence[Work], given: Sequence[Layout], wanted: Layout, cost: Cost
 ) -> Plan:
     ways = []
@@ -370,16 +370,16 @@ def _plan(
         gradient = {}
         moves = []
         for (axis, where), work in zip(layout.items(), works, strict=True):
-            gradient[axis] = _leaving(work, letters, number)
-            entering = _entering(work, number, letters)
-            moves.append(Move(axis, where, entering, gradient[axis], dual(where)))
+            gradient[axis] = _placement_after(work, letters, number)
+            entering = _placement_before(work, number, letters)
+            moves.append(Move(axis, where, entering, gradient[axis], gradient_placement(where)))
         gradients.append(gradient)
         ways.append(cheapest_way(equation.names[number], letters, layout, moves, cost))
     result = {}
     output = {}
     moves = []
     for axis, work in zip(given[0], works, strict=True):
-        left = _leaving(work, equation.output)
+        left = _placement_after(work, equation.output)
         goal = wanted.get(axis, left)
         if goal == PARTIAL != left:
             raise ParallelError(
@@ -388,7 +388,7 @@ def _plan(
             )
         result[axis] = left
         output[axis] = goal
-        moves.append(Move(axis, left, goal, dual(goal), dual(left)))
+        moves.append(Move(axis, left, goal, gradient_placement(goal), gradient_placement(left)))
     end = cheapest_way("y", equation.output, result, moves, cost)
     price = end.bytes_sent
     for way in ways:
@@ -402,18 +402,18 @@ def _plan(
 # The calculator's answer as text.
 
 
-def _steps(title: str, steps: Sequence[Step]) -> Iterable[tuple[str, ...]]:
+def _step_rows(title: str, steps: Sequence[Step]) -> Iterable[tuple[str, ...]]:
     if not steps:
         yield title, "-"
     for step in steps:
         sent = []
         if step.bytes is not None:
-            sent = [_bytes(step.bytes)]
+            sent = [_format_bytes(step.bytes)]
         yield title, str(step), *sent, step.region or ""
         title = ""
 
 
-def _bytes(count: int) -> str:
+def _format_bytes(count: int) -> str:
     """Return a number of bytes in the units of a network, 1 kB = 1000 B."""
     value = float(count)
     units = ["B", "kB", "MB", "GB", "TB"]
@@ -522,7 +522,7 @@ class EinsumSharding:
             if local is not None:
                 shape = " x ".join(map(str, local)) or "scalar"
             rows.append((f"{name:{width}}  {letters}", *places, shape))
-        steps = [*_steps("forward", self.forward), *_steps("backward", self.backward)]
+        steps = [*_step_rows("forward", self.forward), *_step_rows("backward", self.backward)]
         return "\n".join([*align_columns(rows), *align_columns(steps)])
 
 
@@ -612,11 +612,13 @@ def einsum_sharding(
             f"einsum {equation!r} has {len(parsed.operands)} operands, but placements "
             f"of {len(operands)} are given; '' are those of a replicated one"
         )
-    axes, given, wanted = _layouts(parsed, operands, output, mesh_axes)
-    cost = _cost(parsed, axes, sizes, degrees, itemsize)
+    axes, given, wanted = _read_layouts(parsed, operands, output, mesh_axes)
+    cost = _make_cost(parsed, axes, sizes, degrees, itemsize)
     for letters, layout in zip(parsed.operands, given, strict=True):
         cost.shape(letters, layout)
-    axes, given, plan = _cheapest(parsed, axes, given, wanted, cost, fixed=mesh_axes is not None)
+    axes, given, plan = _find_cheapest_plan(
+        parsed, axes, given, wanted, cost, fixed=mesh_axes is not None
+    )
     forward: list[Step] = []
     backward = list(plan.end.backward)
     regions: list[str] = []
@@ -648,7 +650,7 @@ def einsum_sharding(
     )
 
 
-def _layouts(
+def _read_layouts(
     equation: Equation, operands: Sequence[Given], output: Given, mesh_axes: Sequence[str] | None
 ) -> tuple[Axes, Layouts, Layout]:
     if isinstance(mesh_axes, str) or len(set(mesh_axes or ())) < len(mesh_axes or ()):
@@ -674,7 +676,7 @@ def _complete_all(layouts: Layouts, axes: Axes) -> Layouts:
     return [complete(layout, axes) for layout in layouts]
 
 
-def _cheapest(
+def _find_cheapest_plan(
     equation: Equation, axes: Axes, given: Layouts, wanted: Layout, cost: Cost, *, fixed: bool
 ) -> tuple[Axes, Layouts, Plan]:
     """Return the plan that sends the least, and axes and operands in the order that it is for."""
@@ -682,13 +684,13 @@ def _cheapest(
     failure: ParallelError | None = None
     orders = iter([axes])
     if not fixed:
-        orders = _orders(axes, (*given, wanted))
+        orders = _distinct_orders(axes, (*given, wanted))
     for order in orders:
         ordered = _complete_all(given, order)
-        choices = [_works(equation, axis, ordered, wanted) for axis in order]
+        choices = [_work_options(equation, axis, ordered, wanted) for axis in order]
         for works in product(*choices):
             try:
-                plan = _plan(equation, works, ordered, wanted, cost)
+                plan = _make_plan(equation, works, ordered, wanted, cost)
             except ParallelError as error:
                 failure = failure or error
                 continue
@@ -700,7 +702,7 @@ def _cheapest(
     return best
 
 
-def _orders(axes: Axes, layouts: Layouts) -> Iterator[Axes]:
+def _distinct_orders(axes: Axes, layouts: Layouts) -> Iterator[Axes]:
     """Yield the orders of the axes that differ in which one cuts a letter before another."""
     letters: dict[str, set[str]] = {}
     for axis in axes:
@@ -717,7 +719,7 @@ def _orders(axes: Axes, layouts: Layouts) -> Iterator[Axes]:
             yield order
 
 
-def _cost(
+def _make_cost(
     equation: Equation,
     axes: Sequence[str],
     sizes: Mapping[str, int] | None,

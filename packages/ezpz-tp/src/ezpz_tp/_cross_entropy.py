@@ -267,8 +267,8 @@ def _loss(
     """Return each token's loss, and what `_Gradient` needs of it; a piece is of some tokens."""
     ignored = target.reshape(-1) == terms.ignore_index
     index, mine = _local_index(target.reshape(-1), ignored, terms)
-    own = _own_part(piece_of, dtype, index, mine, terms)
-    maximum, total, predicted, mean = _over_ranks(own, terms)
+    own = _local_statistics(piece_of, dtype, index, mine, terms)
+    maximum, total, predicted, mean = _reduce_over_ranks(own, terms)
     # The logit under the maximum first: at logits of 1000 the other order loses 4 digits.
     log_total = total.log()
     loss = log_total - (predicted - maximum)
@@ -345,7 +345,7 @@ def _local_index(target: Tensor, ignored: Tensor, terms: _Terms) -> tuple[Tensor
     return index, mine
 
 
-def _own_part(
+def _local_statistics(
     piece_of: Callable[[slice], Tensor],
     dtype: torch.dtype,
     index: Tensor,
@@ -378,7 +378,7 @@ def _own_part(
     return torch.cat(parts, 1)
 
 
-def _over_ranks(own: Tensor, terms: _Terms) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _reduce_over_ranks(own: Tensor, terms: _Terms) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     # Sum and mean are of the logits less the maximum. Without smoothing the last is not used.
     if terms.group is None:
         maximum = own[0]

@@ -22,7 +22,7 @@ _notes_without_state: dict[str, Any] = {}
 _arguments: dict[str, object] = {}
 
 
-class _Here(threading.local):
+class _StateInUse(threading.local):
     """The state that `use_state` set in this thread."""
 
     # A thread's attribute, not a context variable: torch.compile traces the one and not the other.
@@ -30,7 +30,7 @@ class _Here(threading.local):
     state: ParallelState | None = None
 
 
-_here = _Here()
+_here = _StateInUse()
 
 
 def initialize_tensor_parallel(
@@ -159,7 +159,7 @@ def get_state() -> ParallelState:
     Raises:
         NotInitializedError: There is none, or the world that it was made in was destroyed.
     """
-    state = _checked()
+    state = _find_state()
     if state is None:
         raise NotInitializedError(
             "no parallel groups; call initialize_tensor_parallel on every rank first, or give "
@@ -177,7 +177,7 @@ def notes() -> dict[str, Any]:
     return state.notes
 
 
-def _checked(axes: tuple[str, ...] = ()) -> ParallelState | None:
+def _find_state(axes: tuple[str, ...] = ()) -> ParallelState | None:
     """Return `current_state`, if its world is there; None only where axes are of one rank."""
     state = current_state()
     if state is not None:
@@ -211,15 +211,15 @@ def use_state(state: ParallelState) -> Iterator[ParallelState]:
 
 def tensor_group(tp_group: ProcessGroup | None = None) -> ProcessGroup | None:
     """Return the group given, or the tensor group of the state in use; None for no one else."""
-    return _shared(tp_group, "tensor")
+    return _group_above_one(tp_group, "tensor")
 
 
 def context_group(group: ProcessGroup | None = None) -> ProcessGroup | None:
     """Return the group whose ranks share a sequence, or None for no one else."""
-    return _shared(group, "context")
+    return _group_above_one(group, "context")
 
 
-def _shared(given: ProcessGroup | None, axis: str) -> ProcessGroup | None:
+def _group_above_one(given: ProcessGroup | None, axis: str) -> ProcessGroup | None:
     """Return the group that is given, or an axis's of the state in use; None of one rank."""
     # Of a group, torch.compile guards the type alone: what it learnt of one group's rank and size
     # it takes for another's. A comparison with a string is guarded, so each group, and each state,
@@ -242,7 +242,7 @@ def _shared(given: ProcessGroup | None, axis: str) -> ProcessGroup | None:
 
 def index_or_alone(*axes: str) -> int:
     """Return this rank's position along axes; 0 before there are groups, if it is alone."""
-    state = _checked(axes)
+    state = _find_state(axes)
     if state is None:
         return 0
     return state.index(*axes)
@@ -250,7 +250,7 @@ def index_or_alone(*axes: str) -> int:
 
 def size_or_alone(*axes: str) -> int:
     """Return the degree of axes; 1 before there are groups, if this rank is alone."""
-    state = _checked(axes)
+    state = _find_state(axes)
     if state is None:
         return 1
     return state.size(*axes)
@@ -258,7 +258,7 @@ def size_or_alone(*axes: str) -> int:
 
 def ranks_or_alone(*axes: str) -> tuple[int, ...]:
     """Return the global ranks along axes; rank 0 before there are groups, if it is alone."""
-    state = _checked(axes)
+    state = _find_state(axes)
     if state is None:
         return (0,)
     return state.ranks(*axes)

@@ -65,9 +65,9 @@ def broadcast_data(
     problem = (_FINE, 0, 0)
     tensors: list[Tensor] = []
     if first:
-        problem, tensors = _look(keys, data or {}, datatype)
+        problem, tensors = _collect_tensors(keys, data or {}, datatype)
     if group is None:
-        _raise(problem, keys, datatype)
+        _raise_problem(problem, keys, datatype)
         return {key: tensor.to(place) for key, tensor in zip(keys, tensors, strict=True)}
     asked = zlib.crc32(repr((tuple(keys), str(datatype))).encode())
     shapes: list[int] = []
@@ -82,13 +82,13 @@ def broadcast_data(
             f"broadcast_data: rank {group.rank()} of the group asks for {list(keys)} of "
             f"{datatype}, and its first rank sends others; pass the same on every rank"
         )
-    _raise(header[:3], keys, datatype)
+    _raise_problem(header[:3], keys, datatype)
     if count > _HEADER - _FIXED:
         rest = torch.tensor(shapes or [0] * count, device=place)
         shapes = broadcast_(rest, 0, group).tolist()
     else:
         shapes = header[_FIXED : _FIXED + count]
-    sizes = _unpack(shapes)
+    sizes = _unpack_shapes(shapes)
     lengths = [torch.Size(size).numel() for size in sizes]
     buffer = torch.empty(sum(lengths), dtype=datatype, device=place)
     parts = [part.view(size) for part, size in zip(buffer.split(lengths), sizes, strict=True)]
@@ -100,7 +100,7 @@ def broadcast_data(
     return dict(zip(keys, parts, strict=True))
 
 
-def _look(
+def _collect_tensors(
     keys: Sequence[str], data: Mapping[str, object], datatype: torch.dtype
 ) -> tuple[tuple[int, int, int], list[Tensor]]:
     tensors: list[Tensor] = []
@@ -117,7 +117,7 @@ def _look(
     return (_FINE, 0, 0), tensors
 
 
-def _raise(status: Sequence[int], keys: Sequence[str], datatype: torch.dtype) -> None:
+def _raise_problem(status: Sequence[int], keys: Sequence[str], datatype: torch.dtype) -> None:
     what, position, dtype = status
     if what == _FINE:
         return
@@ -132,7 +132,7 @@ def _raise(status: Sequence[int], keys: Sequence[str], datatype: torch.dtype) ->
     )
 
 
-def _unpack(numbers: Sequence[int]) -> list[tuple[int, ...]]:
+def _unpack_shapes(numbers: Sequence[int]) -> list[tuple[int, ...]]:
     sizes = []
     start = 0
     while start < len(numbers):
@@ -210,7 +210,7 @@ def shard_sequence(
     Raises:
         DegreeError: The parts would differ in length; names the multiple that is needed.
     """
-    ranks = _Ranks("shard_sequence", group, ulysses_group, balanced)
+    ranks = _SequenceRanks("shard_sequence", group, ulysses_group, balanced)
     if ranks.count == 1:
         return tensor
     length = _length(tensor, dim, "shard_sequence")
@@ -244,7 +244,7 @@ def unshard_sequence(
     Raises:
         DegreeError: ``balanced``, and the part is not two chunks of one length.
     """
-    ranks = _Ranks("unshard_sequence", group, ulysses_group, balanced)
+    ranks = _SequenceRanks("unshard_sequence", group, ulysses_group, balanced)
     if ranks.count == 1:
         return tensor
     ranks.check(_length(tensor, dim, "unshard_sequence") * ranks.count)
@@ -288,12 +288,12 @@ def sequence_positions(
     Raises:
         DegreeError: The parts would differ in length; names the multiple that is needed.
     """
-    ranks = _Ranks("sequence_positions", group, ulysses_group, balanced)
+    ranks = _SequenceRanks("sequence_positions", group, ulysses_group, balanced)
     spans = ranks.spans(length)
     return torch.cat([torch.arange(at, end, device=device) for at, end in spans])
 
 
-class _Ranks:
+class _SequenceRanks:
     """Who shares a sequence: a ring, and for each of its ranks those that share the part of it."""
 
     def __init__(

@@ -18,7 +18,14 @@ from torch.optim import Optimizer
 from ._errors import DegreeError, ParallelError
 from ._shard import Shard, optimizer_name, parameter_of
 from ._state import ParallelState
-from ._state_dict import names_of, nested, parts_of, state_or_alone, survey, with_optimizer
+from ._state_dict import (
+    collect_parts,
+    nested,
+    parameter_names,
+    state_or_alone,
+    survey,
+    with_optimizer,
+)
 
 Items = dict[str, Any]
 
@@ -114,16 +121,16 @@ def load_dtensor_state_dict(
     group = state.group("tensor")
     for name, values in saved["state"].items():
         given |= {optimizer_name(name, key): value for key, value in values.items()}
-    parts = parts_of(module, optimizer, state)
+    parts = collect_parts(module, optimizer, state)
     for name, part in parts.tensors.items():
         parameter, key = parameter_of(name)
         for piece, tensor, _ in _views(parameter, part.tensor, part.shard, group):
             own = optimizer_name(piece, key)
-            _copy(_said(own), given.pop(own, None), tensor)
+            _copy_into(_describe_key(own), given.pop(own, None), tensor)
     rest = {name: given.pop(name, None) for name in parts.values}
     if given:
         raise ParallelError(
-            f"load_dtensor_state_dict: {_said(next(iter(given)))} is none of "
+            f"load_dtensor_state_dict: {_describe_key(next(iter(given)))} is none of "
             f"{type(module).__name__}'s, and {len(given) - 1} others; expected the names of "
             "dtensor_state_dict"
         )
@@ -132,7 +139,7 @@ def load_dtensor_state_dict(
         module.load_state_dict(extra, strict=False)
     if optimizer is None:
         return
-    names = names_of(optimizer, module)
+    names = parameter_names(optimizer, module)
     for owner, name in names.items():
         for key, value in states.get(name, {}).items():
             optimizer.state[owner][key] = value
@@ -154,7 +161,7 @@ def _dtensors(
         mesh = DeviceMesh.from_group(group, view.device.type)
         placed = [dtensor.Shard(shard.dim)]
         shape = torch.Size(matrix.full_shape)
-        stride = _strides_of(matrix.full_shape)
+        stride = _contiguous_strides(matrix.full_shape)
         about: Any = {"shape": shape, "stride": stride, "run_check": False}
         yield piece, dtensor.DTensor.from_local(view, mesh, placed, **about)
 
@@ -163,7 +170,7 @@ def _views(
     name: str, local: Tensor, shard: Shard, group: ProcessGroup
 ) -> Iterator[tuple[str, Tensor, Shard]]:
     start = 0
-    for piece, matrix in _matrices(name, shard):
+    for piece, matrix in _split_into_matrices(name, shard):
         view = local
         if shard.dim is not None:
             length = sum(length for *_, length in matrix.pieces(group.rank(), group.size()))
@@ -172,11 +179,11 @@ def _views(
         yield piece, view, matrix
 
 
-def _strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
+def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
-def _matrices(name: str, shard: Shard) -> list[tuple[str, Shard]]:
+def _split_into_matrices(name: str, shard: Shard) -> list[tuple[str, Shard]]:
     if shard.dim is None or not shard.blocks:
         return [(name, shard)]
     before = shard.full_shape[: shard.dim]
@@ -187,14 +194,14 @@ def _matrices(name: str, shard: Shard) -> list[tuple[str, Shard]]:
     ]
 
 
-def _said(name: str) -> str:
+def _describe_key(name: str) -> str:
     parameter, key = parameter_of(name)
     if key is None:
         return parameter
     return f"{parameter}, {key!r} of the optimizer,"
 
 
-def _copy(what: str, found: Any, into: Tensor) -> None:
+def _copy_into(what: str, found: Any, into: Tensor) -> None:
     local = found
     if hasattr(found, "to_local"):
         local = found.to_local()

@@ -204,7 +204,7 @@ class EmbeddingTable(ParallelModule):
                 f"the weight on {self.weight.device}; move one of them"
             )
 
-    def outside(self, ids: Tensor) -> IndexError:
+    def out_of_vocabulary_error(self, ids: Tensor) -> IndexError:
         """Return what to raise once a lookup has failed."""
         low, high = (int(bound) for bound in ids.aminmax())
         return IndexError(
@@ -296,7 +296,7 @@ class VocabParallelEmbedding(EmbeddingTable):
                 self.shard_size("dim 0 of the ids", input_.shape[0] if input_.dim() else 1)
             return self._look_up(input_, self.tp_group)
         except IndexError as error:
-            raise self.outside(input_) from error
+            raise self.out_of_vocabulary_error(input_) from error
 
     def _look_up(self, ids: Tensor, group: ProcessGroup) -> Tensor:
         count = self.num_embeddings_per_partition
@@ -392,7 +392,7 @@ class ParallelEmbedding(EmbeddingTable):
             if self.tp_group is None:
                 return self.look_up_whole(input_)
             if self.max_norm is not None:
-                self._scale_down(input_, self.tp_group, self.max_norm)
+                self._apply_max_norm(input_, self.tp_group, self.max_norm)
             output = functional.embedding(
                 input_,
                 self.weight,
@@ -401,13 +401,13 @@ class ParallelEmbedding(EmbeddingTable):
                 sparse=self.sparse,
             )
         except IndexError as error:
-            raise self.outside(input_) from error
+            raise self.out_of_vocabulary_error(input_) from error
         if self.gather_output:
             output = gather_from_tensor_parallel_region(output, self.tp_group)
         return output
 
     @torch.no_grad()
-    def _scale_down(self, ids: Tensor, group: ProcessGroup, max_norm: float) -> None:
+    def _apply_max_norm(self, ids: Tensor, group: ProcessGroup, max_norm: float) -> None:
         """Do what `torch.embedding_renorm_` does, to rows that are longer than what is here."""
         seen = ids.unique().long()
         rows = self.weight.detach().index_select(0, seen)

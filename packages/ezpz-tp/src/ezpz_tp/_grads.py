@@ -89,7 +89,7 @@ def finalize_grads(
             ``state`` nor default.
         ValueError: An axis is neither ``data`` nor ``context``, or is named twice.
     """
-    parameters = [one for one in parameters_of(model_or_parameters) if one.requires_grad]
+    parameters = [one for one in list_parameters(model_or_parameters) if one.requires_grad]
     state = state or current_state()
     check_marks(state, parameters)
     _refuse_two_sums(parameters)
@@ -108,7 +108,7 @@ def finalize_grads(
             _sum(tied, [group])
 
 
-def parameters_of(given: Parameters) -> list[Tensor]:
+def list_parameters(given: Parameters) -> list[Tensor]:
     if isinstance(given, nn.Module):
         return list(given.parameters())
     if isinstance(given, Tensor):
@@ -348,7 +348,7 @@ def clip_grad_norm_(
         RuntimeError: The norm is infinite or not a number, and ``error_if_nonfinite``.
         ParallelError: See `get_grad_norm`.
     """
-    parameters = parameters_of(parameters)
+    parameters = list_parameters(parameters)
     with torch.no_grad():
         _lay_out_gradients(parameters)
     total = get_grad_norm(parameters, norm_type, error_if_nonfinite=error_if_nonfinite, state=state)
@@ -403,7 +403,7 @@ def get_grad_norm(
     order = float(norm_type)
     if not order > 0:
         raise ValueError(f"norm_type {norm_type}; expected a number above 0, or inf")
-    parameters = parameters_of(parameters)
+    parameters = list_parameters(parameters)
     state = state or current_state()
     check_marks(state, parameters)
     wide = any(one.dtype == torch.float64 for one in parameters)
@@ -413,7 +413,7 @@ def get_grad_norm(
     device = parameters[0].device if parameters else torch.device("cpu")
     first_tensor_rank = state is None or state.index("tensor") == 0
     norms = []
-    for (is_expert, groups), grads in _counted(parameters, state).items():
+    for (is_expert, groups), grads in _counted_gradients(parameters, state).items():
         norm = _norm(grads, order, dtype, device)
         for group in groups:
             norm = _norm_over(norm, group, order)
@@ -432,7 +432,7 @@ def get_grad_norm(
     return total
 
 
-def _counted(
+def _counted_gradients(
     parameters: Iterable[Tensor], state: ParallelState | None
 ) -> dict[tuple[bool, _Groups], list[Tensor]]:
     """Return the gradients to count here, by what their norm is summed over before the rest."""
@@ -449,7 +449,7 @@ def _counted(
         groups = _shard_groups(one, known)
         place = index
         if state is not None and is_expert:
-            groups += _several(state, "expert_tensor", "expert")
+            groups += _groups_above_one(state, "expert_tensor", "expert")
             place = state.index("expert_tensor")
         grads = counted.setdefault((is_expert, groups), [])
         grad = laid_out_gradient(one)  # by all ranks, also those where it does not count
@@ -483,14 +483,14 @@ def _has_expert_groups(state: ParallelState | None) -> bool:
     )
 
 
-def _several(state: ParallelState, *axes: str) -> _Groups:
+def _groups_above_one(state: ParallelState, *axes: str) -> _Groups:
     return tuple(state.group(axis) for axis in axes if state.size(axis) > 1)
 
 
 def _model_groups(state: ParallelState | None) -> _Groups:
     if state is None:
         return ()
-    groups = _several(state, "tensor", "pipeline")
+    groups = _groups_above_one(state, "tensor", "pipeline")
     if len(groups) == 2 and state.has_group("tensor", "pipeline"):
         return (state.group("tensor", "pipeline"),)
     return groups

@@ -46,7 +46,7 @@ def initialized_world(wanted: str) -> ProcessGroup:
     return world
 
 
-def world_of(groups: Iterable[ProcessGroup | None]) -> World | None:
+def find_world(groups: Iterable[ProcessGroup | None]) -> World | None:
     """Return the world that ends these groups with it: None if it knows none of them."""
     world = live_world()
     if world is None or not any(group in c10d._world.pg_map for group in groups):  # noqa: SLF001
@@ -120,7 +120,7 @@ _numbers = itertools.count()
 _Group: Any = dist.ProcessGroup  # whose overloads say more than a group of one needs
 
 
-class Alone(_Group):  # type: ignore[misc]
+class SingleRankGroup(_Group):  # type: ignore[misc]
     """A process group of this rank and no other, on any device."""
 
     # Its methods are those that torch.distributed's functions, functional collectives and
@@ -130,7 +130,7 @@ class Alone(_Group):  # type: ignore[misc]
     def __init__(self, rank: int) -> None:
         super().__init__(0, 1)
         self._name = f"ezpz_tp.alone.{next(_numbers)}"
-        self._listed = _list(self, rank)
+        self._listed = _register(self, rank)
 
     def forget(self) -> None:
         tables = c10d._world  # noqa: SLF001
@@ -163,21 +163,21 @@ class Alone(_Group):  # type: ignore[misc]
 
     def allreduce(self, tensors: Any, *_: object, **__: object) -> dist.Work:
         """Leave the tensors as they are: a sum of one."""
-        return _done(_flat(tensors))
+        return _finished_work(_flatten(tensors))
 
     allreduce_coalesced = broadcast = reduce = allreduce
 
     def barrier(self, *_: object, **__: object) -> dist.Work:
-        return _done([])
+        return _finished_work([])
 
     monitored_barrier = barrier
 
     def allgather(self, outputs: Any, inputs: Any, *_: object) -> dist.Work:
         """Copy what is sent to where it is received, in whatever lists both are."""
-        done = _flat(outputs)
-        for output, input_ in zip(done, _flat(inputs), strict=True):
+        done = _flatten(outputs)
+        for output, input_ in zip(done, _flatten(inputs), strict=True):
             output.copy_(input_.reshape(output.shape))
-        return _done(done)
+        return _finished_work(done)
 
     gather = allgather_coalesced = reduce_scatter = scatter = alltoall = allgather
     all_to_all_single = alltoall_base = allgather
@@ -194,16 +194,16 @@ class Alone(_Group):  # type: ignore[misc]
     recv = recv_anysource = send
 
 
-def _flat(tensors: Any) -> list[Tensor]:
+def _flatten(tensors: Any) -> list[Tensor]:
     if isinstance(tensors, Tensor):
         return [tensors]
     flat = []
     for each in tensors:
-        flat += _flat(each)
+        flat += _flatten(each)
     return flat
 
 
-def _done(tensors: list[Tensor]) -> dist.Work:
+def _finished_work(tensors: list[Tensor]) -> dist.Work:
     """Return work that has ended, with the tensors that DistributedDataParallel asks it for."""
     devices = {tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")}
     future: Future[list[Tensor]] = Future(devices=list(devices))
@@ -212,7 +212,7 @@ def _done(tensors: list[Tensor]) -> dist.Work:
     return work
 
 
-def _list(group: Alone, rank: int) -> bool:
+def _register(group: SingleRankGroup, rank: int) -> bool:
     """Enter a group into the tables where torch.distributed's functions look groups up."""
     # ``dist.get_rank(group)``, ``dist.get_backend(group)``, ``dist.broadcast(src=...)`` and
     # functional collectives (by name) do. Not into the table of names: the number of its
@@ -352,7 +352,7 @@ class Maker:
                 raise ParallelError(
                     f"the {name} ranks are {inside}; expected some of the pipeline's, {pipeline}"
                 )
-            group = self._part(name, inside, pipeline)
+            group = self._stage_group(name, inside, pipeline)
             if self.rank in inside:
                 ranks[name] = inside
                 groups[(name,)] = group
@@ -374,13 +374,13 @@ class Maker:
         if not has_world(self.world):
             return
         if together:
-            self._leave([group for group in made if group in tables])
+            self._destroy([group for group in made if group in tables])
         while made:
             group = made.pop(0)
             if group in tables:
                 dist.destroy_process_group(group)
 
-    def _leave(self, groups: list[ProcessGroup]) -> None:
+    def _destroy(self, groups: list[ProcessGroup]) -> None:
         """Wait for the other ranks of gloo groups."""
         # One that closes its end early, just after groups were made, say, is an error to a rank
         # that is still connecting.
@@ -399,7 +399,7 @@ class Maker:
 
     def _of(self, axes: tuple[str, ...]) -> ProcessGroup | None:
         """Return the group of axes of degree > 1: made, or one there is with the same ranks."""
-        backend = self._backend_of(axes)
+        backend = self._find_backend(axes)
         degree = self._layout.degree(axes)
         if degree == 1:
             return None
@@ -409,12 +409,12 @@ class Maker:
             return world
         ranks = self._layout.group_of(axes, self.rank)
         if (backend, ranks) not in self._known:
-            self._known[backend, ranks] = self._new(
+            self._known[backend, ranks] = self._create_group(
                 ".".join(axes), ranks, backend, lambda: self._layout.groups(axes)
             )
         return self._known[backend, ranks]
 
-    def _part(
+    def _stage_group(
         self, name: str, inside: tuple[int, ...], pipeline: tuple[int, ...]
     ) -> ProcessGroup | None:
         """Return the group of some stages, or of the others to the ranks of the others."""
@@ -437,14 +437,14 @@ class Maker:
         mine = inside
         if self.rank not in inside:
             mine = halves(pipeline)[1]
-        return self._new(
+        return self._create_group(
             name if self.rank in inside else f"not-{name}",
             mine,
-            self._backend_of(("pipeline",)),
+            self._find_backend(("pipeline",)),
             all_halves,
         )
 
-    def _backend_of(self, axes: tuple[str, ...]) -> str | None:
+    def _find_backend(self, axes: tuple[str, ...]) -> str | None:
         """Return the backend asked for; None is the world's, also when asked for by name."""
         backend = self._backend
         if isinstance(backend, Mapping):
@@ -456,7 +456,7 @@ class Maker:
             return None
         return backend
 
-    def _new(
+    def _create_group(
         self,
         name: str,
         ranks: tuple[int, ...],
@@ -491,7 +491,7 @@ def new_group(
         number, _, name = name.partition(".")
         raise ParallelError(
             f"rank {dist.get_rank()} could not make its {name} group of {len(ranks)} ranks "
-            f"{_short(ranks)}: {error}. Every rank must initialize, and destroy, as often as "
+            f"{_abbreviate(ranks)}: {error}. Every rank must initialize, and destroy, as often as "
             f"the others (this was the {number}. time in this world) and with the same "
             "arguments"
         ) from error
@@ -523,15 +523,15 @@ def make_group(
         RuntimeError: Not all of them came (torch's own).
     """
     mine = tuple(sorted(ranks))
-    world = initialized_world(f"ranks {_short(mine)}")
+    world = initialized_world(f"ranks {_abbreviate(mine)}")
     if world.rank() not in mine:
         raise ParallelError(
-            f"rank {world.rank()} makes a group of ranks {_short(mine)}; expected it to be one of "
-            "them: the others of the world do not call this"
+            f"rank {world.rank()} makes a group of ranks {_abbreviate(mine)}; expected it to be "
+            "one of them: the others of the world do not call this"
         )
     if "mpi" in (backend or dist.get_backend(world)):
         raise ParallelError(
-            f"ranks {_short(mine)} alone make a group over MPI; expected another backend; MPI "
+            f"ranks {_abbreviate(mine)} alone make a group over MPI; expected another backend; MPI "
             "needs every rank of the world: torch.distributed.new_group"
         )
     which = hashlib.blake2b(repr(mine).encode(), digest_size=16).hexdigest()
@@ -573,7 +573,7 @@ def _named_group(
     return made
 
 
-def _short(ranks: tuple[int, ...]) -> str:
+def _abbreviate(ranks: tuple[int, ...]) -> str:
     if len(ranks) <= 8:
         return str(list(ranks))
     return f"[{ranks[0]}, {ranks[1]}, ..., {ranks[-1]}]"

@@ -134,7 +134,7 @@ def _xavier_normal(fan_in: int, fan_out: int, gain: float = 1.0) -> TileMethod:
 
 def _xavier_uniform(fan_in: int, fan_out: int, gain: float = 1.0) -> TileMethod:
     std = gain * math.sqrt(2.0 / (fan_in + fan_out))
-    return _uniform_of(std)
+    return _uniform_with_std(std)
 
 
 def _kaiming_normal(fan_in: int, fan_out: int, **options: Any) -> TileMethod:
@@ -142,7 +142,7 @@ def _kaiming_normal(fan_in: int, fan_out: int, **options: Any) -> TileMethod:
 
 
 def _kaiming_uniform(fan_in: int, fan_out: int, **options: Any) -> TileMethod:
-    return _uniform_of(_kaiming_std(fan_in, fan_out, **options))
+    return _uniform_with_std(_kaiming_std(fan_in, fan_out, **options))
 
 
 def _kaiming_std(
@@ -154,7 +154,7 @@ def _kaiming_std(
     return init.calculate_gain(nonlinearity, a) / math.sqrt(fans[mode.lower()])
 
 
-def _uniform_of(std: float) -> TileMethod:
+def _uniform_with_std(std: float) -> TileMethod:
     bound = math.sqrt(3.0) * std
     return functools.partial(init.uniform_, a=-bound, b=bound)
 
@@ -220,7 +220,7 @@ def initialize_shard(
         return
     full_shape = tuple(full_shape)
     with torch.no_grad():
-        local, held = _held(shard, full_shape, partition_dim, index, degree, stride)
+        local, held = _find_held_pieces(shard, full_shape, partition_dim, index, degree, stride)
         fill_tile = find_tile_method(init_method, full_shape)
         if fill_tile is not None:
             for at, full in held:
@@ -251,14 +251,16 @@ def initialize_from_whole(
         tuple(full_shape), dtype=dtype or shard.dtype, device=device or shard.device
     )
     with torch.no_grad():
-        local, held = _held(shard, tuple(full_shape), partition_dim, index, degree, stride)
+        local, held = _find_held_pieces(
+            shard, tuple(full_shape), partition_dim, index, degree, stride
+        )
         init_method(weight)
         for at, full in held:
             local[at.slices].copy_(weight[full.slices])
     return weight
 
 
-def _held(
+def _find_held_pieces(
     shard: Tensor,
     full_shape: tuple[int, ...],
     partition_dim: int | None,

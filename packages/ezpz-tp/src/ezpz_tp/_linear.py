@@ -77,7 +77,7 @@ def set_tensor_model_parallel_attributes(
         stride: How many separate stretches of that dim a rank holds.
 
     Raises:
-        ParallelError: It is already said, and otherwise: two owners claim one parameter.
+        ParallelError: It is set already, to another value: two owners claim one parameter.
     """
     wanted = dict(zip(_DEFAULTS, (is_parallel, dim, stride), strict=True))
     for name, value in wanted.items():
@@ -92,7 +92,7 @@ def set_tensor_model_parallel_attributes(
 
 
 def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: Tensor) -> None:
-    """Say that a parameter is whole on every rank, where nothing is said of it yet."""
+    """Mark a parameter as whole on every rank, unless it is marked already."""
     for name, value in _DEFAULTS.items():
         if not hasattr(tensor, name):
             setattr(tensor, name, value)
@@ -101,7 +101,7 @@ def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: Tensor) -> 
 def copy_tensor_model_parallel_attributes(
     destination_tensor: Tensor, source_tensor: Tensor
 ) -> None:
-    """Say of one tensor (an optimizer's fp32 copy, say) what is said of another.
+    """Copy the attributes of one tensor to another, such as an optimizer's fp32 copy.
 
     What the source lacks is left as it is.
     """
@@ -157,33 +157,33 @@ def param_is_not_gtp_duplicate(param: Tensor) -> bool:  # noqa: ARG001 - none is
 
 @contextmanager
 def keep_attributes(module: nn.Module) -> Iterator[None]:
-    """Say of a module's parameters after the block what was said of them before it.
+    """Set the attributes that a module's parameters had before the block on those after it.
 
     For what makes new parameters, which have no attributes: ``fully_shard`` of FSDP2, ``to_empty``
     of a module on the meta device, ``load_state_dict(..., assign=True)``. Parameters are known
     again by their names. (The layers of this package keep those of their own in the last two.)
     """
-    said = _said(module)
+    attributes = _read_attributes(module)
     yield
-    _say(module, said)
+    _write_attributes(module, attributes)
 
 
 def copy_attributes(source: nn.Module, destination: nn.Module) -> None:
-    """Say of one module's parameters what is said of those of the same name in another.
+    """Copy the attributes of a module's parameters to those of the same name in another.
 
     For what copies a module: ``copy.deepcopy`` makes parameters without attributes.
     """
-    _say(destination, _said(source))
+    _write_attributes(destination, _read_attributes(source))
 
 
-def _said(module: nn.Module) -> dict[str, dict[str, Any]]:
+def _read_attributes(module: nn.Module) -> dict[str, dict[str, Any]]:
     named = module.named_parameters(remove_duplicate=False)
     return {name: dict(vars(param)) for name, param in named}
 
 
-def _say(module: nn.Module, said: dict[str, dict[str, Any]]) -> None:
+def _write_attributes(module: nn.Module, attributes: dict[str, dict[str, Any]]) -> None:
     for name, param in module.named_parameters(remove_duplicate=False):
-        for attribute, value in said.get(name, {}).items():
+        for attribute, value in attributes.get(name, {}).items():
             if not hasattr(param, attribute):
                 setattr(param, attribute, value)
 
@@ -398,7 +398,7 @@ class ParallelModule(nn.Module):
             )
         self.tp_group = group
 
-    # What follows may put new parameters, of which nothing is said, in the place of those here.
+    # What follows may put new parameters, without attributes, in the place of those here.
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         with keep_attributes(self):
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]

@@ -349,20 +349,20 @@ def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
 
 def get_pipeline_model_parallel_last_rank() -> int:
     """Return the global rank of the last stage of this rank's pipeline."""
-    return _stage(size_of("pipeline") - 1)
+    return _rank_of_stage(size_of("pipeline") - 1)
 
 
 def get_pipeline_model_parallel_next_rank() -> int:
     """Return the global rank of the next stage; after the last comes the first."""
-    return _stage(rank_of("pipeline") + 1)
+    return _rank_of_stage(rank_of("pipeline") + 1)
 
 
 def get_pipeline_model_parallel_prev_rank() -> int:
     """Return the global rank of the stage before; before the first comes the last."""
-    return _stage(rank_of("pipeline") - 1)
+    return _rank_of_stage(rank_of("pipeline") - 1)
 
 
-def _stage(index: int) -> int:
+def _rank_of_stage(index: int) -> int:
     ranks = ranks_or_alone("pipeline")
     size = size_of("pipeline")
     if index % size >= len(ranks):
@@ -376,7 +376,7 @@ def _stage(index: int) -> int:
 
 def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
     """Return whether this rank (and, if asked, model chunk ``vp_stage``) is first in the model."""
-    if not ignore_virtual and _chunks(vp_stage) is not None and vp_stage != 0:
+    if not ignore_virtual and _count_chunks(vp_stage) is not None and vp_stage != 0:
         return False
     return rank_of("pipeline") == 0
 
@@ -385,7 +385,7 @@ def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = N
     """Return whether this rank (and, if asked, model chunk ``vp_stage``) is last in the model."""
     chunks = None
     if not ignore_virtual:
-        chunks = _chunks(vp_stage)
+        chunks = _count_chunks(vp_stage)
     if chunks is not None and vp_stage != chunks - 1:
         return False
     return rank_of("pipeline") == size_of("pipeline") - 1
@@ -410,7 +410,7 @@ def is_rank_in_position_embedding_group() -> bool:
     return state is not None and state.has("position_embedding")
 
 
-def _chunks(vp_stage: int | None) -> int | None:
+def _count_chunks(vp_stage: int | None) -> int | None:
     chunks = get_virtual_pipeline_model_parallel_world_size()
     if chunks is not None and vp_stage is None:
         raise ParallelError(

@@ -120,7 +120,7 @@ def run_chunks(
 ) -> Iterator[tuple[int, Tensors, Tensors]]:
     """Run this rank's chunks forward, microbatch by microbatch; yield what each took and gave."""
     # Collective: every rank of the group, with as many microbatches.
-    device = device_of(chunks)
+    device = find_device(chunks)
     before = (group.rank() - 1) % group.size()
     after = (group.rank() + 1) % group.size()
     sent: list[tuple[Work, Tensor]] = []
@@ -193,15 +193,15 @@ def try_out(
         chunks[total - 1].expect([targets])
     # With gradients, as the steps will be: what is compiled is compiled for them, and which
     # activations need one is a part of what is asked.
-    with _without_trace(chunks.values()), torch.enable_grad():
+    with _restore_afterwards(chunks.values()), torch.enable_grad():
         for number, taken, given in run_chunks(chunks, total, [inputs], group):
-            shapes[number] = _metas(taken), _metas(given)
+            shapes[number] = _meta_copies(taken), _meta_copies(given)
     for number, chunk in chunks.items():
         chunk.agreed = agreed_facts(shapes[number][1])
     return shapes
 
 
-def device_of(chunks: Mapping[int, Chunk]) -> torch.device:
+def find_device(chunks: Mapping[int, Chunk]) -> torch.device:
     for chunk in chunks.values():
         for tensor in itertools.chain(chunk.parameters(), chunk.buffers()):
             return tensor.device
@@ -209,7 +209,7 @@ def device_of(chunks: Mapping[int, Chunk]) -> torch.device:
 
 
 @contextmanager
-def _without_trace(chunks: Iterable[Chunk]) -> Iterator[None]:
+def _restore_afterwards(chunks: Iterable[Chunk]) -> Iterator[None]:
     states = default_states(None)
     kept = []
     for chunk in chunks:
@@ -230,7 +230,7 @@ def _without_trace(chunks: Iterable[Chunk]) -> Iterator[None]:
                     buffer.copy_(before)
 
 
-def _metas(tensors: Tensors) -> Tensors:
+def _meta_copies(tensors: Tensors) -> Tensors:
     metas = []
     for one in tensors:
         meta = torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device="meta")
@@ -279,7 +279,7 @@ def torch_schedule(
     from torch.distributed import pipelining  # noqa: PLC0415 - it takes a second
 
     stages = []
-    device = device_of(chunks)
+    device = find_device(chunks)
     for number, chunk in chunks.items():
         taken, given = shapes[number]
         stage = pipelining.PipelineStage(chunk, number, total, device, taken, given, group=group)
@@ -331,7 +331,7 @@ def split_layers(count: int, stages: int) -> tuple[range, ...]:
     return tuple(map(range, starts, starts[1:]))
 
 
-def ranges_of(layers: int | Sequence[range], chunks: int) -> tuple[range, ...]:
+def layer_ranges(layers: int | Sequence[range], chunks: int) -> tuple[range, ...]:
     if isinstance(layers, int):
         return split_layers(layers, chunks)
     ranges = tuple(layers)
@@ -473,14 +473,14 @@ class Pipeline:
             self._total = 1
         else:
             self._total = degree * virtual
-        ranges = ranges_of(layers, self._total)
+        ranges = layer_ranges(layers, self._total)
         self._group = None
         if state is not None and degree > 1:
             self._group = state.group("pipeline")
         self._kind = schedule
         self._microbatches = microbatches
         numbers = range(place, self._total, degree)
-        modules = [_built(build, ranges[number], number, self._total) for number in numbers]
+        modules = [_build_module(build, ranges[number], number, self._total) for number in numbers]
         self._chunks = {
             number: Chunk(module, number, self._total, loss, microbatches)
             for number, module in zip(numbers, modules, strict=True)
@@ -542,7 +542,7 @@ class Pipeline:
         self._expect(expected)
         given: tuple[Tensor, ...] = ()
         if self.is_first:
-            given = _tuple(inputs)
+            given = _as_tuple(inputs)
         # What torch splits and gives to the loss: the last chunk has its targets already.
         numbers = None
         if self.is_last:
@@ -606,7 +606,7 @@ class Pipeline:
                     "ranks may leave them out)"
                 )
             return [()] * self._microbatches
-        for one in _tuple(given):
+        for one in _as_tuple(given):
             if not isinstance(one, Tensor):
                 raise ParallelError(
                     f"Pipeline: {what} are a {type(given).__name__} that holds a "
@@ -621,11 +621,11 @@ class Pipeline:
                     "microbatches; expected a multiple of that in the first dim (drop_last=True "
                     "leaves out a data loader's last, smaller batch)"
                 )
-        parts = [one.chunk(self._microbatches) for one in _tuple(given)]
+        parts = [one.chunk(self._microbatches) for one in _as_tuple(given)]
         return list(zip(*parts, strict=True))
 
 
-def _tuple(given: Given | None) -> Tensors:
+def _as_tuple(given: Given | None) -> Tensors:
     if given is None:
         return ()
     if isinstance(given, Tensor):
@@ -633,7 +633,9 @@ def _tuple(given: Given | None) -> Tensors:
     return tuple(given)
 
 
-def _built(build: Callable[..., nn.Module], layers: range, number: int, total: int) -> nn.Module:
+def _build_module(
+    build: Callable[..., nn.Module], layers: range, number: int, total: int
+) -> nn.Module:
     first = number == 0
     last = number == total - 1
     module: object = build(layers=layers, first=first, last=last)

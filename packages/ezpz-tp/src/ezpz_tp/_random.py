@@ -68,7 +68,7 @@ def seeded_state(kind: str, seed: int) -> Tensor:
     return torch.Generator(kind).manual_seed(seed).get_state()
 
 
-def seed_of(name: str, states: States) -> int:
+def derive_stream_seed(name: str, states: States) -> int:
     """Read the seed out of a stream's state: a generator keeps it however much was drawn."""
     kind, state = next(iter(states.items()))
     if kind != "cpu" and not torch.accelerator.is_available():
@@ -139,7 +139,7 @@ class RngTracker:
                 f"the random stream {name!r} exists already; choose another name, or reset() first"
             )
         for other, states in self._streams.items():
-            if seed_of(other, states) == seed:
+            if derive_stream_seed(other, states) == seed:
                 raise ParallelError(
                     f"the random stream {other!r} has seed {seed} already; "
                     f"give {name!r} another one, or the two draw the same numbers"
@@ -253,7 +253,7 @@ class RngTracker:
             if kind in states:
                 stream[kind] = states[kind]
             else:
-                stream[kind] = seeded_state(kind, seed_of(name, states))
+                stream[kind] = seeded_state(kind, derive_stream_seed(name, states))
         return stream
 
     def _refuse_inside_fork(self, what: str) -> None:
@@ -268,10 +268,10 @@ class _Recomputation:
 
     def __init__(self, tracker: RngTracker) -> None:
         self._tracker = tracker
-        self._first_run = self._of_now()
+        self._first_run = self._current_states()
         self._now: list[tuple[dict[str, States], str | None, int | None]] = []
 
-    def _of_now(self) -> tuple[dict[str, States], str | None, int | None]:
+    def _current_states(self) -> tuple[dict[str, States], str | None, int | None]:
         tracker = self._tracker
         return dict(tracker._streams), tracker._current, tracker._restored_in
 
@@ -282,7 +282,7 @@ class _Recomputation:
         tracker._restored_in = task
 
     def __enter__(self) -> None:
-        self._now.append(self._of_now())
+        self._now.append(self._current_states())
         self._restore(*self._first_run[:2], backward_id())
 
     def __exit__(self, *_: object) -> None:

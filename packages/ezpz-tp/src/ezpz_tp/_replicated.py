@@ -37,7 +37,7 @@ class _Item:
     name: str
     digest: int
     differs: bool = False
-    mend: str = ""
+    fix: str = ""
 
 
 def verify_replicated(
@@ -107,18 +107,18 @@ def _items(
     sharded = axis == "tensor" and (split or getattr(parameter, "tensor_model_parallel", False))
     value = local_part(parameter.detach())
     if not sharded:
-        yield _Item(name, _digest(value), mend=_advice(parameter, axis))
+        yield _Item(name, _digest(value), fix=_advice(parameter, axis))
     else:  # a constant, 0, is not compared
         digest = 0
         if _is_mixed(value):
             digest = _digest(value)
-        yield _Item(name, digest, differs=True, mend=_SEEDS)
+        yield _Item(name, digest, differs=True, fix=_SEEDS)
     if gradients and not sharded:
         grad = laid_out_gradient(parameter)
         digest = 0
         if grad is not None:
             digest = _digest(local_part(grad))
-        yield _Item(f"gradient of {name}", digest, mend=_advice(parameter, axis))
+        yield _Item(f"gradient of {name}", digest, fix=_advice(parameter, axis))
 
 
 def _is_split(parameter: Any, ranks: set[int]) -> bool:
@@ -152,17 +152,17 @@ def _streams() -> Iterator[_Item]:
             f"the random stream {MODEL_PARALLEL_RNG!r}",
             _digest(states[MODEL_PARALLEL_RNG]),
             differs=True,
-            mend="call seed_model_parallel(seed), which adds the tensor-parallel rank",
+            fix="call seed_model_parallel(seed), which adds the tensor-parallel rank",
         )
 
 
 def _tied(parameters: Sequence[tuple[str, Tensor]]) -> Iterator[_Item]:
     """A tied embedding and whether this copy is the one that counts."""
     for number, one in enumerate(p for _, p in parameters if is_tied(p) or is_shared(p)):
-        mend = "call finalize_grads on every stage, and start all from the same values"
-        yield _Item(f"tied embedding {number}", _digest(local_part(one.detach())), mend=mend)
-        mend = "set `shared = True` on every copy but the first stage's: the norm counts it once"
-        yield _Item(f"`shared` of tied embedding {number}", int(is_shared(one)), True, mend)
+        fix = "call finalize_grads on every stage, and start all from the same values"
+        yield _Item(f"tied embedding {number}", _digest(local_part(one.detach())), fix=fix)
+        fix = "set `shared = True` on every copy but the first stage's: the norm counts it once"
+        yield _Item(f"`shared` of tied embedding {number}", int(is_shared(one)), True, fix)
 
 
 def _is_mixed(value: Tensor) -> bool:
@@ -206,19 +206,19 @@ def _send(row: list[int], group: ProcessGroup, device: torch.device) -> list[lis
 def _problems(
     items: Sequence[_Item], axis: str, table: list[list[int]], ranks: Sequence[int]
 ) -> list[str]:
-    odd = _minority([tuple(row[:2]) for row in table], ranks)
+    odd = _find_outliers([tuple(row[:2]) for row in table], ranks)
     if odd:
         counts = ", ".join(f"{row[0]} on rank {r}" for row, r in zip(table, ranks, strict=True))
         problem = (
-            f"ranks {_list(odd)} have other parameters ({counts} compared); build the same model "
-            "on all of them"
+            f"ranks {_format_ranks(odd)} have other parameters ({counts} compared); build the "
+            "same model on all of them"
         )
         problems = [problem]
     else:
         problems = list(_values(items, table, ranks))
     if not problems:
         return []
-    lines = [f"{axis} axis, ranks {_list(ranks)}:"]
+    lines = [f"{axis} axis, ranks {_format_ranks(ranks)}:"]
     for problem in problems[:_SHOWN]:
         lines += [f"  {problem}"]
     if len(problems) > _SHOWN:
@@ -230,26 +230,26 @@ def _values(items: Sequence[_Item], table: list[list[int]], ranks: Sequence[int]
     for place, item in enumerate(items, 2):
         digests = [row[place] for row in table]
         if not item.differs:
-            odd = _minority(digests, ranks)
+            odd = _find_outliers(digests, ranks)
             if odd:
-                yield f"{item.name} {_DIFFERS}, and differs on {_list(odd)}; {item.mend}"
+                yield f"{item.name} {_DIFFERS}, and differs on {_format_ranks(odd)}; {item.fix}"
         elif item.name.startswith("`shared`"):
             if digests.count(0) > 1:
-                yield f"{item.name} is False on {digests.count(0)} stages; {item.mend}"
+                yield f"{item.name} is False on {digests.count(0)} stages; {item.fix}"
         else:
             counts = Counter(one for one in digests if one)  # 0 is a constant
             alike = [r for r, one in zip(ranks, digests, strict=True) if counts[one] > 1]
             if alike:
-                yield f"{item.name} {_SAME} on {_list(alike)}; {item.mend}"
+                yield f"{item.name} {_SAME} on {_format_ranks(alike)}; {item.fix}"
 
 
-def _minority(values: Sequence[object], ranks: Sequence[int]) -> list[int]:
+def _find_outliers(values: Sequence[object], ranks: Sequence[int]) -> list[int]:
     """The ranks that do not have what most have; of a draw, what the first rank has is right."""
     usual, _ = Counter(values).most_common(1)[0]
     return [rank for rank, value in zip(ranks, values, strict=True) if value != usual]
 
 
-def _list(ranks: Sequence[int]) -> str:
+def _format_ranks(ranks: Sequence[int]) -> str:
     shown = ", ".join(map(str, ranks[:8]))
     if len(ranks) <= 8:
         return shown

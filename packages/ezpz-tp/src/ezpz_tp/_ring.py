@@ -81,14 +81,14 @@ def _kernel(block: Block) -> str:
 
 def _cpu(block: Block) -> tuple[Tensor, Tensor]:
     attend = _aten._scaled_dot_product_flash_attention_for_cpu
-    out, lse = attend(*_repeated(block), 0.0, block.causal, scale=block.scale)
+    out, lse = attend(*_repeat_kv_heads(block), 0.0, block.causal, scale=block.scale)
     return out, lse
 
 
 def _cpu_backward(block: Block, grad: Tensor, out: Tensor, lse: Tensor) -> Gradients:
     back = _aten._scaled_dot_product_flash_attention_for_cpu_backward
-    given = grad, *_repeated(block), out, lse, 0.0, block.causal
-    return _summed(block, *back(*given, scale=block.scale))
+    given = grad, *_repeat_kv_heads(block), out, lse, 0.0, block.causal
+    return _sum_repeated_heads(block, *back(*given, scale=block.scale))
 
 
 def _flash(block: Block) -> tuple[Tensor, Tensor]:
@@ -111,7 +111,7 @@ def _flash_backward(block: Block, grad: Tensor, out: Tensor, lse: Tensor) -> Gra
 
 
 def _efficient(block: Block) -> tuple[Tensor, Tensor]:
-    q, k, v = _repeated(block)
+    q, k, v = _repeat_kv_heads(block)
     out, lse, *_ = _aten._scaled_dot_product_efficient_attention(
         q, k, v, None, True, 0.0, block.causal, scale=block.scale
     )
@@ -119,17 +119,17 @@ def _efficient(block: Block) -> tuple[Tensor, Tensor]:
 
 
 def _efficient_backward(block: Block, grad: Tensor, out: Tensor, lse: Tensor) -> Gradients:
-    q, k, v = _repeated(block)
+    q, k, v = _repeat_kv_heads(block)
     lse = F.pad(lse, (0, -lse.shape[2] % 32), value=torch.inf).contiguous()  # as it pads itself
     random = q.new_empty((), dtype=torch.int64)
     mask = [True, True, True, False]  # of the gradients that are wanted; there is no bias
     dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
         grad, q, k, v, None, out, lse, random, random, 0.0, mask, block.causal, scale=block.scale
     )
-    return _summed(block, dq, dk, dv)
+    return _sum_repeated_heads(block, dq, dk, dv)
 
 
-def _repeated(block: Block) -> tuple[Tensor, Tensor, Tensor]:
+def _repeat_kv_heads(block: Block) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v, _, _ = block
     shared = q.shape[1] // k.shape[1]
     if shared == 1:
@@ -137,7 +137,7 @@ def _repeated(block: Block) -> tuple[Tensor, Tensor, Tensor]:
     return q, k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)
 
 
-def _summed(block: Block, dq: Tensor, dk: Tensor, dv: Tensor) -> Gradients:
+def _sum_repeated_heads(block: Block, dq: Tensor, dk: Tensor, dv: Tensor) -> Gradients:
     """The gradients of key heads from those of the repeated ones."""
     kv_heads = block.k.shape[1]
     if dk.shape[1] == kv_heads:
@@ -400,7 +400,7 @@ class _Ring(torch.autograd.Function):
     ) -> Tensor:
         ctx.group = group
         ctx.plan = _Plan(group.rank(), *options)
-        out, lse = _forward(ctx.plan, group, _rows(q), k, v)
+        out, lse = _forward(ctx.plan, group, _with_contiguous_last_dim(q), k, v)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
         return out
@@ -414,7 +414,7 @@ class _Ring(torch.autograd.Function):
             )
         # All three are computed, whichever is asked for: so every rank exchanges as often.
         q, k, v, out, lse = ctx.saved_tensors
-        known = _rows(q), grad.contiguous(), out, lse
+        known = _with_contiguous_last_dim(q), grad.contiguous(), out, lse
         dq, dk, dv = _backward(ctx.plan, ctx.group, known, k, v)
         grads = zip((dq, dk, dv), (q, k, v), ctx.needs_input_grad, strict=False)
         return *(grad.to(one.dtype) if need else None for grad, one, need in grads), *[None] * 4
@@ -524,7 +524,7 @@ class _Plan(NamedTuple):
         return Block(q[:, :, seen.queries], k, v, seen.causal, self.scale)
 
 
-def _rows(tensor: Tensor) -> Tensor:
+def _with_contiguous_last_dim(tensor: Tensor) -> Tensor:
     """The tensor with its last dim contiguous, as kernels want it."""
     if tensor.stride(-1) == 1:
         return tensor

@@ -19,10 +19,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from ._errors import NotInitializedError, ParallelError
 from ._groups import (
     EMBEDDING,
-    Alone,
     EmbeddingRanks,
     Maker,
+    SingleRankGroup,
     check_sizes,
+    find_world,
     has_world,
     initialized_world,
     live_world,
@@ -31,7 +32,6 @@ from ._groups import (
     new_group,
     next_round,
     position,
-    world_of,
 )
 from ._ranks import AXES, EXPERT_AXES, ORDER, RankLayout, ordered
 
@@ -89,7 +89,7 @@ class MeshGroups:
         orders = map("-".join, itertools.permutations(ORDER.split("-")))  # Megatron's comes first
         layouts = [RankLayout(ranks.numel(), t, c, p, order=order) for order in orders]
         for layout in sorted(layouts, key=lambda one: not one.experts_fit):
-            if torch.equal(_ranks(layout, several), wanted):
+            if torch.equal(_rank_grid(layout, several), wanted):
                 return layout
         return None
 
@@ -153,7 +153,7 @@ def forget_meshes() -> None:
         clear()
 
 
-def _ranks(layout: RankLayout, axes: list[str]) -> torch.Tensor:
+def _rank_grid(layout: RankLayout, axes: list[str]) -> torch.Tensor:
     slowest_first = sorted(axes, key=layout.stride, reverse=True)
     ranks = torch.arange(layout.world_size).reshape([layout.degree(axis) for axis in slowest_first])
     return ranks.permute([slowest_first.index(axis) for axis in axes]).contiguous()
@@ -210,10 +210,10 @@ class ParallelState:
         self._maker = maker
         self._mesh = mesh
         if maker is None:
-            self._world = world_of(groups.values())
+            self._world = find_world(groups.values())
         else:
             self._world = maker.world
-        self._alone: Alone | None = None
+        self._alone: SingleRankGroup | None = None
         self._groups = {axes: group for axes, group in groups.items() if group is not None}
         self._ranks = dict(ranks or {})
         self._closed = False
@@ -241,7 +241,7 @@ class ParallelState:
                 self._indexes[axis] = self.index(*others) if others else 0
         # What layers and mappings ask for at every call: None where there is nothing to do.
         self.several: dict[str, ProcessGroup | None] = {
-            axis: self._groups.get(self._spanned((axis,))) for axis in self._sizes
+            axis: self._groups.get(self._axes_above_one((axis,))) for axis in self._sizes
         }
         self.key: str = str(next(_numbers))  # no other state of this process has it
 
@@ -403,7 +403,7 @@ class ParallelState:
         return DeviceMesh.from_group(
             [self.group(axis) for axis in axes],
             device_type or _device_type(),
-            _ranks(layout, axes),
+            _rank_grid(layout, axes),
             mesh_dim_names=tuple(DIMS[axis] for axis in axes),
         )
 
@@ -411,7 +411,7 @@ class ParallelState:
         """Return this rank's position along an axis, or within several, from 0."""
         if len(axes) == 1 and axes[0] in self._indexes:
             return self._indexes[axes[0]]
-        axes = self._known(axes)
+        axes = self._check_axes(axes)
         if self.layout is not None:
             return self.layout.index(axes, self.rank)
         position = 0
@@ -426,7 +426,7 @@ class ParallelState:
         if len(axes) == 1 and axes[0] in self._sizes:
             return self._sizes[axes[0]]
         product = 1
-        for axis in self._known(axes):  # plainly, for torch.compile
+        for axis in self._check_axes(axes):  # plainly, for torch.compile
             product *= self._sizes[axis]
         return product
 
@@ -440,18 +440,18 @@ class ParallelState:
         self.check_world()
         found = self._groups.get(axes)
         if found is None:
-            return self._find(axes)
+            return self._find_group(axes)
         return found
 
     def ranks(self, *axes: str) -> tuple[int, ...]:
         """Return the world's numbers of the ranks in a group, in the group's order."""
         if len(axes) == 1 and axes[0] in self._ranks:
             return self._ranks[axes[0]]
-        axes = self._known(axes)
+        axes = self._check_axes(axes)
         if self.layout is not None:
             return self.layout.group_of(axes, self.rank)
         if axes:
-            several = self._spanned(axes)
+            several = self._axes_above_one(axes)
             if several:
                 return member_ranks(self.group(*several), " x ".join(axes))
         return (self.rank,)
@@ -519,7 +519,7 @@ class ParallelState:
                 "initialize again"
             )
 
-    def _find(self, axes: tuple[str, ...]) -> ProcessGroup:
+    def _find_group(self, axes: tuple[str, ...]) -> ProcessGroup:
         if self._closed:
             raise NotInitializedError(
                 f"the {' x '.join(axes)} group of a ParallelState that was destroyed"
@@ -533,7 +533,7 @@ class ParallelState:
                 f"of {self.size('pipeline')}, is not in one, or create was called without "
                 "embedding=True"
             )
-        several = self._spanned(axes)
+        several = self._axes_above_one(axes)
         found = self._groups.get(several) or self._equal(several) if several else self._make_alone()
         if found is None:
             raise ParallelError(
@@ -543,9 +543,9 @@ class ParallelState:
         self._groups[axes] = found
         return found
 
-    def _spanned(self, axes: tuple[str, ...]) -> tuple[str, ...]:
+    def _axes_above_one(self, axes: tuple[str, ...]) -> tuple[str, ...]:
         """Return what names the group of these axes: those of degree > 1, in order."""
-        return ordered(axis for axis in self._known(axes) if self._sizes[axis] > 1)
+        return ordered(axis for axis in self._check_axes(axes) if self._sizes[axis] > 1)
 
     def _equal(self, axes: tuple[str, ...]) -> ProcessGroup | None:
         """Return a group of other axes that has the same ranks, if there is one."""
@@ -569,10 +569,10 @@ class ParallelState:
 
     def _make_alone(self) -> ProcessGroup:
         if self._alone is None:
-            self._alone = Alone(self.rank)
+            self._alone = SingleRankGroup(self.rank)
         return self._alone
 
-    def _known(self, axes: Sequence[str]) -> tuple[str, ...]:
+    def _check_axes(self, axes: Sequence[str]) -> tuple[str, ...]:
         """Return axes, those of experts as the model's where the two are the same."""
         if not axes or len(set(axes)) < len(axes):
             raise ValueError(f"axes {axes}; expected one or more, each once")

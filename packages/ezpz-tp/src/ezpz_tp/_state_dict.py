@@ -55,7 +55,7 @@ def gather_from_ranks(value: Any, state: ParallelState, axes: Iterable[str] = AX
 
 
 @contextmanager
-def all_or_none(state: ParallelState) -> Iterator[None]:
+def raise_on_all_ranks(state: ParallelState) -> Iterator[None]:
     """Raise on every rank, at the end of a block, what it raised on any."""
     error: ParallelError | None = None
     cause: Exception | None = None
@@ -63,13 +63,12 @@ def all_or_none(state: ParallelState) -> Iterator[None]:
         yield
     except Exception as caught:  # noqa: BLE001 - whatever it is, the other ranks wait for word
         cause = caught
-        said = f"{type(caught).__name__}: {caught}"
-        error = ParallelError(said)
+        error = ParallelError(f"{type(caught).__name__}: {caught}")
         if isinstance(caught, ParallelError):
             error = caught
-    for rank, told in gather_from_ranks((state.rank, error), state):
-        if told is not None:
-            raise type(told)(f"rank {rank}: {told}") from cause
+    for rank, error_there in gather_from_ranks((state.rank, error), state):
+        if error_there is not None:
+            raise type(error_there)(f"rank {rank}: {error_there}") from cause
 
 
 def gather_full(part: Part, group: ProcessGroup, device: torch.device | None) -> Tensor:
@@ -114,7 +113,7 @@ Group = dict[str, Any]
 Kind = TypeVar("Kind")
 
 
-def names_of(optimizer: Optimizer, module: nn.Module) -> dict[nn.Parameter, str]:
+def parameter_names(optimizer: Optimizer, module: nn.Module) -> dict[nn.Parameter, str]:
     names = {parameter: name for name, parameter in module.named_parameters()}
     kept = module.state_dict(keep_vars=True)  # where hooks may have renamed them
     names |= {one: name for name, one in reversed(kept.items()) if isinstance(one, nn.Parameter)}
@@ -132,8 +131,8 @@ def names_of(optimizer: Optimizer, module: nn.Module) -> dict[nn.Parameter, str]
     return found
 
 
-def groups_of(optimizer: Optimizer, module: nn.Module) -> list[Group]:
-    names = names_of(optimizer, module)
+def collect_groups(optimizer: Optimizer, module: nn.Module) -> list[Group]:
+    names = parameter_names(optimizer, module)
     found = []
     for group in optimizer.param_groups:
         named = {**group, "params": [names[one] for one in group["params"]]}
@@ -171,10 +170,10 @@ def join_groups(stages: Sequence[Sequence[Group] | None]) -> list[Group] | None:
     return joined
 
 
-def groups_for(saved: Sequence[Group], optimizer: Optimizer, module: nn.Module) -> list[Group]:
+def select_groups(saved: Sequence[Group], optimizer: Optimizer, module: nn.Module) -> list[Group]:
     number_of = {name: number for number, group in enumerate(saved) for name in group["params"]}
     found = []
-    for number, group in enumerate(groups_of(optimizer, module)):
+    for number, group in enumerate(collect_groups(optimizer, module)):
         lost = [name for name in group["params"] if name not in number_of]
         numbers = {number_of[name] for name in group["params"] if name in number_of}
         if lost or len(numbers) > 1 or (not numbers and number >= len(saved)):
@@ -210,17 +209,21 @@ class Parts(Generic[Kind]):
     groups: list[Group] | None
 
 
-def parts_of(module: nn.Module, optimizer: Optimizer | None, state: ParallelState) -> Parts[Part]:
-    found: Parts[Part] = Parts({}, {}, None if optimizer is None else groups_of(optimizer, module))
-    owners = owners_of(module)
+def collect_parts(
+    module: nn.Module, optimizer: Optimizer | None, state: ParallelState
+) -> Parts[Part]:
+    found: Parts[Part] = Parts(
+        {}, {}, None if optimizer is None else collect_groups(optimizer, module)
+    )
+    owners = named_owners(module)
     for name, value in module.state_dict().items():
         if isinstance(value, Tensor) and not is_extra_state(name):
-            found.tensors[name] = part_of(name, value, owners.get(name, value), state)
+            found.tensors[name] = make_part(name, value, owners.get(name, value), state)
         else:
             found.values[name] = value
     if optimizer is None:
         return found
-    names = names_of(optimizer, module)
+    names = parameter_names(optimizer, module)
     for parameter in filter(names.__contains__, module.parameters()):
         # Not state[...]: it makes an entry where there is none.
         for key, value in optimizer.state.get(parameter, {}).items():
@@ -231,7 +234,7 @@ def parts_of(module: nn.Module, optimizer: Optimizer | None, state: ParallelStat
                 owner = value
                 if value.shape == parameter.shape:
                     owner = parameter
-                found.tensors[name] = part_of(name, value, owner, state)
+                found.tensors[name] = make_part(name, value, owner, state)
             else:
                 raise ParallelError(
                     f"{key!r} of {names[parameter]!r} in the optimizer has shape "
@@ -250,7 +253,7 @@ def is_extra_state(name: str) -> bool:
     return name.rpartition(".")[2] == "_extra_state"
 
 
-def owners_of(module: nn.Module) -> dict[str, Tensor]:
+def named_owners(module: nn.Module) -> dict[str, Tensor]:
     """Return parameters and buffers by name, and by those that they have in the state dict."""
     buffers = dict(module.named_buffers(remove_duplicate=False))
     found = {**buffers, **dict(module.named_parameters(remove_duplicate=False))}
@@ -260,7 +263,7 @@ def owners_of(module: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def shard_in(name: str, parameter: Tensor, state: ParallelState) -> Shard:
+def find_shard(name: str, parameter: Tensor, state: ParallelState) -> Shard:
     expert = not getattr(parameter, "allreduce", True)
     if expert and state.size("expert") * state.size("expert_tensor") > 1:
         raise ParallelError(
@@ -272,11 +275,11 @@ def shard_in(name: str, parameter: Tensor, state: ParallelState) -> Shard:
     return shard
 
 
-def part_of(name: str, tensor: Tensor, owner: Tensor, state: ParallelState) -> Part:
+def make_part(name: str, tensor: Tensor, owner: Tensor, state: ParallelState) -> Part:
     """Return a tensor as a rank's part of another, after a look at it."""
     index = state.index("tensor")
     degree = state.size("tensor")
-    shard = shard_in(parameter_of(name)[0], owner, state)
+    shard = find_shard(parameter_of(name)[0], owner, state)
     if hasattr(tensor, "device_mesh"):
         raise ParallelError(
             f"{name!r} is a DTensor: its parts are spread over data-parallel ranks too. Save and "
@@ -311,8 +314,8 @@ class Held(NamedTuple):
 def survey(
     module: nn.Module, optimizer: Optimizer | None, state: ParallelState
 ) -> tuple[Parts[Part], Parts[Held]]:
-    with all_or_none(state):
-        parts = parts_of(module, optimizer, state)
+    with raise_on_all_ranks(state):
+        parts = collect_parts(module, optimizer, state)
         entries = [Entry(name, one.tensor.dtype, one.shard) for name, one in parts.tensors.items()]
         own_stage = entries, parts.values, parts.groups
         if state.size("pipeline") > 1:
@@ -333,7 +336,7 @@ def survey(
             digest = checksum(part.tensor).item()
             tied[name] = digest
     digests = gather_from_ranks(tied, state, ("pipeline",))
-    with all_or_none(state):
+    with raise_on_all_ranks(state):
         (first, without), *others = alike
         for rank, (other, none) in enumerate(others, 1):
             if (first, without) != (other, none):
@@ -346,12 +349,14 @@ def survey(
                     f"parts of other tensors: {', '.join(odd[:4]) or same}; expected the same "
                     "model and optimizer on each"
                 )
-        held = _held(entries_of_stages, digests)
+        held = _merge_stages(entries_of_stages, digests)
         groups = join_groups(groups_of_stages)
     return parts, Parts(held, values, groups)
 
 
-def _held(stages: Sequence[list[Entry]], digests: Sequence[Mapping[str, float]]) -> dict[str, Held]:
+def _merge_stages(
+    stages: Sequence[list[Entry]], digests: Sequence[Mapping[str, float]]
+) -> dict[str, Held]:
     """Return the full tensors, and the stages that have each: the same one, if it is several."""
     held: dict[str, Held] = {}
     for stage, entries in enumerate(stages):
@@ -451,7 +456,7 @@ def shard_state_dict(
     """
     state = state_or_alone(state)
     tensors, saved = with_optimizer(full, optimizer, "shard_state_dict", "gather_state_dict")
-    owners = owners_of(module)
+    owners = named_owners(module)
     own = module.state_dict()
     model: dict[str, Any] = {}
     for name, value in tensors.items():
@@ -462,9 +467,9 @@ def shard_state_dict(
             model[name] = value
     if optimizer is None:
         return model
-    names = names_of(optimizer, module)
+    names = parameter_names(optimizer, module)
     numbers = {parameter: number for number, parameter in enumerate(names)}
-    groups = groups_for(saved["param_groups"], optimizer, module)
+    groups = select_groups(saved["param_groups"], optimizer, module)
     for group, own_group in zip(groups, optimizer.param_groups, strict=True):
         group["params"] = [numbers[parameter] for parameter in own_group["params"]]
     states: dict[int, dict[str, Any]] = {}
@@ -472,7 +477,7 @@ def shard_state_dict(
         for key, value in saved["state"].get(name, {}).items():
             part = value
             if isinstance(value, Tensor):
-                alike = tuple(value.shape) == shard_in(key, parameter, state).full_shape
+                alike = tuple(value.shape) == find_shard(key, parameter, state).full_shape
                 if alike or value.numel() > 1:
                     part = cut(f"{name} {key}", value, parameter, state)
                 part = part.clone()  # load_state_dict of an optimizer keeps what it is given
@@ -481,7 +486,7 @@ def shard_state_dict(
 
 
 def cut(name: str, full: Tensor, parameter: Tensor, state: ParallelState) -> Tensor:
-    shard = shard_in(name, parameter, state)
+    shard = find_shard(name, parameter, state)
     if tuple(full.shape) != shard.full_shape:
         raise DegreeError(
             f"{name!r} has shape {tuple(full.shape)}; expected {shard.full_shape}, the full shape "

@@ -82,8 +82,8 @@ def ulysses_attention(
                 "multiple of two chunks for each rank before shard_sequence, or shard and call "
                 "with balanced=False"
             )
-        k = _enough_heads(q, k, ranks)
-        v = _enough_heads(q, v, ranks)
+        k = _repeat_heads(q, k, ranks)
+        v = _repeat_heads(q, v, ranks)
         q, k, v = _exchanged(True, balanced, ranks, q, k, v)
     grouped = {}
     if q.shape[1] != k.shape[1]:
@@ -99,7 +99,7 @@ def ulysses_attention(
     return _exchanged(False, balanced, ranks, output)[0]
 
 
-def _enough_heads(q: Tensor, kv: Tensor, group: ProcessGroup) -> Tensor:
+def _repeat_heads(q: Tensor, kv: Tensor, group: ProcessGroup) -> Tensor:
     """Repeat key heads until each rank's share of them is what its query heads need."""
     # A rank's query heads begin and end within the ``shared`` ones of a key head; pieces of the
     # greatest common length lie whole in both.

@@ -123,7 +123,7 @@ class ColumnParallelLinear(_linear.ColumnParallelLinear):
         neox_args: Any = None,
         **options: Any,
     ) -> None:
-        more = _read("ColumnParallelLinear", neox_args, options)
+        more = _layer_options("ColumnParallelLinear", neox_args, options)
         how = gather_output, init_method, stride, keep_master_weight_for_test
         super().__init__(input_size, output_size, bias, *how, skip_bias_add=skip_bias_add, **more)
         self.input_size: int = input_size
@@ -155,7 +155,7 @@ class RowParallelLinear(_linear.RowParallelLinear):
         neox_args: Any = None,
         **options: Any,
     ) -> None:
-        more = _read("RowParallelLinear", neox_args, options)
+        more = _layer_options("RowParallelLinear", neox_args, options)
         how = input_is_parallel, init_method, stride, keep_master_weight_for_test
         super().__init__(input_size, output_size, bias, *how, skip_bias_add=skip_bias_add, **more)
         self.input_size: int = input_size
@@ -185,7 +185,7 @@ class VocabParallelEmbedding(_embedding.VocabParallelEmbedding):
         super().__init__(num_embeddings, embedding_dim, init_method=init_method, dtype=dtype)
 
 
-def _read(layer: str, neox_args: Any, options: dict[str, Any]) -> dict[str, Any]:
+def _layer_options(layer: str, neox_args: Any, options: dict[str, Any]) -> dict[str, Any]:
     if not getattr(neox_args, "use_mup", False):
         options.pop("mup_rescale_parameters", None)
     for name, value in options.items():

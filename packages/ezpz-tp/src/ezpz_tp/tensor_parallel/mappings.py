@@ -104,7 +104,7 @@ def gather_from_sequence_parallel_region(
         return _mappings.gather_from_sequence_parallel_region(
             input_, tensor_parallel_output_grad, 0, group
         )
-    own = _own_size(name, output_split_sizes, ranks)
+    own = _local_rows(name, output_split_sizes, ranks)
     if input_.shape[0] != own:
         raise DegreeError(
             f"{name}: output_split_sizes {output_split_sizes} give rank {ranks.rank()} {own} rows, "
@@ -136,7 +136,7 @@ def reduce_scatter_to_sequence_parallel_region(
     ranks = tensor_group(group)
     if ranks is None or input_split_sizes is None:
         return _mappings.reduce_scatter_to_sequence_parallel_region(input_, 0, group)
-    own = _own_size(name, input_split_sizes, ranks)
+    own = _local_rows(name, input_split_sizes, ranks)
     if input_.shape[0] != sum(input_split_sizes):
         raise DegreeError(
             f"{name}: input_split_sizes {input_split_sizes} add up to {sum(input_split_sizes)}, "
@@ -167,7 +167,7 @@ def all_to_all(
     return _mappings.all_to_all(input_, output_split_sizes_, input_split_sizes, group=group)
 
 
-def _own_size(region: str, sizes: list[int], group: ProcessGroup) -> int:
+def _local_rows(region: str, sizes: list[int], group: ProcessGroup) -> int:
     if len(sizes) != group.size():
         raise DegreeError(
             f"{region}: {len(sizes)} split sizes {sizes}; expected one for each of "

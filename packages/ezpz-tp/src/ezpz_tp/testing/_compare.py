@@ -95,42 +95,55 @@ class _Case:
 def _compute_unsharded(
     module: nn.Module, inputs: tuple[Any, ...], density: float, tolerance: float | None
 ) -> _Case:
-    is_exact = tolerance is None
-
-    def numbers(name: str, like: Tensor, density: float = 0.5) -> Tensor:
-        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        numbers = torch.empty(like.shape, dtype=torch.float64)
-        if is_exact:
-            numbers.random_(-1, 2, generator=generator)
-            # A third of them is 0 already.
-            numbers *= torch.rand(like.shape, generator=generator) < density * 1.5
-        else:
-            numbers.normal_(generator=generator)
-        return numbers.to(like)
-
+    are_integers = tolerance is None
     parameters = {}
     for name, parameter in module.named_parameters():
-        parameter.data.copy_(numbers(name, parameter, density))
+        parameter.data.copy_(_draw(name, parameter, density, are_integers))
         parameters[name] = parameter.detach()
-    given = list(inputs)
+    drawn_inputs = list(inputs)
     for n, value in enumerate(inputs):
         if _is_float(value):
-            given[n] = numbers(f"input {n}", value)
-    given, outputs = _forward(module, given)
-    output_grads = [numbers(f"output {n}", output) for n, output in enumerate(outputs)]
+            drawn_inputs[n] = _draw(f"input {n}", value, 0.5, are_integers)
+    leaves, outputs = _forward(module, drawn_inputs)
+    output_grads = []
+    for n, output in enumerate(outputs):
+        grad = _draw(f"output {n}", output, 0.5, are_integers)
+        output_grads.append(grad)
     _backward(outputs, output_grads)
-    values = _values_of(module, given, outputs)
+    values = _collect_values(module, leaves, outputs)
     _check_not_zero(values)
-    return _Case(parameters, given, output_grads, values)
+    return _Case(parameters, leaves, output_grads, values)
+
+
+def _draw(name: str, like: Tensor, density: float, are_integers: bool) -> Tensor:
+    """Return numbers that depend on a name alone: -1, 0 and 1, or normal ones."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    numbers = torch.empty(like.shape, dtype=torch.float64)
+    if are_integers:
+        numbers.random_(-1, 2, generator=generator)
+        # A third of them is 0 already.
+        numbers *= torch.rand(like.shape, generator=generator) < density * 1.5
+    else:
+        numbers.normal_(generator=generator)
+    return numbers.to(like)
 
 
 def _check_not_zero(values: dict[str, Tensor]) -> None:
-    zero = {name for name, value in values.items() if not value.nan_to_num(0, 0, 0).any()}
-    gradients = {name for name in values if name.startswith("gradient")}
-    outputs = {name for name in zero if name.startswith("output")}
-    if outputs or (gradients and gradients <= zero):
+    zero_outputs = []
+    zero_gradients = []
+    has_gradient = False
+    for name, value in sorted(values.items()):
+        is_zero = not value.nan_to_num(0, 0, 0).any()
+        if name.startswith("gradient"):
+            has_gradient = has_gradient or not is_zero
+            zero_gradients.append(name)
+        elif is_zero:
+            zero_outputs.append(name)
+    if has_gradient:
+        zero_gradients = []
+    if zero_outputs or zero_gradients:
         raise ValueError(
-            f"{', '.join(sorted(outputs or gradients))} of the unsharded module: no finite value "
+            f"{', '.join(zero_outputs or zero_gradients)} of the unsharded module: no finite value "
             "but 0, in which no mistake would show; raise density= or use larger examples"
         )
 
@@ -146,24 +159,7 @@ def _compare_on_rank(
     index = get_state().index("tensor")
     degree = get_state().size("tensor")
     module = build()
-    shards = {}
-    for name, parameter in module.named_parameters():
-        if name not in case.parameters:
-            raise AssertionError(
-                f"the parallel module has a parameter {name}, the unsharded one only "
-                f"{', '.join(case.parameters)}"
-            )
-        whole = case.parameters[name]
-        shard = _shard_of(parameter, whole)
-        part = shard.cut(whole, index, degree)
-        if part.shape != parameter.shape:
-            raise AssertionError(
-                f"rank {index}: {name} has shape {tuple(parameter.shape)}, but the part of "
-                f"{tuple(whole.shape)} for one rank of {degree} is {tuple(part.shape)} "
-                f"(dim {shard.dim}, stride {shard.blocks or 1})"
-            )
-        parameter.data.copy_(part)
-        shards[f"gradient of {name}"] = shard
+    shards = _load_parts(module, case, index, degree)
     inputs = list(case.inputs)
     for n, value in enumerate(inputs):
         if isinstance(value, Tensor) and value.dim() > 0:
@@ -176,15 +172,38 @@ def _compare_on_rank(
         output_grads.append(shard.cut(grad, index, degree))
         shards[f"output {n}"] = shard
     with counting() as counts:
-        inputs, outputs = _forward(module, inputs)
+        leaves, outputs = _forward(module, inputs)
         _backward(outputs, output_grads)
     finalize_grads(module)
-    values = _values_of(module, inputs, outputs)
+    values = _collect_values(module, leaves, outputs)
     if values.keys() != case.values.keys():
         raise AssertionError(f"rank {index} has {sorted(values)}; expected {sorted(case.values)}")
     for name, value in values.items():
         _compare_part(name, value, case.values[name], shards[name], tolerance)
     return counts
+
+
+def _load_parts(module: nn.Module, case: _Case, index: int, degree: int) -> dict[str, Shard]:
+    """Fill the parameters with this rank's parts; return how their gradients are split."""
+    shards = {}
+    for name, parameter in module.named_parameters():
+        if name not in case.parameters:
+            raise AssertionError(
+                f"the parallel module has a parameter {name}, the unsharded one only "
+                f"{', '.join(case.parameters)}"
+            )
+        whole = case.parameters[name]
+        shard = _find_shard(parameter, whole)
+        part = shard.cut(whole, index, degree)
+        if part.shape != parameter.shape:
+            raise AssertionError(
+                f"rank {index}: {name} has shape {tuple(parameter.shape)}, but the part of "
+                f"{tuple(whole.shape)} for one rank of {degree} is {tuple(part.shape)} "
+                f"(dim {shard.dim}, stride {shard.blocks or 1})"
+            )
+        parameter.data.copy_(part)
+        shards[f"gradient of {name}"] = shard
+    return shards
 
 
 def _compare_part(
@@ -212,19 +231,33 @@ def _compare_part(
 
 def _forward(module: nn.Module, inputs: list[Any]) -> tuple[list[Any], list[Tensor]]:
     """Return the inputs, which want gradients, and the outputs."""
-    leaves = [value.detach().requires_grad_() if _is_float(value) else value for value in inputs]
-    outputs = [output for output in tree_leaves(module(*leaves)) if isinstance(output, Tensor)]
-    # A bias that is handed on (skip_bias_add) is compared as the parameter that it is.
-    return leaves, [output for output in outputs if not isinstance(output, nn.Parameter)]
+    leaves = list(inputs)
+    for n, value in enumerate(inputs):
+        if _is_float(value):
+            leaves[n] = value.detach().requires_grad_()
+    outputs = []
+    for output in tree_leaves(module(*leaves)):
+        # A bias that is handed on (skip_bias_add) is compared as the parameter that it is.
+        is_bias = isinstance(output, nn.Parameter)
+        if isinstance(output, Tensor) and not is_bias:
+            outputs.append(output)
+    return leaves, outputs
 
 
 def _backward(outputs: list[Tensor], output_grads: list[Tensor]) -> None:
-    indices = [n for n, output in enumerate(outputs) if output.requires_grad]
-    if indices:
-        torch.autograd.backward([outputs[n] for n in indices], [output_grads[n] for n in indices])
+    roots = []
+    root_grads = []
+    for output, grad in zip(outputs, output_grads, strict=True):
+        if output.requires_grad:
+            roots.append(output)
+            root_grads.append(grad)
+    if roots:
+        torch.autograd.backward(roots, root_grads)
 
 
-def _values_of(module: nn.Module, inputs: list[Any], outputs: list[Tensor]) -> dict[str, Tensor]:
+def _collect_values(
+    module: nn.Module, inputs: list[Any], outputs: list[Tensor]
+) -> dict[str, Tensor]:
     """Return outputs and gradients by name."""
     values = {f"output {n}": output.detach() for n, output in enumerate(outputs)}
     for n, value in enumerate(inputs):
@@ -237,7 +270,7 @@ def _values_of(module: nn.Module, inputs: list[Any], outputs: list[Tensor]) -> d
     return values
 
 
-def _shard_of(parameter: nn.Parameter, whole: Tensor) -> Shard:
+def _find_shard(parameter: nn.Parameter, whole: Tensor) -> Shard:
     if not getattr(parameter, "tensor_model_parallel", False):
         return _split(whole, None)
     dim = getattr(parameter, "partition_dim", 0)
