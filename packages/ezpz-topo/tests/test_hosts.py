@@ -256,7 +256,7 @@ def test_a_list_without_a_file_goes_to_the_private_folder(files, monkeypatch):
     assert sorted(files.iterdir()) == before
 
 
-@pytest.mark.parametrize("kind", ["link", "file", "open", "theirs"])
+@pytest.mark.parametrize("kind", ["link", "file", "theirs", 0o770, 0o707])
 def test_a_folder_that_is_not_mine_alone(files, job, monkeypatch, kind):
     me = os.geteuid()
     folder, message = files / "run" / f"ezpz-{me}", "expected a folder drwx------ of user"
@@ -272,7 +272,7 @@ def test_a_folder_that_is_not_mine_alone(files, job, monkeypatch, kind):
         folder.write_text("")
     else:
         folder.mkdir()
-        folder.chmod(0o777)
+        folder.chmod(kind)
     with pytest.raises(HostfileError, match=message):
         get_hostfile_with_fallback(env=job)
 
