@@ -34,7 +34,7 @@ from ezpz_dist import (
 from ezpz_dist._checkpoints import files, owner, save
 from ezpz_dist._checkpoints.disk_format import DataWriter
 from ezpz_dist._checkpoints.owner import find_this_process
-from ezpz_dist._checkpoints.pieces import pieces_of
+from ezpz_dist._checkpoints.pieces import find_pieces
 from ezpz_dist._checkpoints.plan import Holding, list_items, pack_items, plan_writers
 
 
@@ -674,8 +674,8 @@ def test_another_model_is_refused(tmp_path, model, optimizer):
 def test_replicas_share_the_writing():
     """Rank 0 is told once what many hold; the rest is dealt out by size."""
     tensors = {("model", f"layer{number}"): torch.zeros(64, 4) for number in range(12)}
-    items = list_items({name: pieces_of(each) for name, each in tensors.items()})
-    mine = list_items({("model", "more"): pieces_of(torch.zeros(128, 4))})
+    items = list_items({name: find_pieces(each) for name, each in tensors.items()})
+    mine = list_items({("model", "more"): find_pieces(torch.zeros(128, 4))})
     held = [(items, [1, 2, 3, 4, 5]), ([*items[:6], *mine], [0])]
     packed = [pack_items(each) for each, _ in held]
     holdings = [

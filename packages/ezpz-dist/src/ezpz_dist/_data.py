@@ -91,7 +91,7 @@ def deal_by_size(sizes: Sequence[float], count: int) -> list[list[int]]:
 
 
 def check_share(share: tuple[int, int] | None) -> tuple[int, int]:
-    """Return a share, having made sure that it is one; None stands for `data_share`."""
+    """Return a valid share; None stands for `data_share`."""
     if share is None:
         return data_share()
     which, count = share
@@ -185,9 +185,9 @@ class DataParallelSampler(Sampler[int]):
         if not 0 <= epoch < _MAX_EPOCHS:
             raise ValueError(f"epoch {epoch}; expected 0 to {_MAX_EPOCHS - 1}")
         if epoch != self.epoch:
-            self.begin_at((epoch, 0))
+            self.set_position((epoch, 0))
 
-    def begin_at(self, start: Position) -> None:
+    def set_position(self, start: Position) -> None:
         """Let the next pass begin there."""
         self._next = start
         self._reached = start
@@ -215,7 +215,7 @@ class DataParallelSampler(Sampler[int]):
                 self._reached = self.advance((epoch, begin), taken)
                 yield index
         if self.epoch == epoch:
-            self.begin_at((epoch + 1, 0))
+            self.set_position((epoch + 1, 0))
 
     def advance(self, start: Position, samples: int) -> Position:
         """Return the position once each rank has had ``samples`` more, from ``start`` on."""
@@ -227,9 +227,9 @@ class DataParallelSampler(Sampler[int]):
 
     def state_dict(self) -> dict[str, int | bool]:
         """Return where this is in what order: the same on every rank."""
-        return self.state_at(self._reached)
+        return self.build_state(self._reached)
 
-    def state_at(self, position: Position) -> dict[str, int | bool]:
+    def build_state(self, position: Position) -> dict[str, int | bool]:
         """Return the state at a position."""
         return {"epoch": position[0], "position": position[1], **self._settings()}
 
@@ -259,7 +259,7 @@ class DataParallelSampler(Sampler[int]):
             )
         if not 0 <= epoch < _MAX_EPOCHS:
             raise DataError(f"a sampler's epoch {epoch}; expected 0 to {_MAX_EPOCHS - 1}")
-        self.begin_at(self.advance((epoch, position), 0))
+        self.set_position(self.advance((epoch, position), 0))
 
     def _settings(self) -> dict[str, int | bool]:
         return {"length": self._length, "shuffle": self._shuffle, "seed": self._seed}
@@ -393,15 +393,15 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         """The epoch of the next batch."""
         return self._reached[0]
 
-    def _begin_at(self, position: Position) -> None:
+    def _set_position(self, position: Position) -> None:
         self._reached = position
         self._next = position
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next pass be of this epoch, from its beginning if it is another one."""
-        self._order.begin_at(self._next)
+        self._order.set_position(self._next)
         self._order.set_epoch(epoch)
-        self._begin_at(self._order.start)
+        self._set_position(self._order.start)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names a private class
         if not self._links:
@@ -417,7 +417,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     def _read(self) -> Iterator[Any]:
         epoch, position = self._next
         # Not the sampler's own: workers may have come to its end before the training.
-        self._order.begin_at(self._next)
+        self._order.set_position(self._next)
         self._reached = self._next
         self._next = (epoch, 0)
         if self._seeds_workers:
@@ -436,7 +436,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             if self.drop_last and self._order.advance(self._reached, size - 1) == next_epoch:
                 self._reached = next_epoch  # what remains fills no batch
             yield batch
-        self._begin_at(next_epoch)
+        self._set_position(next_epoch)
 
     def _read_for_all(self) -> Iterator[Any]:
         batches: Iterator[Any] | None = None
@@ -473,7 +473,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     def state_dict(self) -> dict[str, int | bool]:
         """Return the epoch and how much of it the training has had: the same on every rank."""
-        return self._order.state_at(self._reached)
+        return self._order.build_state(self._reached)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where another one was, also with another number of ranks of any kind.
@@ -484,7 +484,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             DataError: It is of another order: other samples, another seed.
         """
         self._order.load_state_dict(state)
-        self._begin_at(self._order.start)
+        self._set_position(self._order.start)
 
 
 def derive_seed(*numbers: int) -> int:
@@ -496,7 +496,7 @@ def derive_seed(*numbers: int) -> int:
 
 
 def _find_links(count: int) -> list[tuple[int, ProcessGroup]]:
-    """Return the broadcasts by which a batch comes and goes here: root and group of each."""
+    """Return the broadcasts that bring a batch here and pass it on: root and group of each."""
     world = find_world()
     state = parallel_state()
     if world is None or world.info.world_size == count or state is None:

@@ -79,7 +79,7 @@ def breakpoint(rank: int = 0) -> None:  # noqa: A001  # the name that was promis
     if os.environ.get("PYTHONBREAKPOINT") == "0":
         return
     if size == 1:
-        world = None  # no one waits
+        world = None  # no other rank waits
     frame = sys._getframe(1)  # noqa: SLF001  # the caller's, as pdb itself finds it
     place = (frame.f_code.co_filename, frame.f_lineno)
     line = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
@@ -149,7 +149,7 @@ _TOKEN_TIME = 10.0  # seconds to send the token: whoever has none cannot keep th
 
 
 class RemoteConsole:
-    """Standard input and output of pdb, for one person at a time who has the token."""
+    """Standard input and output of pdb, for one person at a time, by a token."""
 
     def __init__(self) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -218,7 +218,7 @@ class RankPdb(pdb.Pdb):
         self, console: RemoteConsole | None, prompt: str, release: Callable[[], None]
     ) -> None:
         file = cast("IO[str] | None", console)  # None: standard input, with line editing
-        # SIGINT stays whose it is.
+        # The handler of SIGINT is left alone.
         super().__init__(stdin=file, stdout=file, nosigint=True)
         self.prompt = prompt
         self.traces = False
@@ -320,7 +320,7 @@ def _wait(world: World, rank: int, key: str, line: str) -> None:
 
 
 def _locate(rank: int) -> tuple[str, bool]:
-    """Return where a rank stands, or what became of it, and whether it can come no more."""
+    """Return a rank's location, or its fate, and whether it has ended."""
     responder = find_responder()
     if responder is None:
         return f"rank {rank} cannot be asked", False

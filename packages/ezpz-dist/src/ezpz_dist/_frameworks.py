@@ -281,7 +281,7 @@ def wrap_model_for_deepspeed(
         "gradient_clipping": gradient_clipping,
     }
     arguments = {**options, "optimizer": optimizer, "scheduler": scheduler}
-    with _replicas.agreed(_CALL, model, arguments, replicas) as lines:
+    with _replicas.require_agreement(_CALL, model, arguments, replicas) as lines:
         _check_deepspeed(world.device)
         _refuse(model, optimizer, replicas)
         settings = deepspeed_config(config, **options, device_type=world.device.type)
@@ -311,14 +311,14 @@ def wrap_model_for_deepspeed(
             config=settings,
         )
     # DeepSpeed gives all ranks the same parameters, and leaves buffers as each rank has them.
-    _replicas.start_alike(list(model.buffers()), replicas)
+    _replicas.broadcast_start_values(list(model.buffers()), replicas)
     # For good: the engine's hooks stay on its parameters.
-    _replicas.remember_inside(model, "DeepSpeed")
+    _replicas.register_wrapped(model, "DeepSpeed")
     return engine, wrapped, loader, made_scheduler
 
 
 def _model_parallel_unit() -> Any:
-    """Return what tells DeepSpeed of ezpz_tp's groups; None if only data is split."""
+    """Return ezpz_tp's groups in the form that DeepSpeed reads; None if only data is split."""
     state = parallel_state()
     if state is None:
         return None

@@ -30,7 +30,7 @@ _Nodes = Mapping[str, Sequence[int]]
 
 
 def picture(info: Mapping[str, Any], hosts: Sequence[str]) -> str:
-    """Return what is known of a world, and a table of its nodes.
+    """Return the facts of a world, and a table of its nodes.
 
     Args:
         info: As of `get_dist_info`.
@@ -115,7 +115,7 @@ def _shorten(text: str) -> str:
     return f"{text[: _WIDTH - 4]} ..."
 
 
-# What set-up decided, and what the environment says, as plain values.
+# The world as plain values: from set-up, or else from the environment.
 
 
 def get_dist_info() -> dict[str, Any]:
@@ -216,7 +216,7 @@ def print_dist_setup() -> str:
 
 
 def query_environment(env: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Return this process's place as the launcher's variables tell it, and which these are.
+    """Return this process's place by the launcher's variables, and the variables.
 
     Args:
         env: The environment to read; default ``os.environ``. Nothing else is asked.
@@ -251,7 +251,7 @@ def _find_place(info: ezpz_topo.RankInfo) -> dict[str, Any]:
 
 
 def launch_variables() -> set[str]:
-    """Return the names of all variables by which the known launchers tell a rank its place."""
+    """Return the names of the variables in which known launchers pass a rank its place."""
     names = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"}
     for family in ezpz_topo.FAMILIES:
         names.add(family.tasks_per_node)

@@ -24,7 +24,7 @@ from ._world import current_world, parallel_state
 # What a module is wrapped by already.
 
 _inside: WeakKeyDictionary[nn.Module, tuple[str, Callable[[], object]]] = WeakKeyDictionary()
-"""Modules inside of a wrapper of ours: its name, and what tells whether it still exists."""
+"""Modules inside of a wrapper of ours: its name, and a function that is true while it exists."""
 
 
 def find_wrapper(module: nn.Module) -> str | None:
@@ -45,7 +45,7 @@ def find_wrapper(module: nn.Module) -> str | None:
     return None
 
 
-def remember_inside(model: nn.Module, name: str, wrapper: nn.Module | None = None) -> None:
+def register_wrapped(model: nn.Module, name: str, wrapper: nn.Module | None = None) -> None:
     """Have `refuse_wrapped` know by what a model is wrapped: while the wrapper lives, or ever."""
     is_alive: Callable[[], object] = lambda: True  # noqa: E731 - in place of a weak reference
     if wrapper is not None:
@@ -106,7 +106,7 @@ def find_replicas(call: str) -> Members:
     return Members(world, state.group(*axes), ranks, ranks.index(rank), on_host)
 
 
-def start_alike(tensors: Sequence[torch.Tensor], replicas: Members) -> None:
+def broadcast_start_values(tensors: Sequence[torch.Tensor], replicas: Members) -> None:
     """Move tensors to this rank's device and give all ranks the first one's values."""
     device = replicas.world.device
     with torch.no_grad():
@@ -122,7 +122,7 @@ def start_alike(tensors: Sequence[torch.Tensor], replicas: Members) -> None:
             if sent.data_ptr() != tensor.data_ptr() and replicas.place > 0:
                 values = sent.view(tensor.dtype).view(tensor.shape)
                 strides = tensor.stride()
-                _without_repeats(tensor, strides).copy_(_without_repeats(values, strides))
+                _drop_repeats(tensor, strides).copy_(_drop_repeats(values, strides))
 
 
 def is_expanded(tensor: torch.Tensor) -> bool:
@@ -133,8 +133,8 @@ def is_expanded(tensor: torch.Tensor) -> bool:
     return any(size > 1 and stride == 0 for size, stride in dims)
 
 
-def _without_repeats(tensor: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
-    """Return the first along each dim of stride 0."""
+def _drop_repeats(tensor: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
+    """Return the first element along each dim of stride 0."""
     for dim, stride in enumerate(strides):
         if stride == 0 and tensor.size(dim) > 1:
             tensor = tensor.narrow(dim, 0, 1)
@@ -182,7 +182,7 @@ def refuse_unfillable(model: nn.Module, initialize: Initialize | None) -> None:
         return
     lacking: list[str] = []
     for name, module in model.named_modules():
-        own = ", ".join(_own_meta(module))
+        own = ", ".join(_list_meta_tensors(module))
         if own and _find_reset(module) is None:
             lacking.append(f"{name or 'the model'} ({type(module).__name__}: {own})")
     if lacking:
@@ -197,7 +197,7 @@ def materialize(model: nn.Module, device: torch.device, initialize: Initialize |
     """Give memory and values to all that is on the meta device."""
     holders: dict[torch.Tensor, Holder] = {}
     for module in children_first(model):
-        materialize_own(module, device, initialize, holders)
+        materialize_module(module, device, initialize, holders)
 
 
 def children_first(module: nn.Module, seen: set[nn.Module] | None = None) -> Iterator[nn.Module]:
@@ -210,26 +210,26 @@ def children_first(module: nn.Module, seen: set[nn.Module] | None = None) -> Ite
     yield module
 
 
-def materialize_own(
+def materialize_module(
     module: nn.Module,
     device: torch.device,
     initialize: Initialize | None,
     holders: dict[torch.Tensor, Holder],
 ) -> None:
     """Give memory and values to what a module has itself; note in ``holders`` where it is now."""
-    own = _own_meta(module)
+    own = _list_meta_tensors(module)
     if not own:
         return
     for name, empty in own.items():
         setattr(module, name, _allocate(empty, device))
-    _initialize_own(module, initialize)
+    _initialize_module(module, initialize)
     for name, empty in own.items():
         # Of a tied parameter the first draw counts, as where the second use was assigned.
         holder, name_in_holder = holders.setdefault(empty, (module, name))
         setattr(module, name, getattr(holder, name_in_holder))
 
 
-def _initialize_own(module: nn.Module, initialize: Initialize | None) -> None:
+def _initialize_module(module: nn.Module, initialize: Initialize | None) -> None:
     shards = []
     for name, parameter in module.named_parameters():
         if hasattr(parameter, "device_mesh"):
@@ -251,7 +251,7 @@ def _initialize_own(module: nn.Module, initialize: Initialize | None) -> None:
             )
 
 
-def _own_meta(module: nn.Module) -> dict[str, torch.Tensor]:
+def _list_meta_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     """Return the tensors that a module has itself on the meta device, by name."""
     parameters = module.named_parameters(recurse=False, remove_duplicate=False)
     buffers = module.named_buffers(recurse=False, remove_duplicate=False)
@@ -289,7 +289,7 @@ RESERVED = dict.fromkeys(_CHOSEN_BY_SET_UP, "it is chosen by the set-up: leave i
 
 
 @contextmanager
-def agreed(
+def require_agreement(
     call: str,
     wrapped: nn.Module | Mapping[str, torch.Tensor],
     options: Mapping[str, object],
@@ -342,7 +342,7 @@ def _describe_call(call: str, options: Mapping[str, object]) -> str:
     for name, value in sorted(options.items()):
         if isinstance(value, (str, int, float, bool, torch.dtype)):
             texts.append(f"{name}={value!r}")
-        elif value is not None:  # a message has room for what was given
+        elif value is not None:  # those that are not given would fill the message
             texts.append(f"{name}=<{type(value).__name__}>")
     return f"{call.removesuffix('()')}({', '.join(texts)})"
 

@@ -163,7 +163,7 @@ class Timing:
 
 
 class Timer:
-    """A context manager that measures what stands in it, again and again.
+    """A context manager that measures its block, again and again.
 
     >>> timer = Timer("forward")
     >>> with timer:
@@ -195,7 +195,7 @@ class Timer:
         self.reset()
 
     def reset(self) -> None:
-        """Forget what has been measured; what is being measured goes on."""
+        """Forget all measurements; one that is open continues."""
         self._pending.clear()
         self._count = 0
         self._total = 0.0
@@ -228,7 +228,7 @@ class Timer:
         try:
             end = clock.mark()
         except RuntimeError:
-            # A device that has failed cannot be asked, and the first error is the better one.
+            # A device that has failed cannot be queried, and the first error is the better one.
             if kind is None:
                 raise
             return

@@ -71,7 +71,7 @@ def wrap_model_for_ddp(
     replicas = _replicas.find_replicas(_DDP)
     device = replicas.world.device
     arguments = {"initialize": initialize, "compile": compile or None, **options}
-    with _replicas.agreed(_DDP, model, arguments, replicas):
+    with _replicas.require_agreement(_DDP, model, arguments, replicas):
         _replicas.check_model(_DDP, model, replicas, options, _replicas.RESERVED)
         if not _is_trained(model):
             raise WrapError(
@@ -90,7 +90,7 @@ def wrap_model_for_ddp(
         wrapped = DistributedDataParallel(
             model, device_ids=device_ids, process_group=replicas.group, **options
         )
-    _replicas.remember_inside(model, "DDP", wrapped)
+    _replicas.register_wrapped(model, "DDP", wrapped)
     return wrapped
 
 
@@ -134,7 +134,7 @@ def wrap_optimizer_for_zero1(
     groups: list[Any] = []
     parameters: dict[str, torch.Tensor] = {}
     arguments = {"optimizer_class": getattr(optimizer_class, "__name__", None), **options}
-    with _replicas.agreed(_ZERO1, parameters, arguments, replicas):
+    with _replicas.require_agreement(_ZERO1, parameters, arguments, replicas):
         for entry in params:
             group = _copy_group(entry)
             groups.append(group)
@@ -210,7 +210,7 @@ def find_units(
     # A unit frees its parameters after its forward: those that others use too stay the root's.
     users: dict[nn.Parameter, set[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        users.setdefault(parameter, set()).add(find_unit_of(name, candidates))
+        users.setdefault(parameter, set()).add(find_enclosing_unit(name, candidates))
     owners: set[str] = set()
     sharers: set[str] = set()
     for names in users.values():
@@ -224,7 +224,7 @@ def find_units(
     return units
 
 
-def find_unit_of(name: str, units: Container[str]) -> str:
+def find_enclosing_unit(name: str, units: Container[str]) -> str:
     """Return the innermost of some modules that a name is in, or "", the root."""
     while name:
         name = name.rpartition(".")[0]
@@ -315,7 +315,7 @@ def wrap_model_for_fsdp(
     replicas = _replicas.find_replicas(_FSDP1)
     precision = None
     arguments = {"dtype": dtype, "compile": compile or None, **options}
-    with _replicas.agreed(_FSDP1, model, arguments, replicas) as lines:
+    with _replicas.require_agreement(_FSDP1, model, arguments, replicas) as lines:
         _replicas.check_model(_FSDP1, model, replicas, options, _replicas.RESERVED)
         if "HYBRID" in str(options.get("sharding_strategy")):
             raise WrapError(
@@ -335,7 +335,7 @@ def wrap_model_for_fsdp(
             )
         found = find_units(model, units)
         lines.update(_describe_units(found))
-    _replicas.start_alike([*model.parameters(), *model.buffers()], replicas)
+    _replicas.broadcast_start_values([*model.parameters(), *model.buffers()], replicas)
     _compile_blocks(model, compile)
     settings: dict[str, Any] = {
         "auto_wrap_policy": CustomPolicy(set(found.values()).__contains__),
@@ -344,14 +344,14 @@ def wrap_model_for_fsdp(
         **options,
     }
     with warnings.catch_warnings(), waiting("FSDP1's start", replicas.world, replicas.ranks):
-        # Said above, to the reader; no news to who runs the script. Nor is that one rank has
+        # The docstring says it; a user cannot act on it. Nor on that one rank has
         # nothing to share out.
         warnings.simplefilter("ignore", FutureWarning)
         warnings.filterwarnings("ignore", "FSDP is switching to use `NO_SHARD`")
         wrapped = FullyShardedDataParallel(
             model, process_group=replicas.group, device_id=replicas.world.device, **settings
         )
-    _replicas.remember_inside(model, "FSDP1", wrapped)
+    _replicas.register_wrapped(model, "FSDP1", wrapped)
     return wrapped
 
 
@@ -435,7 +435,7 @@ def wrap_model_for_fsdp2(
         **options,
     }
     policy = MixedPrecisionPolicy()
-    with _replicas.agreed(_FSDP2, model, arguments, replicas) as lines:
+    with _replicas.require_agreement(_FSDP2, model, arguments, replicas) as lines:
         _replicas.check_model(_FSDP2, model, replicas, options, _RESERVED)
         if dtype is not None:
             policy = MixedPrecisionPolicy(
@@ -494,10 +494,10 @@ def _shard(
         return [each for each in tensors if each not in done and not hasattr(each, "device_mesh")]
 
     for module in _replicas.children_first(model):
-        _replicas.materialize_own(module, replicas.world.device, initialize, holders)
+        _replicas.materialize_module(module, replicas.world.device, initialize, holders)
         if module is not model and module not in units:
             continue
-        _replicas.start_alike(find_remaining(module), replicas)
+        _replicas.broadcast_start_values(find_remaining(module), replicas)
         if ignored:
             settings["ignored_params"] = {_find_moved(each, holders) for each in ignored}
         if module is model and settings["reshard_after_forward"] is not False:
@@ -541,7 +541,7 @@ def _refuse_unshardable(
                 f"{about} is {parameter.dtype}, and dtype={dtype!r}; expected real parameters with "
                 "a dtype to compute in; leave dtype out"
             )
-        unit = find_unit_of(name, units)
+        unit = find_enclosing_unit(name, units)
         first, first_dtype = trained.setdefault(unit, (name, parameter.dtype))
         if first_dtype != parameter.dtype:
             raise WrapError(
@@ -635,7 +635,7 @@ def wrap_model(
         replicas = None
     else:
         arguments = {"use_fsdp": use_fsdp, "dtype": dtype, "initialize": initialize}
-        with _replicas.agreed(_CALL, model, arguments, replicas):
+        with _replicas.require_agreement(_CALL, model, arguments, replicas):
             _check_arguments(model, use_fsdp, dtype, initialize)
             _replicas.refuse_mps(_CALL, replicas)
         if use_fsdp and next(model.parameters(), None) is not None:
@@ -645,7 +645,7 @@ def wrap_model(
     materialize(model, device, initialize)
     model.to(device)
     if replicas is not None:
-        _replicas.start_alike([*model.parameters(), *model.buffers()], replicas)
+        _replicas.broadcast_start_values([*model.parameters(), *model.buffers()], replicas)
     _compile_blocks(model, compile)
     return model
 

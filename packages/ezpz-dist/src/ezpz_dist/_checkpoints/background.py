@@ -1,4 +1,4 @@
-"""A save that goes on while the training does, and the one place where its error comes up."""
+"""Saving in the background, and how its error reaches the caller."""
 
 from __future__ import annotations
 
@@ -62,16 +62,16 @@ class Saving:
         return self.folder
 
     def run(self, work: Callable[[], object]) -> None:
-        """Do the work; keep its error for those who wait."""
+        """Do the work; keep its error for `wait`."""
         try:
             work()
-        except BaseException as error:  # noqa: BLE001 - it ends a thread; those who wait raise it
+        except BaseException as error:  # noqa: BLE001 - it ends a thread; `wait` raises it
             self._error = error
         finally:
             self._done.set()
 
     def start(self, work: Callable[[], object]) -> None:
-        """Do the work in a thread of its own; `finish_saving` waits for it, also at exit."""
+        """Do the work in a separate thread; `finish_saving` waits for it, also at exit."""
         global _current
         # A daemon: the interpreter would wait for another without bound, and before our atexit.
         thread = threading.Thread(target=self.run, args=(work,), name="ezpz-save", daemon=True)

@@ -107,7 +107,7 @@ def set_states(things: Any, state: Any) -> None:
 
 
 class Cut(NamedTuple):
-    """A state of model and optimizers, cut into what is a tensor and what is none."""
+    """The state of a model and its optimizers: tensors, in pieces, and other values."""
 
     tensors: dict[Key, Pieces]
     model_values: dict[str, Any]
@@ -120,13 +120,15 @@ def cut_state(
     cut = Cut({}, {}, {})
     for name, value in model.items():
         if is_in_pieces(name, value):
-            cut.tensors[model_key(name)] = splits.of_model(name, value)
+            cut.tensors[model_key(name)] = splits.cut_model_tensor(name, value)
         else:
             cut.model_values[name] = value
     for name, entries in optimizers.items():
         for key, value in entries.items():
             if isinstance(key, str) and has_pieces(value):
-                cut.tensors[optimizer_key(name, key)] = splits.of_optimizer(name, key, value)
+                cut.tensors[optimizer_key(name, key)] = splits.cut_optimizer_tensor(
+                    name, key, value
+                )
             else:
                 cut.optimizer_values.setdefault(name, {})[key] = value
     return cut
@@ -134,10 +136,10 @@ def cut_state(
 
 def encode_pieces(what: str, value: Any) -> Pieces:
     """Return an object as one piece of bytes."""
-    return bytes_pieces(as_tensor(encode(what, value)))
+    return wrap_bytes(as_tensor(encode(what, value)))
 
 
-def bytes_pieces(data: Tensor) -> Pieces:
+def wrap_bytes(data: Tensor) -> Pieces:
     """Return bytes as one piece of a tensor."""
     size = data.numel()
     return Pieces((size,), data.dtype, ((Piece((0,), (size,)), data),))

@@ -7,7 +7,7 @@ A checkpoint is a folder with
 ``index.json``
     Where the pieces of each tensor are in these files.
 ``manifest.json``
-    The step, what is in the checkpoint, and size and CRC-32 of each file. It is written last.
+    The step, the kinds of contents, and size and CRC-32 of each file. It is written last.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def has_equal_bytes(source: Source) -> bool:
 
 
 def find_damage(folder: Path, name: str, expected: Written) -> str | None:
-    """Read a file through and return what is wrong with it; None if nothing is."""
+    """Read a file through and describe its damage; None if it is whole."""
     path = folder / name
     buffer = memoryview(bytearray(_BUFFER))
     crc32 = 0

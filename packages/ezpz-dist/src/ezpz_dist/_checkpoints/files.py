@@ -1,4 +1,4 @@
-"""Checkpoints in a folder: their names, what appears whole, what is removed, and room on disk."""
+"""Checkpoints in a folder: names, atomic publication, removal."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def remove(folder: Path) -> None:
 
 
 def discard(path: Path) -> None:
-    """Remove what is no checkpoint (any more)."""
+    """Remove a file or folder, of which nothing is needed."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:

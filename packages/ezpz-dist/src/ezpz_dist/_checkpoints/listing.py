@@ -65,7 +65,7 @@ def read_manifests(root: Path, step: int | None = None) -> tuple[dict[Name, Mani
 
 def sort_by_age(manifests: dict[Name, Manifest]) -> list[Name]:
     """Return names, the last saved first, and those that a run abandoned last."""
-    # A run that goes back to a lower step abandons what it had saved above it.
+    # After a rewind, checkpoints above the rewound step are stale and sort last.
     last_first = sorted(manifests, key=lambda name: (manifests[name].sequence, name), reverse=True)
     current: list[Name] = []
     abandoned: list[Name] = []
@@ -105,7 +105,7 @@ def latest_checkpoint(path: str | os.PathLike[str]) -> Checkpoint | None:
 
 
 def find_candidates(root: Path, step: int | None, *, must_exist: bool) -> list[Name]:
-    """Return what to load, the newest first. Those whose manifest is damaged precede."""
+    """Return names to load, those with a damaged manifest first, then the newest first."""
     manifests, unreadable = read_manifests(root, step)
     if must_exist and not manifests and not unreadable:
         which = "no checkpoint" if step is None else f"no checkpoint of step {step}"
@@ -144,12 +144,12 @@ def verify_checkpoint(path: str | os.PathLike[str], step: int | None = None) -> 
     return describe_checkpoint(folder, manifest)
 
 
-# What is removed.
+# Removal.
 
 
 def remove_superseded(root: Path, saved: Name, keep: int | None) -> None:
-    """Remove what is not needed once a checkpoint is complete, the oldest first."""
-    # What bears the name of a checkpoint and is none is neither counted nor removed.
+    """Remove checkpoints that a complete one supersedes, the oldest first."""
+    # Folders without a valid manifest are neither counted nor removed.
     manifests, _ = read_manifests(root, saved.step if keep is None else None)
     kept_steps = list(dict.fromkeys(name.step for name in manifests))[:keep]
     for name in reversed(manifests):

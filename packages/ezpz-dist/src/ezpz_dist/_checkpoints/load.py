@@ -27,13 +27,13 @@ from .contents import (
     COMMON,
     CheckpointArgs,
     Optimizers,
-    bytes_pieces,
     cut_state,
     list_optimizers,
     rank_key,
     replica_key,
     set_states,
     stage_key,
+    wrap_bytes,
 )
 from .disk_format import (
     Chunk,
@@ -51,7 +51,7 @@ from .disk_format import (
 from .files import Name, find_root
 from .listing import find_candidates
 from .optimizers import State, allocate_state, set_optimizers
-from .owner import follow_owner
+from .owner import record_resume_source
 from .pieces import (
     Splits,
     find_frozen_names,
@@ -195,11 +195,11 @@ def load_checkpoint(
 
 def list_candidates(path: str | os.PathLike[str], step: int | None) -> tuple[Path, list[Name]]:
     root = find_root(path)
-    follow_owner(root)
+    record_resume_source(root)
     return root, find_candidates(root, step, must_exist=step is not None)
 
 
-class Opened(NamedTuple):
+class OpenCheckpoint(NamedTuple):
     """The manifest of a checkpoint and its index, in bytes; or why they cannot be read."""
 
     manifest: Manifest | None = None
@@ -207,16 +207,16 @@ class Opened(NamedTuple):
     damage: str = ""
 
 
-def open_checkpoint(folder: Path) -> Opened:
+def open_checkpoint(folder: Path) -> OpenCheckpoint:
     try:
         manifest = read_manifest(folder)
-        return Opened(manifest, read_index_file(folder, manifest))
+        return OpenCheckpoint(manifest, read_index_file(folder, manifest))
     except ValueError as error:
-        return Opened(damage=str(error))
+        return OpenCheckpoint(damage=str(error))
 
 
-class Needs(NamedTuple):
-    """What a rank tells rank 0 before anything is read."""
+class LoadRequest(NamedTuple):
+    """What a rank sends to rank 0 before anything is read."""
 
     files: list[str]  # that it reads
     unused: set[int]  # tensors of the model in the index that it has none for, by their number
@@ -234,10 +234,10 @@ class Load:
         self._layout = find_layout(ranks.rank, ranks.size)
         self._what = f"{folder} cannot be loaded"
 
-    # What is read, and whether it is whole.
+    # Planning and verification.
 
     def prepare(self) -> list[str]:
-        """Find out what each rank reads, and verify it. Return what is damaged."""
+        """Plan what each rank reads, and verify it. Return descriptions of damage."""
         ranks = self._ranks
         opened = ranks.run_on_rank0(
             f"{self.folder} cannot be read", lambda: open_checkpoint(self.folder)
@@ -264,7 +264,7 @@ class Load:
         )
         return ranks.run_on_all(self._what, lambda: self._verify(shares), join_lists)
 
-    def _plan(self) -> Needs:
+    def _plan(self) -> LoadRequest:
         args = self._args
         refuse_deepspeed(args.model)
         self._choose_contents()
@@ -286,7 +286,7 @@ class Load:
                     unused.add(number)
         self._held.update(self._allocate_bytes())
         self._sources = self._find_sources()
-        return Needs(list(self._sources), unused)
+        return LoadRequest(list(self._sources), unused)
 
     def _choose_contents(self) -> None:
         wanted = {"optimizer", "scheduler", "data"}.intersection(self._args.contents)
@@ -313,7 +313,7 @@ class Load:
         return allocate_state(args.model, args.optimizers, self._splits, saved, dtypes)
 
     def _allocate_bytes(self) -> Held:
-        """Return room for what is saved as bytes and read by this rank."""
+        """Return tensors to fill with the records that this rank reads."""
         keys = {COMMON, stage_key(0), *self._keys.get("stage", ()), rank_key(0)}
         keys.update(self._replica_keys())
         if self._ranks.rank < self.manifest.world_size:
@@ -326,7 +326,7 @@ class Load:
                 raise CheckpointError(
                     f"there is no {describe_key(key)} in it; save_checkpoint writes one"
                 )
-            found[key] = bytes_pieces(torch.empty(self._index[key].shape, dtype=torch.uint8))
+            found[key] = wrap_bytes(torch.empty(self._index[key].shape, dtype=torch.uint8))
         return found
 
     def _replica_keys(self) -> list[Key]:
@@ -414,7 +414,7 @@ class Load:
                     )
         return sources
 
-    def _share_files(self, needs: list[Needs]) -> tuple[dict[int, list[str]], set[int]]:
+    def _share_files(self, needs: list[LoadRequest]) -> tuple[dict[int, list[str]], set[int]]:
         """Return the files that each rank verifies, and the tensors that no rank has."""
         # What ranks of a host read is verified by one of them.
         shares: dict[int, list[str]] = {}
@@ -457,21 +457,21 @@ class Load:
         self._ranks.run_on_all(self._what, lambda: self._apply(world, rng, set(misfits)))
 
     def _read(self) -> list[str]:
-        """Fill tensors. Return parameters of whose state this rank has no part that fits."""
+        """Fill tensors. Return parameters with local optimizer state that does not fit here."""
         for name, sources in self._sources.items():
             read_tensors(self.folder / name, sources)
         self._common = self._decode(COMMON)
         self._stages = list(map(self._decode, sorted(self._keys["stage"])))
         self._is_same_layout = self._common["degrees"] == self._layout.degrees
         self._own = self._decode(rank_key(self._ranks.rank if self._is_same_layout else 0))
-        names = join_lists(stage["own_parts"] for stage in self._stages)
+        names = join_lists(stage["local_state"] for stage in self._stages)
         return [name for name in names if name in self._optimizers and not self._fits(name)]
 
     def _fits(self, name: str) -> bool:
         """True if this rank's record has the state of the part of a parameter that it holds."""
         if is_fsdp1(self._args.model):
             return False
-        pieces = self._splits.list_own(name)
+        pieces = self._splits.list_held_pieces(name)
         own = self._own["optimizer"].get(name)
         return not pieces or (own is not None and own["pieces"] == pieces)
 
@@ -542,14 +542,14 @@ class Load:
         if values is None:
             keys = self._keys.get("optimizer-values", ())
             values = {key[1]: self._decode(key) for key in keys}
-        own_parts = self._own["optimizer"]
+        local_state = self._own["optimizer"]
         # Of the parameters that are here; FSDP1 does not say which these are, until a step.
         names = self._optimizers.keys() or values.keys()
         for name in names - misfits:
             entries = self._optimizers.setdefault(name, {})
             entries.update(values.get(name, {}))
-            if name in own_parts:
-                entries.update(own_parts[name]["state"])
+            if name in local_state:
+                entries.update(local_state[name]["state"])
         options = join_lists(stage["options"] for stage in self._stages)
         set_optimizers(self._args.model, self._args.optimizers, self._optimizers, options)
 

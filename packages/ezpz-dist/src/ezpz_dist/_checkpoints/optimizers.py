@@ -22,7 +22,7 @@ from .pieces import Splits, hide_fsdp1_warnings, is_fsdp1, parameters_by_name
 State = dict[str, dict[str, Any]]
 """By the parameter's plain name and the optimizer's key."""
 
-OwnParts = dict[str, dict[str, Any]]
+LocalState = dict[str, dict[str, Any]]
 """What a rank has of its part of a parameter, by name: the ``pieces`` that it has, ``state``."""
 
 Options = list[dict[str, Any]]
@@ -57,30 +57,30 @@ def collect_fsdp1(model: nn.Module, optimizers: Sequence[Optimizer]) -> tuple[St
     return dict(found["state"]), options
 
 
-def take_own_parts(state: State, splits: Splits) -> OwnParts:
-    """Remove from a state what a rank has of its own part of a parameter, and return it.
+def pop_local_state(state: State, splits: Splits) -> LocalState:
+    """Remove from a state the tensors that are neither shards nor shared, and return them.
 
-    Such as 8-bit moments in blocks beside a shard: nothing tells which part of a whole they are.
+    Such as blocks of 8-bit moments of a shard: their place in a whole is not known.
     """
-    found: OwnParts = {}
+    found: LocalState = {}
     for name, entries in state.items():
-        own = {key: value for key, value in entries.items() if has_elements(value)}
+        own = {key: value for key, value in entries.items() if has_plain_tensors(value)}
         if not own or not splits.is_sharded(name):
             continue
         for key, value in list(own.items()):
-            if isinstance(value, Tensor) and splits.has_its_shape(name, value):
+            if isinstance(value, Tensor) and splits.is_split_like(name, value):
                 del own[key]
             else:
                 del entries[key]
         if own:
-            found[name] = {"pieces": splits.list_own(name), "state": own}
+            found[name] = {"pieces": splits.list_held_pieces(name), "state": own}
     return found
 
 
-def has_elements(value: Any) -> bool:
+def has_plain_tensors(value: Any) -> bool:
     """True for plain tensors that are no counters, also in containers."""
     if isinstance(value, list | tuple | dict):
-        return any(has_elements(leaf) for leaf in tree_leaves(value))
+        return any(has_plain_tensors(leaf) for leaf in tree_leaves(value))
     if not isinstance(value, Tensor) or isinstance(value, DTensor | ShardedTensor):
         return False
     return value.dim() > 0
@@ -167,7 +167,7 @@ def allocate_state(
                     tensor.dtype, parameter_dtypes.get(name), parameter.dtype, present.get(key)
                 )
                 shape = tensor.shape
-                is_split = is_shape_of(parameter, shape) or isinstance(present.get(key), DTensor)
+                is_split = matches_shape(parameter, shape) or isinstance(present.get(key), DTensor)
                 if math.prod(shape) > 1 and not is_split and splits.is_sharded(name):
                     raise ValueError(
                         f"{key!r} of {name!r} in the optimizer was saved with shape {shape}, and "
@@ -191,7 +191,7 @@ def choose_dtype(
     """Return the dtype to load a state with: its own, unless its parameter is cast."""
     if parameter_saved is None or parameter == parameter_saved:
         return saved
-    # The user asked for another dtype, by strict=False.
+    # The user wants another dtype, by strict=False.
     if isinstance(present, Tensor):
         return present.dtype
     if saved == parameter_saved:
@@ -207,7 +207,7 @@ def allocate_like(
         if present.dtype == dtype:
             return present.detach()
         return torch.empty_like(present, dtype=dtype)
-    if is_shape_of(parameter, shape):
+    if matches_shape(parameter, shape):
         # Zeros: what pads a vocabulary is in no checkpoint.
         return torch.zeros_like(parameter.detach(), dtype=dtype)
     if math.prod(shape) == 1:
@@ -215,7 +215,7 @@ def allocate_like(
     return torch.empty(shape, dtype=dtype, device=parameter.device)
 
 
-def is_shape_of(parameter: Tensor, shape: tuple[int, ...]) -> bool:
+def matches_shape(parameter: Tensor, shape: tuple[int, ...]) -> bool:
     full_shape = getattr(parameter, "full_shape", parameter.shape)
     return shape in (tuple(parameter.shape), tuple(full_shape))
 
@@ -287,7 +287,7 @@ def restore_dtypes(optimizer: Optimizer, numbered: Mapping[int, dict[str, Any]])
     for number, parameter in enumerate(list_parameters(optimizer)):
         loaded = optimizer.state.get(parameter, {})
         for key, value in numbered.get(number, {}).items():
-            # What "step" is depends on how the optimizer works, not on what was saved.
+            # The kind of "step" depends on how the optimizer works, not on the checkpoint.
             if key != "step" and key in loaded:
                 loaded[key] = restore_dtype(loaded[key], value)
 

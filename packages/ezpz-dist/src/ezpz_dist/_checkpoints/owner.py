@@ -25,7 +25,7 @@ _JOB_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "EZPZ_LAUNCH_ID", "TORCHELASTIC_R
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A process, told apart from a later one with the same number."""
+    """A process; its start time distinguishes it from a later one with the same number."""
 
     host: str
     pid_namespace: int
@@ -34,7 +34,7 @@ class Process:
 
     @property
     def is_alive(self) -> bool | None:
-        """Whether it runs; None where this host cannot tell."""
+        """True if it runs; None if this host cannot know."""
         namespace = pid_namespace()
         if self.host != get_hostname() or namespace == 0 or self.pid_namespace != namespace:
             return None
@@ -42,7 +42,7 @@ class Process:
 
 
 def find_start(pid: int) -> int:
-    """Return when a process started; 0 if it does not run, or this system cannot tell."""
+    """Return the start time of a process; 0 if it does not run, or is not known."""
     try:
         fields = stat_of(pid)
     except OSError:
@@ -65,7 +65,7 @@ class Owner:
     job: str
 
 
-_followed: set[Process] = set()
+_resume_sources: set[Process] = set()
 """Owners of folders that this process loaded from: it may take their place."""
 
 _owned: set[Path] = set()
@@ -97,18 +97,18 @@ def read_owner(root: Path) -> Owner | None:
     return None
 
 
-def follow_owner(root: Path) -> None:
+def record_resume_source(root: Path) -> None:
     """Note that this process loads from there, and may save there next."""
-    with suppress(OSError):  # who only loads need not read it; a save there says what is wrong
+    with suppress(OSError):  # loading needs no owner; the next save there reports it
         owner = read_owner(root)
         if owner is not None:
-            _followed.add(owner.process)
+            _resume_sources.add(owner.process)
 
 
 def check_owner(root: Path) -> None:
     """Refuse a folder in which another job saves."""
     owner = read_owner(root)
-    if owner is None or owner.process == find_this_process() or owner.process in _followed:
+    if owner is None or owner.process == find_this_process() or owner.process in _resume_sources:
         return
     is_alive = owner.process.is_alive
     if is_alive is False:

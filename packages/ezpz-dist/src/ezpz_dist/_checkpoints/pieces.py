@@ -182,7 +182,7 @@ def model_state(model: nn.Module) -> dict[str, Any]:
 
 
 def set_model_state(model: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
-    """Give a model its state, all of which it has, by plain names."""
+    """Load a model's state, complete and by plain names."""
     with hide_fsdp1_warnings(), sharded_state(model):
         named = {name: state[plain_name(model, name)] for name in model.state_dict()}
         try:
@@ -215,7 +215,7 @@ def has_pieces(value: Any) -> bool:
 
 
 def replica_state(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what each rank may have its own values of: whole buffers, and what is no tensor."""
+    """Return the values that may differ between ranks: whole buffers, and extra state."""
     buffers = find_buffer_names(model)
     found: dict[str, Any] = {}
     for name, value in state.items():
@@ -226,15 +226,15 @@ def replica_state(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def detach(tensor: Tensor) -> Tensor:
-    """Return a tensor without its graph, and without a class that says nothing of its values."""
+    """Return a tensor without its graph, as a plain one unless its class has a layout."""
     detached = tensor.detach()
-    if type(detached) is Tensor or has_own_layout(detached):
+    if type(detached) is Tensor or has_custom_layout(detached):
         return detached
     return detached.as_subclass(Tensor)
 
 
-def has_own_layout(tensor: Tensor) -> bool:
-    """True for a class whose values are not the elements in its memory, as of quantized ones."""
+def has_custom_layout(tensor: Tensor) -> bool:
+    """True if a tensor's class computes its values, as quantized ones do."""
     return type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 
@@ -252,7 +252,7 @@ class Pieces(NamedTuple):
     held: tuple[LocalPiece, ...]
 
 
-def pieces_of(
+def find_pieces(
     tensor: Tensor, shard: Shard | None = None, index: int = 0, degree: int = 1
 ) -> Pieces:
     """Return what a rank holds.
@@ -330,7 +330,7 @@ class Splits:
             self._check_split(model, degree)
 
     def _check_split(self, model: nn.Module, degree: int) -> None:
-        """Refuse a model of which nothing says that tensor-parallel ranks hold parts."""
+        """Refuse a model without any mark that tensor-parallel ranks hold parts of it."""
         for name, parameter in self._parameters.items():
             shard = self._shards[name]
             if shard is None or shard.dim is not None or self._is_over_peers(parameter):
@@ -352,26 +352,26 @@ class Splits:
         return len(self._peers.intersection(mesh.mesh.flatten().tolist())) > 1
 
     def is_sharded(self, name: str) -> bool:
-        """True if a parameter says which part of a whole it is."""
+        """True if a parameter knows which part of a whole it is."""
         shard = self._shards.get(name)
         is_part = shard is not None and shard.dim is not None
         return is_part or isinstance(self._parameters.get(name), DTensor)
 
-    def has_its_shape(self, name: str, value: Tensor) -> bool:
+    def is_split_like(self, name: str, value: Tensor) -> bool:
         """True if a plain tensor is shared among ranks as the plain parameter is."""
         parameter = self._parameters[name]
         return not isinstance(parameter, DTensor) and value.size() == parameter.size()
 
-    def list_own(self, name: str) -> list[Piece]:
+    def list_held_pieces(self, name: str) -> list[Piece]:
         """Return the pieces of a parameter that this rank holds."""
-        return [piece for piece, _ in self.of_model(name, self._parameters[name]).held]
+        return [piece for piece, _ in self.cut_model_tensor(name, self._parameters[name]).held]
 
-    def of_model(self, name: str, value: Tensor) -> Pieces:
+    def cut_model_tensor(self, name: str, value: Tensor) -> Pieces:
         return self._cut(name, value, name)
 
-    def of_optimizer(self, name: str, key: str, value: Tensor) -> Pieces:
+    def cut_optimizer_tensor(self, name: str, key: str, value: Tensor) -> Pieces:
         if isinstance(value, ShardedTensor):
-            return pieces_of(value)  # FSDP1's, of the whole parameter
+            return find_pieces(value)  # FSDP1's, of the whole parameter
         what = f"{key!r} of {name!r} in the optimizer"
         parameter = self._parameters.get(name)
         owner = ""
@@ -379,7 +379,7 @@ class Splits:
             owner = name
         pieces = self._cut(what, value, owner)
         for _, local in pieces.held:
-            if has_own_layout(local):
+            if has_custom_layout(local):
                 raise CheckpointError(
                     f"{what}: it is a {type(local).__name__}; expected a plain tensor: a new "
                     "optimizer could not be given one back"
@@ -396,6 +396,6 @@ class Splits:
         index = self._layout.index["tensor"]
         degree = self._layout.degrees["tensor"]
         try:
-            return pieces_of(value, self._shards.get(owner), index, degree)
+            return find_pieces(value, self._shards.get(owner), index, degree)
         except ValueError as error:
             raise CheckpointError(f"{what}: {error}") from error

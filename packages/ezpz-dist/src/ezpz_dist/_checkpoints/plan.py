@@ -29,7 +29,7 @@ Held = dict[Key, Pieces]
 
 
 class Item(NamedTuple):
-    """A piece that a rank holds, as it tells rank 0."""
+    """A piece that a rank holds, as it is sent to rank 0."""
 
     key: Key
     piece: Piece

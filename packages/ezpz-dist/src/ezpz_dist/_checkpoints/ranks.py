@@ -97,7 +97,7 @@ class Ranks:
             ) from error
 
     def check_equal(self, values: Sequence[Any]) -> None:
-        """Refuse values of which one differs from rank 0's."""
+        """Raise unless all values equal rank 0's."""
         for rank, value in enumerate(values):
             if value != values[0]:
                 raise CheckpointError(

@@ -25,7 +25,7 @@ from . import contents as _contents
 from . import files, listing, owner, random_state
 from . import pieces as _pieces
 from .background import Saving, finish_saving
-from .contents import CheckpointArgs, Optimizers, bytes_pieces, encode_pieces
+from .contents import CheckpointArgs, Optimizers, encode_pieces, wrap_bytes
 from .disk_format import (
     INDEX,
     MANIFEST,
@@ -42,12 +42,12 @@ from .disk_format import (
     write_checksummed,
 )
 from .optimizers import (
+    LocalState,
     Options,
-    OwnParts,
     State,
     collect_optimizers,
     has_zero1,
-    take_own_parts,
+    pop_local_state,
 )
 from .pieces import Layout, Pieces
 from .plan import (
@@ -153,7 +153,7 @@ def save_checkpoint(
 
 
 class Summary(NamedTuple):
-    """What a rank tells rank 0."""
+    """What a rank sends to rank 0."""
 
     arguments: str
     place: tuple[int, int]  # pipeline stage, tensor-parallel index
@@ -161,14 +161,14 @@ class Summary(NamedTuple):
     replica_digest: bytes  # of its buffers, extra state and values of the optimizer
 
 
-class Begun(NamedTuple):
+class StartedSave(NamedTuple):
     """What rank 0 decided before the first byte is written."""
 
     plan: Plan
     name: files.Name
     working: Path  # the folder that is renamed once it is whole
     sequence: int
-    unlike_stages: set[int]  # of the pipeline, whose ranks differ in what the digests are of
+    unlike_stages: set[int]  # of the pipeline, with different digests among their ranks
 
 
 class Save:
@@ -191,18 +191,20 @@ class Save:
         self._layout = _pieces.find_layout(ranks.rank, ranks.size)
         self._what = f"step {step!r} cannot be saved to {os.fspath(path)}"
 
-    # What all ranks hold, and who writes it.
+    # Planning.
 
     def plan(self) -> None:
-        """Plan on rank 0 who writes what of what the ranks hold, and make the folder."""
+        """Assign a writer to each piece, on rank 0, and make the folder."""
         ranks = self._ranks
-        self._begun: Begun = ranks.run_on_all(self._what, self._collect, self._plan_and_begin)
-        if self._begun.plan.shared:
-            with self._discarding():
+        self._started_save: StartedSave = ranks.run_on_all(
+            self._what, self._collect, self._plan_and_begin
+        )
+        if self._started_save.plan.shared:
+            with self._discard_on_failure():
                 ranks.run_on_all(self._what, self._compute_checksums, self._compare_copies)
-        self._to_write = self._begun.plan.find_own(ranks.rank, self._packed, self._items)
-        if self._layout.index["pipeline"] in self._begun.unlike_stages:
-            replica = bytes_pieces(as_tensor(self._replica))
+        self._to_write = self._started_save.plan.find_own(ranks.rank, self._packed, self._items)
+        if self._layout.index["pipeline"] in self._started_save.unlike_stages:
+            replica = wrap_bytes(as_tensor(self._replica))
             self._own[_contents.replica_key(ranks.rank)] = replica
         self._to_write += list_items(self._own)
 
@@ -228,7 +230,7 @@ class Save:
         self._root = files.find_root(self._path)
         return f"{self._root}, step={step}, keep={self._keep}, {', '.join(self._args.contents)}"
 
-    def _plan_and_begin(self, summaries: list[Summary]) -> Begun:
+    def _plan_and_begin(self, summaries: list[Summary]) -> StartedSave:
         arguments, places, packed, digests = zip(*summaries, strict=True)
         self._ranks.check_equal(arguments)
         self._stages = [stage for stage, _ in places]
@@ -244,7 +246,7 @@ class Save:
                 unlike_stages.add(stage)
         return self._begin(plan, unlike_stages)
 
-    def _begin(self, plan: Plan, unlike_stages: set[int]) -> Begun:
+    def _begin(self, plan: Plan, unlike_stages: set[int]) -> StartedSave:
         root = self._root
         files.make_folders(root)
         owner.claim(root)
@@ -266,16 +268,16 @@ class Save:
         name = files.find_new_name(root, self._step)
         working = files.name_temporary(root / str(name))
         working.mkdir()
-        return Begun(plan, name, working, sequence, unlike_stages)
+        return StartedSave(plan, name, working, sequence, unlike_stages)
 
     def _compute_checksums(self) -> list[int | None]:
         # Not of buffers: each rank gets its own back.
         names = _pieces.find_buffer_names(self._args.model)
         held = {key: pieces for key, pieces in self._held.items() if key[1] not in names}
-        return compute_checksums(held, self._begun.plan.shared)
+        return compute_checksums(held, self._started_save.plan.shared)
 
     def _compare_copies(self, checksums: list[list[int | None]]) -> None:
-        different = compare_copies(self._begun.plan.shared, checksums, self._stages)
+        different = compare_copies(self._started_save.plan.shared, checksums, self._stages)
         for key, ranks in different.items():
             if key not in _warned:
                 # No error: kernels that are tuned, or add in no fixed order, give other last bits.
@@ -291,13 +293,13 @@ class Save:
     @property
     def folder(self) -> Path:
         """Where the checkpoint will be."""
-        return self._root / str(self._begun.name)
+        return self._root / str(self._started_save.name)
 
     # Writing.
 
     def copy_to_host(self) -> None:
         """Copy what this rank writes: the training changes it."""
-        with self._discarding():
+        with self._discard_on_failure():
             self._ranks.run_on_all(
                 f"step {self._step} cannot be copied to the host", self._copy_to_host
             )
@@ -314,9 +316,9 @@ class Save:
         self._held = copies
 
     def write(self, how: str) -> None:
-        """Write the checkpoint and make it exist. ``how`` is said in the log."""
+        """Write the checkpoint and publish it. ``how`` is for the log."""
         ranks = self._ranks
-        with ranks.waiting(f"save_checkpoint(step={self._step})"), self._discarding():
+        with ranks.waiting(f"save_checkpoint(step={self._step})"), self._discard_on_failure():
             size = ranks.run_on_all(self._what, self._write, self._complete)
         if ranks.rank == 0:
             seconds = time.monotonic() - self._started
@@ -339,13 +341,13 @@ class Save:
         for key, pieces in {**self._held, **self._own}.items():
             for piece, tensor in pieces.held:
                 tensors[key, piece.offsets] = tensor
-        with DataWriter(self._begun.working / name) as writer:
+        with DataWriter(self._started_save.working / name) as writer:
             places = [writer.write(tensors[item.id]) for item in self._to_write]
             return WrittenItems(name, writer.finish(), self._to_write, places)
 
     def _complete(self, gathered: list[WrittenItems]) -> int:
         self._wait_until_visible(gathered)
-        working = self._begun.working
+        working = self._started_save.working
         index: Index = {}
         written = {}
         for each in gathered:
@@ -356,7 +358,7 @@ class Save:
         written[INDEX] = write_checksummed(working / INDEX, encode_index(index))
         manifest = Manifest(
             step=self._step,
-            sequence=self._begun.sequence,
+            sequence=self._started_save.sequence,
             world_size=self._ranks.size,
             contents=(*self._args.contents, "rng"),
             time=time.time(),
@@ -369,16 +371,16 @@ class Save:
         files.flush(working / INDEX)
         files.flush(working / MANIFEST)
         self._publish()
-        # It is saved: an error in what follows must neither be raised nor have it discarded.
+        # It is saved: errors below must neither be raised nor discard it.
         try:
-            listing.remove_superseded(self._root, self._begun.name, self._keep)
+            listing.remove_superseded(self._root, self._started_save.name, self._keep)
         except OSError as error:
             logger.warning("step %d is saved, but older ones stay: %s", self._step, error)
         return manifest.size
 
     def _publish(self) -> None:
         try:
-            files.publish(self._begun.working, self.folder)
+            files.publish(self._started_save.working, self.folder)
         except OSError as error:
             # rename() replaces an empty folder of that name, and fails for any other.
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
@@ -392,7 +394,7 @@ class Save:
         """Make sure that rank 0 sees every rank's file: it does not in a host's own folder."""
         deadline = time.monotonic() + _VISIBLE_WITHIN
         for rank, each in enumerate(gathered):
-            size = files.find_size(self._begun.working / each.name)
+            size = files.find_size(self._started_save.working / each.name)
             while size != each.file.size:
                 if time.monotonic() > deadline:
                     raise CheckpointError(
@@ -401,21 +403,21 @@ class Save:
                         "folder that all hosts share"
                     )
                 time.sleep(0.05)
-                size = files.find_size(self._begun.working / each.name)
+                size = files.find_size(self._started_save.working / each.name)
 
     @contextmanager
-    def _discarding(self) -> Iterator[None]:
+    def _discard_on_failure(self) -> Iterator[None]:
         """Remove what was written, if the checkpoint fails."""
         try:
             yield
         except CheckpointError:
             if self._ranks.rank == 0:
                 with suppress(OSError):  # a later save removes it
-                    files.discard(self._begun.working)
+                    files.discard(self._started_save.working)
             raise
 
 
-_warned: set[Key] = set()  # of which copies it was said
+_warned: set[Key] = set()  # tensors whose copies differ, logged once
 
 
 class WrittenItems(NamedTuple):
@@ -431,8 +433,8 @@ def collect(ranks: Ranks, layout: Layout, args: CheckpointArgs) -> tuple[Held, H
     """Return what this rank holds. Its tensors are those in use.
 
     Returns:
-        What other ranks may hold, too; what is this rank's; its buffers, extra state and values of
-        the optimizer, which may differ between ranks.
+        Tensors that other ranks may hold, too; this rank's records; its buffers, extra state and
+        optimizer values, encoded, which may differ between ranks.
     """
     model = args.model
     _pieces.refuse_deepspeed(model)
@@ -441,7 +443,7 @@ def collect(ranks: Ranks, layout: Layout, args: CheckpointArgs) -> tuple[Held, H
     options: Options = []
     if args.optimizers:
         optimizers, options = collect_optimizers(model, args.optimizers)
-    own_parts = take_own_parts(optimizers, splits)
+    local_state = pop_local_state(optimizers, splits)
     state = _pieces.model_state(model)
     replica: dict[str, Any] = {"model": _pieces.replica_state(model, state), "optimizer": None}
     left_out: set[str] = set()
@@ -461,9 +463,11 @@ def collect(ranks: Ranks, layout: Layout, args: CheckpointArgs) -> tuple[Held, H
             what = f"the optimizer's state of {name!r}"
             shared[_contents.values_key(name)] = encode_pieces(what, values)
     own: Held = {}
-    own[_contents.rank_key(ranks.rank)] = encode_pieces("", collect_own(ranks, args, own_parts))
+    own[_contents.rank_key(ranks.rank)] = encode_pieces(
+        "", collect_rank_state(ranks, args, local_state)
+    )
     if layout.is_first_of_stage:
-        stage = {"model": cut.model_values, "options": options, "own_parts": sorted(own_parts)}
+        stage = {"model": cut.model_values, "options": options, "local_state": sorted(local_state)}
         own[_contents.stage_key(layout.index["pipeline"])] = encode_pieces("", stage)
     if ranks.rank == 0:
         common = {
@@ -475,11 +479,13 @@ def collect(ranks: Ranks, layout: Layout, args: CheckpointArgs) -> tuple[Held, H
     return shared, own, encode("", replica)
 
 
-def collect_own(ranks: Ranks, args: CheckpointArgs, own_parts: OwnParts) -> dict[str, Any]:
+def collect_rank_state(
+    ranks: Ranks, args: CheckpointArgs, local_state: LocalState
+) -> dict[str, Any]:
     """Return a rank's random streams, position in the data, and parts of optimizer state."""
     rng = random_state.get_rng_state(random_state.find_device(args.model, ranks.world))
     data = _contents.collect_states(args.data)
-    return {"rng": rng, "data": data, "optimizer": own_parts}
+    return {"rng": rng, "data": data, "optimizer": local_state}
 
 
 @contextmanager
@@ -497,7 +503,7 @@ def gc_paused() -> Iterator[None]:
 
 
 def report_progress(step: int) -> None:
-    """Tell ezpz-launch how far the job got: it starts a failed one again while it gets further."""
+    """Report the step to ezpz-launch, which restarts a failed job while it makes progress."""
     variable = os.environ.get("EZPZ_PROGRESS_FILE")
     if not variable:
         return

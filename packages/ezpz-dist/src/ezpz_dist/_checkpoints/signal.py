@@ -114,7 +114,7 @@ class Votes:
 logger = logging.getLogger(__name__)
 
 EXIT_SAVED = 75
-"""The exit status that says: checkpointed, start me again (EX_TEMPFAIL of sysexits.h)."""
+"""Exit status after a checkpoint: start the job again (EX_TEMPFAIL of sysexits.h)."""
 
 EXIT_GAVE_UP = 124
 _numbers = itertools.count()  # how many of these this process has made: the same on every rank
@@ -268,7 +268,7 @@ class SnapshotOnSignal(AbstractContextManager["SnapshotOnSignal"]):
             if name and self._votes.count("requested") == 1:
                 self._votes.post(signal=name)
         except LOST as error:
-            self._without_store(error)
+            self._handle_store_loss(error)
         self._vote()
         if self._within is None or self._over.wait(self._within - (time.monotonic() - start)):
             return
@@ -300,9 +300,9 @@ class SnapshotOnSignal(AbstractContextManager["SnapshotOnSignal"]):
             if stop_at is not None:
                 self._votes.post(stop_at=stop_at)
         except LOST as error:
-            self._without_store(error)
+            self._handle_store_loss(error)
 
-    def _without_store(self, error: Exception) -> None:
+    def _handle_store_loss(self, error: Exception) -> None:
         """Continue: rank 0 has ended, and the next collective raises if that matters."""
         logger.error("rank %d cannot agree on a step to save at: %s", self._rank, error)
         self._agreed.set()

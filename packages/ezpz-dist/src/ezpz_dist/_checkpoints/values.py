@@ -87,7 +87,7 @@ class Encoder:
         self._size = 0
 
     def encode(self, path: str, value: Any) -> Any:
-        """Return the JSON value that stands for an object."""
+        """Return the JSON value that represents an object."""
         value = simplify(value)
         kind = type(value)
         tree: Any
