@@ -269,8 +269,8 @@ class Srun(Place):
             for pid in self.running(folder)
             if variables_of(pid).get("SLURMD_NODENAME") == fault["host"]
         ]
-        shims = [pid for pid in pids if "rank_shim.sh" in "".join(words_of(pid)[1:2])]
-        do_to(fault, pids, {parent_of(pid) for pid in shims} - set(pids))
+        mains = [pid for pid in pids if "rank_main.py" in "".join(words_of(pid)[3:4])]
+        do_to(fault, pids, {parent_of(pid) for pid in mains} - set(pids))
 
     def running(self, folder):
         return load("slurm.sandbox").processes_with(f"EZPZ_CHAOS={folder}")

@@ -162,15 +162,12 @@ class Launch:
         """Return the processes of this launch that have a word that ends so."""
         return [pid for pid in self.left() if any(each.endswith(word) for each in words_of(pid))]
 
-    def shim(self, rank):
-        """Return the process that runs a rank: the nearest above it that is the shim."""
-        shims, pid = self.find("rank_shim.sh"), int(self.ranks()[rank]["pid"])
-        while pid not in shims:
+    def rank_main(self, rank):
+        """Return the process that runs a rank's command: the nearest rank_main.py above it."""
+        found, pid = self.find("rank_main.py"), int(self.ranks()[rank]["pid"])
+        while pid not in found:
             pid = parent_of(pid)
-            assert pid > 1, f"rank {rank} has no shim above it\n{self._state()}"
-        # The shim may run the rank from a subshell of its own.
-        while parent_of(pid) in shims:
-            pid = parent_of(pid)
+            assert pid > 1, f"rank {rank} has no rank_main.py above it\n{self._state()}"
         return pid
 
     def launcher(self):

@@ -30,10 +30,10 @@ def test_kill_9_of_a_rank(launch):
     fails(started, 137, "was killed by SIGKILL (exit status 137)")
 
 
-# What the shim reports is the same under each launcher.
+# What a rank's process reports is the same under each launcher.
 @pytest.mark.under("hydra")
 def test_segfault_of_a_rank_whose_output_is_labelled(launch):
-    """Another process stands between the shim and the rank."""
+    """With its output passed on."""
     started = launch(["--grace", "2", "--prefix"], rank_program("segfaults"))
     fails(started, 139, "was killed by SIGSEGV (exit status 139)")
 

@@ -35,9 +35,9 @@ def test_the_launcher_is_stopped_and_ezpz_launch_told_to_end(running):
 
 
 @pytest.mark.under("hydra", "openmpi", "srun", "spawn")
-def test_a_rank_s_shim_is_killed(running):
+def test_what_runs_a_rank_is_killed(running):
     started = running(["--grace", "1"], rank_program("waits"))
-    os.kill(started.shim(1), signal.SIGKILL)
+    os.kill(started.rank_main(1), signal.SIGKILL)
     started.ends_with(137, within=4, files=started.place.launcher == "openmpi")
     assert f"1 on {started.place.hosts[1]}" in started.stderr
 
@@ -85,7 +85,7 @@ def test_hydra_s_proxy_sleeps_when_a_rank_has_ended(launch):
     """By itself it uses all of a core until the last one has."""
     started = launch(["--grace", "1"], rank_program("hangs"))
     first = started.ranks()[0]["pid"]
-    proxy = parent_of(started.shim(1))
+    proxy = parent_of(started.rank_main(1))
     started.until(lambda: not Path("/proc", str(first)).exists(), "rank 0 has ended")
     time.sleep(0.5)  # what it does at an end
     before = ticks(proxy)

@@ -207,7 +207,7 @@ KNOWN_AS = {
     "PIL": "pillow", "mlflow": "mlflow-skinny", "requests": "wandb", "sklearn": "scikit-learn",
 }  # fmt: skip
 # Programs of nodes, which are started without their package, import these by the bare name.
-SENT = {"ezpz-launch": {"rank_output"}}
+SENT: dict[str, set[str]] = {}
 
 
 @pytest.mark.parametrize("name", IMPORTS)

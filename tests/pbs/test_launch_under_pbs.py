@@ -38,7 +38,7 @@ def test_a_lost_node_is_named(pbs):
     job = launched(pbs, "--grace", "2", "sh", "-c", f"{SAYS}; sleep 300")
     (second,) = re.findall(r"here 2 (\w+)", pbs.writes(job, "here 2"))
     # Nobody hears of a node before its agent is connected.
-    until, agent = time.monotonic() + 60, "/proc/$(pgrep -f '[_]agent.py 1')/fd"
+    until, agent = time.monotonic() + 60, "/proc/$(pgrep -f '[/]agent.py 1')/fd"
     while "socket:" not in (said := pbs.on(second, f"ls -l {agent} 2>&1 || true")):
         assert time.monotonic() < until, said
         time.sleep(0.2)

@@ -18,7 +18,7 @@ ALL = "$(pgrep -u alice)"
 # What is done on a host from outside, as root there; the other kinds are tried on four hosts.
 DONE = {
     # A proxy's shells end with it, before they are killed themselves.
-    "kill agent and proxy": "pkill -9 -f '[_]agent.py 1' && pkill -9 -f '[h]ydra_pmi_proxy'",
+    "kill agent and proxy": "pkill -9 -f '[/]agent.py 1' && pkill -9 -f '[h]ydra_pmi_proxy'",
     "freeze": f"kill -STOP {ALL}",
     "link down": ":",  # by what is below the host
 }

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 import pytest
 
 from ezpz_launch import __version__, main
-from ezpz_launch._run.agent import is_running
+from ezpz_launch._run.processes import is_running
 
 OURS = [sys.executable, "-m", "ezpz_launch"]
 SPAWN = [*OURS, "--launcher", "spawn"]

@@ -3,7 +3,7 @@
 import pytest
 
 from ezpz_launch._nodes.bad_nodes import Suspects, Verdict, describe, exceptions, patterns, verdict
-from ezpz_launch._run.launch import Facts, Outcome
+from ezpz_launch._run.launch import FailureEvidence, Outcome
 
 HOSTS = ("n0", "n1", "n2", "n3")
 
@@ -12,7 +12,7 @@ def ended(rank, status, /, *, own=None, hosts=HOSTS, **facts):
     """Two ranks a node; the first that failed, and what else had ended by itself."""
     failure = None if rank is None else (rank, hosts[rank // 2], status)
     own = {rank: status} if own is None and rank is not None else own or {}
-    return Outcome(status, failure, facts=Facts(hosts, 2, own, **facts))
+    return Outcome(status, failure, evidence=FailureEvidence(hosts, 2, own, **facts))
 
 
 GLOO = (
@@ -41,22 +41,25 @@ BOO = b"ValueError: boo"
 # What it is and where it is from, its end, its last words, whose fault, the hosts, why.
 ENDINGS = [
     # Nodes that are lost.
-    ("link down (ours, Hydra)", ended(2, 137, silent=frozenset({1})), b"", "node", "n1", "answer"),
-    ("our own link down", ended(2, 137, silent=frozenset({1, 2, 3})), b"", "unknown", "", "3 of 4"),
+    ("link down (ours, Hydra)", ended(2, 137, unreachable_nodes=frozenset({1})), b"",
+     "node", "n1", "answer"),
+    ("our own link down", ended(2, 137, unreachable_nodes=frozenset({1, 2, 3})), b"",
+     "unknown", "", "3 of 4"),
     ("agent and proxy killed; an innocent fails first (ours, Hydra)",
-     ended(0, 1, own={0: 1, 1: 1, 5: 1}, gone=frozenset({1})), CASCADE, "node", "n1", "agent"),
+     ended(0, 1, own={0: 1, 1: 1, 5: 1}, dead_agents=frozenset({1})), CASCADE,
+     "node", "n1", "agent"),
     ("every agent gone with the step (srun that was killed)",
-     ended(0, 137, gone=frozenset(range(4))), b"", "unknown", "", "4 of 4"),
-    ("the proxy of one host killed (ours, Hydra)", ended(4, 137, orphans=frozenset({4, 5})), b"",
+     ended(0, 137, dead_agents=frozenset(range(4))), b"", "unknown", "", "4 of 4"),
+    ("the proxy of one host killed (ours, Hydra)", ended(4, 137, lost_ranks=frozenset({4, 5})), b"",
      "node", "n2", "what started"),
     ("all of a node frozen: it does not answer (ours)",
-     ended(7, 124, hangs=True, deaf=frozenset({3})), b"", "node", "n3", "hangs"),
+     ended(7, 124, hangs=True, unresponsive_nodes=frozenset({3})), b"", "node", "n3", "hangs"),
     ("every node answers: the program hangs (ours)", ended(7, 124, hangs=True, own={}), b"",
      "unknown", "", "every node answers"),
-    ("ranks of one node never started (ours)", ended(None, 1, unstarted=(4, 5)), b"", "node", "n2",
-     "never started"),
-    ("no rank started: the launcher failed (ours)", ended(None, 1, unstarted=tuple(range(8))), b"",
-     "unknown", "", "never started"),
+    ("ranks of one node never started (ours)", ended(None, 1, unstarted_ranks=(4, 5)), b"",
+     "node", "n2", "never started"),
+    ("no rank started: the launcher failed (ours)", ended(None, 1, unstarted_ranks=tuple(range(8))),
+     b"", "unknown", "", "never started"),
     ("Slurm: node failure", ended(0, 137, own={0: 137, 1: 137}),
      b"srun: error: Node failure on n3\nsrun: Job step aborted\n", "node", "n3", "Slurm"),
     ("PALS: shepherd died from signal 9 (predecessor)", ended(0, 143),
@@ -140,7 +143,7 @@ ENDINGS = [
     # One node alone.
     ("every rank of the only node raises (ours)", ended(0, 1, own={0: 1, 1: 1}, hosts=("n0",)),
      raised(BOO) * 2, "program", "", "2 ranks"),
-    ("the only node's agent is gone", ended(0, 137, gone=frozenset({0}), hosts=("n0",)), b"",
+    ("the only node's agent is gone", ended(0, 137, dead_agents=frozenset({0}), hosts=("n0",)), b"",
      "unknown", "", "1 of 1"),
 ]  # fmt: skip
 

@@ -8,7 +8,7 @@ import pytest
 
 from ezpz_launch import LaunchError, UsageError
 from ezpz_launch._job.jobs import LAUNCHES_PAGE, launches
-from ezpz_launch._run.agent import birth_of
+from ezpz_launch._run.processes import birth_of
 from ezpz_launch._run.record import Record, iso_time, new_id, to_json
 from ezpz_topo import get_hostname
 

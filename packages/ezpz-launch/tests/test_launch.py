@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ezpz_launch._run.agent import is_running
+from ezpz_launch._run.processes import is_running
 from ezpz_topo import get_hostname
 
 SHOW = "import os, sys, json; print(json.dumps([sys.argv[1:], dict(os.environ)]) + '\\n', end='')"

@@ -31,7 +31,7 @@ def own_words(told):
 def test_spawn_is_a_program_of_ours_on_this_host():
     told = planned(Launcher("/python", "spawn", ""), of=1, nproc=3, launcher_args=("-x",))
     words = argv(told)
-    assert words[:7] == ["/python", "-I", "-S", SPAWN, "-n", "3", "-x"]
+    assert words[:6] == ["/python", "-I", "-S", SPAWN, "3", "-x"]
     names = ["EZPZ_SPAWN_RANK", "EZPZ_SPAWN_SIZE", "EZPZ_SPAWN_RANK"]
     assert words[words.index("sh") + 2 :] == ["spawn", "3", "3", *names, "--", "true"]
 

@@ -9,14 +9,14 @@ import socket
 import struct
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-import ezpz_launch._run.agent
-import ezpz_launch._run.launch
-from ezpz_launch._run.agent import proof
-from ezpz_launch._run.launch import Control, Launch, Nodes
+from ezpz_launch._run import agent as agent_program
+from ezpz_launch._run import agents as agents_module
+from ezpz_launch._run.agents import NodeAgents
+from ezpz_launch._run.channel import Decoder, encode, sign
+from ezpz_launch._run.launch import Control, Launch
 
 ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has /proc")
 HERE = os.uname().nodename
@@ -31,7 +31,7 @@ class Side:
         self.poll = select.poll()
         control = Control(self.id, 5)
         launch = Launch(("true",), 8, hosts, 2, on_this_host, {}, control)
-        self.nodes = Nodes(launch, self.poll)
+        self.nodes = NodeAgents(launch, self.poll)
         self.is_open = True
 
     def serve(self, timeout=50):
@@ -42,13 +42,14 @@ class Side:
 
     def is_reached(self, node):
         self.serve()
-        return not self.nodes.unreached([2 * node])
+        return not self.nodes.without_agent([2 * node])
 
     def start_agent(self, node=0, where=None, **options):
         """Start the agent of a node, as the shim does."""
-        control = Control(self.id, 5, where=where or self.nodes.where, secret=self.nodes.secret)
-        words = [sys.executable, "-I", "-S", ezpz_launch._run.agent.__file__, str(node)]
-        env = {**os.environ, "EZPZ_CONTROL": control.value()}
+        addresses = where or self.nodes.addresses
+        control = Control(self.id, 5, addresses=addresses, secret=self.nodes.secret)
+        words = [sys.executable, "-I", "-S", agent_program.__file__, str(node)]
+        env = {**os.environ, "EZPZ_CONTROL": control.to_text()}
         subprocess.run(words, env=env, check=True, **options)
 
     def close(self, *, farewell):
@@ -58,23 +59,28 @@ class Side:
 
     @property
     def address(self):
-        host, _, port = self.nodes.where[0].rpartition(":")
+        host, _, port = self.nodes.addresses[0].rpartition(":")
         return host.strip("[]"), int(port)
 
     def challenged(self):
         """A connection, and what it is challenged with."""
         connection = socket.create_connection(self.address, timeout=120)
-        said = b""
-        while not said.endswith(b"\n"):
+        message = self.receive(connection)
+        assert message["type"] == "challenge"
+        return connection, message["challenge"]
+
+    def receive(self, connection):
+        """The next message that comes to the other side of a connection."""
+        decoder = Decoder()
+        while (message := decoder.next_message()) is None:
             self.serve()
             with contextlib.suppress(BlockingIOError):
-                said += connection.recv(100, socket.MSG_DONTWAIT)
-        word, _, challenge = said.decode().strip().partition(" ")
-        assert word == "challenge"
-        return connection, challenge
+                decoder.feed(connection.recv(1, socket.MSG_DONTWAIT))
+        return message
 
     def hello(self, node, challenge):
-        return f"hello {node} ab {proof(self.nodes.secret, node, 'agent', challenge, 'ab')}\n"
+        signature = sign(self.nodes.secret, node, "agent", challenge, "ab")
+        return encode({"type": "hello", "node": node, "challenge": "ab", "signature": signature})
 
     def is_refused(self, connection, until):
         """Whether the connection is closed without another word."""
@@ -117,7 +123,7 @@ def reached(request, until):
     launcher = None
     if request.param == "here":
         launcher = subprocess.Popen(["sleep", "600"], start_new_session=True)
-        side.nodes.watch(launcher.pid)
+        side.nodes.start_local(launcher.pid)
     else:
         side.start_agent()
     until(lambda: side.is_reached(0))
@@ -167,48 +173,46 @@ def test_the_end_of_a_launch(reached, rank, farewell):
     assert child.poll() is None
     name = f"pid {marked.pid} ({os.path.basename(sys.executable)})"
     # No one waits for the agents of other hosts.
-    assert reached.nodes.left in ([], [f"{name} on {HERE}"])
-    assert bool(reached.nodes.left) is (reached.nodes.where == ())
+    assert reached.nodes.leftovers in ([], [f"{name} on {HERE}"])
+    assert bool(reached.nodes.leftovers) is (reached.nodes.addresses == ())
 
 
 def test_what_ranks_left_is_named_once_and_killed_in_the_end(reached, rank, until):
     script = "trap 'echo heard' TERM; echo ready; while :; do sleep 0.05; done"
     left = rank("sh", "-c", script, env={"EZPZ_LAUNCH_ID": reached.id})
-    reached.nodes.end_left()
-    until(lambda: reached.serve() and reached.nodes.left)
+    reached.nodes.end_leftovers()
+    until(lambda: reached.serve() and reached.nodes.leftovers)
     # what the shell is just running is named, too
-    assert f"pid {left.pid} (sh)" in reached.nodes.left[0]
+    assert f"pid {left.pid} (sh)" in reached.nodes.leftovers[0]
     assert left.stdout.readline() == b"heard\n"
     assert left.wait() == -signal.SIGKILL
 
 
 def test_an_agent_that_comes_late_ends_what_was_left(side, agent, rank):
     left = rank(env={"EZPZ_LAUNCH_ID": side.id})
-    side.nodes.end_left()
+    side.nodes.end_leftovers()
     agent()
     assert left.wait() == -signal.SIGTERM
 
 
 @ON_LINUX
-@pytest.mark.parametrize("who", ["shim", "launcher"])
-def test_ranks_that_are_lost_are_told_once(reached, process, until, who):
-    env = {**os.environ, "EZPZ_LAUNCH_ID": reached.id, "EZPZ_RANK": "1"}
-    script = "sh -c 'sleep 600; true' >&2 & echo $!; wait"
-    launcher = process("sh", "-c", script, stdout=-1, env=env)
-    shim = int(launcher.stdout.readline())
-    well = process("sh", "-c", "sleep 600; true", env={**env, "EZPZ_RANK": "0"})
+@pytest.mark.parametrize("who", ["process", "launcher"])
+def test_ranks_that_are_gone_are_reported_once(reached, process, until, who):
+    launcher = process("sh", "-c", "sleep 600 >&2 & echo $!; wait", stdout=-1)
+    gone = int(launcher.stdout.readline())
+    well = process("sleep", "600")
     nodes = reached.nodes
     nodes.start(0, well.pid)
-    nodes.start(1, shim)
-    nodes.ask_stacks([0])  # wait until it has taken that
+    nodes.start(1, gone)
+    nodes.request_stacks([0])  # wait until it has taken that
     until(lambda: reached.serve() and nodes.stacks)
-    until(lambda: Path(f"/proc/{shim}/task/{shim}/children").read_text())  # its command runs
-    assert nodes.lost == []
-    os.kill(shim if who == "shim" else launcher.pid, signal.SIGKILL)
-    until(lambda: reached.serve() and nodes.lost)
+    assert nodes.gone_ranks + nodes.lost_ranks == []
+    os.kill(gone if who == "process" else launcher.pid, signal.SIGKILL)
+    found = nodes.gone_ranks if who == "process" else nodes.lost_ranks
+    until(lambda: reached.serve() and found)
     for _ in range(30):  # it has time to say it again
         reached.serve()
-    assert nodes.lost == [1]
+    assert nodes.gone_ranks + nodes.lost_ranks == [1]
 
 
 # agents of other hosts
@@ -224,10 +228,10 @@ def test_an_agent_that_comes_late_hears_all_of_it_once(side, agent, rank):
     nodes.signal(signal.SIGUSR1)
     # No harm without an agent.
     nodes.release(0, elsewhere.pid)
-    nodes.ask_stacks([0])
+    nodes.request_stacks([0])
     nodes.kill()
     agent(1)
-    assert nodes.unreached([0, 1, 2, 3, 4]) == [0, 1, 4]
+    assert nodes.without_agent([0, 1, 2, 3, 4]) == [0, 1, 4]
     assert child.stdout.readline() == b"heard\n"
     nodes.signal(signal.SIGTERM)
     # the first signal is not told again
@@ -243,7 +247,7 @@ def test_a_connection_that_is_reset_kills(side, agent, rank, until):
     agent()
     side.nodes.start(0, child.pid)
     # wait until it has taken that: what it has not read is lost with the connection
-    side.nodes.ask_stacks([1])
+    side.nodes.request_stacks([1])
     until(lambda: side.serve() and side.nodes.stacks)
     for connection in side.nodes._connections.values():
         connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -251,75 +255,84 @@ def test_a_connection_that_is_reset_kills(side, agent, rank, until):
     assert child.wait() == marked.wait() == -signal.SIGKILL
 
 
-@pytest.mark.parametrize(
-    "said",
-    [b"hello {secret} 0\n", b"hello 0 ab {wrong}\n", b"hello 0 ab {other}\n",
-     b"hello 4 ab {beyond}\n", b"hello \xb2 ab {right}\n", b"hello 0 \xff {right}\n",
-     b"lost 1\n", b"x" * 5000],
-)  # fmt: skip
-def test_who_does_not_know_the_secret_of_the_node_is_refused(side, until, said):
-    connection, challenge = side.challenged()
-    secret = side.nodes.secret
-    words = {
-        "secret": secret,
-        "right": proof(secret, 0, "agent", challenge, "ab"),
-        "wrong": proof("0" * 64, 0, "agent", challenge, "ab"),
-        "other": proof(secret, 1, "agent", challenge, "ab"),
-        "beyond": proof(secret, 4, "agent", challenge, "ab"),
+def test_who_does_not_know_the_secret_of_the_node_is_refused(side, until):
+    def signed(node, secret=side.nodes.secret, role="agent", as_node=None):
+        def hello(challenge):
+            signature = sign(secret, node, role, challenge, "ab")
+            return {"type": "hello", "node": node if as_node is None else as_node,
+                    "challenge": "ab", "signature": signature}  # fmt: skip
+
+        return hello
+
+    strangers = {
+        "the wrong secret": signed(0, secret="0" * 64),
+        "another node's": signed(1, as_node=0),
+        "ours": signed(0, role="launch"),
+        "no such node": signed(4),
+        "no signature": lambda _: {"type": "hello", "node": 0, "challenge": "ab"},
+        "a number": lambda _: {"type": "hello", "node": 0, "challenge": "ab", "signature": 7},
+        "no hello": lambda _: {"type": "gone", "rank": 1},
     }
-    for name, word in words.items():
-        said = said.replace(b"{%s}" % name.encode(), word.encode())
-    with connection:
-        connection.sendall(said)
-        assert side.is_refused(connection, until)
-    assert side.nodes.unreached([0, 2, 4, 6]) == [0, 2, 4, 6]
-    assert side.nodes.lost == []
+    for name, hello in strangers.items():
+        connection, challenge = side.challenged()
+        with connection:
+            connection.sendall(encode(hello(challenge)))
+            assert side.is_refused(connection, until), name
+    for data in (b"\0\0\0\2[]", b"\0\0\0\2{x", b"\0\0\x7f\xff", b"GET / HTTP/1.1\r\n"):
+        connection, _ = side.challenged()
+        with connection:
+            connection.sendall(data)
+            assert side.is_refused(connection, until), data
+    assert side.nodes.without_agent([0, 2, 4, 6]) == [0, 2, 4, 6]
+    assert side.nodes.gone_ranks == []
 
 
 def test_what_an_agent_has_said_is_of_no_use_to_another(side, until):
     first, challenge = side.challenged()
     with first:
-        said = side.hello(1, challenge)
-        first.sendall(said.encode())
+        hello = side.hello(1, challenge)
+        first.sendall(hello)
         until(lambda: side.is_reached(1))
         second, _ = side.challenged()
         with second:
-            second.sendall(said.encode())
+            second.sendall(hello)
             assert side.is_refused(second, until)
         # nor does one that knows the secret take the place of the node's own
         third, again = side.challenged()
         with third:
-            third.sendall(side.hello(1, again).encode())
+            third.sendall(side.hello(1, again))
             assert side.is_refused(third, until)
-        assert first.recv(1000).startswith(b"welcome ")
+        assert side.receive(first)["type"] == "welcome"
         side.nodes.kill()
-        assert first.recv(1000) == b"kill\n"
+        assert side.receive(first) == {"type": "kill"}
 
 
 def test_hello_and_stacks_in_pieces(side, until):
     connection, challenge = side.challenged()
     with connection:
-        for byte in side.hello(3, challenge).encode() + b"stacks 7\nab\ncd\n!":
+        stacks = encode({"type": "stacks", "text": "ab\ncd\n!"})
+        for byte in side.hello(3, challenge) + stacks:
             connection.sendall(bytes([byte]))
             side.serve()
         until(lambda: side.is_reached(3) and side.nodes.stacks)
-        expected = proof(side.nodes.secret, 3, "launch", "ab", challenge)
-        assert connection.recv(1000) == f"welcome {expected}\n".encode()
+        expected = sign(side.nodes.secret, 3, "launch", "ab", challenge)
+        assert side.receive(connection) == {"type": "welcome", "signature": expected}
     assert side.nodes.stacks == ["ab\ncd\n!"]
 
 
 @pytest.mark.parametrize(
     "said",
-    [b"lost x", b"lost 1 2", b"last 1", b"stacks -1", b"stacks 999999999999", b"x" * 5000],
-)
+    [encode({"type": "gone", "rank": "x"}), encode({"type": "gone"}), encode({"type": "last"}),
+     b"\xff\xff\xff\xff"],
+)  # fmt: skip
 def test_an_agent_that_says_anything_else_is_dropped(side, until, said):
     connection, challenge = side.challenged()
     with connection:
         # It speaks for the ranks of its node, 6 and 7.
-        hello = side.hello(3, challenge).encode()
-        connection.sendall(hello + b"lost 5\nlost 6\n" + said + b"\nlost 7\n")
-        until(lambda: side.serve() and side.nodes.lost and not side.is_reached(3))
-    assert side.nodes.lost == [6]
+        gone = [encode({"type": "gone", "rank": rank}) for rank in (5, 6, 7)]
+        connection.sendall(side.hello(3, challenge) + gone[0] + gone[1] + said + gone[2])
+        until(lambda: side.serve() and side.nodes.gone_ranks and not side.is_reached(3))
+    assert side.nodes.gone_ranks == [6]
 
 
 def test_an_agent_tells_an_impostor_nothing(side, rank):
@@ -331,12 +344,14 @@ def test_an_agent_tells_an_impostor_nothing(side, rank):
         connection, _ = server.accept()
         with connection:
             connection.settimeout(20)
-            connection.sendall(b"challenge ab\n")
-            said = connection.recv(1000)
-            assert said.startswith(b"hello 0 ")
+            connection.sendall(encode({"type": "challenge", "challenge": "ab"}))
+            hello = side.receive(connection)
+            assert (hello["type"], hello["node"]) == ("hello", 0)
             # its own proof proves nothing of us
-            order = f"welcome {said.split()[3].decode()}\nstart 0 {child.pid}\nsignal 9\n"
-            connection.sendall(order.encode())
+            orders = encode({"type": "welcome", "signature": hello["signature"]})
+            orders += encode({"type": "start", "rank": 0, "pid": child.pid})
+            orders += encode({"type": "signal", "number": 9})
+            connection.sendall(orders)
             with contextlib.suppress(ConnectionError):
                 assert connection.recv(1000) == b""
     assert child.poll() is None
@@ -346,7 +361,9 @@ def test_an_agent_tries_every_address_and_holds_no_pipe(side, agent):
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
     read, write = os.pipe()
-    agent(where=(f"127.0.0.1:{port}", *side.nodes.where), pass_fds=[write], stdout=-3, stderr=-3)
+    agent(
+        where=(f"127.0.0.1:{port}", *side.nodes.addresses), pass_fds=[write], stdout=-3, stderr=-3
+    )
     os.close(write)
     assert select.select([read], [], [], 20)[0]
     assert os.read(read, 1) == b""
@@ -380,11 +397,11 @@ def test_without_an_address_there_are_no_agents(monkeypatch):
     def nowhere(_):
         raise OSError(-2, "Name or service not known")
 
-    monkeypatch.setattr(ezpz_launch._run.launch, "_own_address", nowhere)
+    monkeypatch.setattr(agents_module, "find_own_address", nowhere)
     nodes = Side(["absent.invalid"]).nodes
-    assert nodes.why_not == (
+    assert nodes.why_none == (
         "no address of ours that absent.invalid could reach ([Errno -2] Name or service not known)"
     )
-    assert (nodes.where, nodes.secret, nodes.unreached([0, 1])) == ((), "", [0, 1])
+    assert (nodes.addresses, nodes.secret, nodes.without_agent([0, 1])) == ((), "", [0, 1])
     nodes.signal(signal.SIGTERM)
     nodes.close(farewell=False)

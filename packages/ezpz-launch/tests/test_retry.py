@@ -185,7 +185,7 @@ def test_a_taken_port_is_replaced_but_not_for_ever(attempts, more, times):
 
     def run():
         ports.append(attempts._planned.environment["MASTER_PORT"])
-        return Outcome(1, told=more.get("told"), port_taken=len(ports) != more.get("free_at"))
+        return Outcome(1, end_signal=more.get("told"), port_taken=len(ports) != more.get("free_at"))
 
     attempts._run = run
     assert attempts._attempt().port_taken != ("free_at" in more)

@@ -81,9 +81,13 @@ def children_of(pid):
         return []
 
 
-def shim_of(pid):
-    """Return the process of a rank's shim, which is above its command."""
-    while b"rank_shim.sh" not in command_of(pid):
+def state_of(pid):
+    return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
+
+
+def rank_main_of(pid):
+    """Return the process that runs a rank's command and reports its end."""
+    while b"rank_main.py" not in command_of(pid):
         pid = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").split("PPid:")[1].split()[0]
     return pid
 
@@ -184,14 +188,14 @@ def unread(pid):
 
 def all_exit(status):
     """Every rank fails by itself, the others as soon as rank 1 is known to have failed."""
-    started(shim=shim_of(os.getpid()))
+    started(rank_main=rank_main_of(os.getpid()))
     wait(all_started)
     if RANK != FAILING:
-        shim = json.loads((FOLDER / f"{FAILING}.started").read_text(encoding="utf-8"))["shim"]
-        # Its shim has reported the end once it waits to be released, by a sleep; and it is known
-        # once that is read.
-        wait(lambda: b"sleep" in b"".join(map(command_of, children_of(shim))))
-        wait(lambda: not unread(shim))
+        text = (FOLDER / f"{FAILING}.started").read_text(encoding="utf-8")
+        rank_main = json.loads(text)["rank_main"]
+        # The end is reported once its process waits to be released, and known once that is read.
+        wait(lambda: not children_of(rank_main) and state_of(rank_main) == "S")
+        wait(lambda: not unread(rank_main))
     done()
     sys.exit(int(status) if RANK == FAILING else 9)
 

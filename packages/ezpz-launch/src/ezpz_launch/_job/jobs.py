@@ -25,8 +25,8 @@ from ezpz_launch._job.queue import (
     schedulers,
 )
 from ezpz_launch._plan.options import Option, _number, split
-from ezpz_launch._run.agent import send
 from ezpz_launch._run.loop import REQUESTS
+from ezpz_launch._run.processes import send
 from ezpz_launch._run.record import (
     ID,
     KEPT,

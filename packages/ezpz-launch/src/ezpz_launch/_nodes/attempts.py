@@ -17,22 +17,22 @@ from typing import Any, NamedTuple, Protocol
 
 from ezpz_launch._errors import LaunchError, StageError, UsageError, say
 from ezpz_launch._nodes import bad_nodes
-from ezpz_launch._plan.launchers import PROGRAMS, SHIM, hostfile_of, needs_hostfile, pack_env
+from ezpz_launch._plan.launchers import SHIM, hostfile_of, needs_hostfile, pack_env
 from ezpz_launch._plan.launchers import argv as argv_of
 from ezpz_launch._plan.plan import LaunchPlan, free_port
 from ezpz_launch._run.launch import (
     NEVER,
     NODE_TIMEOUT,
+    PROGRAMS,
     VARIABLE,
     Control,
-    Heard,
     Launch,
     Outcome,
-    pause,
-    signals,
 )
-from ezpz_launch._run.loop import REQUEUE, SETTLE, run
+from ezpz_launch._run.loop import REQUEUE, run
 from ezpz_launch._run.record import Keeper, duration, read_progress, why_not_written
+from ezpz_launch._run.signals import Inbox, collect_signals, pause
+from ezpz_launch._run.states import SETTLE_SECONDS
 from ezpz_topo import Allocation, TopoError, Topology, get_allocation, same_host
 
 _LOOK = 0.1  # seconds between two looks for the first step
@@ -47,7 +47,7 @@ class Preparation(Protocol):
     def planned(self) -> LaunchPlan:
         """The launch, with what its ranks need then."""
 
-    def bring(self, heard: Heard) -> int:
+    def bring(self, inbox: Inbox) -> int:
         """Do it; return 0, or the exit status of a launch that is not to be."""
 
     def end(self) -> None: ...
@@ -82,7 +82,7 @@ class Attempts:
         self._planned = self._fit(planned)
         self._retries = Retries(self._request.retries)
         self._number = 0
-        self._heard: Heard = ([], -1)
+        self._inbox = Inbox([], -1)
         self._sizes: Mapping[str, int] = {}
         self._tmpdir = os.path.abspath(env.get("TMPDIR") or "/tmp")
         given = env.get("EZPZ_NODE_TIMEOUT")
@@ -126,7 +126,7 @@ class Attempts:
 
     def run(self) -> int:
         """Attempt until it succeeds or must not be tried again; return the exit status."""
-        with signals() as self._heard, ExitStack() as stack:
+        with collect_signals() as self._inbox, ExitStack() as stack:
             stack.callback(self._end_preparation)
             if status := self._begin():
                 return status
@@ -134,7 +134,7 @@ class Attempts:
                 folder = self._request.log_dir
                 self._sizes = _sizes(folder) if folder else {}
                 outcome = self._attempt()
-                told: int | None = outcome.told
+                told: int | None = outcome.end_signal
                 if outcome.failure and folder:
                     self._say_what_is_in_the_files(outcome.failure[0])
                 status, seconds, found = outcome.exit_status, None, self._judge(outcome)
@@ -143,7 +143,7 @@ class Attempts:
                 elif status and self._request.retries:
                     seconds = self._pause_after(outcome, found)
                 if seconds is not None:
-                    told = pause(seconds, self._heard)
+                    told = pause(seconds, self._inbox)
                     if not told:
                         self._planned = _with_new_port(self._planned)
                         self._number += 1
@@ -162,7 +162,7 @@ class Attempts:
         failed = list[str]()
         while self._preparation:
             try:
-                if status := self._preparation.bring(self._heard):
+                if status := self._preparation.bring(self._inbox):
                     return status
                 self._planned = self._with_terminal(self._preparation.planned)
                 if failed:  # it was theirs: on the others it succeeds
@@ -191,21 +191,21 @@ class Attempts:
             self._terminal.end(status)
         if outcome.goes_with_job:
             # Wait for its end: its script shall not go on, and perhaps submit another.
-            self._heard[0].clear()
-            if pause(_LONGEST_PAUSE, self._heard):
-                time.sleep(SETTLE)  # the script has the same signal
+            self._inbox.arrived.clear()
+            if pause(_LONGEST_PAUSE, self._inbox):
+                time.sleep(SETTLE_SECONDS)  # the script has the same signal
 
     def _judge(self, outcome: Outcome) -> bad_nodes.Verdict | None:
         """Say whose fault it was, and keep it; None where it did not fail by itself."""
-        if outcome.facts is None or outcome.port_taken or outcome.exit_status == REQUEUE:
+        if outcome.evidence is None or outcome.port_taken or outcome.exit_status == REQUEUE:
             return None
-        self._failed, self._ended = outcome.facts.seen, time.time()
+        self._failed, self._ended = outcome.evidence.detected_at, time.time()
         words = self._last_words(outcome)
         found = bad_nodes.verdict(outcome, words, self._host_at)
-        several = len(outcome.facts.hosts) > 1 or self._pool.replaces
+        several = len(outcome.evidence.hosts) > 1 or self._pool.replaces
         if several:
             found = self._suspects.judge(found, outcome.failure)
-        if gone := [outcome.facts.hosts[node] for node in sorted(outcome.facts.gone)]:
+        if gone := [outcome.evidence.hosts[node] for node in sorted(outcome.evidence.dead_agents)]:
             launch = f"{self._keeper.launch_id}.{self._number}"
             self._sweeps.append(bad_nodes.sweep(gone, launch, self._planned, self._env))
         # Of a line of the ranks' it may hold anything.
@@ -241,7 +241,7 @@ class Attempts:
         """Run the plan once, on another port if a program holds the first one."""
         for _ in range(_PORTS):
             outcome = self._run()
-            if not outcome.port_taken or outcome.told:
+            if not outcome.port_taken or outcome.end_signal:
                 return outcome
             port = self._planned.environment["MASTER_PORT"]
             taken = f"port {port} is taken on {self._planned.placement.hosts[0]}"
@@ -260,7 +260,7 @@ class Attempts:
             control=self._control(moved), grace=request.grace, idle_timeout=request.idle_timeout,
             signal_at=self._signal_at, end_file=self._keeper.end_file,
         ) as (ready, launch):  # fmt: skip
-            return run(launch, self._heard, lambda: self._on_start(ready, launch.argv))
+            return run(launch, self._inbox, lambda: self._on_start(ready, launch.argv))
 
     def _on_start(self, ready: LaunchPlan, argv: tuple[str, ...]) -> None:
         self._keeper.start(ready, argv, self._topology.allocation)
@@ -302,15 +302,16 @@ class Attempts:
         here = planned.on_this_host or same_host(first, job.node_name or "")
         return Control(
             launch_id=f"{self._keeper.launch_id}.{self._number}", attempt=self.count - 1,
-            hold=SETTLE + request.grace + 10, node_timeout=self._node_timeout,
-            files=os.path.abspath(request.log_dir) if request.log_dir else "",
+            hold_seconds=SETTLE_SECONDS + request.grace + 10, node_timeout=self._node_timeout,
+            log_dir=os.path.abspath(request.log_dir) if request.log_dir else "",
             prefix=request.prefix, whole_lines=planned.placement.nproc > 1,
             tee=request.tee, one_device=request.one_device,
             # Ours has been looked at; another host's is looked at there.
             port=0 if here else int(planned.environment["MASTER_PORT"]),
             device_type="" if planned.device_type in ("cpu", "mps") else planned.device_type,
             devices=self._topology.accelerators.count, job_id=job.job_id or "",
-            progress_file=self._progress_file, run_file=self._keeper.run_file, fault=self._fault,
+            progress_file=self._progress_file, run_file=self._keeper.run_file,
+            last_fault=self._fault,
             python=moved(sys.executable), programs=moved(PROGRAMS),
         )  # fmt: skip
 
@@ -322,7 +323,7 @@ class Attempts:
         )
         seconds, why = self._retries.decide(
             outcome.exit_status,
-            told=outcome.told is not None,
+            told=outcome.end_signal is not None,
             import_error=not may_be_nodes and ends_with_import_error(self._last_words(outcome)),
             progress=read_progress(self._progress_file),
         )

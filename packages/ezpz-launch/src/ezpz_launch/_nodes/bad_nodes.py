@@ -22,7 +22,8 @@ from typing import NamedTuple
 from ezpz_launch._errors import LaunchError, UsageError, say
 from ezpz_launch._plan.options import Request
 from ezpz_launch._plan.plan import LaunchPlan
-from ezpz_launch._run.launch import Facts, Outcome, how
+from ezpz_launch._run import agent
+from ezpz_launch._run.launch import FailureEvidence, Outcome, describe_exit_status
 from ezpz_launch._run.record import aligned, dump, iso_time, make_folder, records_folder, write
 from ezpz_topo import Allocation, TopoError, ask, fold_nodelist, get_pbs_folder, same_host
 
@@ -68,13 +69,15 @@ _NOT_THERE = (126, 127)  # the program cannot be executed, or was not found
 def verdict(outcome: Outcome, words: bytes = b"", host_at: Callable[[str], str] = str) -> Verdict:
     """Return whose fault an end was, by its facts and the last words of who failed, or of all."""
     # host_at names the host at an address, as gloo and NCCL have them.
-    facts = outcome.facts or Facts((), 1, {})
+    facts = outcome.evidence or FailureEvidence((), 1, {})
     if lost := _lost(facts, outcome):
         return lost
     if outcome.failure is None:
         return Verdict(UNKNOWN, (), "no rank failed: the launcher did")
     host = outcome.failure[1]
-    own = {each: ended for each, ended in facts.own.items() if ended and ended not in _SENT}
+    own = {
+        each: ended for each, ended in facts.exit_statuses.items() if ended and ended not in _SENT
+    }
     by_patterns = partial(_by_patterns, words, host, facts, host_at)
     return (
         by_patterns((NODE, PROGRAM))
@@ -88,10 +91,10 @@ def verdict(outcome: Outcome, words: bytes = b"", host_at: Callable[[str], str] 
 
 def _said(failure: Failure) -> str:
     rank, host, status = failure
-    return f"rank {rank} on {host} {how(status)}"
+    return f"rank {rank} on {host} {describe_exit_status(status)}"
 
 
-def _by_status(failure: Failure, own: Mapping[int, int], facts: Facts) -> Verdict | None:
+def _by_status(failure: Failure, own: Mapping[int, int], facts: FailureEvidence) -> Verdict | None:
     """Return the verdict on statuses that a program does not choose by itself."""
     _, host, status = failure
     alike = {each // facts.ppn for each, ended in own.items() if ended == status}
@@ -112,7 +115,7 @@ def _by_status(failure: Failure, own: Mapping[int, int], facts: Facts) -> Verdic
 
 
 def _by_exceptions(
-    failure: Failure, own: Mapping[int, int], facts: Facts, words: bytes
+    failure: Failure, own: Mapping[int, int], facts: FailureEvidence, words: bytes
 ) -> Verdict | None:
     """Return the verdict on exceptions of Python: the program's where several nodes have them."""
     rank, _, _ = failure
@@ -134,16 +137,16 @@ def _by_exceptions(
     return Verdict(UNKNOWN, (facts.hosts[node],), f"{_said(failure)}: {name}")
 
 
-def _lost(facts: Facts, outcome: Outcome) -> Verdict | None:
+def _lost(facts: FailureEvidence, outcome: Outcome) -> Verdict | None:
     """Return the verdict on nodes that are lost, or hang, or did not begin, if any are."""
     last = len(facts.hosts) - 1
-    unstarted = {rank // facts.ppn for rank in facts.unstarted}
-    orphaned = {rank // facts.ppn for rank in facts.orphans}
+    unstarted = {rank // facts.ppn for rank in facts.unstarted_ranks}
+    orphaned = {rank // facts.ppn for rank in facts.lost_ranks}
     for nodes, why in (
-        (facts.silent, "it does not answer any more"),
-        (facts.gone, "its agent has ended"),
+        (facts.unreachable_nodes, "it does not answer any more"),
+        (facts.dead_agents, "its agent has ended"),
         (orphaned, "what started its ranks is gone"),
-        (facts.deaf, "it hangs: its agent does not answer"),
+        (facts.unresponsive_nodes, "it hangs: its agent does not answer"),
         (unstarted if facts.hangs or not outcome.failure else (), "its ranks never started"),
     ):
         if not nodes:
@@ -159,7 +162,11 @@ def _lost(facts: Facts, outcome: Outcome) -> Verdict | None:
 
 
 def _by_patterns(
-    words: bytes, host: str, facts: Facts, host_at: Callable[[str], str], whose: Sequence[str]
+    words: bytes,
+    host: str,
+    facts: FailureEvidence,
+    host_at: Callable[[str], str],
+    whose: Sequence[str],
 ) -> Verdict | None:
     """Return the verdict of the first row that is found; of a cascade the peer is a suspect."""
     for row in patterns():
@@ -302,9 +309,8 @@ def sweep(
 ) -> Callable[[], object]:
     """End what a launch left on hosts without its agent: start a small one; return its wait."""
     words, own = one_a_node(hosts, planned, env)
-    agent = os.path.join(os.path.dirname(os.path.abspath(__file__)), "_agent.py")
     words += ["--idle-timeout", str(_SWEPT)]
-    words += ["--", sys.executable, "-I", "-S", agent, "--end", launch_id]
+    words += ["--", sys.executable, "-I", "-S", agent.__file__, "--end", launch_id]
     null = subprocess.DEVNULL
     begun = subprocess.Popen(
         words, stdin=null, stdout=null, stderr=null, env=own, start_new_session=True

@@ -25,9 +25,10 @@ from ezpz_launch._nodes.tree import Tree
 from ezpz_launch._plan.launchers import LAUNCHERS
 from ezpz_launch._plan.options import OPTIONS, PYTHON, Option, Options, Request, split
 from ezpz_launch._plan.plan import LaunchPlan
-from ezpz_launch._run.launch import Control, Heard, Outcome, signals
+from ezpz_launch._run.launch import Control, Outcome
 from ezpz_launch._run.loop import run
 from ezpz_launch._run.record import new_id
+from ezpz_launch._run.signals import Inbox, collect_signals
 
 # What a launch does.
 
@@ -137,13 +138,13 @@ class Staging(Preparation):
 
     def alone(self) -> int:
         """Stage without a launch; print where."""
-        with signals() as heard:
-            status = self.bring(heard)
+        with collect_signals() as inbox:
+            status = self.bring(inbox)
         if not status:
             print(self.source.root)
         return status
 
-    def bring(self, heard: Heard) -> int:
+    def bring(self, inbox: Inbox) -> int:
         """Stage; StageError: some hosts do not have it, the others do."""
         nodes, wrong = len(self._planned.placement.hosts), list[Exception]()
 
@@ -154,10 +155,10 @@ class Staging(Preparation):
                 wrong.append(error)
                 tree.order("bye")
 
-        tree, outcome = self._on_nodes(order, heard)
+        tree, outcome = self._on_nodes(order, inbox)
         if wrong:
             raise wrong[0]
-        if outcome.told or outcome.exit_status or len(tree.whole) < nodes:
+        if outcome.end_signal or outcome.exit_status or len(tree.whole) < nodes:
             return outcome.exit_status or 1  # the run has said why
         new = nodes - len(tree.had)
         say(
@@ -171,8 +172,8 @@ class Staging(Preparation):
 
     def question(self, what: str) -> str:
         """Return what the nodes have; ``what`` is ``"status"``, or ``"clean"`` to remove it."""
-        with signals() as heard:
-            tree, outcome = self._on_nodes(lambda tree: tree.order(what), heard)
+        with collect_signals() as inbox:
+            tree, outcome = self._on_nodes(lambda tree: tree.order(what), inbox)
         if outcome.exit_status:
             raise LaunchError(f"the nodes did not answer (exit status {outcome.exit_status})")
         rows, gone = dict[str, tuple[dict[str, Any], int]](), 0
@@ -190,7 +191,7 @@ class Staging(Preparation):
             )
         return "\n".join(lines or [f"nothing is staged in {self.folder} on {nodes} nodes"])
 
-    def _on_nodes(self, order: Callable[[Tree], None], heard: Heard) -> tuple[Tree, Outcome]:
+    def _on_nodes(self, order: Callable[[Tree], None], inbox: Inbox) -> tuple[Tree, Outcome]:
         """Run `stage_node.py` once a node, by the launch's own launcher."""
         planned = self._planned
         hosts, scratch = planned.placement.hosts, self._env.get("TMPDIR") or "/tmp"
@@ -213,12 +214,12 @@ class Staging(Preparation):
                 is_over=partial(tree.join, 0.0),
             ) as (_, launch):  # fmt: skip
                 threading.Thread(target=_show, args=(tree, len(hosts)), daemon=True).start()
-                outcome = run(launch, heard)
+                outcome = run(launch, inbox)
         finally:
             tree.stop()
-        if tree.source and tree.source.error and not outcome.told:  # no host's fault
+        if tree.source and tree.source.error and not outcome.end_signal:  # no host's fault
             raise LaunchError(f"not staged on any of {len(hosts)} nodes: {tree.source.error}")
-        if tree.bad and not outcome.told:
+        if tree.bad and not outcome.end_signal:
             raise StageError(tree.failed(), len(hosts))
         return tree, outcome
 

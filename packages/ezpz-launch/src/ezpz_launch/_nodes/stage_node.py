@@ -33,7 +33,9 @@ from typing import Any, BinaryIO
 if __name__ == "__main__":  # a program without site packages: this package's folder is enough
     sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
-from ezpz_launch._run.agent import _connect, _environments, is_proof, proof
+from ezpz_launch._run.agent import connect
+from ezpz_launch._run.channel import is_signed, sign
+from ezpz_launch._run.processes import other_environments
 
 VARIABLE = "EZPZ_STAGE"
 
@@ -143,9 +145,9 @@ def introduce(connection: socket.socket, file: BinaryIO, secret: str, node: int)
     """Prove to who accepted a connection that we are a node of this launch; see that it is, too."""
     _, challenge = hear(file)
     own = os.urandom(16).hex()
-    say(connection, "hello", node, own, proof(secret, node, "child", challenge, own))
+    say(connection, "hello", node, own, sign(secret, node, "child", challenge, own))
     word, shown = hear(file)
-    if word != "welcome" or not is_proof(shown.encode(), secret, node, "parent", own, challenge):
+    if word != "welcome" or not is_signed(shown, secret, node, "parent", own, challenge):
         raise ConnectionError("no node of this launch")
 
 
@@ -154,9 +156,9 @@ def is_introduced(words: list[Any], secret: str, challenge: str) -> str:
     if len(words) != 4 or words[0] != "hello" or not isinstance(words[1], int):
         return ""
     node, own, shown = words[1], str(words[2]), str(words[3])
-    if not is_proof(shown.encode(errors="replace"), secret, node, "child", challenge, own):
+    if not is_signed(shown, secret, node, "child", challenge, own):
         return ""
-    return proof(secret, node, "parent", own, challenge)
+    return sign(secret, node, "parent", own, challenge)
 
 
 def _receive(file: BinaryIO, size: int) -> bytes:
@@ -284,7 +286,7 @@ def trees(home: str) -> list[tuple[float, str]]:
 def in_use(home: str) -> set[str]:
     """Return the names of trees that a process of this user's was started in."""
     mark = f"{home}/".encode()
-    staged = (its.get(b"EZPZ_STAGED", b"") for _, its in _environments())
+    staged = (its.get(b"EZPZ_STAGED", b"") for _, its in other_environments())
     return {os.fsdecode(each[len(mark) :][:16]) for each in staged if each.startswith(mark)}
 
 
@@ -419,7 +421,7 @@ class Node:
                 shutil.rmtree(part, ignore_errors=True)
 
     def _fetch_from(self, address: str, parent: int, digest: str) -> None:
-        connection = _connect([address], _WAIT)
+        connection = connect([address], _WAIT)
         if connection is None:
             raise ConnectionError("it does not answer")
         self._parent = connection
@@ -616,7 +618,7 @@ def main() -> int:
     """Do what ezpz-launch says until it says farewell."""
     gc.disable()  # it would look at the manifest's tuples again and again: half the time to read it
     where, secret = os.environ[VARIABLE].rsplit(" ", 1)
-    connection = _connect(where.split(), _WAIT)
+    connection = connect(where.split(), _WAIT)
     if connection is None:
         print(f"ezpz-launch: {os.uname().nodename} does not reach {where}", file=sys.stderr)
         return 1

@@ -16,7 +16,8 @@ from typing import Any
 
 from ezpz_launch._nodes.archive import Source
 from ezpz_launch._nodes.stage_node import is_introduced, say, serve
-from ezpz_launch._run.launch import _accept, _Connection, _listen, _own_address
+from ezpz_launch._run.agents import accept, find_own_address, listen
+from ezpz_launch._run.channel import new_challenge
 
 _PATIENCE = 60.0
 """Seconds without a sign of a node, or behind the others, after which it is left out."""
@@ -26,11 +27,18 @@ _ROOT = -1  # ezpz-launch itself, as a parent
 _PARENTS = 8  # so many parents are tried before a node is the one that fails
 
 
-class _Peer(_Connection):
+class _Peer:
     """A node's connection, and how far the node is."""
 
-    def __init__(self, its: socket.socket) -> None:
-        super().__init__(its)
+    def __init__(self, connection: socket.socket) -> None:
+        # A node that reads no more must not hold us up for ever.
+        connection.settimeout(10)
+        self.socket = connection
+        self.fd = connection.fileno()
+        self.node: int | None = None  # until it has proved which one it is
+        self.challenge = new_challenge()
+        self.since = time.monotonic()
+        self.received = b""
         self.state = ""  # "lacking", "whole", "failed"
         self.has_order = False
         self.place = 0  # in the order of arrival; 0 of one that has all already
@@ -54,8 +62,8 @@ class Tree:
         # Unpacking is slower than sending: at scale a flat tree costs less than it saves.
         self._fan_out = 2 if len(hosts) <= 64 else 4  # children of a node
         self.secret = os.urandom(32).hex()
-        family, address = (socket.AF_INET, "127.0.0.1") if here else _own_address(hosts)
-        self._server, self._data = _listen(family, address), _listen(family, address)
+        family, address = (socket.AF_INET, "127.0.0.1") if here else find_own_address(hosts)
+        self._server, self._data = listen(family, address), listen(family, address)
         self._data.setblocking(True)
         host = f"[{address}]" if ":" in address else address
         self.where = f"{host}:{self._server.getsockname()[1]}"
@@ -151,7 +159,7 @@ class Tree:
 
     def _greet(self) -> None:
         try:
-            while (connection := _accept(self._server)) is not None:
+            while (connection := accept(self._server)) is not None:
                 new = _Peer(connection)
                 self._connections[new.fd] = new
                 self._poll.register(new.fd, select.POLLIN)

@@ -1,8 +1,11 @@
-"""Start a launch, see it through, and say how it ended: one loop, the ranks' status, the end."""
+"""Run a launch: start the launcher, follow its ranks, end what has to end, and say how it went.
+
+`RunState` and its transitions (states.py) decide; this module turns what happens into events, and
+the actions of a transition into signals and messages.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
 import signal
@@ -11,464 +14,601 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
+from enum import Enum, auto
 
 from ezpz_launch._errors import LaunchError
-from ezpz_launch._run.agent import kill_launcher, send
+from ezpz_launch._run.agents import NodeAgents
 from ezpz_launch._run.launch import (
-    ENDING,
     NEVER,
     VARIABLE,
-    Facts,
-    Heard,
+    FailureEvidence,
     Launch,
-    Nodes,
     Outcome,
-    how,
-    signals,
+    describe_exit_status,
 )
-from ezpz_launch._run.output import Output, Report
+from ezpz_launch._run.output import Output
+from ezpz_launch._run.processes import kill_launcher, send
+from ezpz_launch._run.signals import STOP_SIGNALS, Inbox, collect_signals
+from ezpz_launch._run.states import (
+    GRACE,
+    HAS_NOT_STOPPED,
+    UNCHANGED,
+    Action,
+    Event,
+    Ranks,
+    RankState,
+    RunState,
+    next_transition,
+)
 
-SETTLE = 1.0  # seconds that the other ranks have to end by themselves after the first failure
-_LAUNCHER_ENDS = 2.0  # seconds that a launcher has after its last rank, and again after SIGTERM
-_KILLED = 0.5  # seconds that it has once its ranks have been killed
-_LINGER = 10.0  # seconds to end: of a launcher after its ranks, of ranks that have nothing to do
-_STACKS = 15.0  # seconds that the nodes have to tell where their ranks hang
-_REACHED = 2.0  # seconds after which the launcher signals ranks whose node has no agent yet
-_ABSENT = 60.0  # seconds after which ranks that have not started are named
-_RELEASE = 0.2  # seconds between two words to ranks that failed, to go
-_GONE = 1.0  # seconds after which ranks without a report, or without an agent, are lost
-_STOPPED = 1.0  # seconds that the loop may oversleep, on a machine that is busy
-_AWAKE = 0.5  # seconds after which the loop looks around, though nothing woke it
-_ASKED = 2.0  # seconds between two looks for a request to end
-_DRAINED = 0.3  # seconds without a byte after which an ended launcher's pipes have been read
-_NAMED = 16  # so many ranks or hosts are named
+HANG = 124  # exit status of a launch whose ranks hung: that of timeout(1)
+REQUEUE = 75  # exit status by which a script says: checkpointed, start me again (EX_TEMPFAIL)
+
+GONE_SECONDS = 15.0
+"""After which a rank that is gone without a report is lost: a busy network may delay reports."""
+
+DEAD_AGENT_SECONDS = 2.0
+"""After which a node whose agent has ended is lost: the launcher itself may be ending."""
+
+UNSTARTED_SECONDS = 60.0
+"""After which ranks that have not started are named."""
+
+OVERDUE_SECONDS = 10.0
+"""That ranks have to end when they have nothing left to do."""
+
+FORWARD_SECONDS = 2.0
+"""After which the launcher passes on a signal to ranks whose node has no agent yet."""
+
+RELEASE_SECONDS = 0.2
+"""Between two releases of failed ranks: an agent may connect late."""
+
+REQUEST_SECONDS = 2.0
+"""Between two looks for a request, from another host, to end."""
+
+WAKE_SECONDS = 0.5
+"""After which the loop looks around though nothing woke it."""
+
+OVERSLEEP_SECONDS = 1.0
+"""That the loop may oversleep on a busy machine; more, and it was stopped."""
+
+DRAIN_SECONDS = 0.3
+"""Without a byte, after which an ended launcher's pipes are considered read."""
+
+MAX_NAMED = 16
+"""Ranks or hosts that are named in one line."""
+
+
+class Timer(Enum):
+    """What is due at a time of its own, beside the deadline of the state."""
+
+    REPORT_UNSTARTED = auto()
+    CHECK_REQUEST = auto()
+    LOSE_NODES = auto()
+    LOSE_GONE_RANKS = auto()
+    FORWARD_SIGNAL = auto()
+    RELEASE = auto()
+    OVERDUE = auto()
 
 
 def run(
-    launch: Launch, heard: Heard | None = None, on_start: Callable[[], None] | None = None
+    launch: Launch, inbox: Inbox | None = None, on_start: Callable[[], None] | None = None
 ) -> Outcome:
+    """Run a launch to its end; ``on_start`` is called when the launcher has started."""
     with ExitStack() as stack:
-        heard = heard or stack.enter_context(signals())
-        woken, waker = map(stack.enter_context, socket.socketpair())
+        inbox = inbox or stack.enter_context(collect_signals())
+        woken, waker = socket.socketpair()
+        stack.enter_context(woken)
+        stack.enter_context(waker)
         waker.setblocking(False)
-        one = _Run(launch, heard, woken, waker)
+        one = _Run(launch, inbox, woken, waker)
         one.start()
         if on_start:
             on_start()
-        while one.process.poll() is None:
+        while one.launcher.poll() is None:
             one.sleep()
             one.take_reports()
-            one.take_answers()
-            one.hear()
-            one.decide_to_end()
-            one.let_the_launcher_end()
-            one.act()
+            one.take_agent_reports()
+            one.take_signals()
+            one.check_ranks()
+            one.run_due_timers()
+        one.handle(Event.LAUNCHER_ENDED)
         one.finish()
         outcome = one.outcome()
-        one.output.close(one.is_told)
+        one.output.close(one.is_stopping)
         return outcome
 
 
 class _Run:
-    """One run: what has been seen, and what is to be done when."""
+    """The state of one run."""
 
     def __init__(
-        self, launch: Launch, heard: Heard, woken: socket.socket, waker: socket.socket
+        self, launch: Launch, inbox: Inbox, woken: socket.socket, waker: socket.socket
     ) -> None:
         self.launch = launch
-        self.arrived, self.wakes = heard[0], {heard[1], woken.fileno()}
+        self.inbox = inbox
+        self.wake_fds = {inbox.wake_fd, woken.fileno()}
         self.waker = waker
         self.poll = select.poll()
-        for end in self.wakes:
-            self.poll.register(end, select.POLLIN)
-        self.status = Status(launch.nproc)
-        self.told: signal.Signals | None = None  # the signal that ended it
-        # Whether the ranks are to end: told by someone, failed or, as no one writes, hanging.
-        self.ending = self.port_taken = False
-        self.goes_with_job = self.killed = False
-        self.unanswered = 0
-        self.forwarded = signal.SIGTERM
-        self.signal_at = launch.signal_at
-        self.said = self.announced = self.by_hand = False
-        self.on_lost_nodes: set[int] = set()
-        self.facts = Facts(launch.hosts, launch.ppn, self.status.ended)
-        self.launcher_signal = signal.SIGTERM
+        for fd in self.wake_fds:
+            self.poll.register(fd, select.POLLIN)
         self.now = time.monotonic()
-        # When what is due.
-        self.at: dict[str, float] = {"name the absent": self.now + _ABSENT}
+        self.state = RunState.STARTING
+        self.deadline = NEVER  # of the state
+        self.timers = {Timer.REPORT_UNSTARTED: self.now + UNSTARTED_SECONDS}
         if launch.end_file:
-            self.at["look for a request"] = self.now + _ASKED
+            self.timers[Timer.CHECK_REQUEST] = self.now + REQUEST_SECONDS
+        self.ranks = Ranks(launch.nproc)
+        self.evidence = FailureEvidence(launch.hosts, launch.ppn, self.ranks.exit_statuses)
+        self.end_signal: signal.Signals | None = None  # the signal that ends the run
+        self.last_signal = signal.SIGTERM  # that the ranks were sent
+        self.launcher_signal = signal.SIGTERM  # that the launcher is sent next
+        self.signal_at = launch.signal_at
+        self.port_taken = False
+        self.was_stopped = False  # whether ranks failed, or were made to end
+        self.goes_with_job = False
+        self.ended_by_hand = False
+        self.gone_ranks: set[int] = set()  # until their reports arrive, or they are lost
+        self.lost_with_node: set[int] = set()
+        self.stack_replies_due = 0
+        self.failure_was_named = False
+        self.ranks_were_terminated = False
         self.output = Output(launch.control.launch_id, self.wake)
-        self.nodes = Nodes(launch, self.poll)
+        self.agents = NodeAgents(launch, self.poll)
 
     def start(self) -> None:
-        where, secret = self.nodes.where, self.nodes.secret
-        control = self.launch.control._replace(where=where, secret=secret)
+        control = replace(
+            self.launch.control, addresses=self.agents.addresses, secret=self.agents.secret
+        )
         try:
-            self.process = subprocess.Popen(
-                self.launch.argv, env={**self.launch.environment, VARIABLE: control.value()},
+            self.launcher = subprocess.Popen(
+                self.launch.argv, env={**self.launch.environment, VARIABLE: control.to_text()},
                 bufsize=0, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE, start_new_session=True,
             )  # fmt: skip
         except OSError as error:
-            self.nodes.close(farewell=True)
+            self.agents.close(farewell=True)
             why = f"{self.launch.argv[0]} cannot be started: {error.strerror}"
             raise LaunchError(why) from error
-        # Before there are threads: it is a fork of this process.
-        self.nodes.watch(self.process.pid)
-        assert self.process.stdout
-        assert self.process.stderr
-        self.output.copy(self.process.stdout, self.process.stderr)
+        # Before there are threads: it forks this process.
+        self.agents.start_local(self.launcher.pid)
+        assert self.launcher.stdout
+        assert self.launcher.stderr
+        self.output.copy(self.launcher.stdout, self.launcher.stderr)
+
+    # Sleeping and waking.
 
     def sleep(self) -> None:
+        """Wait until something arrives or is due."""
         before = self.now
-        begun = time.monotonic()
-        due = min([begun + _AWAKE, *self.at.values()])
-        if not self.ending and self.launch.idle_timeout:
+        start = time.monotonic()
+        due = min([start + WAKE_SECONDS, self.deadline, *self.timers.values()])
+        if self.state in HAS_NOT_STOPPED and self.launch.idle_timeout:
             due = min(due, self.output.last + self.launch.idle_timeout)
-        left = self.signal_at() - time.time()
-        if left < _AWAKE and self.all_started():
-            due = min(due, begun + left)
-        patience = max(0.0, due - begun)
-        self.serve(patience)
+        if self.ranks.all_started:
+            due = min(due, start + self.signal_at() - time.time())
+        seconds = max(0.0, due - start)
+        self.serve(seconds)
         self.now = time.monotonic()
         # Time for which we were stopped (Ctrl-Z, a suspended job) does not count. What the ranks
-        # wrote meanwhile may not have been read yet: their silence begins again, also where we
-        # were stopped between two sleeps.
-        if self.now - before - patience > _STOPPED:
+        # wrote meanwhile may not have been read yet: their silence begins again, also if we were
+        # stopped between two sleeps.
+        if self.now - before - seconds > OVERSLEEP_SECONDS:
             self.output.last = self.now
-        stopped = self.now - begun - patience
-        if stopped > _STOPPED:
-            for what in self.at.keys() & {"terminate", "kill"}:
-                self.at[what] += stopped
+        stopped = self.now - start - seconds
+        if stopped > OVERSLEEP_SECONDS:
+            self.deadline += stopped
 
-    def serve(self, patience: float) -> None:
-        for fd, _ in self.poll.poll(1000 * patience):
-            if fd in self.wakes:
+    def serve(self, seconds: float) -> None:
+        for fd, _ in self.poll.poll(1000 * seconds):
+            if fd in self.wake_fds:
                 os.read(fd, 4096)
             else:
-                self.nodes.handle(fd)
+                self.agents.handle(fd)
 
     def wake(self) -> None:
-        """Let the loop look around; called from other threads."""
-        with contextlib.suppress(OSError):  # it is awake already, or has ended
+        """Have the loop look around; called by other threads."""
+        try:
             self.waker.send(b"!")
+        except OSError:
+            return  # it is awake already, or has ended
+
+    # Events.
+
+    def handle(self, event: Event) -> None:
+        """Change the state as the table says, and act."""
+        transition = next_transition(self.state, event)
+        if transition is None:
+            return
+        self.state = transition.state
+        if self.state not in (RunState.RUNNING, RunState.FINISHING, RunState.DONE):
+            self.was_stopped = True
+        if self.state is RunState.SETTLING and not self.evidence.detected_at:
+            self.evidence.detected_at = time.time()
+        if transition.seconds == GRACE:
+            self.deadline = self.now + self.launch.grace
+        elif transition.seconds != UNCHANGED:
+            self.deadline = self.now + transition.seconds
+        for action in transition.actions:
+            self.act(action)
+
+    def act(self, action: Action) -> None:
+        match action:
+            case Action.REQUEST_STACKS:
+                self.request_stacks()
+            case Action.TERMINATE_RANKS:
+                self.terminate_ranks()
+            case Action.KILL_RANKS:
+                self.output.hushes = True
+                self.agents.kill()
+            case Action.SEND_STOP_SIGNAL:
+                self.send_signal(self.end_signal or signal.SIGTERM)
+            case Action.RELEASE_FAILED_RANKS:
+                self.release_failed_ranks()
+            case Action.END_LEFTOVERS:
+                self.agents.end_leftovers()
+            case Action.STOP_LAUNCHER:
+                self.output.hushes = True
+                send(-self.launcher.pid, self.launcher_signal)
+                self.launcher_signal = signal.SIGKILL
 
     def take_reports(self) -> None:
-        for report in self.output.take_reports():
-            what, rank, value = report
-            if what == "taken":
+        """Take what the ranks have reported."""
+        for kind, rank, value in self.output.take_reports():
+            if kind == "taken":
                 self.port_taken = True
-            elif self.status.take(report):
-                if what == "start":
-                    self.nodes.start(rank, value)
-                else:
-                    self.nodes.end(rank)
+            elif kind == "cause":
+                self.ranks.record_cause(rank, value)
+            elif kind == "start" and self.ranks.record_start(rank, value):
+                self.agents.start(rank, value)
+            elif kind == "end" and self.ranks.record_end(rank, value):
+                self.agents.end(rank)
 
-    def take_answers(self) -> None:
-        """Take what agents say: ranks and nodes that are lost, what is left running, stacks."""
-        nodes, say = self.nodes, self.output.say
-        self.take_lost_ranks()
-        silent, nodes.silent = nodes.silent, []
-        if silent:
-            self.facts.silent.update(silent)
-            timeout = self.launch.control.node_timeout
-            self.lose(silent, f"no answer within {timeout} s (EZPZ_NODE_TIMEOUT)")
-        gone, nodes.gone = nodes.gone, []
-        if gone and not (self.launch.on_this_host or self.announced or self.is_told()):
-            self.facts.gone.update(gone)
-            self.at.setdefault("lose the gone", self.now + _GONE)
-        if self.is_due("lose the gone"):
-            # What it left running there no one would end, and no one would report.
-            self.lose(self.facts.gone, "the agent there has ended")
-        while nodes.stacks:
-            self.unanswered -= 1
-            if text := nodes.stacks.pop(0).rstrip():
-                say(f"stacks\n{text}")
-        self.say_what_was_left()
+    def take_agent_reports(self) -> None:
+        """Take what agents report: ranks and nodes that are gone, leftovers, stacks."""
+        agents = self.agents
+        self.lose_ranks(agents.lost_ranks)
+        agents.lost_ranks.clear()
+        if agents.gone_ranks:
+            self.gone_ranks.update(agents.gone_ranks)
+            agents.gone_ranks.clear()
+            self.timers.setdefault(Timer.LOSE_GONE_RANKS, self.now + GONE_SECONDS)
+        unreachable = set(agents.unreachable_nodes)
+        agents.unreachable_nodes.clear()
+        if unreachable:
+            self.evidence.unreachable_nodes |= unreachable
+            seconds = self.launch.control.node_timeout
+            self.lose_nodes(unreachable, f"no answer within {seconds} s (EZPZ_NODE_TIMEOUT)")
+        dead = set(agents.dead_nodes)
+        agents.dead_nodes.clear()
+        expected = self.launch.on_this_host or self.ranks_were_terminated or self.is_stopping()
+        if dead and not expected:
+            self.evidence.dead_agents |= dead
+            self.timers.setdefault(Timer.LOSE_NODES, self.now + DEAD_AGENT_SECONDS)
+        while agents.stacks:
+            self.stack_replies_due -= 1
+            text = agents.stacks.pop(0).rstrip()
+            if text:
+                self.output.say(f"stacks\n{text}")
+        self.report_leftovers()
 
-    def take_lost_ranks(self) -> None:
-        nodes = self.nodes
-        if nodes.unreported:
-            self.at.setdefault("lose the unreported", self.now + _GONE)
-        # Not while our output is not read: their reports may wait behind it.
-        if self.is_due("lose the unreported") and not self.output.is_writing:
-            nodes.lost += nodes.unreported
-            nodes.unreported.clear()
-        while nodes.lost:
-            rank = nodes.lost.pop(0)
-            if self.status.take(("end", rank, 128 + signal.SIGKILL)) and not self.killed:
-                where = self.launch.host_of(rank)
-                self.output.say(f"rank {rank} on {where} is lost: what started it is gone")
-                self.facts.orphans.add(rank)
-
-    def lose(self, nodes: Iterable[int], why: str) -> None:
-        """Take the ranks of these nodes that have not ended for lost."""
-        lost = [rank for rank in self.status.running if rank // self.launch.ppn in nodes]
-        self.on_lost_nodes.update(lost)
-        hosts = list(dict.fromkeys(map(self.launch.host_of, lost)))
-        if lost:
-            self.output.say(f"{_first(hosts)} {'is' if len(hosts) == 1 else 'are'} lost: {why}")
-        for rank in lost:
-            self.status.take(("end", rank, 128 + signal.SIGKILL))
-
-    def say_what_was_left(self) -> None:
-        while self.nodes.left:
+    def report_leftovers(self) -> None:
+        while self.agents.leftovers:
             self.output.say(
-                f"a rank left {self.nodes.left.pop(0)} running; ended, as all of a launch "
+                f"a rank left {self.agents.leftovers.pop(0)} running; ended, as all of a launch "
                 "ends with it but what has no EZPZ_LAUNCH_ID in its environment"
             )
 
-    def hear(self) -> None:
-        if self.is_due("look for a request", again=_ASKED):
-            how_to_end = take_request(self.launch.end_file)
-            self.goes_with_job = self.goes_with_job or how_to_end == "with the job"
-            self.arrived += [signal.SIGTERM] * REQUESTS.get(how_to_end, 0)
-        while self.arrived:
-            number = self.arrived.pop(0)
-            if number in ENDING:
-                # A second Ctrl-C means: now.
-                self.end_within(0.0 if self.told else self.launch.grace)
-                if number == signal.SIGINT and not self.told and self.output.is_a_terminal:
-                    self.by_hand = True
-                    grace = f"{self.launch.grace:g} s"
-                    self.output.say(f"Ctrl-C: the ranks have {grace} to end; a second one kills")
-                self.told = self.told or number
-            self.signal(number)
-        if self.output.nobody_reads and self.told is None:
-            self.told = signal.SIGPIPE
-            self.end_within(self.launch.grace)
-            self.signal(signal.SIGTERM)
-        if self.signal_at() <= time.time() and self.all_started():
+    def take_signals(self) -> None:
+        """Take the signals that have arrived; those that end nothing only reach the ranks."""
+        while self.inbox.arrived:
+            number = self.inbox.arrived.pop(0)
+            if number in STOP_SIGNALS:
+                self.stop(number)
+            else:
+                self.send_signal(number)
+        if self.output.nobody_reads and self.end_signal is None:
+            self.stop(signal.SIGPIPE)
+        if self.ranks.all_started and self.signal_at() <= time.time():
             self.signal_at = lambda: NEVER
             self.output.say("the job's end is near (--signal-before): SIGUSR1 to every rank")
-            self.signal(signal.SIGUSR1)
+            self.send_signal(signal.SIGUSR1)
 
-    def signal(self, number: signal.Signals) -> None:
-        self.nodes.signal(number)
-        if self.nodes.unreached(self.status.running):
-            patience = min(_REACHED, self.launch.grace / 2)
-            self.at.setdefault("forward", self.now + patience)
-            self.forwarded = number
+    def stop(self, number: signal.Signals) -> None:
+        """End the run because of a signal; the second one kills."""
+        if self.end_signal is not None:
+            self.send_signal(number)
+            self.handle(Event.SECOND_STOP_SIGNAL)
+            return
+        self.end_signal = number
+        if number == signal.SIGINT and self.output.is_a_terminal:
+            self.ended_by_hand = True
+            grace = f"{self.launch.grace:g} s"
+            self.output.say(f"Ctrl-C: the ranks have {grace} to end; a second one kills")
+        self.handle(Event.STOP_SIGNAL)
 
-    def decide_to_end(self) -> None:
-        if not self.ending:
-            if self.port_taken:
-                self.end_within(0.0)
-            elif self.status.first_failure and (self.status.all_ended or not self.launch.is_over):
-                self.settle()
-            elif self.launch.is_over and self.launch.is_over():
-                self.at.setdefault("end who stays", self.now + _LINGER)
-                if self.is_due("end who stays") and not self.status.all_ended:
-                    stuck = self.name([*self.status.running, *self.status.unstarted])
-                    self.output.say(f"after {_LINGER:g} s not ended, so killed: {stuck}")
-                    self.end_within(0.0)
-            elif self.launch.idle_timeout and self.is_silent():
-                self.ending = self.facts.hangs = True
-                self.ask_where_they_hang()
-        if "stacks" in self.at and (self.unanswered <= 0 or self.is_due("stacks")):
-            # Those that could not be read print their stacks themselves now.
-            self.at.pop("stacks", None)
-            asked = {rank // self.launch.ppn for rank in self.status.running}
-            self.facts.deaf = asked - self.nodes.answered
-            self.settle()
-
-    def let_the_launcher_end(self) -> None:
-        """See whether it is what is left, and give it some time."""
-        now, status, at = self.now, self.status, self.at
-        # Ranks that have not begun have the same moment to end by themselves.
-        goes_on = status.has_running or (not status.all_ended and "terminate" in at)
-        if status.all_ended and not self.ending and "end the launcher" not in at:
-            self.nodes.end_left()
-            at["end the launcher"] = now + _LINGER
-        if self.ending and not self.killed:
-            if goes_on:
-                at.pop("end the launcher", None)
-            elif "end the launcher" not in at:
-                patience = _LAUNCHER_ENDS if status.all_ended else SETTLE
-                unreached = self.nodes.unreached(status.held)
-                at["end the launcher"] = now + (0.0 if unreached else patience)
-        if self.ending and not goes_on:
-            at.setdefault("release", now)
-
-    def end_within(self, grace: float) -> None:
-        """Let the ranks, which have heard the signal themselves, be killed after a grace."""
-        self.ending = True
-        self.at.pop("terminate", None)
-        self.at["kill"] = min(self.at.get("kill", NEVER), self.now + grace)
-
-    def settle(self) -> None:
-        """Let the ranks end by themselves for a moment; then SIGTERM, then after the grace more."""
-        self.ending = True
-        self.facts.seen = self.facts.seen or time.time()
-        self.at["terminate"] = self.now + SETTLE
-        self.at["kill"] = self.now + SETTLE + self.launch.grace
+    def check_ranks(self) -> None:
+        """Find out what the ranks' states, and their silence, mean for the run."""
+        ranks = self.ranks
+        if self.port_taken:
+            self.handle(Event.PORT_TAKEN)
+        if ranks.all_started:
+            self.handle(Event.ALL_STARTED)
+        if ranks.first_failure and (ranks.all_ended or not self.launch.is_over):
+            self.handle(Event.RANK_FAILED)
+        if self.state in HAS_NOT_STOPPED and self.is_silent():
+            self.handle(Event.SILENCE)
+        if self.state is RunState.DIAGNOSING and self.stack_replies_due <= 0:
+            self.handle(Event.STACKS_RECEIVED)
+        if self.launch.is_over and self.launch.is_over():
+            self.timers.setdefault(Timer.OVERDUE, self.now + OVERDUE_SECONDS)
+        if ranks.all_ended:
+            self.handle(Event.ALL_ENDED)
+        elif ranks.has_running:
+            self.handle(Event.LATE_START)
+        else:
+            self.handle(Event.NONE_RUNS)
 
     def is_silent(self) -> bool:
         idle = self.launch.idle_timeout
-        files = self.launch.control.files
-        if self.status.all_ended:
+        if not idle or self.ranks.all_ended:
             return False
-        if self.now - self.output.last >= idle and files and self.status.has_running:
-            # Of what goes to files we see nothing but their times.
-            age = time.time() - _newest(files, self.status.running)
-            self.output.last = max(self.output.last, self.now - max(age, 0.0))
+        log_dir = self.launch.control.log_dir
+        if self.now - self.output.last >= idle and log_dir and self.ranks.has_running:
+            # Of what goes to files we see their times only.
+            written_at = newest_output(log_dir, self.ranks.all_in(RankState.RUNNING))
+            age = max(0.0, time.time() - written_at)
+            self.output.last = max(self.output.last, self.now - age)
         return self.now - self.output.last >= idle
 
-    def ask_where_they_hang(self) -> None:
-        """Name the ranks that have not ended, and ask them where they are."""
-        running, unstarted = self.status.running, self.status.unstarted
+    def run_due_timers(self) -> None:
+        if self.now >= self.deadline:
+            self.deadline = NEVER
+            if self.state is RunState.DIAGNOSING:
+                self.record_unresponsive_nodes()
+            self.handle(Event.DEADLINE)
+        for timer, due in list(self.timers.items()):
+            if self.now >= due:
+                del self.timers[timer]
+                self.run_timer(timer)
+
+    def run_timer(self, timer: Timer) -> None:
+        match timer:
+            case Timer.REPORT_UNSTARTED:
+                self.report_unstarted()
+            case Timer.CHECK_REQUEST:
+                self.timers[timer] = self.now + REQUEST_SECONDS
+                self.check_request()
+            case Timer.LOSE_NODES:
+                # What it left running there nobody would end, and nobody would report.
+                self.lose_nodes(self.evidence.dead_agents, "the agent there has ended")
+            case Timer.LOSE_GONE_RANKS:
+                self.lose_gone_ranks()
+            case Timer.FORWARD_SIGNAL:
+                self.forward_signal()
+            case Timer.RELEASE:
+                self.release_failed_ranks()
+            case Timer.OVERDUE:
+                if not self.ranks.all_ended and self.state in HAS_NOT_STOPPED:
+                    stuck = self.ranks.all_in(RankState.RUNNING, RankState.UNSTARTED)
+                    seconds = f"{OVERDUE_SECONDS:g} s"
+                    self.output.say(f"after {seconds} not ended, so killed: {self.name(stuck)}")
+                    self.handle(Event.OVERDUE)
+
+    # Actions.
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Signal the ranks; the launcher forwards it to those that no agent reaches in time."""
+        if number == signal.SIGPIPE:
+            number = signal.SIGTERM
+        self.agents.signal(number)
+        self.last_signal = number
+        if self.agents.without_agent(self.ranks.all_in(RankState.RUNNING)):
+            seconds = min(FORWARD_SECONDS, self.launch.grace / 2)
+            self.timers.setdefault(Timer.FORWARD_SIGNAL, self.now + seconds)
+
+    def forward_signal(self) -> None:
+        ranks = self.agents.without_agent(self.ranks.all_in(RankState.RUNNING))
+        if not ranks:
+            return
+        hosts = sorted({self.launch.host_of(rank) for rank in ranks})
+        named = ", ".join(hosts[:4])
+        if len(hosts) > 4:
+            named += " ..."
+        if self.agents.why_none:
+            named += f" ({self.agents.why_none})"
+        self.output.say(
+            f"no agent on {named}: {self.last_signal.name} goes through the launcher, which may "
+            "kill at once"
+        )
+        self.launcher.send_signal(self.last_signal)
+
+    def terminate_ranks(self) -> None:
+        """Send SIGTERM to the ranks that run after another one failed."""
+        self.evidence.exit_statuses = dict(self.ranks.exit_statuses)
+        if self.ranks.has_running:
+            self.ranks_were_terminated = True
+            self.name_failure("; ending the other ranks")
+            self.send_signal(signal.SIGTERM)
+
+    def release_failed_ranks(self) -> None:
+        failed = self.ranks.all_in(RankState.FAILED)
+        if self.ranks.has_running or self.state is not RunState.FINISHING:
+            return
+        for rank in failed:
+            self.agents.release(rank, self.ranks.pids.get(rank, 0))
+        if self.agents.without_agent(failed) and self.launcher_signal == signal.SIGTERM:
+            self.deadline = self.now  # only the launcher can end them
+        if failed:
+            self.timers[Timer.RELEASE] = self.now + RELEASE_SECONDS
+
+    def request_stacks(self) -> None:
+        """Name the ranks that have not ended, and ask their nodes where they are."""
+        self.evidence.hangs = True
+        self.evidence.detected_at = time.time()
+        running = self.ranks.all_in(RankState.RUNNING)
+        unstarted = self.ranks.all_in(RankState.UNSTARTED)
         silence = f"no output for {self.launch.idle_timeout:g} s"
         if unstarted:
             self.output.say(f"{silence}; ranks that never started: {self.name(unstarted)}")
         if running:
             named = self.name(running)
             self.output.say(f"{silence}; ranks that had not ended: {named}; where they are:")
-            self.nodes.ask_stacks(running)
-            self.facts.seen = time.time()
-        self.unanswered = len({rank // self.launch.ppn for rank in running})
-        self.at["stacks"] = self.now + _STACKS
+            self.agents.request_stacks(running)
+        self.stack_replies_due = len({rank // self.launch.ppn for rank in running})
 
-    def act(self) -> None:
-        if self.is_due("terminate"):
-            self.facts.own = dict(self.status.ended)
-            if self.status.has_running:
-                self.announced = True
-                self.say_who_failed("; ending the other ranks")
-                self.signal(signal.SIGTERM)
-        if self.is_due("forward"):
-            self.forward()
-        if self.is_due("kill", again=SETTLE):  # for those that come late
-            self.killed = self.output.hushes = True
-            end = self.at.get("end the launcher", NEVER)
-            self.at["end the launcher"] = min(end, self.now + _KILLED)
-            self.nodes.kill()
-        if self.is_due("name the absent") and self.status.unstarted and not self.ending:
-            absent = self.status.unstarted
+    def record_unresponsive_nodes(self) -> None:
+        running = self.ranks.all_in(RankState.RUNNING)
+        nodes = {rank // self.launch.ppn for rank in running}
+        self.evidence.unresponsive_nodes = nodes - self.agents.nodes_with_stacks
+
+    def report_unstarted(self) -> None:
+        unstarted = self.ranks.all_in(RankState.UNSTARTED)
+        if unstarted and self.state in HAS_NOT_STOPPED:
             self.output.say(
-                f"after {_ABSENT:g} s {len(absent)} of {self.launch.nproc} ranks have not started: "
-                f"{self.name(absent)}"
+                f"after {UNSTARTED_SECONDS:g} s {len(unstarted)} of {self.launch.nproc} ranks have "
+                f"not started: {self.name(unstarted)}"
             )
-        if self.is_due("release", again=_RELEASE):  # the first word may have come too early
-            for rank in () if self.status.has_running else self.status.held:
-                self.nodes.release(rank, self.status.pids.get(rank, 0))
-        if self.is_due("end the launcher", again=_KILLED if self.killed else _LAUNCHER_ENDS):
-            self.output.hushes = True
-            send(-self.process.pid, self.launcher_signal)
-            self.launcher_signal = signal.SIGKILL
 
-    def is_due(self, what: str, again: float = 0.0) -> bool:
-        """Return whether its time has come; it may come again after so many seconds."""
-        if self.now < self.at.get(what, NEVER):
-            return False
-        self.at[what] = self.now + again
-        if not again:
-            del self.at[what]
-        return True
+    def check_request(self) -> None:
+        request = pop_request(self.launch.end_file)
+        if request == "with the job":
+            self.goes_with_job = True
+        self.inbox.arrived.extend([signal.SIGTERM] * REQUESTS.get(request, 0))
 
-    def forward(self) -> None:
-        """Let the launcher pass a signal on to ranks that we do not reach."""
-        lost = self.nodes.unreached(self.status.running)
-        if lost:
-            hosts = sorted({self.launch.host_of(rank) for rank in lost})
-            self.output.say(
-                f"no agent on {', '.join(hosts[:4])}{' ...' * (len(hosts) > 4)}"
-                f"{f' ({self.nodes.why_not})' * bool(self.nodes.why_not)}: "
-                f"{self.forwarded.name} goes through the launcher, which may kill at once"
-            )
-            self.process.send_signal(self.forwarded)
+    def lose_gone_ranks(self) -> None:
+        """Take ranks that are gone for lost, unless their reports have arrived."""
+        if self.output.is_writing:
+            # Nobody reads our output: the reports may wait behind it.
+            self.timers[Timer.LOSE_GONE_RANKS] = self.now + GONE_SECONDS
+            return
+        self.lose_ranks(sorted(self.gone_ranks))
+        self.gone_ranks.clear()
+
+    def lose_ranks(self, ranks: Iterable[int]) -> None:
+        for rank in ranks:
+            if self.ranks.record_loss(rank) and self.state is not RunState.KILLING:
+                where = self.launch.host_of(rank)
+                self.output.say(f"rank {rank} on {where}: lost (its process or its launcher died)")
+                self.evidence.lost_ranks.add(rank)
+
+    def lose_nodes(self, nodes: Iterable[int], why: str) -> None:
+        """Take the ranks of these nodes that have not ended for lost."""
+        running = self.ranks.all_in(RankState.RUNNING)
+        lost = [rank for rank in running if rank // self.launch.ppn in nodes]
+        if not lost:
+            return
+        self.lost_with_node.update(lost)
+        hosts = list(dict.fromkeys(map(self.launch.host_of, lost)))
+        verb = "is" if len(hosts) == 1 else "are"
+        self.output.say(f"{join_names(hosts)} {verb} lost: {why}")
+        for rank in lost:
+            self.ranks.record_loss(rank)
+
+    # The end.
 
     def finish(self) -> None:
-        """Read what is left in the pipes, and see that no rank is left."""
-        # A stopped terminal holds us up as long as no one tells us to end.
-        self.output.drain(_DRAINED, self.is_told)
+        """Read what is left in the pipes, and make sure that no rank is left."""
+        # A stopped terminal holds us up as long as no signal ends us.
+        self.output.drain(DRAIN_SECONDS, self.is_stopping)
         self.take_reports()
-        complete = self.status.all_ended and not self.ending
-        if complete:
-            self.serve(0)  # what agents have said last
-        self.nodes.close(farewell=complete)
-        self.say_what_was_left()
-        if not complete:
-            kill_launcher(self.process.pid, self.launch.control.launch_id)
-            self.output.drain(_DRAINED, self.is_told)
+        was_complete = self.ranks.all_ended and not self.was_stopped
+        if was_complete:
+            self.serve(0)  # what agents have sent last
+        self.agents.close(farewell=was_complete)
+        self.report_leftovers()
+        if not was_complete:
+            kill_launcher(self.launcher.pid, self.launch.control.launch_id)
+            self.output.drain(DRAIN_SECONDS, self.is_stopping)
             self.take_reports()
-        late = next((number for number in self.arrived if number in ENDING), None)
-        self.told = self.told or late
+        self.end_signal = self.end_signal or self.inbox.first_stop_signal()
 
     def outcome(self) -> Outcome:
         if self.port_taken:
-            # Whoever requested this run chooses another, or says so.
-            return Outcome(2, None, self.told, port_taken=True)
-        failure = self.status.first_failure
+            # Whoever requested this run chooses another port, or says so.
+            return Outcome(2, end_signal=self.end_signal, port_taken=True)
+        failure = self.ranks.first_failure
+        exit_status = self.find_exit_status()
+        where = None
         if failure:
-            self.say_who_failed()
-        exit_status = self.exit_status()
-        if failure and self.announced and exit_status == failure[1]:
-            # Launchers say a lot meanwhile; the last line is the one that people read.
-            rank = f"rank {failure[0]} on {self.launch.host_of(failure[0])}"
-            self.output.say(f"exit status {exit_status}, that of {rank}")
-        where = (failure[0], self.launch.host_of(failure[0]), failure[1]) if failure else None
-        self.facts.unstarted = self.status.unstarted
-        failed = exit_status and self.told is None
+            rank, status = failure
+            where = (rank, self.launch.host_of(rank), status)
+            self.name_failure("")
+            if self.ranks_were_terminated and exit_status == status:
+                # Launchers print a lot meanwhile; the last line is the one that people read.
+                self.output.say(f"exit status {exit_status}, that of rank {rank} on {where[1]}")
+        self.evidence.unstarted_ranks = self.ranks.all_in(RankState.UNSTARTED)
+        has_failed = exit_status != 0 and self.end_signal is None
         return Outcome(
-            exit_status, where, self.told, tail=self.output.tail,
-            goes_with_job=self.goes_with_job, facts=self.facts if failed else None,
+            exit_status, where, self.end_signal, tail=self.output.tail,
+            goes_with_job=self.goes_with_job, evidence=self.evidence if has_failed else None,
         )  # fmt: skip
 
-    def exit_status(self) -> int:
+    def find_exit_status(self) -> int:
         """Return the exit status of the launch, and say why, unless it is known already."""
-        status, say, own = self.status, self.output.say, self.process.returncode
-        if self.told is not None:
-            if not self.by_hand:
-                say(f"ended by {self.told.name}")
-            # Who checkpointed says so; the others died of the same signal, or had nothing to save.
-            meant = {0, REQUEUE, 128 + self.told, 128 + signal.SIGTERM}
-            statuses = set(status.ended.values())
-            requeues = REQUEUE in statuses and statuses <= meant
-            return REQUEUE if requeues else 128 + self.told
-        if self.facts.hangs:
+        if self.end_signal is not None:
+            return self.find_status_of_signal(self.end_signal)
+        if self.evidence.hangs:
             return HANG
-        if status.first_failure is not None:
-            return status.first_failure[1]
-        own = 128 - own if own < 0 else own
-        if status.all_ended:
-            if own:
+        if self.ranks.first_failure is not None:
+            return self.ranks.first_failure[1]
+        status = self.launcher.returncode
+        if status < 0:
+            status = 128 - status
+        if self.ranks.all_ended:
+            if status:
                 # Hydra can return 141 under load after ranks that end at once (4 times in 726).
-                say(f"every rank ended with 0; the launcher with {own}, which is not passed on")
+                self.output.say(
+                    f"every rank ended with 0; the launcher with {status}, which is not passed on"
+                )
             return 0
-        silent = [rank for rank in range(self.launch.nproc) if rank not in status.ended]
-        started = "" if status.pids else "; none had started"
-        lost = f"{self.name(silent)}{started}"
-        say(f"the launcher {how(own)}; ranks that did not report their end: {lost}")
-        # Without a word from its ranks even a 0 is no success.
-        return own or 1
+        silent = self.ranks.all_in(RankState.UNSTARTED, RankState.RUNNING)
+        more = "" if self.ranks.pids else "; none had started"
+        self.output.say(
+            f"the launcher {describe_exit_status(status)}; ranks that did not report their end: "
+            f"{self.name(silent)}{more}"
+        )
+        # Without a report of its ranks even a 0 is no success.
+        return status or 1
 
-    def say_who_failed(self, more: str = "") -> None:
-        failure = self.status.first_failure
-        if failure and not self.facts.hangs and self.told is None and not self.said:
-            self.said = True
-            where = f"rank {failure[0]} on {self.launch.host_of(failure[0])}"
-            if failure[0] in self.on_lost_nodes:
-                self.output.say(f"{where} is lost with its node{more}")
-            else:
-                self.output.say(f"{where} {how(failure[1])}, first of all ranks{more}")
+    def find_status_of_signal(self, number: signal.Signals) -> int:
+        if not self.ended_by_hand:
+            self.output.say(f"ended by {number.name}")
+        # Those that checkpointed say so; the others died of the signal, or had nothing to save.
+        statuses = set(self.ranks.exit_statuses.values())
+        expected = {0, REQUEUE, 128 + number, 128 + signal.SIGTERM}
+        if REQUEUE in statuses and statuses <= expected:
+            return REQUEUE
+        return 128 + number
+
+    def name_failure(self, more: str) -> None:
+        """Name the rank that failed first, once."""
+        if self.evidence.hangs or self.end_signal is not None or self.failure_was_named:
+            return
+        if self.ranks.first_failure is None:
+            return
+        self.failure_was_named = True
+        rank, status = self.ranks.first_failure
+        where = f"rank {rank} on {self.launch.host_of(rank)}"
+        if rank in self.lost_with_node:
+            self.output.say(f"{where} is lost with its node{more}")
+        else:
+            self.output.say(f"{where} {describe_exit_status(status)}, first of all ranks{more}")
 
     def name(self, ranks: Sequence[int]) -> str:
-        return _first([f"{rank} on {self.launch.host_of(rank)}" for rank in ranks])
+        return join_names([f"{rank} on {self.launch.host_of(rank)}" for rank in ranks])
 
-    def is_told(self) -> bool:
-        return self.told is not None or bool(self.arrived)
-
-    def all_started(self) -> bool:
-        return len(self.status.pids) == self.launch.nproc
+    def is_stopping(self) -> bool:
+        """Whether a signal ends the run, or is about to."""
+        return self.end_signal is not None or bool(self.inbox.arrived)
 
 
 REQUESTS = {"with grace": 1, "now": 2, "with the job": 1}
-"""How `ezpz kill` on another host may ask us to end, and how many signals that is."""
+"""How `ezpz kill` on another host may request our end, and how many signals that stands for."""
 
 
-def take_request(path: str) -> str:
-    """Return what stands in a file, once; empty where there is none."""
+def pop_request(path: str) -> str:
+    """Read and delete the request file; '' if there is none."""
     try:
         with open(path, encoding="ascii", errors="replace") as file:
             text = file.read(80).strip()
@@ -478,13 +618,15 @@ def take_request(path: str) -> str:
     return text
 
 
-def _first(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return f"{', '.join(names[:_NAMED])}{more}"
+def join_names(names: Sequence[str]) -> str:
+    joined = ", ".join(names[:MAX_NAMED])
+    if len(names) > MAX_NAMED:
+        joined += f" and {len(names) - MAX_NAMED} more"
+    return joined
 
 
-def _newest(folder: str, ranks: Sequence[int]) -> float:
-    """Return when one of these ranks wrote to its files last, in seconds since the epoch."""
+def newest_output(folder: str, ranks: Sequence[int]) -> float:
+    """Return when one of these ranks last wrote to its files, in seconds since the epoch."""
     newest = 0.0
     for rank in ranks:
         for name in (f"rank-{rank}.out", f"rank-{rank}.err"):
@@ -493,63 +635,3 @@ def _newest(folder: str, ranks: Sequence[int]) -> float:
             except OSError:
                 return time.time()
     return newest
-
-
-# Which ranks have started, which have ended, and how.
-
-HANG = 124  # exit status of a launch whose ranks hung: that of timeout(1)
-REQUEUE = 75  # exit status by which a script says: checkpointed, start me again (EX_TEMPFAIL)
-
-
-class Status:
-    """What the reports say so far: each rank's process and, in their order, exit statuses."""
-
-    def __init__(self, nproc: int) -> None:
-        self.nproc = nproc
-        self.pids: dict[int, int] = {}
-        self.ended: dict[int, int] = {}
-        self.first_failure: tuple[int, int] | None = None
-        self._causes: dict[int, int] = {}
-        # Kept, not computed: the run loop asks many times, of up to 120,960 ranks.
-        self._running: dict[int, None] = {}
-
-    def take(self, report: Report) -> bool:
-        """Take a report in; return whether it is a new start or end (each comes twice)."""
-        what, rank, value = report
-        if what == "cause":
-            if value < self.nproc:
-                self._causes[rank] = value
-            return False
-        table = self.pids if what == "start" else self.ended
-        if rank in table or rank >= self.nproc:
-            return False
-        table[rank] = value
-        if what != "start":
-            self._running.pop(rank, None)
-            if value and self.first_failure is None:
-                # Who leaves because of another may be quicker, and ends with its status.
-                self.first_failure = (self._causes.get(rank, rank), value)
-        elif rank not in self.ended:
-            self._running[rank] = None
-        return True
-
-    @property
-    def has_running(self) -> bool:
-        return bool(self._running)
-
-    @property
-    def running(self) -> list[int]:
-        return sorted(self._running)
-
-    @property
-    def held(self) -> list[int]:
-        """Ranks that failed, and whose shims wait to be released."""
-        return [rank for rank, status in self.ended.items() if status]
-
-    @property
-    def unstarted(self) -> list[int]:
-        return [r for r in range(self.nproc) if r not in self.pids and r not in self.ended]
-
-    @property
-    def all_ended(self) -> bool:
-        return len(self.ended) == self.nproc

@@ -11,7 +11,7 @@ from _queue import SimpleQueue
 from collections.abc import Callable
 from typing import IO
 
-from ezpz_launch._run.rank_output import write
+from ezpz_launch._run.rank_main import write
 
 # What the ranks' shims report, told apart from what the ranks themselves write.
 

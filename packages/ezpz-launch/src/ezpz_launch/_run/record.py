@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from ezpz_launch._errors import LaunchError, say
 from ezpz_launch._plan.plan import LaunchPlan, wrapped
-from ezpz_launch._run.agent import birth_of, is_running
-from ezpz_launch._run.launch import Outcome, how
+from ezpz_launch._run.launch import Outcome, describe_exit_status
+from ezpz_launch._run.processes import birth_of, is_running
 from ezpz_launch._version import __version__
 from ezpz_topo import Allocation, fold_nodelist, get_hostname, same_host
 
@@ -296,7 +296,7 @@ def _first(failure: tuple[int, str, int] | None) -> dict[str, object] | None:
     if failure is None:
         return None
     rank, host, status = failure
-    return {"rank": rank, "host": host, "status": status, "how": how(status)}
+    return {"rank": rank, "host": host, "status": status, "how": describe_exit_status(status)}
 
 
 def read_progress(path: str) -> int | None:

@@ -13,7 +13,7 @@ from . import PROGRAMS, Kind
 if TYPE_CHECKING:
     from ezpz_launch._plan.plan import LaunchPlan
 
-SPAWN = os.path.join(PROGRAMS, "rank_output.py")
+SPAWN = os.path.join(PROGRAMS, "spawn.py")
 
 
 class Spawn(Kind):
@@ -34,7 +34,7 @@ class Spawn(Kind):
                 "expected -N 1 here, or another --launcher"
             )
         # Neither the user's site packages nor PYTHON variables: it needs none, and starts sooner.
-        words = [plan.launcher.path, "-I", "-S", SPAWN, "-n", str(plan.nproc)]
+        words = [plan.launcher.path, "-I", "-S", SPAWN, str(plan.nproc)]
         return [*words, *plan.launcher_args, *self.shim(plan)]
 
 

@@ -6,23 +6,34 @@ import shutil
 import signal
 import subprocess
 import sys
-import sysconfig
 import time
 from pathlib import Path
 
 import pytest
 
-import ezpz_launch._run.agent as module
-from ezpz_launch._run.agent import Ranks, is_running
+from ezpz_launch._run import processes, stacks
+from ezpz_launch._run.launch import PROGRAMS, Control
+from ezpz_launch._run.node_ranks import NodeRanks
+from ezpz_launch._run.processes import (
+    arguments_of,
+    children_of,
+    is_running,
+    other_environments,
+)
+from ezpz_launch._run.stacks import dump_stacks, find_py_spy, find_python_processes
 
 ID = f"agent-test.{os.getpid()}"  # a session beside this one must not meet ours
-PUMP = str(Path(module.__file__).with_name("rank_output.py"))
+RANK_MAIN = [sys.executable, "-I", "-S", os.path.join(PROGRAMS, "rank_main.py")]
+VARIABLES = {
+    "RANK": "0", "LOCAL_RANK": "0", "NODE_RANK": "0", "LOCAL_WORLD_SIZE": "2",
+    "EZPZ_LAUNCHER": "slurm", "EZPZ_CONTROL": Control(ID, 0).to_text(),
+}  # fmt: skip
 ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has /proc")
 
 
 @pytest.fixture
 def ranks():
-    return Ranks(ID)
+    return NodeRanks(ID)
 
 
 # signals
@@ -57,19 +68,19 @@ def test_sigusr1_waits_for_who_would_only_die_of_it(process, rank, ranks, until,
     imports = f"until [ -e {tmp_path}/go ]; do sleep 0.05; done"
     listens = "trap 'echo heard' USR1; echo ready; while :; do sleep 0.05; done"
     command = ["sh", "-c", f"{imports}; {listens}"]
-    shim = process("sh", "-c", 'trap : USR1; sh -c "$1"; :', "", command[2], stdout=-1)
+    shim = process(*RANK_MAIN, *command, stdout=-1, stderr=-3, env={**os.environ, **VARIABLES})
     other = rank(process_group=shim.pid)  # as with srun
     # Until it runs its own program, a child of a shell has that shell's handlers.
-    until(lambda: [module._words(pid) for pid in module._children_of(shim.pid)] == [command])
+    until(lambda: [arguments_of(pid) for pid in children_of(shim.pid)] == [command])
     for number, child in enumerate((shim, other)):
         ranks.start(number, child.pid)
     ranks.signal(signal.SIGUSR1)
     assert other.stdout.readline() == b"heard\n"
-    ranks.lost()
+    ranks.signal_again()
     (tmp_path / "go").touch()
     assert shim.stdout.readline() == b"ready\n"
     for _ in range(2):
-        ranks.lost()
+        ranks.signal_again()
     assert shim.stdout.readline() == b"heard\n"
     ranks.kill()
     assert [child.communicate()[0] for child in (shim, other)] == [b"", b""]
@@ -89,7 +100,7 @@ def test_another_process_of_that_number_is_not_signalled(process, ranks):
     gone.wait()
     ranks.start(0, child.pid)
     ranks.start(1, gone.pid)
-    ranks._born[child.pid] = "1"  # as if that rank had been born at another time
+    ranks._births[child.pid] = "1"  # as if that rank had been born at another time
     ranks.signal(signal.SIGKILL)
     ranks.release(child.pid)
     ranks.kill()
@@ -117,7 +128,7 @@ def test_a_program_that_starts_another_in_its_place_is_found_each_time(process, 
     again = process("sh", str(script), env={"EZPZ_LAUNCH_ID": ID})
     bare, began = process("sleep", "600", env={}), time.monotonic()
     for _ in range(100):
-        found = dict(module._environments())
+        found = dict(other_environments())
         assert found[again.pid].get(b"EZPZ_LAUNCH_ID") == ID.encode()
         assert not any(found[bare.pid])
     assert time.monotonic() - began < 50, "one that stays empty is not waited for: each look, 1 s"
@@ -154,20 +165,7 @@ def test_is_running(process, until, tmp_path):
     assert [is_running(pid) for pid in (waited_for.pid, named.pid, os.getpid())] == [0, 1, 1]
 
 
-# ranks that are lost
-
-
-@pytest.fixture
-def shim(rank):
-    """Start a shell that stays, as the rank shim does, and goes on after its command."""
-    if sys.platform != "linux":
-        pytest.skip("only Linux has /proc")
-
-    def start(script="echo ready; sleep 600", number=0, then="true", **options):
-        env = {"EZPZ_LAUNCH_ID": ID, "EZPZ_RANK": str(number)}
-        return rank("sh", "-c", f"(exec sh -c '{script}; :'); {then}", env=env, **options)
-
-    return start
+# ranks that are gone
 
 
 def kill_and_reap(child):
@@ -175,37 +173,34 @@ def kill_and_reap(child):
     child.wait()
 
 
-def test_a_shim_that_was_killed_before_its_command_was_seen(shim, ranks):
-    child, other = shim(number=1), shim(number=11)
-    ranks.start(1, child.pid)
-    ranks.start(11, other.pid)
-    kill_and_reap(child)
-    # the first time it may just be ending
-    assert [ranks.lost() for _ in range(4)] == [[], [1], [], []]
+@ON_LINUX
+def test_a_rank_is_lost_with_what_started_it_and_gone_with_its_process(process, ranks):
+    script = "sleep 600 >&2 & echo $!; wait"
+    launcher = process("sh", "-c", script, stdout=-1)
+    orphan = int(launcher.stdout.readline())
+    other, ended = process("sleep", "600"), process("sleep", "600")
+    for rank, pid in enumerate([orphan, other.pid, ended.pid]):
+        ranks.start(rank, pid)
+    assert ranks.look() == ([], [])
+    ranks.end(2)
+    kill_and_reap(ended)
+    assert ranks.look() == ([], []), "its end was reported"
+    kill_and_reap(launcher)
+    assert [ranks.look(), ranks.look()] == [([0], []), ([], [])]
+    kill_and_reap(other)
+    assert [ranks.look(), ranks.look()] == [([], [1]), ([], [])]
 
 
-def test_a_rank_whose_shim_waits_to_be_released_is_not_lost(shim, ranks):
-    child = shim("echo ready", then="echo ended; sleep 600; true")
-    ranks.start(0, child.pid)
-    assert child.stdout.readline() == b"ended\n"
-    assert ranks.lost() == []
-    ranks.end(0)
-    kill_and_reap(child)
-    assert [ranks.lost(), ranks.lost()] == [[], []]
-
-
-def test_what_a_shim_runs_before_the_command_is_not_taken_for_it(shim, ranks, until):
-    # as `uname -n` is, of --prefix
-    child = shim("echo ready; read line", then="echo next; sleep 600; true", stdin=-1)
-    ranks.start(0, child.pid)
-    assert ranks.lost() == []
-    child.stdin.write(b"\n")
-    child.stdin.flush()
-    assert child.stdout.readline() == b"next\n"
-    until(lambda: [module._words(pid)[:1] for pid in module._children_of(child.pid)] == [["sleep"]])
-    assert ranks.lost() == []
-    kill_and_reap(child)
-    until(ranks.lost)
+@ON_LINUX
+def test_a_rank_whose_command_goes_on_without_it_is_lost(process, ranks, until):
+    main = process("sh", "-c", "sleep 600; true")
+    until(lambda: children_of(main.pid))
+    ranks.start(0, main.pid)
+    assert ranks.look() == ([], [])
+    assert len(ranks.end_fds) == 1
+    kill_and_reap(main)
+    assert [ranks.look(), ranks.look()] == [([0], []), ([], [])]
+    assert ranks.end_fds == []
 
 
 # where ranks hang
@@ -231,7 +226,7 @@ def hang(tmp_path):
 
 @pytest.fixture
 def py_spy(process):
-    path = module.find_py_spy(os.environ["PATH"], sysconfig.get_path("scripts"))
+    path = find_py_spy()
     if path is None:
         pytest.skip("no py-spy here: pip install py-spy")
     pid = str(process(sys.executable, "-c", "import time; time.sleep(600)").pid)
@@ -258,19 +253,10 @@ def hanging(process, until, tmp_path):
     return start
 
 
-LOADED = "import sys; sys.path.append(sys.argv[1]); import rank_output as r; r.main(sys.argv[2:])"
-
-
-@pytest.mark.parametrize(("script", "between"), [
-    ('"$@"', []),
-    ('(exec "$@")', [PUMP, "0", "h", "--prefix", "--"]),
-    ('"$@"', ["-c", LOADED, os.path.dirname(PUMP), "0", "h", "--"]),
-], ids=["alone", "pump", "loaded pump"])  # fmt: skip
-def test_the_training_below_the_shim(hanging, hang, script, between):
-    pump = [sys.executable, "-I", "-S", *between] if between else []
-    pid = hanging(script, *pump, *hang, "rank_output.py")
-    ((found,), deeper) = module.python_processes(pid)
-    assert (module._words(found), deeper) == ([*hang, "rank_output.py"], [])
+def test_the_training_below_a_rank_s_process(hanging, hang):
+    pid = hanging('"$@"', *hang, "other.py")
+    ((found,), workers) = find_python_processes(pid)
+    assert (arguments_of(found), workers) == ([*hang, "other.py"], [])
 
 
 PARENT = """
@@ -300,11 +286,11 @@ def test_a_few_workers_come_after_their_parent(hanging, tmp_path, py_spy):
     script.write_text(PARENT)
     words = [sys.executable, str(script), str(tmp_path)]
     pid = hanging('"$@"', *words, started=("0", "1", "2", "3", "4", "5", "9", "main"))
-    (first,), others = module.python_processes(pid)
-    assert module._words(first) == words
+    (first,), others = find_python_processes(pid)
+    assert arguments_of(first) == words
     assert len(others) == 4
-    assert all("spawn_main" in " ".join(module._words(other)) for other in others)
-    text = module.dump(pid, py_spy, bound=60)
+    assert all("spawn_main" in " ".join(arguments_of(other)) for other in others)
+    text = dump_stacks(pid, py_spy, 60)
     assert (text.count("rank's process"), text.count("    rest (")) == (5, 5)
 
 
@@ -316,7 +302,7 @@ def test_a_training_process_that_renamed_itself(hanging, tmp_path):
         "pathlib.Path(sys.argv[1]).touch(); time.sleep(600)"
     )
     pid = hanging('"$@"', sys.executable, "-c", code, tmp_path / "on")
-    (found,), _ = module.python_processes(pid)
+    (found,), _ = find_python_processes(pid)
     assert Path(f"/proc/{found}/comm").read_text() == "pt) main\n"
 
 
@@ -324,26 +310,26 @@ def test_a_training_process_that_renamed_itself(hanging, tmp_path):
 @pytest.mark.skipif(shutil.which("ps") is None, reason="no ps here")
 def test_ps_tells_the_same_as_proc(hanging, hang, monkeypatch):
     pid = hanging('"$@"', *hang)
-    ((found,), _) = by_proc = module.python_processes(pid)
-    words = module._words(found)
+    ((found,), _) = by_proc = find_python_processes(pid)
+    words = arguments_of(found)
     for name in ("exists", "isdir"):  # as where there is no /proc
-        monkeypatch.setattr(module.os.path, name, lambda _: False)
-    monkeypatch.setattr(module, "_read", lambda *_: b"")
-    assert module._words(found) == words
-    assert module.python_processes(pid) == by_proc
+        monkeypatch.setattr(processes.os.path, name, lambda _: False)
+    monkeypatch.setattr(processes, "_read", lambda *_: b"")
+    assert arguments_of(found) == words
+    assert find_python_processes(pid) == by_proc
 
 
 def test_the_dump_names_function_and_line_in_text(hanging, hang, py_spy):
     pid = hanging('"$@"', *hang, "\x1b[31m", "x" * 5000)
-    ((found,), _) = module.python_processes(pid)
-    text = module.dump(pid, py_spy, bound=60)
+    ((found,), _) = find_python_processes(pid)
+    text = dump_stacks(pid, py_spy, 60)
     heading, second = text.splitlines()[:2]
     assert heading.startswith(f"rank's process {found}: {hang[0]}")
     assert heading.isprintable()
     assert len(heading) < 260
     assert second.startswith("Python")
     assert f"waits_for_ever (train.py:{LINE})" in text
-    assert module.python_processes(pid)[0] == [found], "it goes on afterwards"
+    assert find_python_processes(pid)[0] == [found], "it goes on afterwards"
 
 
 REFUSED = {
@@ -358,27 +344,31 @@ def test_no_dump_without_a_python_process_or_a_py_spy_that_works(
     *, hanging, hang, program, tmp_path, py_spy
 ):
     pid = hanging('touch "$1"; sleep 600', tmp_path / "other", started=("other",))
-    assert module.python_processes(pid) == ([], [])
-    assert module.dump(pid, py_spy, bound=1.0) is None
+    assert find_python_processes(pid) == ([], [])
+    assert dump_stacks(pid, py_spy, 1.0) is None
     pid = hanging('"$@"', *hang)
-    for path in (*(program(how, line) for how, line in REFUSED.items()), "/absent/py-spy", None):
-        assert module.dump(pid, path, bound=1.0) is None, path
-        assert len(module.python_processes(pid)[0]) == 1
+    for path in (*(program(how, line) for how, line in REFUSED.items()), "/absent/py-spy"):
+        assert dump_stacks(pid, path, 1.0) is None, path
+        assert len(find_python_processes(pid)[0]) == 1
 
 
-def test_without_py_spy_the_training_tells_by_itself(hanging, hang, tmp_path, monkeypatch, ranks):
-    monkeypatch.setattr(module, "find_py_spy", lambda *_: None)
+def test_without_py_spy_the_training_tells_by_itself(hanging, hang, tmp_path, monkeypatch):
+    monkeypatch.setattr(stacks, "find_py_spy", lambda: None)
     with open(tmp_path / "err", "wb") as err:
         env = {**os.environ, "PYTHONFAULTHANDLER": "1"}
-        ranks.start(3, shim := hanging('"$@"', *hang, stderr=err, env=env))
-    assert ranks.stacks([2, 3]) == ""
+        shim = hanging('"$@"', *hang, stderr=err, env=env)
+    assert stacks.read_stacks({3: shim}) == ""
     with contextlib.suppress(ChildProcessError):
         os.waitid(os.P_PID, shim, os.WEXITED | os.WNOWAIT)
     assert f'train.py", line {LINE} in waits_for_ever' in (tmp_path / "err").read_text()
 
 
-def test_py_spy_is_found_on_path_then_beside(program, tmp_path):
+def test_py_spy_is_found_on_path_then_beside_python(program, tmp_path, monkeypatch):
     on_path, beside = program("path/py-spy"), program("beside/py-spy")
-    assert module.find_py_spy(f"/absent:{tmp_path}/path", f"{tmp_path}/beside") == on_path
-    assert module.find_py_spy("", f"{tmp_path}/beside") == beside
-    assert module.find_py_spy("/absent:", "") is None
+    monkeypatch.setattr(sys, "executable", f"{tmp_path}/beside/python")
+    monkeypatch.setenv("PATH", f"/absent:{tmp_path}/path")
+    assert find_py_spy() == on_path
+    monkeypatch.setenv("PATH", "")
+    assert find_py_spy() == beside
+    monkeypatch.setattr(sys, "executable", "/absent/python")
+    assert find_py_spy() is None

@@ -1,6 +1,7 @@
-"""The pump, as the rank shim starts it and as the smallest launcher: around real commands."""
+"""What runs a rank's command and passes its output on: around real commands."""
 
 import os
+import re
 import select
 import signal
 import subprocess
@@ -10,40 +11,53 @@ from pathlib import Path
 
 import pytest
 
-from ezpz_launch._plan.launchers.spawn import SPAWN
-from ezpz_launch._run.agent import is_running
+from ezpz_launch._run.launch import PROGRAMS, Control
 
 # It is a program, never imported here.
-PUMP = [sys.executable, "-I", "-S", SPAWN, "3", "nid01"]
+RANK_MAIN = os.path.join(PROGRAMS, "rank_main.py")
 HEAD = b"[3@nid01] "
+REPORT = re.compile(rb"\x1etest.0 [^\x1f]*\x1f\n")
 
 ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells or does this")
 
 
-def words_of(*command, options=("--prefix",)):
-    return [*PUMP, *options, "--", *command]
+def environment(**control):
+    """What the shim exports for a rank, and what ezpz-launch hands to it."""
+    given = Control("main-test.0", hold_seconds=0, **control)
+    rank = {"RANK": "3", "LOCAL_RANK": "3", "NODE_RANK": "0", "LOCAL_WORLD_SIZE": "4"}
+    place = {"EZPZ_LAUNCHER": "slurm", "SLURMD_NODENAME": "nid01"}
+    return {**rank, **place, "EZPZ_CONTROL": given.to_text()}
 
 
-def run(*words, **kwargs):
-    return subprocess.run(words, capture_output=True, check=False, **kwargs)
+def words_of(*command):
+    return [sys.executable, "-I", "-S", RANK_MAIN, *command]
 
 
-def pump(*command, options=("--prefix",), **kwargs):
-    return run(*words_of(*command, options=options), **kwargs)
-
-
-def python(code, *words):
-    return (sys.executable, "-c", code, *words)
+def pump(*command, control=None, env=None, **kwargs):
+    """Run the command as rank 3, with a prefix unless told otherwise; return how it ended."""
+    variables = environment(**(control or {"prefix": True}))
+    done = subprocess.run(
+        words_of(*command), env={**(os.environ if env is None else env), **variables},
+        capture_output=True, check=False, **kwargs,
+    )  # fmt: skip
+    done.stderr = REPORT.sub(b"", done.stderr)
+    return done
 
 
 @pytest.fixture
 def running(process):
-    """Start the pump in a process group of its own, which is killed at the end."""
+    """Start the command as rank 3 in a process group of its own, which is killed at the end."""
 
-    def start(*command, options=("--prefix",), **kwargs):
-        return process(*words_of(*command, options=options), stdout=-1, **kwargs)
+    def start(*command, control=None, **kwargs):
+        variables = environment(**(control or {"prefix": True}))
+        env = {**os.environ, **variables}
+        return process(*words_of(*command), stdout=-1, env=env, **kwargs)
 
     return start
+
+
+def python(code, *words):
+    return (sys.executable, "-c", code, *words)
 
 
 def text_until(stream, end):
@@ -140,7 +154,9 @@ def test_files_hold_the_exact_bytes(tmp_path):
         "os.write(2, b'\\xff no end')"
     )
     folder = tmp_path / "logs"
-    done = pump(*python(code, str(tmp_path / "sent")), options=["--files", str(folder)])
+    done = pump(
+        *python(code, str(tmp_path / "sent")), control={"log_dir": str(folder), "tee": True}
+    )
     sent = (tmp_path / "sent").read_bytes()
     assert len(sent) == 10 << 20
     assert done.stdout == sent
@@ -152,14 +168,14 @@ def test_files_hold_the_exact_bytes(tmp_path):
 def test_a_full_disk_is_said_once_and_harms_nobody(tmp_path):
     (tmp_path / "rank-3.out").symlink_to("/dev/full")
     code = "import os, time\nfor n in range(5): os.write(1, b'%d\\n' % n); time.sleep(0.02)"
-    done = pump(*python(code), options=["--files", str(tmp_path)])
+    done = pump(*python(code), control={"log_dir": str(tmp_path), "tee": True})
     assert (done.returncode, done.stdout) == (0, b"0\n1\n2\n3\n4\n")
     assert done.stderr.count(b"rank-3.out: got No space left on device on writing") == 1
 
 
 def test_a_terminal_that_is_gone_does_not_stop_the_command(running, tmp_path):
     code = "import sys; sys.stdout.buffer.write(b'line\\n' * 200000); sys.exit(5)"
-    pump = running(*python(code), options=["--prefix", "--files", str(tmp_path)])
+    pump = running(*python(code), control={"log_dir": str(tmp_path), "prefix": True, "tee": True})
     pump.stdout.close()
     assert pump.wait() == 5
     assert (tmp_path / "rank-3.out").read_bytes() == b"line\n" * 200000
@@ -188,7 +204,7 @@ def test_a_child_that_keeps_the_pipe_open_is_not_waited_for(running, leftover):
 
 def test_output_written_last_is_not_lost_to_a_slow_reader(running):
     code = "import os; os.write(1, b'line\\n' * 12000)"  # what a pipe holds
-    pump = running(*python(code), options=[])
+    pump = running(*python(code), control={"whole_lines": True})
     time.sleep(1.5)  # longer than what is waited for after the command's end
     assert pump.stdout.read() == b"line\n" * 12000
     assert pump.wait() == 0
@@ -232,26 +248,20 @@ def test_what_was_ignored_stays_ignored_and_nothing_else(ignored):
             action = signal.SIG_IGN if name in ignored else signal.SIG_DFL  # not as under nohup
             signal.signal(signal.Signals[name], action)
 
-    done = pump(*python(SHOW), options=[], preexec_fn=ignore)
+    done = pump(*python(SHOW), control={"whole_lines": True}, preexec_fn=ignore)
     assert done.stdout.decode() == f"{ignored}\n[]\n"
-
-
-@ON_LINUX
-def test_a_killed_pump_takes_the_command_with_it(running, until):
-    code = "import os, time; os.write(1, b'%d\\n' % os.getpid()); time.sleep(600)"
-    pump = running(*python(code))
-    pid = int(text_until(pump.stdout, b"\n").removeprefix(HEAD))
-    pump.kill()
-    until(lambda: not is_running(pid))
 
 
 # the command
 
 
 def test_words_and_standard_input_are_untouched():
-    assert pump("cat", options=[], input=b"\0words\n").stdout == b"\0words\n"
+    assert pump("cat", control={"whole_lines": True}, input=b"\0words\n").stdout == b"\0words\n"
     words = [b"a b", b"", b"$(exit 3)", b"it's", b'"', b"new\nline", b"--", b"*", b"\xff\xfe"]
-    assert pump("printf", r"%s\0", *words, options=[]).stdout.split(b"\0")[:-1] == words
+    assert (
+        pump("printf", r"%s\0", *words, control={"whole_lines": True}).stdout.split(b"\0")[:-1]
+        == words
+    )
 
 
 @ON_LINUX
@@ -259,8 +269,12 @@ def test_words_and_standard_input_are_untouched():
 def test_the_environment_is_untouched(more):
     # Python itself sets LC_CTYPE where no locale is
     env = {"PATH": os.environ["PATH"], **more}
-    out = pump("env", "-0", options=[], env=env).stdout.decode()
-    assert dict(pair.split("=", 1) for pair in out.split("\0")[:-1]) == env
+    out = pump("env", "-0", control={"whole_lines": True}, env=env).stdout.decode()
+    seen = dict(pair.split("=", 1) for pair in out.split("\0")[:-1])
+    ours = {"TORCHELASTIC_RESTART_COUNT", *environment()}
+    left = {name: value for name, value in seen.items() if name not in ours}
+    assert {name: left[name] for name in left if not name.startswith("EZPZ_")} == env
+    assert "EZPZ_CONTROL" not in seen
 
 
 @pytest.mark.parametrize(("name", "status", "message"), [
@@ -269,7 +283,7 @@ def test_the_environment_is_untouched(more):
 ])  # fmt: skip
 def test_a_command_that_cannot_be_run(tmp_path, name, status, message):
     (tmp_path / "plain").write_text("text")
-    done = pump(name, cwd=tmp_path, options=[])
+    done = pump(name, cwd=tmp_path, control={"whole_lines": True})
     assert (done.returncode, done.stdout) == (status, b"")
     assert done.stderr.decode().startswith(f"ezpz-launch: rank 3 on nid01: {message}")
     assert len(done.stderr.splitlines()) == 1
@@ -277,54 +291,9 @@ def test_a_command_that_cannot_be_run(tmp_path, name, status, message):
 
 def test_it_imports_next_to_nothing():
     code = (
-        "import os, sys; sys.path.append(os.path.dirname(sys.argv[1])); import rank_output\n"
-        "heavy = {'signal', 'enum', 're', 'typing', 'collections', 'subprocess', 'selectors'}\n"
+        "import os, sys; sys.path.append(os.path.dirname(sys.argv[1])); import rank_main\n"
+        "heavy = {'signal', 'enum', 're', 'json', 'typing', 'collections', 'subprocess'}\n"
         "print(heavy & set(sys.modules))"
     )
-    assert run(sys.executable, "-I", "-S", "-c", code, SPAWN).stdout == b"set()\n"
-
-
-# several ranks of this host
-
-
-SPAWNER = [*PUMP[:4], "-n"]
-
-
-def spawned(size, *command):
-    return run(*SPAWNER, str(size), *command)
-
-
-def test_each_rank_knows_its_place_and_has_none_of_our_files():
-    code = (
-        "import os; env = os.environ; open_ = [fd for fd in range(3, 60) if "
-        "os.path.exists(f'/proc/self/fd/{fd}')]\n"
-        "print(env['EZPZ_SPAWN_RANK'], env['EZPZ_SPAWN_SIZE'], os.getpgrp() == os.getpid(), open_)"
-    )
-    done = spawned(3, sys.executable, "-I", "-S", "-c", code)
-    assert sorted(done.stdout.decode().splitlines()) == [f"{n} 3 True []" for n in range(3)]
-    assert (done.returncode, done.stderr) == (0, b"")
-
-
-@pytest.mark.parametrize(
-    ("script", "status"),
-    [
-        ("exit 0", 0),
-        ("exit $EZPZ_SPAWN_RANK", 2),
-        ("[ $EZPZ_SPAWN_RANK = 1 ] && kill -9 $$; exit 3", 137),
-        ("exec no-such-program 2>&-", 127),
-    ],
-)
-def test_the_largest_exit_status(script, status):
-    assert spawned(3, "sh", "-c", script).returncode == status
-
-
-def test_sigterm_reaches_every_rank_and_what_it_started(process, until):
-    script = "trap 'echo bye; exit 9' TERM; sleep 600 & echo $!; wait"
-    spawner = process(*SPAWNER, "2", "sh", "-c", script, stdout=-1)
-    pids = [int(spawner.stdout.readline()) for _ in range(2)]
-    # a shell's child hears nothing until it has become its program
-    until(lambda: all(Path(f"/proc/{pid}/comm").read_text() == "sleep\n" for pid in pids))
-    spawner.terminate()
-    assert spawner.stdout.read() == b"bye\n" * 2
-    assert spawner.wait() == 9
-    until(lambda: not any(map(is_running, pids)))
+    words = [sys.executable, "-I", "-S", "-c", code, RANK_MAIN]
+    assert subprocess.run(words, capture_output=True, check=True).stdout == b"set()\n"
