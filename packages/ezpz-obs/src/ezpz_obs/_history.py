@@ -398,7 +398,7 @@ class History:
             self._warn_if_not_finite(record)
 
     def _warn_if_not_finite(self, record: Mapping[str, Any]) -> None:
-        """Warn once of each metric that is not finite: here, and on rank 0 on any rank."""
+        """Warn once of each metric of this rank, on rank 0 of any rank, that is not finite."""
         for name, value in record.items():
             if not isinstance(value, float) or math.isfinite(value):
                 continue
