@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -123,7 +124,8 @@ def _last_rank(folder: str, *, trace: bool) -> tuple[Files, int]:
             PMI_RANK=str(rank), PMI_SIZE=str(_RANKS), MPI_LOCALRANKID=str(rank),
             MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
         )  # fmt: skip
-        env[VARIABLE] = CONTROL._replace(where=(), device_type="", devices=0).value()
+        alone = replace(CONTROL, addresses=(), device_type="", devices=0)
+        env[VARIABLE] = alone.to_text()
         env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
         ranks.append(env)
     words = ["sh", SHIM, "pmi", str(_RANKS), str(_RANKS), "PMI_RANK", "PMI_SIZE"]

@@ -1,4 +1,4 @@
-"""What a rank starts with: the shim's time, its processes, and what it reports."""
+"""What a rank starts with: the time of our programs, their processes, and what they report."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import math
 import resource
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from ezpz_launch._plan.plan import SHIM
@@ -22,7 +24,7 @@ CONTROL = Control(
     "20260101T000000000001Z-12345-abcdef.0", 30.0, ("10.0.0.1:40000",), "a" * 64,
     device_type="xpu", devices=PER_NODE, job_id="1234567.aurora-pbs-0001",
 )  # fmt: skip
-"""Such as ezpz-launch gives its shims on several hosts of a machine with twelve devices a node."""
+"""Such as ezpz-launch gives its ranks on several hosts of a machine with twelve devices a node."""
 
 
 def shim(runs: int) -> Iterator[Found]:
@@ -42,7 +44,8 @@ def shim(runs: int) -> Iterator[Found]:
     bare = sampled([sizes[0]], runs, lambda size: cpu(["true"], size))[sizes[0]]
     points = sampled(sizes, runs, lambda size: cpu(_words(size), size))
     own = {size: [sample - min(bare) for sample in some] for size, some in points.items()}
-    yield Curve("start", "the rank shim, CPU time beyond the command's", "ms", "ranks", "measured",
+    name = "the rank shim and rank_main.py, CPU time beyond the command's"
+    yield Curve("start", name, "ms", "ranks", "measured",
                 own, 0, "of a shell on this machine")  # fmt: skip
     if STRACE is None:
         yield Absent("start", "processes of the rank shim", MISSING)
@@ -53,16 +56,18 @@ def shim(runs: int) -> Iterator[Found]:
     }
     yield Curve("start", "processes that the rank shim starts, beside the command", "processes",
                 "ranks", "counted", {size: [forks] for size, (forks, _) in counts.items()}, 0,
-                "a subshell, which becomes the command")  # fmt: skip
-    # The agent of a node is started by its first rank's shim: here `true` in its place.
-    first = {**_place(PER_NODE), "PMI_RANK": "0", "MPI_LOCALRANKID": "0"}
-    first[VARIABLE] = first[VARIABLE].replace(sys.executable, "/bin/true", 1)
-    forks, _ = _count(traced(_words(PER_NODE), "fork,vfork,clone,clone3,execve", first))
+                "the command, forked by what the shim becomes")  # fmt: skip
+    # The agent of a node is started by its first rank: here a program that does nothing.
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "agent.py").touch()
+        control = replace(CONTROL, programs=folder).to_text()
+        first = {**_place(PER_NODE), "PMI_RANK": "0", "MPI_LOCALRANKID": "0", VARIABLE: control}
+        forks, _ = _count(traced(_words(PER_NODE), "fork,vfork,clone,clone3,execve", first))
     yield Fact("start", "the same on a node's first rank", forks, "processes", "counted",
                "its node's agent is one, a Python of the standard library alone")  # fmt: skip
     written = traced(_words(RANKS), "write", _place(RANKS))
     size = sum(int(match[3]) for line in written if (match := done(line)))
-    yield Fact("start", "reports of a rank's shim on standard error", size, "bytes", "counted",
+    yield Fact("start", "reports of a rank on standard error", size, "bytes", "counted",
                "its start and its end, each twice")  # fmt: skip
     yield Fact("start", "reports that ezpz-launch reads, of 120,960 ranks", size * RANKS / 1e6,
                "MB", "model", "through the launcher's own connections")  # fmt: skip
@@ -75,7 +80,7 @@ def _words(size: int) -> list[str]:
 
 def _place(size: int) -> dict[str, str]:
     """Return what the last rank of so many is told, by the launcher and by ezpz-launch."""
-    last = {"PMI_RANK": str(size - 1), "PMI_SIZE": str(size), VARIABLE: CONTROL.value()}
+    last = {"PMI_RANK": str(size - 1), "PMI_SIZE": str(size), VARIABLE: CONTROL.to_text()}
     return environment(**last, MPI_LOCALRANKID=str(PER_NODE - 1), MPI_LOCALNRANKS=str(PER_NODE))
 
 
@@ -88,8 +93,8 @@ def _count(lines: list[str]) -> tuple[float, float]:
 
 def agent() -> tuple[list[str], dict[str, str]]:
     """Return command and environment of a node's agent that finds nobody at its address."""
-    nobody = CONTROL._replace(where=("127.0.0.1:9",))
+    nobody = replace(CONTROL, addresses=("127.0.0.1:9",))
     words = [sys.executable, "-I", "-S", str(Path(SHIM).with_name("agent.py")), "0"]
     # It stays for as long as what started its shim, which is gone at once here.
     words = ["sh", "-c", '"$@" &', "sh", *words]
-    return words, environment(**{VARIABLE: nobody.value()})
+    return words, environment(**{VARIABLE: nobody.to_text()})
