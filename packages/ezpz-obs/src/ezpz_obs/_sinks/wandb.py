@@ -166,8 +166,8 @@ def start_run(**options: Any) -> Any:
         except wandb.errors.Error as error:
             problem = describe_error(error)
         logger.warning("W&B: %s; offline: send it later by `wandb sync`", problem)
-        # Else its service has the run's id in use.
-        wandb.teardown()
+        if wandb.run is None:  # else it would end the user's
+            wandb.teardown()  # the service has the run's id in use
     try:
         return _init("offline", options)
     except wandb.errors.Error as error:
