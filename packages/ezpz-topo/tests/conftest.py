@@ -16,16 +16,6 @@ with contextlib.suppress(ImportError):  # where the package is tested alone
 
 
 @pytest.fixture
-def unprivileged():
-    """Run the test without root's right to everything, as another user where we are root."""
-    me = os.geteuid()
-    if me == 0:
-        os.seteuid(65534)
-    yield
-    os.seteuid(me)
-
-
-@pytest.fixture
 def command(tmp_path):
     """Make a command of these lines of sh in the test's folder."""
 

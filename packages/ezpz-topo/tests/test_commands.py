@@ -7,7 +7,7 @@ import pytest
 from waiting import is_left
 
 from ezpz_topo import InvalidVariableError, SchedulerError, ask
-from ezpz_topo._commands import find, get_time_limit
+from ezpz_topo._commands import get_time_limit
 
 
 @pytest.fixture
@@ -44,18 +44,10 @@ def test_a_missing_command_names_path_and_place(tmp_path):
     with pytest.raises(SchedulerError, match="add the command's directory"):
         ask(["qstat"], env=env)
     (tmp_path / "qmine").write_text("#!/bin/sh\n")
-    assert find("qmine", env) is None
     with pytest.raises(SchedulerError, match="Permission denied"):
         ask(["qmine"], env=env)
     with pytest.raises(SchedulerError, match="cannot be started"):
         ask(["echo", "a\0b"], env=env)
-
-
-def test_path_is_that_of_the_environment_given(tmp_path, env, command):
-    command("true", "echo here")
-    assert ask(["true"], env=env).stdout == "here\n"
-    assert find("true", env) == str(tmp_path / "true")
-    assert find("true", {"PATH": "/nonexistent"}) is None
 
 
 @pytest.mark.parametrize(("body", "times", "expected"), [

@@ -140,17 +140,6 @@ def test_a_file_that_cannot_be_read(tmp_path, monkeypatch, name, match):
     assert len(os.listdir("/dev/fd")) == len(before)
 
 
-@pytest.fixture
-def unreadable(tmp_path):
-    (path := tmp_path / "hosts").touch(0)
-    return path
-
-
-def test_a_file_without_permission(unreadable, unprivileged):
-    with pytest.raises(HostfileError, match="Permission denied"):
-        read_hostfile(unreadable)
-
-
 def test_bytes_that_are_no_text(tmp_path):
     path = tmp_path / "hosts"
     path.write_bytes(b"caf\xe9 # x")

@@ -210,17 +210,6 @@ def test_a_place_where_nothing_can_be_written(tmp_path, name, match):
     assert stat.S_ISFIFO((tmp_path / "fifo").stat().st_mode)
 
 
-@pytest.fixture
-def unwritable(tmp_path):
-    tmp_path.chmod(0o500)
-    return tmp_path
-
-
-def test_a_folder_without_permission(unwritable, unprivileged):
-    with pytest.raises(HostfileError, match="Permission denied"):
-        write_localhost_to_hostfile(unwritable / "hosts")
-
-
 # The private folder.
 
 
