@@ -17,12 +17,9 @@ from waiting import all_of
 from ezpz_obs import configure_logs, get_logger
 from ezpz_obs._context import NOW
 
+from .test_logs import Rude
+
 HELLO = "from ezpz_obs import get_logger; get_logger('x').error('hello'); print('done')"
-
-
-class Rude:
-    def __repr__(self):
-        raise RuntimeError("no")
 
 
 class Loud:
