@@ -93,34 +93,34 @@ def attach(module: str) -> "tuple[Callable[[str], object], Callable[[], list[str
     Returns:
         Its ``__getattr__``, which also gives its ``__all__``, and its ``__dir__``.
     """
-    homes: dict[str, tuple[str, str]] = {}
+    locations: dict[str, tuple[str, str]] = {}  # of each name: module, and its name there
 
-    def get(name: str) -> object:
+    def load(name: str) -> object:
         from importlib import import_module  # noqa: PLC0415  # importing a package loads nothing
 
-        if not homes:
+        if not locations:
             spec = sys.modules[module].__spec__
             source = spec.loader.get_data(spec.origin)  # type: ignore[union-attr]  # it has a file
             for line in source.decode().splitlines():
                 words = line.split()
                 if words[:5:2] == ["from", "import", "as"]:
-                    homes[words[5]] = (words[1], words[3])
+                    locations[words[5]] = (words[1], words[3])
         if name == "__all__":
-            return sorted(homes)
-        if name not in homes:
+            return sorted(locations)
+        if name not in locations:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        home, there = homes[name]
-        if home == ".":
-            return import_module(f"{module}.{there}")
-        value: object = getattr(import_module(home, module), there)
+        source_module, source_name = locations[name]
+        if source_module == ".":
+            return import_module(f"{module}.{source_name}")
+        value: object = getattr(import_module(source_module, module), source_name)
         setattr(sys.modules[module], name, value)
         return value
 
-    def listed() -> list[str]:
-        get("__all__")
-        return sorted(homes)
+    def list_names() -> list[str]:
+        load("__all__")
+        return sorted(locations)
 
-    return get, listed
+    return load, list_names
 
 
 if not TYPE_CHECKING:
