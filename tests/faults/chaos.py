@@ -22,7 +22,8 @@ from pathlib import Path
 
 import fire
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "harness")]
 from tests.conftest import load
 
 launches = load("faults.launches")

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from ezpz_launch import LaunchError, Request, UsageError, main
-from ezpz_launch._cli import _planned
 from ezpz_launch._nodes.attempts import (
     Attempts,
     Retries,
@@ -23,6 +22,7 @@ from ezpz_launch._nodes.attempts import (
     time_limit,
     when_to_signal,
 )
+from ezpz_launch._plan.context import context_of, make_plan
 from ezpz_launch._run.launch import Outcome
 from ezpz_topo import Allocation, detect, get_allocation
 
@@ -169,7 +169,8 @@ def attempts(clean_env):
     """The attempts of a launch of this host, not begun."""
     request = Request(("true",), 1, launcher="spawn")
     topology = detect(clean_env)
-    return Attempts(_planned(topology, request, clean_env, is_here=True), topology, clean_env)
+    planned = make_plan(context_of(topology, request, clean_env), request)
+    return Attempts(planned, topology, clean_env)
 
 
 @pytest.mark.parametrize(

@@ -6,27 +6,26 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 from ezpz_launch._errors import LaunchError, UsageError, discard, open_closed_streams, say
-from ezpz_launch._plan.launchers import argv as argv_of
-from ezpz_launch._plan.launchers import (
-    beside_python,
-    choose_launcher,
-    hostfile_of,
-    imagine_launcher,
-    needs_hostfile,
-    outside_of_launch,
-    require_command,
-    require_program,
+from ezpz_launch._plan.context import (
+    Context,
+    find_context,
+    imagine_context,
+    make_plan,
+    plan_on_hosts,
+    replan,
+    warn_if_job_env_missing,
 )
+from ezpz_launch._plan.launchers import argv as argv_of
+from ezpz_launch._plan.launchers import hostfile_of, needs_hostfile, require_program
 from ezpz_launch._plan.options import OPTIONS, Request, help_row, request_of, split
-from ezpz_launch._plan.plan import LaunchPlan, explain, explain_json, free_port, plan
+from ezpz_launch._plan.plan import LaunchPlan, explain, explain_json
 from ezpz_launch._version import __version__
-from ezpz_topo import TopoError, Topology, detect, fold_nodelist, get_allocation, get_hosts, imagine
+from ezpz_topo import TopoError
 
 if TYPE_CHECKING:
     from ezpz_launch._nodes.attempts import Attempts
@@ -44,8 +43,6 @@ COMMANDS = {
 }
 """What may stand in a command's place: who has it, called with the words behind it and the
 environment; it returns what is to be printed, or the exit status."""
-
-HOSTFILE = "HOSTFILE"  # stands in a dry run for the file that a launch would write
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -77,210 +74,122 @@ def _main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     if argv[:1] and argv[0] in COMMANDS:
         module, function = COMMANDS[argv[0]].split(":")
         command = getattr(import_module(f".{module}", __package__), function)
-        told: str | int = command(argv[1:], env)
-        return told if isinstance(told, int) else _print(told)
-    options, command = split(argv)
-    if "help" in options or "version" in options:
-        return _print(help_page() if "help" in options else __version__)
-    request: Request = request_of(options, command)
+        result: str | int = command(argv[1:], env)
+        return result if isinstance(result, int) else _print(result)
+    options, words = split(argv)
+    if "help" in options:
+        return _print(help_page())
+    if "version" in options:
+        return _print(__version__)
+    request: Request = request_of(options, words)
     require_program(request.command)
-    if request.dry_run and request.machine:
-        if request.hostfile:
-            why = "its hosts are hypothetical; expected no --hostfile"
-            raise UsageError(f"--dry-run --machine: {why}")
-        topology = imagine(request.machine, (request.nodes or 1) + request.spares, env)
-        return _print(_explained(_planned(topology, request, {}, is_here=False)))
-    if env.get("EZPZ_CHAIN") and not request.dry_run:
-        from ezpz_launch._job.chain import CHAIN, see_through  # noqa: PLC0415  # only a submitted job needs it
+    if request.dry_run:
+        return _print(_explain(_plan_dry_run(request, env)))
+    if env.get("EZPZ_CHAIN"):
+        from ._job.chain import CHAIN, see_through  # noqa: PLC0415  # only a submitted job needs it
 
         own = {name: value for name, value in env.items() if name != CHAIN}
-        return see_through(env, lambda *before: _prepared(request, own, *before))
-    if request.dry_run:
-        planned, topology, env = _looked_at(request, env)
-        planned = _staging(planned, topology, env).planned if request.stage else planned
-        return _print(_explained(planned))
-    return _prepared(request, env).run()
+        return see_through(env, lambda *before: _build_attempts(request, own, *before))
+    return _build_attempts(request, env).run()
 
 
-def _prepared(
+def _plan_dry_run(request: Request, env: Mapping[str, str]) -> LaunchPlan:
+    if request.machine:
+        return make_plan(imagine_context(request, env), request)
+    context = find_context(request, env)
+    planned = _plan_without_bad_hosts(context, request)
+    warn_if_job_env_missing(context, request)
+    if request.stage:
+        planned = _prepare_staging(context, planned).planned
+    return planned
+
+
+def _build_attempts(
     request: Request, env: Mapping[str, str], before: int = 0, progress_file: str = ""
 ) -> Attempts:
     """Return a launch that is ready to run; attempts of earlier jobs count before its own."""
-    from ezpz_launch._nodes.attempts import Attempts  # noqa: PLC0415  # a dry run does without
+    from ._nodes.attempts import Attempts  # noqa: PLC0415  # a dry run does without
 
-    planned, topology, own = _looked_at(request, env)
+    context = find_context(request, env)
+    planned = _plan_without_bad_hosts(context, request)
+    if request.preflight:
+        from ._nodes.preflight import leave_out  # noqa: PLC0415  # only this option needs it
+
+        if leave_out(planned, context.topology.allocation, context.env):
+            planned = _plan_without_bad_hosts(context, request)
+    warn_if_job_env_missing(context, request)
     if sys.stdout is None and not request.log_dir:
         say(
             "standard output is closed: what the ranks write there is lost; expected somewhere to "
             "write to, or --log-dir DIR; to want none of it: >/dev/null"
         )
+    prepare = partial(_prepare_staging, context) if request.stage else None
     return Attempts(
-        planned, topology, own, before, progress_file,
-        replan=partial(_replanned, topology, request, own),
-        prepare=(lambda ready: _staging(ready, topology, own)) if request.stage else None,
+        planned, context.topology, context.env, before, progress_file,
+        replan=partial(replan, context, request), prepare=prepare,
     )  # fmt: skip
 
 
-def _looked_at(
-    request: Request, env: Mapping[str, str]
-) -> tuple[LaunchPlan, Topology, Mapping[str, str]]:
-    """Look where we are, and plan: the plan, the topology, and the environment for the ranks."""
-    try:
-        os.getcwd()
-    except OSError as error:
-        # Each rank's shell would complain of it.
-        raise UsageError(
-            f"the current directory cannot be read ({error.strerror}); expected one that is "
-            "there; it was deleted, perhaps: cd to another"
-        ) from error
-    topology = detect({**env, "EZPZ_MACHINE": request.machine} if request.machine else env)
-    rank = topology.rank
-    if rank.world_size > 1 and not request.nested:
-        raise UsageError(
-            f"this process is rank {rank.rank} of {rank.world_size} already "
-            f"({rank.sources['rank']}); expected to be started outside of a launch; --nested lets "
-            f"every rank launch on its own host; unset {rank.sources['rank']} if it is left over"
-        )
-    if rank.launcher != "none":
-        # Also of a world of one: an inner MPI would join it.
-        env = outside_of_launch(env)
-    require_command(request.command[0], {**env, **dict(pair.split("=", 1) for pair in request.env)})
-    planned = _planned(topology, request, env)
-    if request.preflight and not request.dry_run:
-        from ezpz_launch._nodes.preflight import leave_out  # noqa: PLC0415  # only this option needs it
+def _plan_without_bad_hosts(context: Context, request: Request) -> LaunchPlan:
+    """Plan a launch that leaves out the hosts that were found bad in this allocation."""
+    from ._nodes.bad_nodes import allocation_of, avoid  # noqa: PLC0415  # an imagined one has none
 
-        if leave_out(planned, topology.allocation, env):
-            planned = _planned(topology, request, env)
-    _hint_at_a_job(topology, request, env)
-    return planned, topology, env
+    allocation = allocation_of(context.topology.allocation, request, context.env)
+    bad, notes = avoid(context.hosts, request, allocation, context.env)
+    return make_plan(context, request, bad_hosts=bad, notes=notes)
+
+
+def _prepare_staging(context: Context, planned: LaunchPlan) -> Staging:
+    from ._nodes.stage import prepare  # noqa: PLC0415  # few launches need it
+
+    return prepare(planned, context.env, partial(plan_on_hosts, context, planned.placement.hosts))
 
 
 def preflight(argv: Sequence[str], env: Mapping[str, str]) -> str | int:
     """Do ``ezpz preflight``: what ``--preflight`` does before a launch, without one."""
-    from ezpz_launch._nodes.preflight import command  # noqa: PLC0415  # only this needs it
+    from ._nodes.preflight import command  # noqa: PLC0415  # only this needs it
 
-    def plan_of(request: Request) -> tuple[LaunchPlan, Mapping[str, str]]:
+    def plan_all_hosts(request: Request) -> tuple[LaunchPlan, Mapping[str, str]]:
         # Nodes that were found bad are looked at as well.
-        planned, _, own = _looked_at(request, {**env, "EZPZ_STATE_DIR": os.devnull})
-        return planned, own
+        context = find_context(request, env)
+        warn_if_job_env_missing(context, request)
+        return make_plan(context, request), {**context.env, "EZPZ_STATE_DIR": os.devnull}
 
-    return command(argv, plan_of)
+    return command(argv, plan_all_hosts)
 
 
 def stage(argv: Sequence[str], env: Mapping[str, str]) -> int:
     """Do ``ezpz stage``: what ``--stage`` does before a launch, without one."""
-    from ezpz_launch._nodes.stage import PAGE, Staging, python_of, read_words  # noqa: PLC0415  # only this needs it
+    from ._nodes.stage import (  # noqa: PLC0415  # only this needs it
+        PAGE,
+        Staging,
+        python_of,
+        read_words,
+    )
 
     options, folder = read_words(argv)
     if "help" in options:
         return _print(PAGE)
-    asked = [name for name in ("status", "clean") if options.pop(name, False)]
+    questions = [name for name in ("status", "clean") if options.pop(name, False)]
     request: Request = request_of(options, (sys.executable,))
-    planned, topology, own = _looked_at(request, env)
-    replan = partial(_planned_on, planned.placement.hosts, topology, own)
-    staging = Staging(planned, own, replan, folder and python_of(folder))
+    context = find_context(request, env)
+    planned = _plan_without_bad_hosts(context, request)
+    warn_if_job_env_missing(context, request)
+    on_same_hosts = partial(plan_on_hosts, context, planned.placement.hosts)
+    staging = Staging(planned, context.env, on_same_hosts, folder and python_of(folder))
     if request.dry_run:
-        return _print(_explained(staging.planned))
-    return _print(staging.question(asked[-1])) if asked else staging.alone()
+        return _print(_explain(staging.planned))
+    if questions:
+        return _print(staging.question(questions[-1]))
+    return staging.alone()
 
 
-def _staging(planned: LaunchPlan, topology: Topology, env: Mapping[str, str]) -> Staging:
-    from ezpz_launch._nodes.stage import prepare  # noqa: PLC0415  # few launches need it
-
-    return prepare(planned, env, partial(_planned_on, planned.placement.hosts, topology, env))
-
-
-def _planned(
-    topology: Topology, request: Request, env: Mapping[str, str], *, is_here: bool = True,
-    only: Sequence[str] = (),
-) -> LaunchPlan:  # fmt: skip
-    """Plan a launch from here, on these hosts only if there are any, or on an absent machine."""
-    job = topology.allocation
-    hosts: Sequence[str] = job.hosts
-    source, slots = job.sources["hosts"], job.slots or [0] * len(hosts)
-    if request.hostfile or env.get("HOSTFILE"):
-        found = get_hosts(request.hostfile or None, env)
-        hosts, source = [entry.host for entry in found.entries], found.source
-        slots = [entry.slots or 0 for entry in found.entries]
-    elif request.nested and topology.rank.world_size > 1 and not request.include:
-        # Every rank launches: each on its own host.
-        hosts, slots = [job.node_name or topology.hostname], [0]
-        source = "--nested: this host"
-    notes, spares = list[str](), request.spares
-    if only:
-        of_each = dict(zip(hosts, slots, strict=True))
-        hosts, slots = only, [of_each.get(host, 0) for host in only]
-    elif is_here:
-        from ezpz_launch._nodes.bad_nodes import allocation_of, avoid  # noqa: PLC0415  # what was found bad
-
-        bad, notes = avoid(hosts, request, allocation_of(job, request, env), env)
-        if bad:
-            kept = [(host, n) for host, n in zip(hosts, slots, strict=True) if host not in bad]
-            hosts, slots = [host for host, _ in kept], [n for _, n in kept]
-            source += f", less {len(bad)} found bad"
-            spares = max(0, request.spares - len(bad))
-
-    found_in = beside_python(env)
-    chosen = partial(choose_launcher, topology=topology, request=request, env=found_in)
-    asked = replace(request, spares=spares)
-    planned = plan(
-        topology, asked, chosen if is_here else imagine_launcher(topology, request),
-        hosts=hosts, hosts_source=source, slots=slots, hostfile=HOSTFILE,
-        port=free_port() if is_here else 29500, user_env=env,
-        as_root=is_here and os.geteuid() == 0,
-    )  # fmt: skip
-    return replace(planned, request=request, warnings=(*planned.warnings, *notes))
-
-
-def _planned_on(
-    hosts: Sequence[str], topology: Topology, env: Mapping[str, str], request: Request
-) -> LaunchPlan:
-    """Plan a launch on these hosts, which are all to be used."""
-    every = replace(request, include="", exclude="", nodes=None, spares=0, min_nodes=None)
-    return _planned(topology, every, env, only=hosts)
-
-
-def _replanned(
-    topology: Topology, request: Request, env: Mapping[str, str],
-    hosts: Sequence[str], size: tuple[int, int],
-) -> LaunchPlan:  # fmt: skip
-    """Plan the same launch on these hosts, with so many ranks, so many on a host."""
-    sized = replace(request, nproc=size[0], ppn=size[1])
-    return replace(_planned_on(hosts, topology, env, sized), request=request)
-
-
-def _explained(planned: LaunchPlan) -> str:
+def _explain(planned: LaunchPlan) -> str:
     lines = hostfile_of(planned) if needs_hostfile(planned) else []
     if planned.request.json:
         return explain_json(planned, argv_of(planned), lines)
     columns = os.get_terminal_size(1).columns if os.isatty(1) else 0
     return explain(planned, argv_of(planned), lines, columns)
-
-
-def _hint_at_a_job(topology: Topology, request: Request, env: Mapping[str, str]) -> None:
-    """Name the job that this host is a node of, where this shell has none of its variables."""
-    job, named = topology.allocation, request.hostfile or env.get("HOSTFILE")
-    if job.scheduler != "none" or topology.rank.launcher != "none" or named:
-        return
-    # Where no daemon of a scheduler runs no one pays for a question to its server.
-    for process in os.listdir("/proc") if os.path.isdir("/proc") else ():
-        with suppress(OSError), open(f"/proc/{process}/comm", "rb") as file:
-            if file.read().strip() in (b"pbs_mom", b"slurmd"):
-                break
-    else:
-        return
-    try:
-        found = get_allocation({"EZPZ_SCHEDULER_TIMEOUT": "3", **env}, ask=True)
-    except TopoError:
-        return  # it is a hint, and no more
-    if found.job_id:
-        how = f"export PBS_JOBID={found.job_id}"
-        if found.scheduler == "slurm":
-            how = f"srun --jobid={found.job_id} --overlap --pty bash"
-        say(
-            f"this host is a node of your job {found.job_id} ({fold_nodelist(found.hosts)}), whose "
-            f"variables this shell does not have: this host alone is used; for the job's: {how}"
-        )
 
 
 def _print(text: str) -> int:
