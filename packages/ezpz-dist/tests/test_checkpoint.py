@@ -250,8 +250,11 @@ def test_wrappers_of_one_process_and_several_optimizers(tmp_path):
     assert theirs[1].param_groups[1]["lr"] == 0.7
     assert other.tail.weight is other.body.weight
     assert torch.equal(net.head.bias, other.head.bias)
+    other = make(0)[0]
+    before = other.head.weight.clone()
     one, wanted = torch.optim.Adam(other.parameters()), "a group of the optimizer has 5 parameters"
     refused(f"{wanted}.*in 3", load_checkpoint, tmp_path, model=other, optimizer=one)
+    assert torch.equal(other.head.weight, before), "refused before anything is filled"
     given = {"model": net, "optimizer": torch.optim.Adam(nn.Linear(2, 2).parameters()), "step": 2}
     refused(r"of shape \(2, 2\), is none of Net's", save_checkpoint, tmp_path, **given)
 

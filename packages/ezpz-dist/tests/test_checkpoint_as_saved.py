@@ -389,9 +389,12 @@ if not os.path.exists(path):
     torch.save(optimizer.state_dict(), f"{path}.{rank}")
     model, optimizer = made(kind, 2)
 elif "fsdp2-2" in path:
+    model, optimizer = made(kind, 2)
     given = {"model": model, "optimizer": optimizer}
     said = "tensors have optimizer state of one rank's part"
+    before = [whole(each).clone() for each in model.parameters()]
     raises(CheckpointError, said, load_checkpoint, path, **given)
+    assert all(map(torch.equal, map(whole, model.parameters()), before)), "it is not filled"
     assert said in str(load_checkpoint(path, strict=False, **given).notes)
     assert not any(optimizer.state[each] for each in list(model.parameters())[:2])
     sys.exit()

@@ -50,7 +50,7 @@ from .disk_format import (
 )
 from .files import Name, find_root
 from .listing import find_candidates
-from .optimizers import State, allocate_state, set_optimizers
+from .optimizers import Options, State, allocate_state, check_groups, set_optimizers
 from .owner import record_resume_source
 from .pieces import (
     Splits,
@@ -284,9 +284,10 @@ class Load:
                     self._held[key] = held[key]
                 elif kind == "model":
                     unused.add(number)
-        self._held.update(self._allocate_bytes())
-        self._sources = self._find_sources()
-        return LoadRequest(list(self._sources), unused)
+        self._records = self._allocate_records()
+        self._tensor_sources = self._find_sources(self._held)
+        self._record_sources = self._find_sources(self._records)
+        return LoadRequest([*self._tensor_sources, *self._record_sources], unused)
 
     def _choose_contents(self) -> None:
         wanted = {"optimizer", "scheduler", "data"}.intersection(self._args.contents)
@@ -312,7 +313,7 @@ class Load:
         args = self._args
         return allocate_state(args.model, args.optimizers, self._splits, saved, dtypes)
 
-    def _allocate_bytes(self) -> Held:
+    def _allocate_records(self) -> Held:
         """Return tensors to fill with the records that this rank reads."""
         keys = {COMMON, stage_key(0), *self._keys.get("stage", ()), rank_key(0)}
         keys.update(self._replica_keys())
@@ -394,10 +395,10 @@ class Load:
         if names:
             self.notes.append(f"{len(names)} tensors {note}: {list_some(names)}")
 
-    def _find_sources(self) -> dict[str, list[Source]]:
+    def _find_sources(self, held: Held) -> dict[str, list[Source]]:
         """Return what to read of each file, and where to."""
         sources: dict[str, list[Source]] = {}
-        for key, pieces in self._held.items():
+        for key, pieces in held.items():
             saved = self._index[key]
             for piece, tensor in pieces.held:
                 found = 0
@@ -443,8 +444,8 @@ class Load:
 
     def fill(self, world: World | None, rng: bool) -> None:
         """Read everything into the model and what else was given."""
-        # Giving FSDP1's optimizers their state takes collectives: all ranks have read by then.
-        misfits = self._ranks.run_on_all(self._what, self._read, join_lists)
+        # What is refused is refused on all ranks, before anything is filled.
+        misfits = self._ranks.run_on_all(self._what, self._read_records, join_lists)
         self._refuse_or_note(
             sorted(set(misfits)),
             "have optimizer state of one rank's part, which fits only the layout that saved it",
@@ -454,17 +455,32 @@ class Load:
         )
         for name in misfits:
             self._optimizers[name] = {}
+        # Giving FSDP1's optimizers their state takes collectives: all ranks have read by then.
+        self._ranks.run_on_all(self._what, lambda: self._read(self._tensor_sources))
         self._ranks.run_on_all(self._what, lambda: self._apply(world, rng, set(misfits)))
 
-    def _read(self) -> list[str]:
-        """Fill tensors. Return parameters with local optimizer state that does not fit here."""
-        for name, sources in self._sources.items():
-            read_tensors(self.folder / name, sources)
+    def _read(self, sources: Mapping[str, Sequence[Source]]) -> None:
+        for name, sources_in_file in sources.items():
+            read_tensors(self.folder / name, sources_in_file)
+
+    def _read_records(self) -> list[str]:
+        """Return parameters with local optimizer state that does not fit here."""
+        self._read(self._record_sources)
         self._common = self._decode(COMMON)
-        self._stages = list(map(self._decode, sorted(self._keys["stage"])))
+        stages = list(map(self._decode, sorted(self._keys["stage"])))
         self._is_same_layout = self._common["degrees"] == self._layout.degrees
         self._own = self._decode(rank_key(self._ranks.rank if self._is_same_layout else 0))
-        names = join_lists(stage["local_state"] for stage in self._stages)
+        self._saved_values: dict[str, Any] = {}
+        self._options: Options = []
+        names: list[str] = []
+        for stage in reversed(stages):
+            self._saved_values.update(stage["model"])
+            self._options += stage["options"]
+            names += stage["local_state"]
+        missing = sorted(self._model_values.keys() - self._saved_values.keys())
+        self._refuse_or_note(missing, "are not in it", "were left as they are")
+        if self._args.optimizers and "optimizer" in self.manifest.contents:
+            check_groups(self._args.model, self._args.optimizers, self._options)
         return [name for name in names if name in self._optimizers and not self._fits(name)]
 
     def _fits(self, name: str) -> bool:
@@ -476,7 +492,7 @@ class Load:
         return not pieces or (own is not None and own["pieces"] == pieces)
 
     def _read_bytes(self, key: Key) -> bytes:
-        ((_, data),) = self._held[key].held
+        ((_, data),) = self._records[key].held
         return bytes(raw_of(data))
 
     def _decode(self, key: Key) -> Any:
@@ -500,16 +516,8 @@ class Load:
         self.data = self._own["data"]
 
     def _set_model(self) -> None:
-        saved: dict[str, Any] = {}
-        for stage in reversed(self._stages):
-            saved.update(stage["model"])
-        missing = []
-        for name in self._model_values:
-            if name in saved:
-                self._set_value(name, saved[name])
-            else:
-                missing.append(name)
-        self._refuse_or_note(missing, "are not in it", "were left as they are")
+        for name in self._model_values.keys() & self._saved_values.keys():
+            self._set_value(name, self._saved_values[name])
         self._replica = self._find_replica()
         for name, value in self._replica["model"].items():
             self._set_value(name, value)
@@ -550,8 +558,7 @@ class Load:
             entries.update(values.get(name, {}))
             if name in local_state:
                 entries.update(local_state[name]["state"])
-        options = join_lists(stage["options"] for stage in self._stages)
-        set_optimizers(self._args.model, self._args.optimizers, self._optimizers, options)
+        set_optimizers(self._args.model, self._args.optimizers, self._optimizers, self._options)
 
     def _set_rng(self, world: World | None) -> None:
         device = find_device(self._args.model, world)
@@ -560,7 +567,7 @@ class Load:
             return
         own = rank_key(self._ranks.rank)
         is_data_parallel = self._layout.degrees["data"] == self._ranks.size
-        if own in self._held and is_data_parallel:
+        if own in self._records and is_data_parallel:
             self.notes += set_rng_state(self._decode(own)["rng"], device)
         else:
             # Tensor-parallel ranks draw the same numbers.

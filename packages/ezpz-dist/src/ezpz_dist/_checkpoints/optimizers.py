@@ -223,6 +223,16 @@ def matches_shape(parameter: Tensor, shape: tuple[int, ...]) -> bool:
 # Giving it back.
 
 
+def check_groups(model: nn.Module, optimizers: Sequence[Optimizer], options: Options) -> None:
+    """Make sure that the groups of the optimizers have options that were saved."""
+    if not options or is_fsdp1(model):
+        return
+    names = Names(model)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            find_options(names.list_group(group), options)
+
+
 def set_optimizers(
     model: nn.Module, optimizers: Sequence[Optimizer], state: State, options: Options
 ) -> None:
