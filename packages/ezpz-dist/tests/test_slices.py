@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from ezpz_dist import DataError, _slices, deepspeed_config, read_share
+from ezpz_dist import DataError, _slices, read_share
 
 PARTS = """
     rank, n = setup_torch(timeout=30), int(os.environ.get("WORLD_SIZE", 1))
@@ -190,18 +190,3 @@ def test_in_one_process_without_set_up(folder, clean_env, monkeypatch):
         file.seek((1 << 32) + 1)
         with pytest.raises(DataError, match="ended 3 bytes early; expected it not to change"):
             _slices._fill(file, part)
-
-
-@pytest.mark.parametrize("name", ["float32", "torch.float32", "fp32", "float", torch.float32])
-def test_dtypes_by_name(tmp_path, name):
-    numbers = torch.arange(6.0)
-    path = tmp_path / "numbers"
-    path.write_bytes(numbers.numpy().tobytes())
-    assert torch.equal(read_share(path, name, (2, 3)), numbers.view(2, 3))
-    assert deepspeed_config(dtype=name) == deepspeed_config(dtype="fp32")
-
-
-def test_an_unknown_dtype_is_refused_by_name(tmp_path):
-    for dtype in ("float33", None):
-        with pytest.raises(ValueError, match=f"dtype {dtype!r}; expected one of bf16, bfloat16"):
-            read_share(tmp_path, dtype, (2, 3))
