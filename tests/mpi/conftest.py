@@ -34,6 +34,6 @@ class _OnlyFailures:
 @pytest.fixture(scope="session", autouse=True)
 def world():
     """One set-up for all tests: (rank, world size)."""
-    rank = ezpz_dist.setup_torch(timeout=60)
+    rank = ezpz_dist.setup_torch(timeout=300)
     yield rank, dist.get_world_size()
     ezpz_dist.cleanup()
