@@ -396,10 +396,9 @@ KFD = "4 GPUs in /sys/class/kfd (ROCm)"
     (mi250, "amd-smi", AMD, 0, 2, "amd-smi list", f"set aside: {KFD}"),
     (mi250, "rocm-smi", ROCM, 0, 2, "rocm-smi --showid", f"set aside: {KFD}"),
     # an unknown output is a failure and not a zero
-    *((*tool, "\n  other\nwords\n", 0, 4, source, f"{tool[1]} {word} said 'other', not")
-      for tool, source, word in (((nvidia, "nvidia-smi"), DEV, "-L"),
-                                 ((mi250, "amd-smi"), KFD, "list"),
-                                 ((mi250, "rocm-smi"), KFD, "--showid"))),
+    (nvidia, "nvidia-smi", "\n  other\nwords\n", 0, 4, DEV, "nvidia-smi -L said 'other', not"),
+    (mi250, "amd-smi", "\n  other\nwords\n", 0, 4, KFD, "amd-smi list said 'other', not"),
+    (mi250, "rocm-smi", "\n  other\nwords\n", 0, 4, KFD, "rocm-smi --showid said 'other', not"),
     (nvidia, "nvidia-smi", f"\n {FAILED}\nsecond", 18, 4, DEV,
      f"nvidia-smi -L failed with exit status 18: {FAILED}; counted instead: {DEV}"),
 ])  # fmt: skip
