@@ -195,7 +195,9 @@ def keep_and_refuse_types():
             for shape in ((3, 5, 2, 4), (2, 4, 5))
         )
         out = split @ down.T
+        no_gradient = hidden[:, :8] > split  # which may mix what else may not
         varying = split.T, split[1:], split.view(2, 2, 8), split.detach(), split @ split.t()
+        varying += (no_gradient,)
         partial = (
             *(out, out * 2 + out, out.sum(), out.to(torch.float64), torch.cat([out, out])),
             *(down @ split.T, torch.einsum("bf,hf->bh", split, down)),

@@ -9,7 +9,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import ezpz_tp as tp
-from ezpz_tp._cross_entropy import VocabParallelCrossEntropy
+from ezpz_tp.tensor_parallel.cross_entropy import VocabParallelCrossEntropy
 from ezpz_tp.testing import counting, run_ranks
 
 IGNORED = -100

@@ -12,7 +12,7 @@ torch.Size([8, 64])
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn, Self
 
@@ -57,8 +57,6 @@ from ._shard import WHOLE, Shard, set_whole
 # ``partition_padded``       whether a degree that does not divide the dim pads it
 
 
-# Megatron-LM's optimizers read these of weights that it shards once more, or stacks.
-_GTP = ("is_gtp_weight_remat", "allreduce", "gtp_replica_group", "pad_length")
 _DEFAULTS = {"tensor_model_parallel": False, "partition_dim": -1, "partition_stride": 1}
 # Megatron-LM's optimizers ask how queries, keys and values are stacked, and whose experts' it is.
 _OTHERS = ("sequence_parallel", "allreduce", "shared", "is_qkv", "qkv_split_shapes", "expert_tp")
@@ -105,7 +103,9 @@ def copy_tensor_model_parallel_attributes(
 
     What the source lacks is left as it is.
     """
-    _copy(_ALL, source_tensor, destination_tensor)
+    for name in _ALL:
+        if hasattr(source_tensor, name):
+            setattr(destination_tensor, name, getattr(source_tensor, name))
 
 
 def mark_sequence_parallel(param: Tensor) -> None:
@@ -137,22 +137,6 @@ def param_is_not_tensor_parallel_duplicate(
         tp_group = expert_tp_group
     group = tensor_group(tp_group)
     return group is None or group.rank() == 0
-
-
-def copy_gtp_attributes(destination: Tensor, source: Tensor) -> None:
-    """Say of one tensor what Megatron-LM says of another's weight that is sharded once more."""
-    _copy(_GTP, source, destination)
-
-
-def _copy(names: Iterable[str], source: Tensor, destination: Tensor) -> None:
-    for name in names:
-        if hasattr(source, name):
-            setattr(destination, name, getattr(source, name))
-
-
-def param_is_not_gtp_duplicate(param: Tensor) -> bool:  # noqa: ARG001 - none is one
-    """Return True: no parameter is sharded, or copied, over an axis of its own."""
-    return True
 
 
 @contextmanager

@@ -24,9 +24,7 @@ from ezpz_tp._errors import DegreeError, ParallelError
 from ezpz_tp._fused import column_linear
 from ezpz_tp._init import InitMethod, agree_on_seed, as_dtype, initialize_from_whole
 from ezpz_tp._linear import (
-    copy_gtp_attributes,
     copy_tensor_model_parallel_attributes,
-    param_is_not_gtp_duplicate,
     param_is_not_tensor_parallel_duplicate,
     set_defaults_if_not_set_tensor_model_parallel_attributes,
     set_tensor_model_parallel_attributes,
@@ -44,6 +42,21 @@ __all__ = [
     "set_defaults_if_not_set_tensor_model_parallel_attributes",
     "set_tensor_model_parallel_attributes",
 ]  # fmt: skip
+
+
+# Weights that Megatron-LM shards once more; no weight is here.
+
+
+def copy_gtp_attributes(destination: Tensor, source: Tensor) -> None:
+    """Copy what Megatron-LM's optimizers read of a weight that is sharded once more."""
+    for name in ("is_gtp_weight_remat", "allreduce", "gtp_replica_group", "pad_length"):
+        if hasattr(source, name):
+            setattr(destination, name, getattr(source, name))
+
+
+def param_is_not_gtp_duplicate(param: Tensor) -> bool:  # noqa: ARG001 - none is one
+    """Return True: no parameter is sharded, or copied, over an axis of its own."""
+    return True
 
 
 # What a layer takes from Megatron-LM's configuration, and what it refuses.

@@ -15,8 +15,6 @@ from torch import Tensor
 from ezpz_tp._random import (
     DATA_PARALLEL_RNG,
     EXPERT_PARALLEL_RNG,
-    CheckpointWithoutOutput,
-    CheckpointWithoutOutputManager,
     RngTracker,
     checkpoint,
     get_rng_tracker,
@@ -24,6 +22,7 @@ from ezpz_tp._random import (
     seed_as_megatron,
 )
 
+from ._without_output import CheckpointWithoutOutput, CheckpointWithoutOutputManager
 from .layers import refuse
 
 __all__ = [
