@@ -12,18 +12,12 @@ from pathlib import Path
 import pytest
 
 from ezpz_launch import LaunchError, Request, UsageError, main
-from ezpz_launch._nodes.attempts import (
-    Attempts,
-    Retries,
-    UnansweredError,
-    _hostfile,
-    ends_with_import_error,
-    job_end,
-    time_limit,
-    when_to_signal,
-)
+from ezpz_launch._nodes.attempts import Attempts
+from ezpz_launch._nodes.job_end import UnansweredError, job_end, time_limit, when_to_signal
+from ezpz_launch._nodes.retries import Retries, ends_with_import_error
 from ezpz_launch._plan.context import context_of, make_plan
 from ezpz_launch._run.launch import Outcome
+from ezpz_launch._run.prepare import write_hostfile
 from ezpz_topo import Allocation, detect, get_allocation
 
 # What is tried again.
@@ -194,14 +188,14 @@ def test_a_taken_port_is_replaced_but_not_for_ever(attempts, more, times):
 
 
 def test_a_hostfile_that_somebody_removes_and_nowhere_to_write_it(attempts, tmp_path, monkeypatch):
-    monkeypatch.setattr("ezpz_launch._nodes.attempts.needs_hostfile", lambda _: True)
-    monkeypatch.setattr("ezpz_launch._nodes.attempts.hostfile_of", lambda _: ["alpha", "beta"])
-    with _hostfile(attempts._planned, str(tmp_path)) as ready:
+    monkeypatch.setattr("ezpz_launch._run.prepare.needs_hostfile", lambda _: True)
+    monkeypatch.setattr("ezpz_launch._run.prepare.hostfile_of", lambda _: ["alpha", "beta"])
+    with write_hostfile(attempts._planned, str(tmp_path)) as ready:
         path = tmp_path / os.path.basename(ready.hostfile)
         assert path.read_text() == "alpha\nbeta\n"
         path.unlink()  # what cleans /tmp finds it old
     expected = pytest.raises(LaunchError, match="set TMPDIR to one")
-    with expected, _hostfile(attempts._planned, str(tmp_path / "absent")):
+    with expected, write_hostfile(attempts._planned, str(tmp_path / "absent")):
         pytest.fail("not reached")
 
 

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 from ezpz_launch._errors import LaunchError, StageError, UsageError, say
 from ezpz_launch._job.queue import CLUSTERS, SCHEDULERS, env_of_cluster
-from ezpz_launch._nodes.attempts import Attempts, Progress
+from ezpz_launch._nodes.attempts import Attempts
+from ezpz_launch._nodes.retries import Progress
 from ezpz_launch._run.loop import REQUEUE
 from ezpz_launch._run.record import (
     Stored,

@@ -3,38 +3,39 @@
 from __future__ import annotations
 
 import os
-import re
-import shutil
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Protocol
 
 from ezpz_launch._errors import LaunchError, StageError, UsageError, say
 from ezpz_launch._nodes import bad_nodes
-from ezpz_launch._plan.launchers import SHIM, hostfile_of, needs_hostfile, pack_env
-from ezpz_launch._plan.launchers import argv as argv_of
+from ezpz_launch._nodes.job_end import find_signal_time
+from ezpz_launch._nodes.retries import Retries, ends_with_import_error
+from ezpz_launch._plan.launchers import SHIM
 from ezpz_launch._plan.plan import LaunchPlan, free_port
 from ezpz_launch._run.launch import (
     NEVER,
     NODE_TIMEOUT,
     PROGRAMS,
-    VARIABLE,
     Control,
-    Launch,
     Outcome,
 )
 from ezpz_launch._run.loop import REQUEUE, run
-from ezpz_launch._run.record import Keeper, duration, read_progress, why_not_written
+from ezpz_launch._run.prepare import prepare_launch
+from ezpz_launch._run.rank_files import TAIL_LINES, file_sizes, make_log_dir, read_tail
+from ezpz_launch._run.record import Keeper, read_progress, why_not_written
 from ezpz_launch._run.signals import Inbox, collect_signals, pause
 from ezpz_launch._run.states import SETTLE_SECONDS
-from ezpz_topo import Allocation, TopoError, Topology, get_allocation, same_host
+from ezpz_launch._run.terminal import Terminal
+from ezpz_topo import TopoError, Topology, same_host
 
+_JOB_END_SECONDS = 60.0  # for the end of a job that was requested to end with its launch
 _LOOK = 0.1  # seconds between two looks for the first step
 _LOOKED_UP = 1000  # so many hosts are looked up, to find whose an address is
 _PORTS = 5  # so many ports are tried where another program holds the first ones on rank 0's host
@@ -88,10 +89,12 @@ class Attempts:
         given = env.get("EZPZ_NODE_TIMEOUT")
         self._node_timeout = _node_timeout(given) if given else NODE_TIMEOUT
         if self._request.log_dir:
-            _make_folder("--log-dir", self._request.log_dir)
+            make_log_dir("--log-dir", self._request.log_dir)
         self._signal_at: Callable[[], float] = lambda: NEVER
         if self._request.signal_before:
-            self._signal_at = _signal_at(self._request.signal_before, topology.allocation, env)
+            self._signal_at = find_signal_time(
+                self._request.signal_before, topology.allocation, env
+            )
         self._progress_file = progress_file
         if not progress_file and (self._request.retries or self._pool.replaces):
             self._progress_file = self._keeper.progress_file
@@ -132,7 +135,7 @@ class Attempts:
                 return status
             while True:
                 folder = self._request.log_dir
-                self._sizes = _sizes(folder) if folder else {}
+                self._sizes = file_sizes(folder) if folder else {}
                 outcome = self._attempt()
                 told: int | None = outcome.end_signal
                 if outcome.failure and folder:
@@ -192,7 +195,7 @@ class Attempts:
         if outcome.goes_with_job:
             # Wait for its end: its script shall not go on, and perhaps submit another.
             self._inbox.arrived.clear()
-            if pause(_LONGEST_PAUSE, self._inbox):
+            if pause(_JOB_END_SECONDS, self._inbox):
                 time.sleep(SETTLE_SECONDS)  # the script has the same signal
 
     def _judge(self, outcome: Outcome) -> bad_nodes.Verdict | None:
@@ -255,7 +258,7 @@ class Attempts:
     def _run(self) -> Outcome:
         request = self._request
         moved = self._preparation.moved if self._preparation else str
-        with launch_of(
+        with prepare_launch(
             self._planned, self._env, self._tmpdir, shim=moved(SHIM),
             control=self._control(moved), grace=request.grace, idle_timeout=request.idle_timeout,
             signal_at=self._signal_at, end_file=self._keeper.end_file,
@@ -337,13 +340,13 @@ class Attempts:
     def _last_words(self, outcome: Outcome) -> bytes:
         """Return the end of what the rank that failed first wrote to standard error."""
         if outcome.failure and self._request.log_dir:
-            return _tail(self._request.log_dir, outcome.failure[0], self._sizes)
+            return read_tail(self._request.log_dir, outcome.failure[0], self._sizes)
         return outcome.tail
 
     def _say_what_is_in_the_files(self, rank: int) -> None:
         folder = self._request.log_dir
-        text = b"" if self._request.tee else _tail(folder, rank, self._sizes)
-        if lines := text.decode(errors="replace").splitlines()[-_LINES:]:
+        text = b"" if self._request.tee else read_tail(folder, rank, self._sizes)
+        if lines := text.decode(errors="replace").splitlines()[-TAIL_LINES:]:
             path = os.path.join(folder, f"rank-{rank}.err")
             say("\n".join([f"the end of {path}:", *(f"  {line}" for line in lines)]))
         if why := why_not_written(folder):
@@ -377,297 +380,3 @@ def _look_up(planned: LaunchPlan) -> None:
             f"host: {error}; expected a name that every rank finds, or they will not meet; name "
             "another: --env MASTER_ADDR=HOST"
         )
-
-
-@contextmanager
-def launch_of(
-    planned: LaunchPlan, env: Mapping[str, str], directory: str, shim: str = SHIM, **more: Any
-) -> Iterator[tuple[LaunchPlan, Launch]]:
-    """Return a plan as it is run, and what runs it; ``more`` is what a plan does not say."""
-    environment = {name: value for name, value in env.items() if name not in planned.removed}
-    environment |= planned.environment
-    packed = pack_env(environment)
-    with _hostfile(replace(planned, control=(VARIABLE, *packed)), directory) as ready:
-        placement = ready.placement
-        yield ready, Launch(
-            argv=tuple(shim if word == SHIM else word for word in argv_of(ready)),
-            nproc=placement.nproc, hosts=placement.hosts, ppn=placement.ppn,
-            on_this_host=ready.on_this_host, environment=environment | packed,
-            scratch="" if ready.hostfile == planned.hostfile else ready.hostfile, **more,
-        )  # fmt: skip
-
-
-@contextmanager
-def _hostfile(planned: LaunchPlan, directory: str) -> Iterator[LaunchPlan]:
-    """Write the hostfile that the launcher reads, if it reads one, for as long as it may."""
-    if not needs_hostfile(planned):
-        yield planned
-        return
-    path = os.path.join(directory, f"ezpz-hosts-{os.urandom(8).hex()}")
-    lines = hostfile_of(planned)  # none: the launcher makes a folder there
-    try:
-        if lines:
-            with open(path, "x", encoding="utf-8") as file:
-                file.writelines(f"{line}\n" for line in lines)
-    except OSError as error:
-        raise LaunchError(
-            f"cannot make a file in {directory} ({error.strerror}); expected a directory for the "
-            "launcher's hostfile; set TMPDIR to one"
-        ) from error
-    try:
-        yield replace(planned, hostfile=path)
-    finally:
-        if lines:
-            with suppress(FileNotFoundError):  # what cleans /tmp found it old
-                os.unlink(path)
-        else:
-            shutil.rmtree(path, ignore_errors=True)
-
-
-# A launch whose output is shown on a terminal: what its ranks are told, and what people are.
-
-
-class Terminal:
-    def __init__(self, planned: LaunchPlan, env: Mapping[str, str], run_file: str) -> None:
-        self._planned, self._run_file = planned, run_file
-        self._began = time.monotonic()
-        columns, lines = os.get_terminal_size(1)
-        if planned.request.prefix:
-            placement = planned.placement
-            columns -= len(f"[{placement.nproc - 1}@{max(placement.hosts, key=len)}] ")
-        # Ours is read by the rank's pump and by ezpz_obs. FORCE_COLOR is read by rich, structlog,
-        # termcolor, pytest, and Python from 3.13 on (docs.python.org/3/using/cmdline.html,
-        # "Controlling color"); COLUMNS and LINES by Python's shutil and rich; TQDM_NCOLS by tqdm,
-        # which leaves a column free and else asks the pipe that it has (tqdm/utils.py, 4.70).
-        told = {"EZPZ_TERMINAL": "1", "TERM": "xterm", "FORCE_COLOR": "1"}
-        if columns > 20 and lines > 0:  # some pseudo-terminals have no size
-            told |= {"COLUMNS": f"{columns}", "LINES": f"{lines}", "TQDM_NCOLS": f"{columns - 1}"}
-        if env.get("NO_COLOR") or env.get("TERM") == "dumb":
-            del told["FORCE_COLOR"]
-        # What is added to the ranks' environment; what the user has set, stays.
-        self.environment = {name: env.get(name, value) for name, value in told.items()}
-
-    def begin(self) -> None:
-        """Say what is started: it may take a rank a minute to import torch."""
-        launcher, placement = self._planned.launcher, self._planned.placement
-        program, count = os.path.basename(launcher.path), len(placement.hosts)
-        own = program.startswith(("python", launcher.kind))
-        how = launcher.kind if own else f"{program} ({launcher.kind})"
-        first = os.uname().nodename if self._planned.on_this_host else placement.hosts[0]
-        ranks = f"{placement.nproc} rank{'s' * (placement.nproc > 1)}"
-        say(f"{ranks} on {first if count == 1 else f'{count} hosts'} by {how}")
-
-    def end(self, status: int) -> None:
-        """Say that all is well, and in any case where the metrics are."""
-        words = [f"ok in {duration(time.monotonic() - self._began)}"] if not status else []
-        with suppress(OSError):  # no History of rank 0's, or on a host that does not share the file
-            with open(self._run_file, encoding="utf-8", errors="surrogateescape") as file:
-                folder = os.path.relpath(os.path.dirname(file.read().strip()))
-            words.append(f"metrics: ezpz-obs report {folder}")
-        if words:
-            say("; ".join(words))
-
-
-# The ranks' files, in --log-dir.
-
-_TAIL, _LINES = 1 << 13, 20
-"""Bytes, and lines, of a rank's file that are looked at when it has failed."""
-
-
-def _make_folder(option: str, folder: str) -> None:
-    try:
-        os.makedirs(folder, exist_ok=True)
-        why = why_not_written(folder)
-    except OSError as error:
-        why = str(error.strerror)
-    if why:
-        raise LaunchError(f"{option} {folder}: {why}; expected a folder that can be written")
-
-
-def _sizes(folder: str) -> dict[str, int]:
-    """Return how long the files of a folder are: what is there is of another launch, or attempt."""
-    with os.scandir(folder) as entries:
-        return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
-
-
-def _tail(folder: str, rank: int, before: Mapping[str, int]) -> bytes:
-    name = f"rank-{rank}.err"
-    try:
-        with open(os.path.join(folder, name), "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            file.seek(max(before.get(name, 0), size - _TAIL))
-            return file.read()
-    except OSError:
-        return b""  # on a disk of another host
-
-
-# Whether a launch that failed is started again, and after how long: pure policy.
-
-_LONGEST_PAUSE = 60.0  # seconds; the pauses before it are 1, 2, 4, ...
-_WITHOUT_PROGRESS = 2  # so many attempts in a row without progress are the last
-
-_NEVER_AGAIN = {
-    2: "exit status 2 is a usage error, which another attempt repeats",
-    75: "exit status 75 means checkpointed, to be requeued",
-    126: "exit status 126: the program cannot be executed",
-    127: "exit status 127: the program was not found",
-}
-
-_FAILED_IMPORT = re.compile(r"(?:[\w.]+\.)?(?:ModuleNotFoundError|ImportError)\s*(?::|$)")
-
-
-class Progress(NamedTuple):
-    """What attempts in a row have come to, be they of one launch, or jobs of a chain."""
-
-    best: int = -1  # the highest step that one reported; -1 for none
-    idle: int = 0  # attempts since then
-
-    def after(self, step: int | None) -> Progress:
-        step = -1 if step is None else step
-        return Progress(max(self.best, step), 0 if step > self.best else self.idle + 1)
-
-    def why_stop(self, attempts: str = "attempts") -> str:
-        """Say why there should be no other; empty where there may be."""
-        if self.idle < _WITHOUT_PROGRESS:
-            return ""
-        best = f"step {self.best} is the highest" if self.best >= 0 else "none reported any"
-        return (
-            f"{self.idle} {attempts} in a row without progress ({best}); expected a higher "
-            "step in EZPZ_PROGRESS_FILE; see the error above, or let the script report it"
-        )
-
-
-class Retries:
-    """How often a launch may be started again; call `decide` once after each attempt."""
-
-    def __init__(self, allowed: int) -> None:
-        self._allowed, self._done = allowed, 0
-        self._progress = Progress()
-
-    def decide(
-        self, exit_status: int, *, told: bool = False, import_error: bool = False,
-        progress: int | None = None,
-    ) -> tuple[float | None, str]:  # fmt: skip
-        """Return the seconds to wait before the next attempt, None for no other; and why."""
-        self._progress = self._progress.after(progress)
-        if told:
-            return None, "it was told to end"
-        if exit_status in _NEVER_AGAIN:
-            return None, _NEVER_AGAIN[exit_status]
-        if import_error:
-            return None, "a failed import, which another attempt repeats"
-        if self._done >= self._allowed:
-            return None, f"all retries are used ({self._allowed})"
-        if why := self._progress.why_stop():
-            return None, why
-        seconds = min(_LONGEST_PAUSE, 2.0 ** min(self._done, 10))
-        self._done += 1
-        why = f"exit status {exit_status}: retry {self._done} of {self._allowed} in {seconds:g} s"
-        return seconds, why
-
-
-def ends_with_import_error(stderr: bytes) -> bool:
-    """Whether a rank's last words are Python's traceback of an import that failed."""
-    *_, (_, raised, _) = [(0, "", b""), *bad_nodes.tracebacks(stderr)]
-    return _FAILED_IMPORT.match(raised) is not None
-
-
-# When the job ends, and so when --signal-before has to tell the ranks.
-
-_END, _START = "SLURM_JOB_END_TIME", "SLURM_JOB_START_TIME"
-_REMEDY = "leave --signal-before out, or"
-
-_ANSWER = 3.0  # seconds that the scheduler has to tell the job's end before the ranks start without
-_ASK_AGAIN = 60.0  # seconds, at most, between two questions to a scheduler that does not answer
-
-
-class UnansweredError(LaunchError):
-    """The scheduler, whose job this is, did not tell its end: it may do so later."""
-
-
-def _signal_at(before: float, job: Allocation, env: Mapping[str, str]) -> Callable[[], float]:
-    """Return what tells when --signal-before is due, in seconds since 1970."""
-    limit, due, errors = time_limit(env), [NEVER], list[LaunchError]()
-    asked, late = threading.Event(), threading.Event()
-
-    def ask() -> None:
-        pause = 1.0
-        while True:
-            try:
-                now = time.time()
-                wait, note = when_to_signal(job_end(job, env, now), before, now, limit=limit)
-                due.append(now + wait)
-                if note or late.is_set():
-                    say(note or "--signal-before: the job's end is known now")
-                break
-            except UnansweredError as error:
-                errors.append(error)
-                asked.set()
-            except LaunchError as error:
-                errors.append(error)
-                if late.is_set():
-                    say(str(error))
-                break
-            time.sleep(pause)
-            pause = min(2 * pause, _ASK_AGAIN)
-        asked.set()
-
-    threading.Thread(target=ask, daemon=True).start()
-    asked.wait(_ANSWER)
-    late.set()
-    if errors and not isinstance(errors[0], UnansweredError):
-        raise errors[0]
-    if due[-1] == NEVER:
-        why = errors[0] if errors else f"--signal-before: {job.scheduler} does not answer"
-        say(f"{why}; the ranks start, and it is asked again until it tells")
-    return lambda: due[-1]
-
-
-def job_end(job: Allocation, env: Mapping[str, str], now: float) -> float:
-    if job.ends_at is not None and job.ends_at.timestamp() > now:
-        return job.ends_at.timestamp()
-    try:
-        asked = get_allocation({**env, _END: ""}, ask=True)
-    except TopoError as error:
-        kind = LaunchError if job.scheduler == "none" else UnansweredError
-        raise kind(f"--signal-before: the job's end is not known: {error}") from error
-    if asked.ends_at is not None:
-        return asked.ends_at.timestamp()
-    if asked.scheduler == "none":
-        raise LaunchError(
-            f"--signal-before: no job here ({asked.sources['scheduler']}); expected one of Slurm "
-            f"or PBS, which has an end; {_REMEDY} send SIGUSR1 to ezpz-launch yourself"
-        )
-    why = next((note for note in asked.notes if note.startswith("end of the walltime: ")), "")
-    if why:
-        raise UnansweredError(f"--signal-before: {why}; expected the end of job {asked.job_id}")
-    raise LaunchError(
-        f"--signal-before: job {asked.job_id} has no time limit, says {asked.scheduler}; expected "
-        f"one; {_REMEDY} submit with a walltime"
-    )
-
-
-def time_limit(env: Mapping[str, str]) -> float | None:
-    """Return the job's time limit in seconds, where its variables tell."""
-    start, end = env.get(_START, ""), env.get(_END, "")
-    if not all(re.fullmatch("[1-9][0-9]{8,9}", text) for text in (start, end)):
-        return None
-    seconds = int(end) - int(start)
-    # Without a limit the end is 2**32 - 1 or thereabouts.
-    return float(seconds) if seconds > 0 and int(end) < 2**32 - 16 else None
-
-
-def when_to_signal(
-    end: float, before: float, now: float, *, limit: float | None = None
-) -> tuple[float, str]:
-    """Return the seconds to wait for the signal, and what people should know."""
-    if limit is not None and before >= limit:
-        raise UsageError(
-            f"--signal-before {before:g}: the whole job has {limit:g} s; expected less; submit "
-            "with a longer walltime, or ask for the signal later"
-        )
-    left = end - now
-    if left > before:
-        return left - before, ""
-    what = f"{left:.0f} s of the job are left" if left > 0 else f"its end was {-left:.0f} s ago"
-    return 0.0, f"--signal-before {before:g}: {what}; SIGUSR1 is sent as soon as the ranks run"

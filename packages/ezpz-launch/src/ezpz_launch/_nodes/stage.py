@@ -20,13 +20,14 @@ from typing import Any
 from ezpz_launch._errors import LaunchError, StageError, UsageError, say
 from ezpz_launch._nodes import stage_node
 from ezpz_launch._nodes.archive import Source, What, ask, survey
-from ezpz_launch._nodes.attempts import Preparation, launch_of
+from ezpz_launch._nodes.attempts import Preparation
 from ezpz_launch._nodes.tree import Tree
 from ezpz_launch._plan.launchers import LAUNCHERS
 from ezpz_launch._plan.options import OPTIONS, PYTHON, Option, Options, Request, split
 from ezpz_launch._plan.plan import LaunchPlan
 from ezpz_launch._run.launch import Control, Outcome
 from ezpz_launch._run.loop import run
+from ezpz_launch._run.prepare import prepare_launch
 from ezpz_launch._run.record import new_id
 from ezpz_launch._run.signals import Inbox, collect_signals
 
@@ -209,7 +210,7 @@ class Staging(Preparation):
         threading.Thread(target=order, args=(tree,), daemon=True).start()
         try:
             control = Control(f"{new_id(time.time())}.stage", _HOLD)
-            with launch_of(
+            with prepare_launch(
                 self._replan(request), self._env, scratch, control=control,
                 is_over=partial(tree.join, 0.0),
             ) as (_, launch):  # fmt: skip
