@@ -95,3 +95,14 @@ def test_a_backend_that_does_not_start_is_an_error(bare, monkeypatch):
     assert result.status == "error"
     assert "the backend gloo of cpu does not start" in result.message
     assert "hsn7" in result.message
+
+
+def test_what_is_computed_wrongly_is_an_error(bare, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "equal", lambda one, other: False)
+        done, problem = try_devices("cpu", 1, time.monotonic() + 60)
+    assert (done, problem) == (0, "cpu:0 multiplies wrongly: off by 0")
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor: tensor.add_(1))
+    result = check(60, {**NOTHING, "TORCH_DEVICE": "cpu"}, root=str(bare))
+    assert result.status == "error"
+    assert "gloo of cpu does not start: the sum of 3 alone is 4" in result.message

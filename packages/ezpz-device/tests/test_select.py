@@ -36,6 +36,7 @@ def test_torch_device_that_this_torch_cannot_use(absent):
         (11, 12, {}, 11),
         (5, 1, {"ROCR_VISIBLE_DEVICES": "5"}, 0),  # srun --gpus-per-task=1 --gpu-bind=closest
         (4, 4, {}, None),
+        (4, 4, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, None),
     ],
 )
 def test_the_local_rank_indexes_the_visible_devices(local_rank, count, env, index):
