@@ -558,7 +558,7 @@ def call_roll(responder: Responder, *, stack: bool = False) -> RollCall:
     try:
         return within(_LONGEST, lambda: _call(responder.side, mine, stack))
     except LOST as error:
-        return _handle_store_loss(responder.side, mine, error)
+        return _without_store(responder.side, mine, error)
     finally:
         responder.pinned = None
 
@@ -589,7 +589,7 @@ def _call(side: SideStore, mine: Location, stack: bool) -> RollCall:
     return call
 
 
-def _handle_store_loss(side: SideStore, mine: Location, error: Exception) -> RollCall:
+def _without_store(side: SideStore, mine: Location, error: Exception) -> RollCall:
     """Say what can be said when rank 0's process, which holds the store, does not answer."""
     if side.rank == 0:
         return RollCall({0: mine})
