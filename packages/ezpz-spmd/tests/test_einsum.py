@@ -1,4 +1,3 @@
-import random
 from itertools import product
 
 import pytest
@@ -260,20 +259,15 @@ ONES = {"a": 1, "b": 1, "c": 1}
     [
         *((("", ""), {"equation": equation}, message) for equation, message in EQUATIONS.items()),
         (("tensor", ""), {}, r"x 'tensor': 'tensor' is not a placement; expected letter@axis"),
-        (("a@", ""), {}, r"x 'a@': 'a@' is not a placement"),
         (("a@b@c", ""), {}, r"'a@b@c' is not a placement"),
-        (("replicated a@t", ""), {}, r"'replicated' is not a placement"),
         (("", "a@tensor"), {}, r"w 'a@tensor': 'a' is no dim of 'bc'; expected for an axis"),
         (("a@t", ("a", None)), {}, r"w \('a', None\) does not name its axes; write 'b@data f@"),
-        (("", 3), {}, r"w 3 does not name its axes; write"),
         (("a@t b@t", ""), {}, r"x 'a@t b@t' names axis t twice"),
         (("a@t", ""), {"mesh_axes": ["u"]}, r"x 'a@t': axis 't' is none of mesh_axes \('u',\)"),
-        (("", ""), {"mesh_axes": "tp"}, r"mesh_axes='tp'; expected different names"),
         (("", ""), {"mesh_axes": ["u", "u"]}, r"mesh_axes=\['u', 'u'\]; expected different"),
         (("", ""), {"output": " "}, r"output=' ' names no axis; write 'replicated'"),
         (("", ""), {"output": "b@t"}, r"y 'b@t': 'b' is no dim of 'ac'"),
         (("", ""), {"sizes": {}}, r"degrees= is not given; bytes need both"),
-        (("", ""), {"degrees": {}}, r"sizes= is not given; bytes need both"),
         (("", ""), {"sizes": {"a": 1, "b": 1}, "degrees": {}}, r"sizes=\{.*\} lacks 'c'"),
         (("a@t", ""), {"sizes": ONES, "degrees": {}}, r"degrees=\{\} lacks 't'"),
         (("", ""), {"sizes": ONES, "degrees": {}, "itemsize": 0}, r"itemsize=0; e"),
@@ -495,26 +489,6 @@ def test_every_placement_over_two_axes(equation, alike):
         prove(whole, Mesh({axis: degrees[axis] for axis in answer.axes}), answer)
         proved += 1
     assert refused <= proved / 20
-
-
-def test_wanted_outputs_over_three_axes():
-    rng = random.Random(0)
-    mesh, whole = Mesh({"a": 2, "b": 2, "c": 2}), Whole(LINEAR, 8)
-    proved = 0
-    for _ in range(80):
-        operands = [
-            " ".join(f"{rng.choice([*WHERE, *letters])}@{axis}" for axis in mesh.axes)
-            for letters in whole.operands
-        ]
-        goal = " ".join(f"{rng.choice(['replicated', *whole.output])}@{axis}" for axis in mesh.axes)
-        try:
-            answer = einsum_sharding(LINEAR, *operands, output=goal, mesh_axes=mesh.axes)
-        except tp.ParallelError:
-            continue
-        assert layout(answer.output, mesh.axes) == layout(goal, mesh.axes)
-        prove(whole, mesh, answer)
-        proved += 1
-    assert proved > 40
 
 
 def carry_out_regions(cases):

@@ -561,6 +561,15 @@ def test_a_second_state_does_not_meet_the_meshes_of_the_first(tensor):
         state.destroy()
 
 
+@on_ranks(1, initialize=False)
+def test_a_world_of_one():
+    state = tp.ParallelState.create()
+    mesh = state.to_mesh()
+    assert mesh.mesh_dim_names == ("dp",)
+    assert mesh.size() == 1
+    state.destroy()
+
+
 # The group of a rank alone.
 
 OUT, LIST = object(), object()
