@@ -405,9 +405,11 @@ def _draw_whole(
     dtype = _drawn_dtype(like)
     size = math.prod(full_shape) * dtype.itemsize
     if size >= _LARGE:
+        # By its name, so that Python shows one warning for all layers of a shape.
+        name = getattr(init_method, "__qualname__", repr(init_method))
         warnings.warn(
             f"initializing a weight of shape {full_shape} draws all of it, {size >> 20} MiB, on "
-            f"every rank, as {init_method!r} is not one of torch.nn.init's that fill it in tiles "
+            f"every rank, as {name} is not one of torch.nn.init's that fill it in tiles "
             "(normal_, uniform_, trunc_normal_, xavier_*, kaiming_* and constants)",
             stacklevel=3,
         )
