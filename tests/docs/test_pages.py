@@ -40,6 +40,27 @@ def test_the_table_of_meshes_is_the_one_of_the_package():
     assert rows == expected
 
 
+def test_the_table_of_states_is_the_one_of_the_code():
+    from ezpz_launch._run.states import TRANSITIONS, RankState, RunState
+
+    page = (DOCS / "how-it-works.md").read_text(encoding="utf-8")
+    rows, state = [], ""
+    for named, event, following in re.findall(
+        r"^\| (.*?) ?\| `(\w+)` \| `(\w+)` \|$", page, re.MULTILINE
+    ):
+        state = named.strip("`") or state
+        rows.append((state, event, following))
+    expected = [
+        (state.name, event.name, row.state.name)
+        for state, events in TRANSITIONS.items()
+        for event, row in events.items()
+    ]
+    assert rows == expected
+    assert all(f"`{state.name}`" in page for state in RankState)
+    picture = (DOCS / "assets" / "states.svg").read_text(encoding="utf-8")
+    assert all(f">{state.name}<" in picture for state in RunState)
+
+
 @pytest.mark.parametrize("page", sorted(DOCS.glob("from-*.md")), ids=lambda page: page.stem)
 def test_the_names_that_a_page_sends_its_readers_to_are_there(page):
     rows = re.findall(r"^\| `.*? \| (.*?) \|$", page.read_text(encoding="utf-8"), re.MULTILINE)
