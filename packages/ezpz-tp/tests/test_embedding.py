@@ -78,7 +78,7 @@ OPTIONS = {
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 @pytest.mark.parametrize("kind", [tp.VocabParallelEmbedding, tp.ParallelEmbedding])
 def test_trap_5_all_options_do_what_they_do_in_nn_embedding(kind, options):
-    for vocabulary, degree in ((16, 2), (5, 4), (13, 1)):  # trap 13: alone, too
+    for vocabulary, degree in ((16, 2), (5, 4), (13, 1)):
         run_ranks(as_nn, degree, kind, vocabulary, options, False)
 
 
@@ -86,6 +86,17 @@ def test_trap_5_all_options_do_what_they_do_in_nn_embedding(kind, options):
 def test_sequence_parallel(options):
     for degree in (1, 3):
         run_ranks(as_nn, degree, tp.VocabParallelEmbedding, 13, options, True)
+
+
+def test_trap_13_alone_it_is_nn_embedding():
+    for kind in (tp.VocabParallelEmbedding, tp.ParallelEmbedding):
+        layer = kind(13, WIDTH, padding_idx=3, seed=1)
+        expected = nn.Embedding(13, WIDTH, padding_idx=3, _weight=layer.weight.detach().clone())
+        ids = some_ids(13)
+        output = layer(ids)
+        assert output.grad_fn.name() == "EmbeddingBackward0"
+        assert torch.equal(output, expected(ids))
+        assert layer.tp_group is None
 
 
 def bad_ids(kind):

@@ -83,6 +83,20 @@ def test_an_uneven_output_is_padded_and_masked():
     assert layer.weight.grad[real:].eq(0).all()
 
 
+@pytest.mark.parametrize("layer_class", [tp.ColumnParallelLinear, tp.RowParallelLinear])
+def test_trap_13_before_initialization_bitwise_equal_to_linear(layer_class):
+    layer, linear = layer_class(16, 24, seed=1), nn.Linear(16, 24)
+    linear.load_state_dict(layer.state_dict())
+    inputs = torch.randn(3, 16)
+    pairs = []
+    for module in (layer, linear):
+        own = inputs.clone().requires_grad_()
+        output = module(own)
+        output.square().sum().backward()
+        pairs.append((output, own.grad, module.weight.grad, module.bias.grad))
+    assert all(map(torch.equal, *pairs))
+
+
 # Bad input: one clear error, on every rank, before any collective.
 
 
