@@ -22,7 +22,8 @@ from slurm_here import SlurmJobError, SlurmMissingError, in_a_job
 from table import finish, read
 
 from ezpz_launch import Request, plan
-from ezpz_launch._plan.launchers import Launcher, argv, hostfile_of
+from ezpz_launch._plan.kind import Launcher
+from ezpz_launch._plan.launchers import build_argv, build_hostfile
 from ezpz_topo import imagine
 
 WHAT = {
@@ -188,8 +189,8 @@ def planning(runs: int) -> list[Row]:
                 topology, request, launcher, hosts=topology.allocation.hosts, hosts_source="job",
                 hostfile="HOSTFILE", port=29500, user_env={},
             )  # fmt: skip
-            argv(planned)
-            hostfile_of(planned)
+            build_argv(planned)
+            build_hostfile(planned)
             return (time.perf_counter() - began) * 1e3
 
         what = f"plan 10,080 nodes x 12 for {kind}"

@@ -37,7 +37,8 @@ print(json.dumps([took * 1e3, rank * 1e3, peak / 1024]))
 PLAN = """
 import dataclasses, json, sys, time
 from ezpz_launch import Request, plan
-from ezpz_launch._plan.launchers import Launcher, argv, hostfile_of
+from ezpz_launch._plan.kind import Launcher
+from ezpz_launch._plan.launchers import build_argv, build_hostfile
 from ezpz_launch._run.record import record_of, to_json
 from ezpz_topo import imagine
 machine, kind, path, each = *sys.argv[1:4], int(sys.argv[4])
@@ -49,7 +50,7 @@ def once(job):
     began = time.process_time()
     planned = plan(topology, request, launcher, hosts=job[::each], hosts_source="job",
                    hostfile="HOSTFILE", port=29500, user_env={})
-    words, hostfile = argv(planned), hostfile_of(planned)
+    words, hostfile = build_argv(planned), build_hostfile(planned)
     took = time.process_time() - began
     return took, words, hostfile, to_json(record_of("scale", planned, words, allocation))
 with open(path) as file:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from ezpz_launch._plan.plan import SHIM
+from ezpz_launch._plan.shim import SHIM
 from ezpz_launch._run.launch import VARIABLE
 
 from .fresh import STRACE, environment, traced

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from ezpz_launch._plan.plan import SHIM
-from ezpz_launch._run.launch import VARIABLE, Control
+from ezpz_launch._plan.shim import SHIM
+from ezpz_launch._run.launch import VARIABLE, RankSettings
 
 from .fresh import STRACE, environment, traced
 from .growth import NODES, PER_NODE, Absent, Curve, Fact, Found, sampled
@@ -20,7 +20,7 @@ from .strace import MISSING, done
 
 NODES_IN_ALL, RANKS = NODES[-1], NODES[-1] * PER_NODE
 
-CONTROL = Control(
+CONTROL = RankSettings(
     "20260101T000000000001Z-12345-abcdef.0", 30.0, ("10.0.0.1:40000",), "a" * 64,
     device_type="xpu", devices=PER_NODE, job_id="1234567.aurora-pbs-0001",
 )  # fmt: skip

@@ -269,7 +269,8 @@ class Environment:
     def mpiexec_of_machine(self) -> str:
         """Return the first mpiexec of an MPI, by ezpz-launch's rule: that of PBS has none."""
         sys.path[:0] = [str(ROOT / f"packages/ezpz-{name}/src") for name in ("launch", "topo")]
-        from ezpz_launch._plan.launchers import LaunchError, find_mpiexec  # noqa: PLC0415
+        from ezpz_launch import LaunchError  # noqa: PLC0415
+        from ezpz_launch._plan.identify import find_mpiexec  # noqa: PLC0415
 
         try:
             return find_mpiexec({"PATH": os.pathsep.join(self.folders())}).path

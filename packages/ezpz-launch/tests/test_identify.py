@@ -14,16 +14,11 @@ from ezpz_launch import (
     Request,
     UsageError,
 )
-from ezpz_launch._plan.launchers import (
-    beside_python,
-    choose_launcher,
-    find_mpiexec,
-    identify,
-    imagine_launcher,
-    outside_of_launch,
-    require_command,
-    require_program,
-)
+from ezpz_launch._plan.choose import choose_launcher, imagine_launcher
+from ezpz_launch._plan.command import require_command, require_program
+from ezpz_launch._plan.environment import strip_launcher_env
+from ezpz_launch._plan.executables import env_with_python_on_path
+from ezpz_launch._plan.identify import find_mpiexec, identify_mpiexec
 from ezpz_launch._plan.placement import arrange
 from ezpz_topo import FAMILIES, get_rank_info, imagine
 
@@ -45,7 +40,7 @@ def program(path, text):
     ("mpiexec (OpenRTE) 4.1.4", "openmpi", ""),
 ])  # fmt: skip
 def test_an_mpiexec_is_asked_whose_it_is(tmp_path, answer, kind, flavour):
-    found = identify(program(tmp_path / "mpiexec", answer))
+    found = identify_mpiexec(program(tmp_path / "mpiexec", answer))
     assert (found.kind, found.flavour) == (kind, flavour)
 
 
@@ -64,7 +59,7 @@ def test_pals_is_known_by_where_it_lies_and_what_shadows_it_is_warned_about(tmp_
     monkeypatch.setattr("ezpz_launch._plan.launchers.pals.Pals.folder", str(tmp_path / "pals"))
     site = program(tmp_path / "pals" / "mpiexec", "mpiexec 1.3.4")
     conda = program(tmp_path / "conda" / "mpiexec", "HYDRA")
-    assert identify(site).kind == "pals"
+    assert identify_mpiexec(site).kind == "pals"
     found = find_mpiexec({"PATH": f"{tmp_path}/conda:{tmp_path}/pals"})
     assert (found.path, found.kind) == (conda, "hydra")
     assert f"{conda} comes before the site's {site}" in found.notes[0]
@@ -72,11 +67,11 @@ def test_pals_is_known_by_where_it_lies_and_what_shadows_it_is_warned_about(tmp_
 
 
 def test_path_comes_before_this_environments_own(tmp_path, mpiexec, monkeypatch):
-    assert identify(mpiexec).kind in ("hydra", "openmpi")
+    assert identify_mpiexec(mpiexec).kind in ("hydra", "openmpi")
     site, own = (program(tmp_path / name / "mpiexec", "HYDRA") for name in ("site", "venv"))
     monkeypatch.setattr(sys, "executable", f"{tmp_path}/venv/python")
-    assert find_mpiexec(beside_python({"PATH": f"{tmp_path}/site"})).path == site
-    assert find_mpiexec(beside_python({})).path == own
+    assert find_mpiexec(env_with_python_on_path({"PATH": f"{tmp_path}/site"})).path == site
+    assert find_mpiexec(env_with_python_on_path({})).path == own
 
 
 # Which is taken.
@@ -317,7 +312,7 @@ def test_what_makes_a_rank_goes():
             names = each.rank + each.world_size + each.local_rank + each.local_world_size
             told |= dict.fromkeys(names + each.node_rank + each.num_nodes, "1")
     env = {**STAYS, **told}
-    assert outside_of_launch(env) == STAYS
+    assert strip_launcher_env(env) == STAYS
     assert env == {**STAYS, **told}
 
 
@@ -325,5 +320,5 @@ def test_what_is_left_is_no_rank():
     ezpz = "EZPZ_RANK=1 EZPZ_WORLD_SIZE=2 EZPZ_LOCAL_RANK=1 EZPZ_LOCAL_WORLD_SIZE=2"
     env = {**STAYS, **variables(f"{ezpz} SLURM_PROCID=1 SLURM_LOCALID=1")}
     assert get_rank_info(env).rank == 1
-    left = get_rank_info({**outside_of_launch(env), "SLURM_STEP_ID": ""})
+    left = get_rank_info({**strip_launcher_env(env), "SLURM_STEP_ID": ""})
     assert (left.rank, left.world_size) == (0, 1)

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from ezpz_launch import LaunchError, Request, UsageError, plan
-from ezpz_launch._plan.launchers import Launcher, argv, hostfile_of
+from ezpz_launch._plan.kind import Launcher
+from ezpz_launch._plan.launchers import build_argv, build_hostfile
 from ezpz_launch._plan.launchers.spawn import SPAWN
 from ezpz_topo import imagine
 
@@ -24,13 +25,13 @@ def planned(launcher, machine="generic-slurm", of=4, *, hosts=None, env=None, **
 
 
 def own_words(told):
-    words = argv(told)
+    words = build_argv(told)
     return words[: words.index("sh")]
 
 
 def test_spawn_is_a_program_of_ours_on_this_host():
     told = planned(Launcher("/python", "spawn", ""), of=1, nproc=3, launcher_args=("-x",))
-    words = argv(told)
+    words = build_argv(told)
     assert words[:6] == ["/python", "-I", "-S", SPAWN, "3", "-x"]
     names = ["EZPZ_SPAWN_RANK", "EZPZ_SPAWN_SIZE", "EZPZ_SPAWN_RANK"]
     assert words[words.index("sh") + 2 :] == ["spawn", "3", "3", *names, "--", "true"]
@@ -43,7 +44,7 @@ def test_spawn_is_a_program_of_ours_on_this_host():
 ])  # fmt: skip
 def test_what_reaches_no_other_host(kind, options, message):
     with pytest.raises(LaunchError, match=message):
-        argv(planned(kind, of=2, **options))
+        build_argv(planned(kind, of=2, **options))
 
 
 @pytest.mark.parametrize("options", [{}, {"nodes": 1}, {"nodes": 1, "exclude": "a", "spares": 1}])
@@ -52,13 +53,13 @@ def test_hydra_takes_no_ipv6_address_of_another_host(options):
     with pytest.raises(UsageError, match=r"2001:db8::7 \(.* no IPv6 address; expected a "):
         planned("hydra", machine="workstation", hosts=hosts, **options)
     told = planned("openmpi", machine="workstation", hosts=hosts)
-    assert hostfile_of(told) == hosts
+    assert build_hostfile(told) == hosts
 
 
 @pytest.mark.parametrize(("machine", "kind"), [("crux", "pals"), ("frontier", "srun")])
 def test_no_binding_is_said_to_a_launcher_that_binds_by_itself(machine, kind):
     told = planned(kind, machine=machine, of=1, cpu_bind="none")
-    flags = [word for word in argv(told) if "cpu-bind" in word or "depth" in word]
+    flags = [word for word in build_argv(told) if "cpu-bind" in word or "depth" in word]
     assert flags == ["--cpu-bind=none"]
     # one that takes no lists is not told the machine's
     assert planned("hydra", machine=machine, of=1).cpu_bind == ()
@@ -86,7 +87,7 @@ def test_srun_is_told_the_hosts_in_slurms_own_names(hosts, options, nodelist):
 ])  # fmt: skip
 def test_srun_reads_the_host_of_each_rank(hosts, options, lines):
     told = planned("srun", hosts=hosts, **options)
-    assert hostfile_of(told) == lines
+    assert build_hostfile(told) == lines
     words = own_words(told)
     assert "--distribution=arbitrary" in words
     assert "--nodelist=/tmp/hosts" in words
@@ -104,8 +105,8 @@ def test_a_nodelist_that_is_too_long_for_one_word_goes_into_the_file():
         Launcher("srun", "srun", ""), hosts=names, hosts_source="the job", hostfile="/tmp/hosts",
         port=1, user_env={},
     )  # fmt: skip
-    assert max(map(len, argv(told))) < 131_072
-    assert len(hostfile_of(told)) == 4000
+    assert max(map(len, build_argv(told))) < 131_072
+    assert len(build_hostfile(told)) == 4000
 
 
 @pytest.mark.parametrize(("machine", "hosts", "error", "message"), [

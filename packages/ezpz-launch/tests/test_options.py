@@ -8,13 +8,13 @@ import pytest
 
 from ezpz_launch import LaunchError, Request, UsageError, split
 from ezpz_launch._cli import EXAMPLES, USAGE, help_page
-from ezpz_launch._plan.options import OPTIONS, request_of, settings
+from ezpz_launch._plan.options import OPTIONS, build_request, list_settings
 
 USER = ["python", "train.py", "--lr", "1e-4", "-n", "5", "--help", "--", "--x", "a b", ""]
 
 
 def requested(*words):
-    return request_of(*split([*words, "true"]))
+    return build_request(*split([*words, "true"]))
 
 
 @pytest.mark.parametrize(("words", "options", "command"), [
@@ -86,7 +86,7 @@ def test_every_option_reaches_the_request():
         "--min-nodes 1 --nested --stage=all --stage-data d "
         "--launcher-args \"-a 'b c'\" --dry-run --json"
     )
-    request = request_of(*split([*shlex.split(words), "python", "t.py"]))
+    request = build_request(*split([*shlex.split(words), "python", "t.py"]))
     assert request == Request(
         command=("python", "t.py"), nproc=4, ppn=2, nodes=2, hostfile="h", include="a[1-2]",
         exclude="0007", launcher="spawn", machine="polaris", options=("depth", "nccl-ofi"),
@@ -150,15 +150,16 @@ def test_requests_that_cannot_be(options, message):
 
 def test_what_a_dry_run_says_of_the_options():
     words = "--log-dir /l --tee --grace 1m --retries=2 --prefix --one-device"
-    assert settings(requested(*words.split())) == [
+    assert list_settings(requested(*words.split())) == [
         ("devices of a rank", "its own only", "--one-device"),
         ("output", "/l, there and here", "--log-dir, --tee"),
         ("lines begin with", "[rank@host]", "--prefix"),
         ("SIGTERM to SIGKILL", "60 s", "--grace"),
         ("retries", "up to 2", "--retries"),
     ]
-    assert settings(requested("-n", "2", "--grace", "7")) == []
-    assert settings(requested("--log-dir", "/l")) == [("output", "/l, there only", "--log-dir")]
+    assert list_settings(requested("-n", "2", "--grace", "7")) == []
+    (row,) = list_settings(requested("--log-dir", "/l"))
+    assert row == ("output", "/l, there only", "--log-dir")
 
 
 # The page of --help.
@@ -170,20 +171,25 @@ VALUES = {"N": "2", "TIME": "10m", "K=V": "A=1", "KIND": "spawn", "LIST": "0-3"}
 @pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name)
 def test_every_option_is_on_the_page_and_taken_as_it_is_written(option):
     start = f"-{option.short}, --{option.name}" if option.short else f"--{option.name}"
-    start += f"[={option.value}]" if option.implied else f" {option.value}".rstrip()
+    start += f"[={option.value}]" if option.bare_value else f" {option.value}".rstrip()
     (row,) = [line.strip() for line in LINES if line.strip().startswith(f"{start} ")]
     assert row.removeprefix(start).strip() == option.help != ""
     value = [VALUES.get(option.value, "x")] if option.value else []
     for flag in filter(None, (f"--{option.name}", option.short and f"-{option.short}")):
-        words = [f"{flag}={value[0]}"] if option.implied else [flag, *value]
+        words = [f"{flag}={value[0]}"] if option.bare_value else [flag, *value]
         options, command = split([*words, "--", "true"])
-        if option.last:
+        if option.ends_options:
             assert command[1:] == (f"-{option.short}", *value, "--", "true")
         else:
             text = value[0] if value else True
-            assert (options, command) == ({option.name: [text] if option.many else text}, ("true",))
-        if option.implied:
-            assert split([flag, "python"]) == ({option.name: option.implied}, ("python",))
+            expected = [text] if option.repeatable else text
+            assert (options, command) == ({option.name: expected}, ("true",))
+        if option.bare_value:
+            assert split([flag, "python"]) == ({option.name: option.bare_value}, ("python",))
+
+
+def test_every_option_names_who_needs_it():
+    assert [option.name for option in OPTIONS if not option.needed_by] == []
 
 
 def test_the_page_fits_the_screen():
@@ -203,4 +209,4 @@ def test_every_example_is_understood(example):
     assert program == "ezpz-launch"
     options, command = split(words)
     # each option is of the kind that its value is checked for
-    assert request_of(options, command).command == command != ()
+    assert build_request(options, command).command == command != ()

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from ezpz_launch import LaunchError, Request, UsageError
-from ezpz_launch._plan.placement import arrange, match_hosts, place, select_hosts
+from ezpz_launch._plan.placement import arrange, match_hosts, place_ranks, select_hosts
 from ezpz_topo import Accelerators, imagine
 
 # Hosts.
@@ -62,7 +62,7 @@ def test_ten_thousand_of_ten_thousand():
     hosts = tuple(f"nid{k:05d}.hsn" for k in range(10_080))
     kept, _ = select_hosts(hosts, "job", include="nid[00000-10078]")
     assert kept == hosts[:-1]
-    placement = place(hosts, nproc=None, ppn=None, default_ppn=12, why_default="devices")
+    placement = place_ranks(hosts, nproc=None, ppn=None, default_ppn=12, why_default="devices")
     assert (placement.nproc, len(placement.hosts)) == (120_960, 10_080)
 
 
@@ -85,7 +85,7 @@ def test_ten_thousand_of_ten_thousand():
 ])  # fmt: skip
 def test_ranks_of_each_host(hosts, nproc, ppn, ranks, sources):
     names = NIDS[:hosts]
-    placement = place(names, nproc=nproc, ppn=ppn, default_ppn=4, why_default="devices")
+    placement = place_ranks(names, nproc=nproc, ppn=ppn, default_ppn=4, why_default="devices")
     assert placement == (names[: len(ranks)], ranks, *sources)
     assert placement.nproc == sum(ranks)
 

@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 
 from ezpz_launch import LaunchError, Request, UsageError, main, plan
-from ezpz_launch._plan import plan as plan_module
-from ezpz_launch._plan.launchers import Launcher
-from ezpz_launch._plan.plan import SHIM, choose_options, free_port
+from ezpz_launch._plan import ports
+from ezpz_launch._plan.kind import Launcher
+from ezpz_launch._plan.machine_options import select_options
+from ezpz_launch._plan.ports import reserve_port
+from ezpz_launch._plan.shim import SHIM
 from ezpz_topo import imagine, known_machines
 
 
@@ -59,7 +61,7 @@ def test_env_of_the_request_comes_last_and_a_machine_that_is_named_is_told():
 
 def chosen(machine, *names, kind=""):
     known = imagine(machine, 1, {}).machine if isinstance(machine, str) else machine
-    return choose_options(known, names, Launcher("x", kind or known.launcher, ""))
+    return select_options(known, names, Launcher("x", kind or known.launcher, ""))
 
 
 def test_flags_variables_and_binding_come_together_each_option_once():
@@ -190,17 +192,17 @@ def test_a_port_that_is_taken_is_passed_over(monkeypatch, family, address):
     with socket.socket(family) as holder:
         holder.bind((address, 0))
         holder.listen()
-        monkeypatch.setattr(plan_module, "_FIRST", holder.getsockname()[1])
-        monkeypatch.setattr(plan_module, "_COUNT", 1)
+        monkeypatch.setattr(ports, "_FIRST", holder.getsockname()[1])
+        monkeypatch.setattr(ports, "_COUNT", 1)
         with pytest.raises(LaunchError, match="is taken"):
-            free_port()
+            reserve_port()
 
 
 CHOOSE = """
 import os
-from ezpz_launch._plan.plan import free_port
+from ezpz_launch._plan.ports import reserve_port
 os.urandom = bytes
-print(free_port(), flush=True)
+print(reserve_port(), flush=True)
 input()
 """
 

@@ -8,9 +8,8 @@ import subprocess
 
 import pytest
 
-from ezpz_launch._plan.launchers import pack_env
-from ezpz_launch._plan.plan import SHIM
-from ezpz_launch._run.launch import Control
+from ezpz_launch._plan.shim import SHIM, pack_env
+from ezpz_launch._run.launch import RankSettings
 
 NAMES = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID")
 HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
@@ -53,13 +52,13 @@ def words(shell):
 
 
 def environment(env=None, hold=10, **control):
-    told = {"EZPZ_CONTROL": Control(ID, hold, **control).to_text()} if control else {}
+    told = {"EZPZ_CONTROL": RankSettings(ID, hold, **control).to_text()} if control else {}
     return {"PATH": os.environ["PATH"], **HYDRA, **told, **(env or {})}
 
 
 @pytest.fixture
 def shim(words):
-    """Run a command as one rank, to its end; with fields of Control, as under ezpz-launch."""
+    """Run a command as one rank, to its end; with fields of RankSettings, as under ezpz-launch."""
 
     def run(*command, env=None, control=None, options=None, **place):
         return subprocess.run(
@@ -364,7 +363,7 @@ def test_the_agent_is_started_once_a_node(shim, tmp_path):
     agent.write_text(
         f"import os, sys\nos.rename('{tmp_path}/none', '{tmp_path}/agent-' + sys.argv[1])\n"
     )
-    value = Control(ID, 5, addresses=("127.0.0.1:1",), secret="a", programs=str(tmp_path)).to_text()
+    value = RankSettings(ID, 5, addresses=("127.0.0.1:1",), secret="a", programs=str(tmp_path)).to_text()
     control = {"EZPZ_CONTROL": value, "PMI_SIZE": "8"}
     script = f"for i in $(seq 200); do [ -e {tmp_path}/agent-1 ] && exit 0; sleep 0.05; done"
     for rank, local in ((4, 0), (5, 1)):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ezpz_launch import Request, __version__, plan
-from ezpz_launch._plan.launchers import Launcher
+from ezpz_launch._plan.kind import Launcher
 from ezpz_launch._run.record import (
     KEPT,
     NAMES,

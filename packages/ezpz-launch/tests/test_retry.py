@@ -189,7 +189,7 @@ def test_a_taken_port_is_replaced_but_not_for_ever(attempts, more, times):
 
 def test_a_hostfile_that_somebody_removes_and_nowhere_to_write_it(attempts, tmp_path, monkeypatch):
     monkeypatch.setattr("ezpz_launch._run.prepare.needs_hostfile", lambda _: True)
-    monkeypatch.setattr("ezpz_launch._run.prepare.hostfile_of", lambda _: ["alpha", "beta"])
+    monkeypatch.setattr("ezpz_launch._run.prepare.build_hostfile", lambda _: ["alpha", "beta"])
     with write_hostfile(attempts._planned, str(tmp_path)) as ready:
         path = tmp_path / os.path.basename(ready.hostfile)
         assert path.read_text() == "alpha\nbeta\n"

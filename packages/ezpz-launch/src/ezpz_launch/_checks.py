@@ -10,14 +10,12 @@ from collections.abc import Mapping, Sequence
 
 from ezpz_launch._errors import CommandNotFoundError, LaunchError
 from ezpz_launch._nodes.preflight import Ended, run
-from ezpz_launch._plan.launchers import (
-    LAUNCHERS,
-    Launcher,
-    beside_python,
-    find_command,
-    find_mpiexec,
-    outside_of_launch,
-)
+from ezpz_launch._plan.choose import find_launcher
+from ezpz_launch._plan.environment import strip_launcher_env
+from ezpz_launch._plan.executables import env_with_python_on_path
+from ezpz_launch._plan.identify import find_mpiexec
+from ezpz_launch._plan.kind import Launcher
+from ezpz_launch._plan.launchers import LAUNCHERS
 from ezpz_launch._run.record import records_folder, why_not_written
 from ezpz_topo import CheckResult, TopoError, get_allocation
 
@@ -66,23 +64,23 @@ _NO_OUTPUT = 141
 
 def check_mpi(seconds: float, env: Mapping[str, str] | None = None) -> CheckResult:
     """Start two ranks of mpi4py by the mpiexec that ezpz-launch would use."""
-    env = outside_of_launch(os.environ if env is None else env)
+    env = strip_launcher_env(os.environ if env is None else env)
     try:
         job = get_allocation(env, ask=False)
         nodes = len(job.hosts) if job.scheduler != "none" and job.on_node else 0
     except TopoError:
         nodes = 0  # the check "scheduler" says so
     try:
-        launcher = find_mpiexec(beside_python(env))
+        launcher = find_mpiexec(env_with_python_on_path(env))
         kind = LAUNCHERS[launcher.kind]
         # What a launch on all nodes of the job would do.
-        reached = kind.reach(launcher, env, ()) if nodes > 1 else launcher
+        reached = kind.prepare_remote_start(launcher, env, ()) if nodes > 1 else launcher
     except CommandNotFoundError as error:
         return _without_mpiexec(error, env, seconds, in_job=nodes > 0)
     except LaunchError as error:
         return CheckResult.of(error)
     is_alone = kind.needs_job and not nodes
-    words = [] if is_alone else [launcher.path, "-n", "2", *kind.two_ranks(launcher)]
+    words = [] if is_alone else [launcher.path, "-n", "2", *kind.build_trial_flags(launcher)]
     ended = _try(words, env, seconds)
     if ended.status == _NO_OUTPUT and not ended.stdout:
         ended = _try(words, env, seconds)
@@ -132,7 +130,7 @@ def _judged(
     library = match[1] if match else "an unknown library"
     whose = f"{launcher.path} ({launcher.kind})"
     facts = {"mpiexec": launcher.path, "kind": launcher.kind, "library": library}
-    is_other = any(name in library for name in LAUNCHERS[launcher.kind].other_mpis)
+    is_other = any(name in library for name in LAUNCHERS[launcher.kind].incompatible_mpis)
     if is_alone and not is_other:
         message = f"{library} and {launcher.kind}; ranks are tried inside a job only"
         return CheckResult.ok(message, **facts)
@@ -177,7 +175,7 @@ def _without_mpiexec(
     if failed := _without_mpi4py(alone, seconds):
         return failed
     try:
-        srun = find_command("srun", "srun", beside_python(env))
+        srun = find_launcher("srun", "srun", env_with_python_on_path(env))
     except CommandNotFoundError:
         return CheckResult.of(error, "warning")
     return CheckResult.ok(f"no mpiexec; {srun.path} starts the ranks", srun=srun.path)

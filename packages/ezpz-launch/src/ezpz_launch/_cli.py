@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from ezpz_launch._errors import LaunchError, UsageError, discard, open_closed_streams, say
+from ezpz_launch._plan.command import require_program
 from ezpz_launch._plan.context import (
     Context,
     find_context,
@@ -20,10 +21,10 @@ from ezpz_launch._plan.context import (
     replan,
     warn_if_job_env_missing,
 )
-from ezpz_launch._plan.launchers import argv as argv_of
-from ezpz_launch._plan.launchers import hostfile_of, needs_hostfile, require_program
-from ezpz_launch._plan.options import OPTIONS, Request, help_row, request_of, split
-from ezpz_launch._plan.plan import LaunchPlan, explain, explain_json
+from ezpz_launch._plan.explain import explain, explain_json
+from ezpz_launch._plan.launchers import build_argv, build_hostfile, needs_hostfile
+from ezpz_launch._plan.options import OPTIONS, Request, build_request, format_help_row, split
+from ezpz_launch._plan.plan import LaunchPlan
 from ezpz_launch._version import __version__
 from ezpz_topo import TopoError
 
@@ -81,7 +82,7 @@ def _main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         return _print(help_page())
     if "version" in options:
         return _print(__version__)
-    request: Request = request_of(options, words)
+    request: Request = build_request(options, words)
     require_program(request.command)
     if request.dry_run:
         return _print(_explain(_plan_dry_run(request, env)))
@@ -171,7 +172,7 @@ def stage(argv: Sequence[str], env: Mapping[str, str]) -> int:
     if "help" in options:
         return _print(PAGE)
     questions = [name for name in ("status", "clean") if options.pop(name, False)]
-    request: Request = request_of(options, (sys.executable,))
+    request: Request = build_request(options, (sys.executable,))
     context = find_context(request, env)
     planned = _plan_without_bad_hosts(context, request)
     warn_if_job_env_missing(context, request)
@@ -185,11 +186,11 @@ def stage(argv: Sequence[str], env: Mapping[str, str]) -> int:
 
 
 def _explain(planned: LaunchPlan) -> str:
-    lines = hostfile_of(planned) if needs_hostfile(planned) else []
+    lines = build_hostfile(planned) if needs_hostfile(planned) else []
     if planned.request.json:
-        return explain_json(planned, argv_of(planned), lines)
+        return explain_json(planned, build_argv(planned), lines)
     columns = os.get_terminal_size(1).columns if os.isatty(1) else 0
-    return explain(planned, argv_of(planned), lines, columns)
+    return explain(planned, build_argv(planned), lines, columns)
 
 
 def _print(text: str) -> int:
@@ -220,12 +221,12 @@ EXAMPLES = (
 
 
 def help_page() -> str:
-    also = " ".join(option.also.split()[0] for option in OPTIONS if option.also)
+    also = " ".join(option.aliases.split()[0] for option in OPTIONS if option.aliases)
     lines = [f"usage: {USAGE}", "", "Start COMMAND as it is on every rank.", "", "options:"]
     for option in OPTIONS:
         flags = ", ".join([*([f"-{option.short}"] if option.short else []), f"--{option.name}"])
-        value = f"[={option.value}]" if option.implied else f" {option.value}".rstrip()
-        lines.append(help_row(flags + value, 20, option.help))
+        value = f"[={option.value}]" if option.bare_value else f" {option.value}".rstrip()
+        lines.append(format_help_row(flags + value, 20, option.help))
     lines += [f"  also understood: {also}", "", "examples:"]
     lines += [f"  {words:<54} {what}" for words, what in EXAMPLES]
     lines += [

@@ -24,7 +24,7 @@ from ezpz_launch._job.queue import (
     require_one_cluster,
     schedulers,
 )
-from ezpz_launch._plan.options import Option, _number, split
+from ezpz_launch._plan.options import Option, parse_number, split
 from ezpz_launch._run.loop import REQUESTS
 from ezpz_launch._run.processes import send
 from ezpz_launch._run.record import (
@@ -365,8 +365,10 @@ examples:
   ezpz launches --json     as they were recorded, for programs"""
 
 _LAUNCHES = (
-    Option("limit", "", "N", "n", read=_number), Option("json", ""), Option("help", "", short="h"),
-)  # fmt: skip
+    Option("limit", "", "N", "n", parse=parse_number),
+    Option("json", ""),
+    Option("help", "", short="h"),
+)
 
 
 def launches(argv: Sequence[str], env: Mapping[str, str]) -> str:
@@ -374,7 +376,7 @@ def launches(argv: Sequence[str], env: Mapping[str, str]) -> str:
     options, words = split(argv, _LAUNCHES)
     if "help" in options:
         return LAUNCHES_PAGE
-    limit = _number("-n", str(options.get("limit", 20)))
+    limit = parse_number("-n", str(options.get("limit", 20)))
     if words or limit < 1:
         wrong = repr(words[0]) if words else f"-n {limit}"
         usage = LAUNCHES_PAGE.partition("\n")[0]

@@ -27,21 +27,21 @@ from ezpz_launch._job.chain import (
     submit_words,
 )
 from ezpz_launch._job.queue import SCHEDULERS, Scheduler, clock
-from ezpz_launch._plan.launchers import require_command, require_program
+from ezpz_launch._plan.command import require_command, require_program
+from ezpz_launch._plan.explain import format_decisions
 from ezpz_launch._plan.options import (
     OPTIONS,
     Options,
     Request,
-    _count,
-    _number,
-    _row,
-    _words,
-    help_row,
-    request_of,
-    rows_of,
+    build_request,
+    count_field,
+    format_help_row,
+    list_options,
+    option_field,
+    parse_number,
+    parse_words,
     split,
 )
-from ezpz_launch._plan.plan import because
 from ezpz_launch._run.record import (
     dump,
     iso_time,
@@ -79,30 +79,75 @@ _A_NAME = r"[A-Za-z][\w.+-]{0,99}"
 class Submission(Request):
     """A job, as requested; what `Request` has, and the job's own. Raises as `Request` does."""
 
-    # fmt: off
-    nodes: int | None = _count("nodes of the job; default: 1",
-        expected="at least 1 node", short="N", also="--nnodes")
-    time: int | None = _row("how long it may run: 30m, 2h, 1d12h, 1:30:00", "TIME", default=None,
-        read=_duration)
-    queue: str = _row("PBS's queue, Slurm's partition; default: the scheduler's", "NAME",
-        also="--partition -q -p --qos")
-    account: str = _row("the project that pays; default: the scheduler's", "NAME", short="A",
-        also="--project")
-    name: str = _row("the job's name; default: the script's", "NAME", also="--job-name -J",
-        check=re.compile(_A_NAME).fullmatch, expected="letters, digits and _.+-, a letter first")
-    after: str = _row("begin when this job has ended well", "JOB", also="--dependency --depend")
-    env_setup: str = _row("sets up the job's environment, instead of this one's", "FILE")
-    submit_args: tuple[str, ...] = _row("words for sbatch or qsub, quoted as one", "TEXT",
-        default=(), read=_words)
-    script: str = _row("write the batch script to FILE, and submit nothing", "FILE")
-    until_done: int = _row("jobs that each submit the next, until it is done; at most N", "N",
-        default=0, implied="20", read=_number, check=lambda n: n >= 1, expected="at least 1 job")
-    chain: int = _row("the same with N jobs that are submitted now", "N", default=0, read=_number,
-        check=lambda n: n >= 2, expected="at least 2 jobs")
-    # fmt: on
+    nodes: int | None = count_field(
+        "nodes of the job; default: 1",
+        expected="at least 1 node",
+        short="N",
+        aliases="--nnodes",
+    )
+    time: int | None = option_field(
+        "how long it may run: 30m, 2h, 1d12h, 1:30:00",
+        "TIME",
+        default=None,
+        parse=_duration,
+    )
+    queue: str = option_field(
+        "PBS's queue, Slurm's partition; default: the scheduler's",
+        "NAME",
+        aliases="--partition -q -p --qos",
+    )
+    account: str = option_field(
+        "the project that pays; default: the scheduler's",
+        "NAME",
+        short="A",
+        aliases="--project",
+    )
+    name: str = option_field(
+        "the job's name; default: the script's",
+        "NAME",
+        aliases="--job-name -J",
+        check=re.compile(_A_NAME).fullmatch,
+        expected="letters, digits and _.+-, a letter first",
+    )
+    after: str = option_field(
+        "begin when this job has ended well",
+        "JOB",
+        aliases="--dependency --depend",
+    )
+    env_setup: str = option_field(
+        "sets up the job's environment, instead of this one's",
+        "FILE",
+    )
+    submit_args: tuple[str, ...] = option_field(
+        "words for sbatch or qsub, quoted as one",
+        "TEXT",
+        default=(),
+        parse=parse_words,
+    )
+    script: str = option_field(
+        "write the batch script to FILE, and submit nothing",
+        "FILE",
+    )
+    until_done: int = option_field(
+        "jobs that each submit the next, until it is done; at most N",
+        "N",
+        default=0,
+        bare_value="20",
+        parse=parse_number,
+        check=lambda n: n >= 1,
+        expected="at least 1 job",
+    )
+    chain: int = option_field(
+        "the same with N jobs that are submitted now",
+        "N",
+        default=0,
+        parse=parse_number,
+        check=lambda n: n >= 2,
+        expected="at least 2 jobs",
+    )
 
 
-SUBMIT_OPTIONS = (*rows_of(Submission), *(each for each in OPTIONS if not each.field))
+SUBMIT_OPTIONS = (*list_options(Submission), *(each for each in OPTIONS if not each.field))
 
 
 # The job: what the scheduler is asked for, each value with its reason, and the batch script.
@@ -128,7 +173,7 @@ def command(argv: Sequence[str], env: Mapping[str, str]) -> str:
         return help_page()
     if "version" in options:
         return __version__
-    request = request_of(options, user, Submission)
+    request = build_request(options, user, Submission)
     require_program(request.command)
     _refuse_contradictions(request)
     machine = _machine(request, env)
@@ -310,7 +355,7 @@ def _launch_words(request: Submission, options: Options) -> list[str]:
         for each in value if isinstance(value, list) else [value]:
             if name in ours and each is not True:  # what may stand without a value has it attached
                 flag, text = f"--{name}", str(each)
-                words += [f"{flag}={text}"] if ours[name].implied else [flag, text]
+                words += [f"{flag}={text}"] if ours[name].bare_value else [flag, text]
             elif name in ours:
                 words += [f"--{name}"]
     return [*words, *(["--"] if request.command[0][:1] == "-" else []), *request.command]
@@ -376,7 +421,7 @@ def _explained(job: Job, *, as_json: bool) -> str:
         lines += ["and after that job, until it is done:"]
         lines += [f"  {shlex.join(submit_words(chain, 'JOB'))}"]
     lines += ["", f"with {chain.script}:", *(f"  {line}" for line in job.text.splitlines()), ""]
-    return "\n".join([*lines, *because([row[:3] for row in job.rows])])
+    return "\n".join([*lines, *format_decisions([row[:3] for row in job.rows])])
 
 
 # Into the queue.
@@ -447,8 +492,8 @@ def help_page() -> str:
     halves: tuple[list[str], list[str]] = [], []
     for option in SUBMIT_OPTIONS:
         flags = [f"-{option.short}"] if option.short else []
-        flags += [f"--{option.name}", *re.findall("^--[^ ]+", option.also)]
-        value = f"[{option.value}]" if option.implied else option.value
+        flags += [f"--{option.name}", *re.findall("^--[^ ]+", option.aliases)]
+        value = f"[{option.value}]" if option.bare_value else option.value
         words = f"{', '.join(flags)} {value}".rstrip()
-        halves[option.name in launch].append(help_row(words, 28, option.help))
+        halves[option.name in launch].append(format_help_row(words, 28, option.help))
     return _PAGE.format(*("\n".join(lines) for lines in halves))

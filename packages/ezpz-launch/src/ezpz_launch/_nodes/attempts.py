@@ -17,13 +17,14 @@ from ezpz_launch._errors import LaunchError, StageError, UsageError, say
 from ezpz_launch._nodes import bad_nodes
 from ezpz_launch._nodes.job_end import find_signal_time
 from ezpz_launch._nodes.retries import Retries, ends_with_import_error
-from ezpz_launch._plan.launchers import SHIM
-from ezpz_launch._plan.plan import LaunchPlan, free_port
+from ezpz_launch._plan.plan import LaunchPlan
+from ezpz_launch._plan.ports import reserve_port
+from ezpz_launch._plan.shim import SHIM
 from ezpz_launch._run.launch import (
     NEVER,
     NODE_TIMEOUT,
     PROGRAMS,
-    Control,
+    RankSettings,
     Outcome,
 )
 from ezpz_launch._run.loop import REQUEUE, run
@@ -161,7 +162,7 @@ class Attempts:
     def _begin(self) -> int:
         """Prepare the hosts; return 0, or the exit status of a launch that is not to be."""
         if self._terminal:
-            self._terminal.begin()
+            self._terminal.print_start()
         failed = list[str]()
         while self._preparation:
             try:
@@ -191,7 +192,7 @@ class Attempts:
             wait()
         self._keeper.finish(status, outcome.failure)
         if self._terminal:
-            self._terminal.end(status)
+            self._terminal.print_end(status)
         if outcome.goes_with_job:
             # Wait for its end: its script shall not go on, and perhaps submit another.
             self._inbox.arrived.clear()
@@ -260,7 +261,7 @@ class Attempts:
         moved = self._preparation.moved if self._preparation else str
         with prepare_launch(
             self._planned, self._env, self._tmpdir, shim=moved(SHIM),
-            control=self._control(moved), grace=request.grace, idle_timeout=request.idle_timeout,
+            settings=self._settings(moved), grace=request.grace, idle_timeout=request.idle_timeout,
             signal_at=self._signal_at, end_file=self._keeper.end_file,
         ) as (ready, launch):  # fmt: skip
             return run(launch, self._inbox, lambda: self._on_start(ready, launch.argv))
@@ -299,11 +300,11 @@ class Attempts:
                     return host
         return address
 
-    def _control(self, moved: Callable[[str], str]) -> Control:
+    def _settings(self, moved: Callable[[str], str]) -> RankSettings:
         planned, request, job = self._planned, self._request, self._topology.allocation
         first = planned.placement.hosts[0]
         here = planned.on_this_host or same_host(first, job.node_name or "")
-        return Control(
+        return RankSettings(
             launch_id=f"{self._keeper.launch_id}.{self._number}", attempt=self.count - 1,
             hold_seconds=SETTLE_SECONDS + request.grace + 10, node_timeout=self._node_timeout,
             log_dir=os.path.abspath(request.log_dir) if request.log_dir else "",
@@ -366,7 +367,7 @@ def _with_new_port(planned: LaunchPlan) -> LaunchPlan:
     """Return the plan with another port, unless the user chose it."""
     if planned.sources["MASTER_PORT"] == "--env":
         return planned
-    return replace(planned, environment={**planned.environment, "MASTER_PORT": str(free_port())})
+    return replace(planned, environment={**planned.environment, "MASTER_PORT": str(reserve_port())})
 
 
 def _look_up(planned: LaunchPlan) -> None:

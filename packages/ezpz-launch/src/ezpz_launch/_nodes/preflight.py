@@ -23,7 +23,7 @@ from typing import IO, Any, NamedTuple
 
 from ezpz_launch._errors import LaunchError, UsageError, say
 from ezpz_launch._nodes.bad_nodes import NODE, allocation_of, one_a_node, patterns, remember
-from ezpz_launch._plan.options import Request, request_of, split
+from ezpz_launch._plan.options import Request, build_request, split
 from ezpz_launch._plan.plan import LaunchPlan
 from ezpz_launch._run.record import aligned, why_not_written
 from ezpz_topo import Allocation
@@ -273,7 +273,7 @@ def command(
     options, rest = split(words)
     if rest:
         raise UsageError(f"preflight: {' '.join(rest)!r}; expected no command: {USAGE}")
-    reports, hosts, said = look(*plan_of(request_of(options, ("true",))))
+    reports, hosts, said = look(*plan_of(build_request(options, ("true",))))
     bad, notes = judge(reports, hosts), unjudged(reports)
     if as_json:
         found = {"hosts": hosts, "bad": bad, "notes": notes, "reports": reports}

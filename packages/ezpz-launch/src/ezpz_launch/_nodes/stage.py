@@ -25,7 +25,7 @@ from ezpz_launch._nodes.tree import Tree
 from ezpz_launch._plan.launchers import LAUNCHERS
 from ezpz_launch._plan.options import OPTIONS, PYTHON, Option, Options, Request, split
 from ezpz_launch._plan.plan import LaunchPlan
-from ezpz_launch._run.launch import Control, Outcome
+from ezpz_launch._run.launch import RankSettings, Outcome
 from ezpz_launch._run.loop import run
 from ezpz_launch._run.prepare import prepare_launch
 from ezpz_launch._run.record import new_id
@@ -209,9 +209,9 @@ class Staging(Preparation):
         # Meanwhile: to look at an environment takes as long as to start them.
         threading.Thread(target=order, args=(tree,), daemon=True).start()
         try:
-            control = Control(f"{new_id(time.time())}.stage", _HOLD)
+            settings = RankSettings(f"{new_id(time.time())}.stage", _HOLD)
             with prepare_launch(
-                self._replan(request), self._env, scratch, control=control,
+                self._replan(request), self._env, scratch, settings=settings,
                 is_over=partial(tree.join, 0.0),
             ) as (_, launch):  # fmt: skip
                 threading.Thread(target=_show, args=(tree, len(hosts)), daemon=True).start()
@@ -235,7 +235,7 @@ def _told(
     return replace(
         planned, environment=environment,
         sources={**planned.sources, **dict.fromkeys(added, source)},
-        exported=kind.exported(planned.machine, environment, env),
+        exported=kind.list_exported(planned.machine, environment, env),
         notes=(*planned.notes, *notes),
     )  # fmt: skip
 

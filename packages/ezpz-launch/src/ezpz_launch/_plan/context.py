@@ -10,17 +10,15 @@ from functools import partial
 from typing import NamedTuple
 
 from ezpz_launch._errors import UsageError, say
-from ezpz_launch._plan.launchers import (
-    Launcher,
-    beside_python,
-    choose_launcher,
-    imagine_launcher,
-    outside_of_launch,
-    require_command,
-)
+from ezpz_launch._plan.choose import choose_launcher, imagine_launcher
+from ezpz_launch._plan.command import require_command
+from ezpz_launch._plan.environment import strip_launcher_env
+from ezpz_launch._plan.executables import env_with_python_on_path
+from ezpz_launch._plan.kind import Launcher
 from ezpz_launch._plan.options import Request
 from ezpz_launch._plan.placement import Arrangement
-from ezpz_launch._plan.plan import LaunchPlan, free_port, plan
+from ezpz_launch._plan.plan import LaunchPlan, plan
+from ezpz_launch._plan.ports import reserve_port
 from ezpz_topo import TopoError, Topology, detect, fold_nodelist, get_allocation, get_hosts, imagine
 
 HOSTFILE = "HOSTFILE"
@@ -53,7 +51,7 @@ def find_context(request: Request, env: Mapping[str, str]) -> Context:
     _refuse_nested_launch(request, topology)
     if topology.rank.launcher != "none":
         # Also in a world of one: an inner MPI would join it.
-        env = outside_of_launch(env)
+        env = strip_launcher_env(env)
     own = dict(pair.split("=", 1) for pair in request.env)
     require_command(request.command[0], {**env, **own})
     return context_of(topology, request, env)
@@ -131,10 +129,9 @@ def _plan(
         launcher = imagine_launcher(topology, request)
         port = IMAGINED_PORT
     else:
-        launcher = partial(
-            choose_launcher, topology=topology, request=request, env=beside_python(context.env)
-        )
-        port = free_port()
+        env = env_with_python_on_path(context.env)
+        launcher = partial(choose_launcher, topology=topology, request=request, env=env)
+        port = reserve_port()
     return plan(
         topology, request, launcher, hosts=hosts, hosts_source=source,
         slots=[slots.get(host, 0) for host in hosts], hostfile=HOSTFILE, port=port,

@@ -16,82 +16,132 @@ from ezpz_topo import (
     short_name,
 )
 
-# Which hosts a launch may use: all that there are, less what the user leaves out.
+# Which hosts a launch may use: all that there are, less those that the user leaves out.
 
 
 def select_hosts(
-    hosts: Sequence[str], source: str, *, include: str = "", exclude: str = "", nodes: int = 0,
+    hosts: Sequence[str],
+    source: str,
+    *,
+    include: str = "",
+    exclude: str = "",
+    nodes: int = 0,
     spares: int = 0,
-) -> tuple[tuple[str, ...], str]:  # fmt: skip
-    """Return the first so many hosts, 0 for all, then the spares among them, and why."""
-    kept, why = list(hosts), source
-    for flag, nodelist in (("--include", include), ("--exclude", exclude)):
-        if nodelist:
-            try:
-                named = expand_nodelist(nodelist)
-            except NodelistError as error:
-                raise UsageError(f"{flag}: {error}") from error
-            chosen, unknown = match_hosts(named, hosts)
-            if unknown:
-                raise UsageError(
-                    f"{flag} {unknown[0]}: none of the hosts {shown(hosts)} ({source}); "
-                    "expected one of them"
-                )
-            kept = [host for host in kept if (host in chosen) == (flag == "--include")]
-            why += f", {flag} {nodelist}"
-    if not kept:
+) -> tuple[tuple[str, ...], str]:
+    """Return the first ``nodes`` hosts (0: all) with the spares behind them, and the reason."""
+    selected = list(hosts)
+    why = source
+    if include:
+        named = _match_nodelist("--include", include, hosts, source)
+        selected = [host for host in selected if host in named]
+        why += f", --include {include}"
+    if exclude:
+        named = _match_nodelist("--exclude", exclude, hosts, source)
+        selected = [host for host in selected if host not in named]
+        why += f", --exclude {exclude}"
+    if not selected:
         raise UsageError(
             f"{why}: no host is left of {len(hosts)}; expected one at least; exclude fewer"
         )
-    most = len(kept) - spares
-    if most < 1 or nodes > most:
-        flags = [f"-N {nodes}"] * bool(nodes) + [f"--spares {spares}"] * bool(spares)
-        expected = f"expected from 1 to {most}" if most > 0 else "expected fewer spares than hosts"
-        raise UsageError(f"{' '.join(flags)}: there are {len(kept)} hosts ({why}); {expected}")
+    _check_number_of_hosts(len(selected), why, nodes, spares)
     if nodes:
-        kept, why = kept[: nodes + spares], f"the first {nodes} of {len(kept)}: {why}"
+        why = f"the first {nodes} of {len(selected)}: {why}"
+        selected = selected[: nodes + spares]
     if spares:
         why += f", and {spares} kept aside (--spares)"
-    return tuple(kept), why
+    return tuple(selected), why
+
+
+def _match_nodelist(flag: str, nodelist: str, hosts: Sequence[str], source: str) -> dict[str, str]:
+    try:
+        names = expand_nodelist(nodelist)
+    except NodelistError as error:
+        raise UsageError(f"{flag}: {error}") from error
+    matches, unknown = match_hosts(names, hosts)
+    if unknown:
+        raise UsageError(
+            f"{flag} {unknown[0]}: none of the hosts {abbreviate(hosts)} ({source}); "
+            "expected one of them"
+        )
+    return matches
+
+
+def _check_number_of_hosts(available: int, why: str, nodes: int, spares: int) -> None:
+    most = available - spares
+    if most >= 1 and nodes <= most:
+        return
+    flags: list[str] = []
+    if nodes:
+        flags.append(f"-N {nodes}")
+    if spares:
+        flags.append(f"--spares {spares}")
+    expected = "expected fewer spares than hosts"
+    if most >= 1:
+        expected = f"expected from 1 to {most}"
+    raise UsageError(f"{' '.join(flags)}: there are {available} hosts ({why}); {expected}")
 
 
 def match_hosts(names: Iterable[str], hosts: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Return those of ``hosts`` that are named, each with its name, in order; and what is none."""
+    """Find the hosts that are named.
+
+    Returns:
+        For each host that is named, in the order of ``names``, its name; and the names of no host.
+    """
     # As same_host has it, but ten thousand of each are matched in one pass.
     exact = set(hosts)
-    by_short: dict[str, str] = {}
-    found: dict[str, str] = {}
+    by_short_name: dict[str, str] = {}
+    matches: dict[str, str] = {}
     unknown: list[str] = []
     for name in names:
-        host: str | None = name if name in exact else None
-        if host is None and (":" in name or same_host(name, "localhost")):
-            # IPv6 and loopback have several spellings, and only same_host knows them.
-            host = next((each for each in hosts if same_host(each, name)), None)
-        elif host is None:
-            by_short = by_short or {short_name(each).lower(): each for each in reversed(hosts)}
-            host = by_short.get(short_name(name).lower())
+        host: str | None = None
+        if name in exact:
+            host = name
+        elif ":" in name or same_host(name, "localhost"):
+            host = _find_same_host(name, hosts)
+        else:
+            if not by_short_name:
+                by_short_name = _map_short_names(hosts)
+            host = by_short_name.get(short_name(name).lower())
         if host is None:
             unknown.append(name)
         else:
-            found[host] = name
-    return found, unknown
+            matches[host] = name
+    return matches, unknown
 
 
-def shown(hosts: Sequence[str]) -> str:
-    """Return a few hosts for an error; there can be ten thousand."""
-    return ", ".join([*hosts[:4], *(["..."] if len(hosts) > 4 else [])])
+def _find_same_host(name: str, hosts: Sequence[str]) -> str | None:
+    # IPv6 and loopback have several spellings, and only same_host knows them.
+    for host in hosts:
+        if same_host(host, name):
+            return host
+    return None
 
 
-# How many ranks each of them gets: pure arithmetic, and an error where numbers contradict.
+def _map_short_names(hosts: Sequence[str]) -> dict[str, str]:
+    by_short_name: dict[str, str] = {}
+    for host in hosts:
+        by_short_name.setdefault(short_name(host).lower(), host)
+    return by_short_name
+
+
+def abbreviate(hosts: Sequence[str]) -> str:
+    """List a few hosts for an error; there can be ten thousand."""
+    text = ", ".join(hosts[:4])
+    if len(hosts) > 4:
+        text += ", ..."
+    return text
+
+
+# How many ranks each of them gets: pure arithmetic, and an error if numbers contradict.
 
 
 class Placement(NamedTuple):
     """Ranks on hosts, filled host by host."""
 
     hosts: tuple[str, ...]  # the hosts that get ranks, in rank order
-    ranks: tuple[int, ...]  # how many each of them gets: all the same, but for a smaller last one
-    source: str  # where the number of ranks comes from
-    source_per_host: str  # where the number of ranks of a host comes from
+    ranks: tuple[int, ...]  # the number of each host: the same for all, or less for the last one
+    source: str  # why there are that many ranks
+    source_per_host: str  # why a host has that many ranks
 
     @property
     def nproc(self) -> int:
@@ -102,100 +152,151 @@ class Placement(NamedTuple):
         return self.ranks[0]
 
 
-def place(
+def place_ranks(
     hosts: Sequence[str], *, nproc: int | None, ppn: int | None, default_ppn: int, why_default: str
 ) -> Placement:
-    per_host, why = (default_ppn, why_default) if ppn is None else (ppn, "--ppn")
+    if ppn is None:
+        per_host = default_ppn
+        why = why_default
+    else:
+        per_host = ppn
+        why = "--ppn"
     if nproc is None:
         total = per_host * len(hosts)
-        why_total = why if len(hosts) == 1 else f"{len(hosts)} x {per_host}: {why}"
+        why_total = why
+        if len(hosts) > 1:
+            why_total = f"{len(hosts)} x {per_host}: {why}"
     else:
-        total, why_total = nproc, "-n"
-        crowded = -(-nproc // len(hosts))
-        if ppn is not None and crowded > ppn:
+        total = nproc
+        why_total = "-n"
+        even = -(-nproc // len(hosts))
+        if ppn is not None and even > ppn:
             raise UsageError(
                 f"-n {nproc} with --ppn {ppn} on {len(hosts)} hosts: room for "
                 f"{ppn * len(hosts)} ranks; expected at most that many, or more hosts"
             )
-        if crowded > per_host:
+        if even > per_host:
             # More than one a device: on several hosts they are filled evenly.
-            per_host, why = crowded, f"-n {nproc} / {len(hosts)} hosts"
+            per_host = even
+            why = f"-n {nproc} / {len(hosts)} hosts"
     per_host = min(per_host, total)
-    full, rest = divmod(total, per_host)
-    ranks = (per_host,) * full + ((rest,) if rest else ())
-    return Placement(tuple(hosts[: len(ranks)]), ranks, why_total, why)
+    full_hosts, rest = divmod(total, per_host)
+    ranks = [per_host] * full_hosts
+    if rest:
+        ranks.append(rest)
+    return Placement(tuple(hosts[: len(ranks)]), tuple(ranks), why_total, why)
 
 
-# Both, and what is known of these hosts: decided before any launcher is.
+# Both, and the facts of these hosts: decided before any launcher is.
 
 
 class Arrangement(NamedTuple):
-    """Ranks on hosts, and what is known of these hosts."""
+    """Ranks on hosts, and the facts of these hosts."""
 
     placement: Placement
     on_this_host: bool  # whether this host alone has ranks
     source: str  # why these hosts
-    cores: int  # CPU cores of each of the hosts in use; 0 where they are not known
+    cores: int  # CPU cores of each of the hosts in use; 0 if unknown
     cores_source: str
-    spares: tuple[str, ...] = ()  # hosts that are kept aside
-    warning: str = ""  # what people should know of it; mostly empty
+    spares: tuple[str, ...] = ()  # hosts that replace those that fail
+    warning: str = ""  # about slots that are not followed; mostly empty
+
+
+class _Cores(NamedTuple):
+    """CPU cores of a host."""
+
+    number: int  # 0 if unknown
+    source: str
+
+
+class _Default(NamedTuple):
+    """Ranks of a host if the user requests no number."""
+
+    per_host: int
+    last: int  # ranks of the last host; 0 if it has as many as the others
+    why: str
 
 
 def arrange(
-    topology: Topology, request: Request, *, hosts: Sequence[str], hosts_source: str,
+    topology: Topology,
+    request: Request,
+    *,
+    hosts: Sequence[str],
+    hosts_source: str,
     slots: int | Sequence[int] = 0,
-) -> Arrangement:  # fmt: skip
-    include, exclude, nodes = request.include, request.exclude, request.nodes or 0
-    names, source = select_hosts(
-        hosts, hosts_source, include=include, exclude=exclude, nodes=nodes, spares=request.spares
+) -> Arrangement:
+    selected, source = select_hosts(
+        hosts,
+        hosts_source,
+        include=request.include,
+        exclude=request.exclude,
+        nodes=request.nodes or 0,
+        spares=request.spares,
     )
-    first_spare = len(names) - request.spares
-    names, spares = names[:first_spare], names[first_spare:]
-    of_each = [slots] * len(hosts) if isinstance(slots, int) else slots
-    of_host = dict(zip(hosts, of_each, strict=True))
-    told = [of_host[name] for name in names if of_host[name]]
-    if len(told) < len(names):
-        # Where some do not tell, all get the fewest.
-        told = [min(told)] * len(told) if told else []
-    alone = len(names) == 1 and _is_this_host(topology, names[0])
-    cores = _cores(topology, here=alone)
-    default, last, why = _ranks_per_host(topology, request, told, hosts_source, cores)
+    first_spare = len(selected) - request.spares
+    names = selected[:first_spare]
+    spares = selected[first_spare:]
+    slots_in_use = _find_slots(names, hosts, slots)
+    is_alone = len(names) == 1 and _is_this_host(topology, names[0])
+    cores = _count_cores(topology, on_this_host=is_alone)
+    default = _choose_default(topology, request, slots_in_use, hosts_source, cores)
     if request.nodes and request.nproc:
-        # So many hosts are requested, and so many are used.
-        default = -(-request.nproc // request.nodes)
+        # That many hosts are requested, and that many are used.
+        per_host = -(-request.nproc // request.nodes)
         why = f"-n {request.nproc} / -N {request.nodes}"
-    placement = place(
-        names, nproc=request.nproc, ppn=request.ppn, default_ppn=default, why_default=why
+        default = default._replace(per_host=per_host, why=why)
+    placement = place_ranks(
+        names,
+        nproc=request.nproc,
+        ppn=request.ppn,
+        default_ppn=default.per_host,
+        why_default=default.why,
     )
     warning = ""
-    if last and request.nproc is None and request.ppn is None:
-        if last < default:
-            ranks = (*placement.ranks[:-1], last)
-            placement = placement._replace(ranks=ranks, source=f"{sum(ranks)}: {why}")
-        elif len(set(told)) > 1:
+    if default.last and request.nproc is None and request.ppn is None:
+        if default.last < default.per_host:
+            ranks = (*placement.ranks[:-1], default.last)
+            placement = placement._replace(ranks=ranks, source=f"{sum(ranks)}: {default.why}")
+        elif len(set(slots_in_use)) > 1:
+            numbers = abbreviate([str(number) for number in slots_in_use])
             warning = (
-                f"{why} are {shown([str(n) for n in told])}; {default} ranks a host are started: "
+                f"{default.why} are {numbers}; {default.per_host} ranks a host are started: "
                 "only the last host may have fewer than the others; expected the larger ones "
                 "first; or choose by -n or --ppn"
             )
     used = placement.hosts
-    here = alone or (len(used) == 1 and _is_this_host(topology, used[0]))
-    if here and not alone:
-        cores = _cores(topology, here=True)
-    if not here:
+    on_this_host = is_alone or (len(used) == 1 and _is_this_host(topology, used[0]))
+    if on_this_host and not is_alone:
+        cores = _count_cores(topology, on_this_host=True)
+    if not on_this_host:
         _check_names_of_this_host(topology, (*used, *spares), source)
-    _check(topology, request, placement)
-    return Arrangement(placement, here, source, *cores, spares, warning)
+    _check_hosts_in_use(request, placement)
+    _check_one_device(topology, request, placement)
+    return Arrangement(placement, on_this_host, source, cores.number, cores.source, spares, warning)
+
+
+def _find_slots(
+    names: Sequence[str], hosts: Sequence[str], slots: int | Sequence[int]
+) -> list[int]:
+    """Return the slots of the hosts in use that have any; empty if none has."""
+    if isinstance(slots, int):
+        slots = [slots] * len(hosts)
+    by_host = dict(zip(hosts, slots, strict=True))
+    known = [by_host[name] for name in names if by_host[name]]
+    if known and len(known) < len(names):
+        # If some have none, all get the fewest.
+        return [min(known)] * len(known)
+    return known
 
 
 def _is_this_host(topology: Topology, host: str) -> bool:
     job = topology.allocation
-    own = topology.hostname
+    own_name = topology.hostname
     if job.scheduler != "none":
         if job.node_name is None:
             return False
-        own = job.node_name
-    return same_host(host, own) or same_host(host, "localhost") or is_own_address(host)
+        own_name = job.node_name
+    return same_host(host, own_name) or same_host(host, "localhost") or is_own_address(host)
 
 
 def _check_names_of_this_host(topology: Topology, hosts: Sequence[str], source: str) -> None:
@@ -211,66 +312,84 @@ def _check_names_of_this_host(topology: Topology, hosts: Sequence[str], source: 
             f"{loopback[0]} among several hosts ({source}): the others would not find it; expected "
             "this host's own name; correct the hostfile"
         )
-    own = [host for host in hosts if _is_this_host(topology, host)]
-    if len(own) > 1:
+    own_names = [host for host in hosts if _is_this_host(topology, host)]
+    if len(own_names) > 1:
         raise UsageError(
-            f"{own[0]} and {own[1]} are both this host ({source}), and two ranks would have "
-            "LOCAL_RANK 0 there; expected each host once; remove one of them from the hostfile"
+            f"{own_names[0]} and {own_names[1]} are both this host ({source}), and two ranks would "
+            "have LOCAL_RANK 0 there; expected each host once; remove one of them from the hostfile"
         )
 
 
-def _cores(topology: Topology, *, here: bool) -> tuple[int, str]:
+def _count_cores(topology: Topology, *, on_this_host: bool) -> _Cores:
     # This process's affinity holds for this host alone. A job's other nodes are taken to be as
     # this one, if this is one of them; and never to have more than the machine's file says, which
     # counts cores where the kernel counts hardware threads.
-    machine = topology.machine
-    if here:
-        cores, source = topology.cpu_count, topology.cpu_source
+    if on_this_host:
+        cores = topology.cpu_count
+        source = topology.cpu_source
     else:
-        cores, source = topology.cpus_per_node, topology.cpus_per_node_source
-    told = machine.cores_per_node or 0
-    if told and (told < cores or not (here or topology.allocation.on_node)):
-        return told, f"cores_per_node of {machine.name}.toml"
-    return cores, source
+        cores = topology.cpus_per_node
+        source = topology.cpus_per_node_source
+    machine = topology.machine
+    is_measured = on_this_host or topology.allocation.on_node
+    if machine.cores_per_node and (machine.cores_per_node < cores or not is_measured):
+        return _Cores(machine.cores_per_node, f"cores_per_node of {machine.name}.toml")
+    return _Cores(cores, source)
 
 
-def _ranks_per_host(
-    topology: Topology, request: Request, slots: Sequence[int], hosts_source: str,
-    known_cores: tuple[int, str],
-) -> tuple[int, int, str]:  # fmt: skip
-    """Return the ranks of a host, those of the last one where slots decide (else 0), and why."""
-    per_host, last = (slots[0], slots[-1]) if slots else (0, 0)
-    if last > per_host or any(n != per_host for n in slots[:-1]):
-        # Ranks know their hosts by division: all but the last have as many.
-        per_host = last = min(slots)
+def _choose_default(
+    topology: Topology,
+    request: Request,
+    slots: Sequence[int],
+    hosts_source: str,
+    cores: _Cores,
+) -> _Default:
+    """Choose the ranks of a host: by slots, then devices, then tasks of Slurm, then cores."""
+    devices = topology.accelerators
+    job = topology.allocation
     if slots and hosts_source in ("argument", "HOSTFILE"):
-        return per_host, last, f"slots of the hostfile ({hosts_source})"
-    devices, job = topology.accelerators, topology.allocation
+        return _follow_slots(slots, f"slots of the hostfile ({hosts_source})")
     # PBS has one slot where the job requested no mpiprocs.
-    is_asked = job.scheduler == "pbs" and any(n > 1 for n in slots)
-    if is_asked and per_host <= (devices.count or per_host):
-        return per_host, last, f"mpiprocs of the job's chunks ({job.sources.get('slots')})"
+    if slots and job.scheduler == "pbs" and max(slots) > 1:
+        why = f"mpiprocs of the job's chunks ({job.sources.get('slots')})"
+        default = _follow_slots(slots, why)
+        if not devices.count or default.per_host <= devices.count:
+            return default
     if devices.count:
-        return devices.count, 0, f"one a device: {devices.source}"
+        return _Default(devices.count, 0, f"one a device: {devices.source}")
     if devices.device_type != "cpu" and request.nproc is None and request.ppn is None:
         raise LaunchError(
             f"how many ranks? {devices.source}; expected -n, such as: ezpz-launch -n 4 "
             f"{request.command[0]} ..."
         )
     if slots and job.scheduler == "slurm":
-        return per_host, last, f"no device; tasks of {job.sources.get('slots', hosts_source)}"
-    cores, cores_source = known_cores
-    number, why = 2, f"no device, and cores are {cores_source}: two"
-    if cores == 1 and job.scheduler == "pbs":
-        number, why = 1, f"no device; the job has one core ({cores_source})"
-    elif cores:
-        number = max(2, cores // 2)
-        why = f"no device; one per two of {cores} cores, at least two ({cores_source})"
-    return number, 0, why
+        why = f"no device; tasks of {job.sources.get('slots', hosts_source)}"
+        return _follow_slots(slots, why)
+    return _choose_by_cores(cores, in_pbs=job.scheduler == "pbs")
 
 
-def _check(topology: Topology, request: Request, placement: Placement) -> None:
-    used, nodes = len(placement.hosts), request.nodes
+def _choose_by_cores(cores: _Cores, *, in_pbs: bool) -> _Default:
+    if cores.number == 0:
+        return _Default(2, 0, f"no device, and cores are {cores.source}: two")
+    if cores.number == 1 and in_pbs:
+        return _Default(1, 0, f"no device; the job has one core ({cores.source})")
+    why = f"no device; one per two of {cores.number} cores, at least two ({cores.source})"
+    return _Default(max(2, cores.number // 2), 0, why)
+
+
+def _follow_slots(slots: Sequence[int], why: str) -> _Default:
+    first = slots[0]
+    last = slots[-1]
+    all_but_last = set(slots[:-1])
+    if last > first or len(all_but_last) > 1:
+        # Ranks know their hosts by division: all but the last have as many.
+        return _Default(min(slots), min(slots), why)
+    return _Default(first, last, why)
+
+
+def _check_hosts_in_use(request: Request, placement: Placement) -> None:
+    used = len(placement.hosts)
+    nodes = request.nodes
     if request.min_nodes and request.min_nodes > used:
         raise UsageError(f"--min-nodes {request.min_nodes}: {used} hosts are used; expected fewer")
     if nodes and used < nodes:
@@ -279,10 +398,15 @@ def _check(topology: Topology, request: Request, placement: Placement) -> None:
             f"({placement.source_per_host}) fill {used} of them; expected -N {used}, or "
             f"-n from {placement.ppn * (nodes - 1) + 1} to {placement.ppn * nodes}"
         )
+
+
+def _check_one_device(topology: Topology, request: Request, placement: Placement) -> None:
+    if not request.one_device:
+        return
     devices = topology.accelerators
-    if request.one_device and devices.device_type == "cpu":
+    if devices.device_type == "cpu":
         raise UsageError(f"--one-device: no device to show ({devices.source}); expected none of it")
-    if request.one_device and 0 < devices.count < placement.ppn:
+    if 0 < devices.count < placement.ppn:
         raise UsageError(
             f"--one-device with {placement.ppn} ranks a host ({placement.source_per_host}): there "
             f"are {devices.count} devices ({devices.source}); expected at most one rank a device"

@@ -10,9 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 from ezpz_launch._errors import LaunchError
-from ezpz_launch._plan.launchers import SHIM, hostfile_of, needs_hostfile, pack_env
-from ezpz_launch._plan.launchers import argv as argv_of
+from ezpz_launch._plan.launchers import build_argv, build_hostfile, needs_hostfile
 from ezpz_launch._plan.plan import LaunchPlan
+from ezpz_launch._plan.shim import SHIM, pack_env
 from ezpz_launch._run.launch import VARIABLE, Launch
 
 
@@ -27,7 +27,7 @@ def prepare_launch(
     with write_hostfile(replace(planned, control=(VARIABLE, *packed)), directory) as ready:
         placement = ready.placement
         yield ready, Launch(
-            argv=tuple(shim if word == SHIM else word for word in argv_of(ready)),
+            argv=tuple(shim if word == SHIM else word for word in build_argv(ready)),
             nproc=placement.nproc, hosts=placement.hosts, ppn=placement.ppn,
             on_this_host=ready.on_this_host, environment=environment | packed,
             scratch="" if ready.hostfile == planned.hostfile else ready.hostfile, **fields,
@@ -41,7 +41,7 @@ def write_hostfile(planned: LaunchPlan, directory: str) -> Iterator[LaunchPlan]:
         yield planned
         return
     path = os.path.join(directory, f"ezpz-hosts-{os.urandom(8).hex()}")
-    lines = hostfile_of(planned)  # none: the launcher makes a folder there
+    lines = build_hostfile(planned)  # none: the launcher makes a folder there
     try:
         if lines:
             with open(path, "x", encoding="utf-8") as file:

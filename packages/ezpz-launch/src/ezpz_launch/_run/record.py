@@ -13,9 +13,10 @@ from datetime import datetime
 from typing import Any, NamedTuple
 
 from ezpz_launch._errors import LaunchError, say
-from ezpz_launch._plan.plan import LaunchPlan, wrapped
+from ezpz_launch._plan.explain import wrap_last_cell
+from ezpz_launch._plan.plan import LaunchPlan
 from ezpz_launch._run.launch import Outcome, describe_exit_status
-from ezpz_launch._run.processes import birth_of, is_running
+from ezpz_launch._run.processes import start_time_of, is_running
 from ezpz_launch._version import __version__
 from ezpz_topo import Allocation, fold_nodelist, get_hostname, same_host
 
@@ -57,7 +58,7 @@ def record_of(launch_id: str, planned: LaunchPlan, argv: Sequence[str], job: All
         scheduler=job.scheduler, job_id=job.job_id, hosts=fold_nodelist(placement.hosts),
         nproc=placement.nproc, ppn=placement.ppn, launcher=planned.launcher.kind, argv=tuple(argv),
         environment=dict(planned.environment), host=get_hostname(), pid=os.getpid(),
-        pid_start=int(birth_of(os.getpid()) or 0) or None, start=iso_time(time.time()),
+        pid_start=int(start_time_of(os.getpid()) or 0) or None, start=iso_time(time.time()),
         retries=planned.request.retries,
     )  # fmt: skip
 
@@ -404,7 +405,7 @@ def state_of(stored: Stored) -> str:
         return "unknown"
     pid, born = stored["pid"], stored["pid_start"]
     # Another process may have its number by now, but did not start at the same tick.
-    is_there = is_running(pid) and (born is None or birth_of(pid) == str(born))
+    is_there = is_running(pid) and (born is None or start_time_of(pid) == str(born))
     return "running" if is_there else "never ended"
 
 
@@ -418,7 +419,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     lines: list[str] = []
     for *row, last in rows:
         start = "".join(f"{cell:<{width}}  " for cell, width in zip(row, widths, strict=False))
-        lines += wrapped(start, last, columns)
+        lines += wrap_last_cell(start, last, columns)
     return lines
 
 

@@ -5,62 +5,70 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from ezpz_launch._plan.kind import Env, Kind, Launcher, Words
+from ezpz_launch._plan.shim import is_sh_name, pack_env
 from ezpz_topo import Machine
-
-from . import Env, Kind, Launcher, Words, is_sh_name, pack_env
 
 if TYPE_CHECKING:
     from ezpz_launch._plan.plan import LaunchPlan
 
-_OF_A_HOST = ("HOSTNAME", "PWD", "OLDPWD", "SHLVL", "_", "DISPLAY", "TMPDIR", "XDG_RUNTIME_DIR")
-_OF_A_LOGIN = ("HOME", "USER", "LOGNAME", "SHELL", "MAIL", "TERM")
-_OF_OTHERS = ("SSH_", "OMPI_", "PMIX_", "PRTE_", "PMI_", "SLURM_", "PBS_", "EZPZ_CONTROL")
+_HOST_VARIABLES = (
+    "HOSTNAME", "PWD", "OLDPWD", "SHLVL", "_", "DISPLAY", "TMPDIR", "XDG_RUNTIME_DIR",
+)  # fmt: skip
+_LOGIN_VARIABLES = ("HOME", "USER", "LOGNAME", "SHELL", "MAIL", "TERM")
+_FOREIGN_PREFIXES = (
+    "SSH_", "OMPI_", "PMIX_", "PRTE_", "PMI_", "SLURM_", "PBS_", "EZPZ_CONTROL",
+)  # fmt: skip
 
 
 class OpenMPI(Kind):
-    """It takes a hostfile, and exports to other hosts what is named only."""
+    """It takes a hostfile, and exports to other hosts only the variables that are named."""
 
     name = "openmpi"
     program = "mpirun"
     versions = {"Open MPI": "", "OpenRTE": ""}
     separator = ":"
-    tells = ("OMPI_", "PMIX_", "PRTE_")
-    settings = ("OMPI_MCA_", "PMIX_MCA_", "PRTE_MCA_")
-    other_mpis = ("MPICH", "MVAPICH", "Intel")
+    rank_prefixes = ("OMPI_", "PMIX_", "PRTE_")
+    setting_prefixes = ("OMPI_MCA_", "PMIX_MCA_", "PRTE_MCA_")
+    incompatible_mpis = ("MPICH", "MVAPICH", "Intel")
 
-    def argv(self, plan: LaunchPlan) -> list[str]:
-        placement = plan.placement
-        words = [plan.launcher.path, "-n", str(placement.nproc)]
+    def build_argv(self, plan: LaunchPlan) -> list[str]:
+        words = [plan.launcher.path, "-n", str(plan.nproc)]
         if not plan.on_this_host:
-            words += ["-N", str(placement.ppn), "--hostfile", plan.hostfile]
-        words += self._anywhere(as_root=plan.as_root)
+            words += ["-N", str(plan.placement.ppn), "--hostfile", plan.hostfile]
+        words += self._build_common_flags(as_root=plan.as_root)
         if not plan.on_this_host:
-            # Elsewhere it starts ranks with what a login there has, and what is named.
+            # Elsewhere it starts ranks with the variables of a login there, and those named.
             for name in dict.fromkeys((*plan.exported, *plan.control)):
                 if name not in plan.flags:
                     words += ["-x", name]
         words += plan.flags
-        return [*words, *plan.launcher_args, *self.shim(plan)]
+        words += plan.launcher_args
+        words += self.build_rank_command(plan)
+        return words
 
-    def two_ranks(self, launcher: Launcher) -> list[str]:
-        return self._anywhere(as_root=os.geteuid() == 0)
+    def build_trial_flags(self, launcher: Launcher) -> list[str]:
+        return self._build_common_flags(as_root=os.geteuid() == 0)
 
-    def _anywhere(self, *, as_root: bool) -> list[str]:
+    def _build_common_flags(self, *, as_root: bool) -> list[str]:
         # More ranks than cores is what a laptop asks for; root is what a container is. Two ranks
         # or fewer it would bind to one core each, with all our threads on it.
         words = ["--oversubscribe", "--bind-to", "none"]
-        return [*words, "--allow-run-as-root"] if as_root else words
+        if as_root:
+            words.append("--allow-run-as-root")
+        return words
 
-    def exported(self, machine: Machine, environment: Env, user_env: Env) -> Words:
-        """Return all of the user's variables, as other launchers bring them, and what is added."""
-        left_out = {*_OF_A_HOST, *_OF_A_LOGIN} - machine.environment.keys()
-        own = [
-            name
-            for name in sorted(user_env)
-            if is_sh_name(name) and name not in left_out and not name.startswith(_OF_OTHERS)
-        ]
-        added = [*filter(is_sh_name, environment), *pack_env(environment)]
-        return tuple(dict.fromkeys(["PATH", *own, *added]))
+    def list_exported(self, machine: Machine, environment: Env, user_env: Env) -> Words:
+        """List all of the user's variables, as other launchers bring them, and what is added."""
+        local = {*_HOST_VARIABLES, *_LOGIN_VARIABLES} - machine.environment.keys()
+        names = ["PATH"]
+        for name in filter(is_sh_name, sorted(user_env)):
+            if name in local or name.startswith(_FOREIGN_PREFIXES):
+                continue
+            names.append(name)
+        names += filter(is_sh_name, environment)
+        names += pack_env(environment)
+        return tuple(dict.fromkeys(names))
 
 
 KIND = OpenMPI()

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ezpz_launch._plan.kind import Env, Flags, Kind, Launcher, Words
+from ezpz_launch._plan.placement import Arrangement
 from ezpz_topo import Machine
 
-from . import Env, Flags, Kind, Launcher, Words
-
 if TYPE_CHECKING:
-    from ezpz_launch._plan.placement import Arrangement
     from ezpz_launch._plan.plan import LaunchPlan
 
 
@@ -17,43 +16,47 @@ class Pals(Kind):
     """It takes a hostfile, flags that export and bind, and a list of cores for each rank."""
 
     name = "pals"
-    # With PMIx it tells none.
-    tells_size = False
+    # With PMIx it sets none.
+    sets_world_size = False
     # What its --version says is not among our facts.
     folder = "/opt/cray/pals"
     separator = ":"
-    takes_cores = True
-    binding_words = ("--cpu-bind", "--depth")
+    accepts_core_list = True
+    binding_prefixes = ("--cpu-bind", "--depth")
     needs_job = True
-    tells = ("PALS_", "PMI_", "PMIX_")
-    other_mpis = ("Open MPI",)
+    rank_prefixes = ("PALS_", "PMI_", "PMIX_")
+    incompatible_mpis = ("Open MPI",)
 
-    def argv(self, plan: LaunchPlan) -> list[str]:
-        placement = plan.placement
-        words = [plan.launcher.path, "-n", str(placement.nproc), "--ppn", str(placement.ppn)]
+    def build_argv(self, plan: LaunchPlan) -> list[str]:
+        words = [plan.launcher.path, "-n", str(plan.nproc), "--ppn", str(plan.placement.ppn)]
         words += ["--hostfile", plan.hostfile]
         words += plan.flags or ["--envall"]
         if plan.unbound:
-            words += ["--cpu-bind=none"]
+            words.append("--cpu-bind=none")
         elif plan.cpu_bind:
-            words += [f"--cpu-bind=list:{':'.join(plan.cpu_bind)}"]
+            words.append(f"--cpu-bind=list:{':'.join(plan.cpu_bind)}")
         elif plan.depth:
-            words += [f"--depth={plan.depth}"]
-        return [*words, *plan.launcher_args, *self.shim(plan)]
+            words.append(f"--depth={plan.depth}")
+        words += plan.launcher_args
+        words += self.build_rank_command(plan)
+        return words
 
-    def two_ranks(self, launcher: Launcher) -> list[str]:
+    def build_trial_flags(self, launcher: Launcher) -> list[str]:
         return ["--ppn", "2", "--envall"]
 
     def fit_flags(
         self, flags: Words, machine: Machine, arrangement: Arrangement, env: Env, *, unbound: bool
     ) -> Flags:
-        """Bind in order, where the machine's file says so, to as many cores as there are."""
-        depths = [flag.partition("=")[2] for flag in flags if flag.startswith("--depth")]
-        if depths:
-            return Flags(flags, cores=int(depths[-1]) if depths[-1].isdecimal() else 0)
-        depth = 0
-        if "--cpu-bind=depth" in flags:
-            depth = max(1, arrangement.cores // arrangement.placement.ppn)
+        """Bind in order, if the machine's file says so, to as many cores as there are."""
+        depth_flags = [flag for flag in flags if flag.startswith("--depth")]
+        if depth_flags:
+            _, _, depth_text = depth_flags[-1].partition("=")
+            if depth_text.isdecimal():
+                return Flags(flags, cores=int(depth_text))
+            return Flags(flags)
+        if "--cpu-bind=depth" not in flags:
+            return Flags(flags)
+        depth = max(1, arrangement.cores // arrangement.placement.ppn)
         return Flags(flags, cores=depth, depth=depth)
 
 

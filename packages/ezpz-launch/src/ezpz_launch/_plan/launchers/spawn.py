@@ -6,14 +6,17 @@ import os
 from typing import TYPE_CHECKING
 
 from ezpz_launch._errors import LaunchError
+from ezpz_launch._plan.kind import Kind
+from ezpz_launch._plan.shim import PROGRAMS
 from ezpz_topo import Family
-
-from . import PROGRAMS, Kind
 
 if TYPE_CHECKING:
     from ezpz_launch._plan.plan import LaunchPlan
 
 SPAWN = os.path.join(PROGRAMS, "spawn.py")
+
+_RANK = ("EZPZ_SPAWN_RANK",)
+_SIZE = ("EZPZ_SPAWN_SIZE",)
 
 
 class Spawn(Kind):
@@ -22,20 +25,23 @@ class Spawn(Kind):
     name = "spawn"
     program = "python"
     # Every rank is on this host. The shim renames them.
-    _RANK, _SIZE = ("EZPZ_SPAWN_RANK",), ("EZPZ_SPAWN_SIZE",)
     family = Family("spawn", _RANK, _SIZE, local_rank=_RANK, local_world_size=_SIZE)
 
-    def argv(self, plan: LaunchPlan) -> list[str]:
+    def build_argv(self, plan: LaunchPlan) -> list[str]:
         if not plan.on_this_host:
             hosts = plan.placement.hosts
-            where = f"{len(hosts)} hosts" if len(hosts) > 1 else f"{hosts[0]}, another host"
+            where = f"{hosts[0]}, another host"
+            if len(hosts) > 1:
+                where = f"{len(hosts)} hosts"
             raise LaunchError(
                 f"spawn starts ranks on this host, not on {where}; "
                 "expected -N 1 here, or another --launcher"
             )
         # Neither the user's site packages nor PYTHON variables: it needs none, and starts sooner.
         words = [plan.launcher.path, "-I", "-S", SPAWN, str(plan.nproc)]
-        return [*words, *plan.launcher_args, *self.shim(plan)]
+        words += plan.launcher_args
+        words += self.build_rank_command(plan)
+        return words
 
 
 KIND = Spawn()

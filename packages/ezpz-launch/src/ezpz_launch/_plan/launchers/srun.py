@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ezpz_launch._errors import LaunchError, UsageError
-from ezpz_launch._plan.options import read_ranges
-from ezpz_launch._plan.placement import Arrangement, Placement, match_hosts, shown
+from ezpz_launch._plan.kind import Env, Flags, Kind, Words
+from ezpz_launch._plan.options import parse_core_ranges
+from ezpz_launch._plan.placement import Arrangement, Placement, abbreviate, match_hosts
 from ezpz_topo import Machine, Topology, fold_nodelist
-
-from . import Env, Flags, Kind, Words
 
 if TYPE_CHECKING:
     from ezpz_launch._plan.plan import LaunchPlan
@@ -27,104 +26,78 @@ class Srun(Kind):
     name = "srun"
     program = "srun"
     separator = ":"
-    takes_cores = True
-    binding_words = ("--cpu-bind", "--depth")
+    accepts_core_list = True
+    binding_prefixes = ("--cpu-bind", "--depth")
 
-    def argv(self, plan: LaunchPlan) -> list[str]:
-        placement = plan.placement
-        words = [plan.launcher.path, f"--ntasks={placement.nproc}"]
-        if not {"-u", "--unbuffered"} & set(plan.flags):
-            words += ["--unbuffered"]
+    def build_argv(self, plan: LaunchPlan) -> list[str]:
+        words = [plan.launcher.path, f"--ntasks={plan.nproc}"]
+        if "-u" not in plan.flags and "--unbuffered" not in plan.flags:
+            words.append("--unbuffered")
         # Each of these has a variable or a line of slurm.conf that would say otherwise. Survivors
         # of a failure are ours to end, with the grace that was promised; srun gives none.
         words += ["--export=ALL", "--kill-on-bad-exit=0", "--wait=0"]
-        survives = plan.request.spares or plan.request.min_nodes
-        if survives:
-            words += ["--no-kill"]  # what a lost node means is ours to decide
-        if plan.in_step or survives:
+        survives_lost_node = plan.request.spares or plan.request.min_nodes
+        if survives_lost_node:
+            words.append("--no-kill")  # a lost node is ours to handle
+        if plan.in_step or survives_lost_node:
             # The step that we are in holds the cores, or one that lost a node and is not cleared
             # away: without it this one would wait for its end.
-            words += ["--overlap"]
-        if plan.by_rank:
-            # Left to itself srun would even the hosts out, or sort them: the file names one a rank.
-            # The slash tells srun that it is a file.
-            words += ["--distribution=arbitrary", f"--nodelist={plan.hostfile}"]
-        else:
-            words += [f"--nodes={len(placement.hosts)}", f"--ntasks-per-node={placement.ppn}"]
-            words += ["--distribution=block"]
-            if plan.nodelist:
-                words += [f"--nodelist={plan.nodelist}"]
+            words.append("--overlap")
+        words += _build_layout(plan)
         if plan.devices:
-            words += [f"--gpus-per-node={plan.devices}"]
+            words.append(f"--gpus-per-node={plan.devices}")
         words += plan.flags
         if plan.unbound:
-            words += ["--cpu-bind=none"]
+            words.append("--cpu-bind=none")
         elif plan.cpu_bind:
-            words += [f"--cpu-bind=mask_cpu:{','.join(map(_mask_of, plan.cpu_bind))}"]
-        return [*words, *plan.launcher_args, *self.shim(plan)]
+            masks = ",".join(map(_build_mask, plan.cpu_bind))
+            words.append(f"--cpu-bind=mask_cpu:{masks}")
+        words += plan.launcher_args
+        words += self.build_rank_command(plan)
+        return words
 
-    def hostfile(self, placement: Placement) -> list[str]:
-        pairs = zip(placement.hosts, placement.ranks, strict=True)
-        return [host for host, count in pairs for _ in range(count)]
+    def build_hostfile(self, placement: Placement) -> list[str]:
+        lines: list[str] = []
+        for host, count in zip(placement.hosts, placement.ranks, strict=True):
+            lines += [host] * count
+        return lines
 
     def fit_hosts(
         self, topology: Topology, arrangement: Arrangement
     ) -> tuple[Arrangement, str, bool]:
-        job, placement = topology.allocation, arrangement.placement
+        job = topology.allocation
         if job.scheduler != "slurm":
             raise LaunchError(
                 f"srun starts ranks in a Slurm job, and there is none here ({job.sources['hosts']})"
                 "; expected to be inside one; salloc or sbatch first, or choose another --launcher"
             )
+        placement = arrangement.placement
         names = placement.hosts
         if names != job.hosts[: len(names)]:
-            found, unknown = match_hosts(names, job.hosts)
-            if unknown:
-                raise UsageError(
-                    f"{shown(unknown)} ({arrangement.source}): not in Slurm job {job.job_id}, "
-                    f"which has {shown(job.hosts)}; expected hosts of the job, srun reaches no "
-                    "others"
-                )
-            if len(found) < len(names):
-                raise UsageError(
-                    f"{shown(names)} ({arrangement.source}): two of these are one node of Slurm "
-                    f"job {job.job_id}; expected each once"
-                )
-            placement = placement._replace(hosts=tuple(found))
+            placement = placement._replace(hosts=_find_job_hosts(topology, arrangement))
             arrangement = arrangement._replace(placement=placement)
         used = set(placement.hosts)
+        in_order = tuple(host for host in job.hosts if host in used)
         is_even = placement.ranks[-1] == placement.ppn
-        if not is_even or placement.hosts != tuple(h for h in job.hosts if h in used):
+        if not is_even or placement.hosts != in_order:
             return arrangement, "", True
-        nodelist = "" if len(used) == len(job.hosts) else fold_nodelist(placement.hosts)
+        if len(used) == len(job.hosts):
+            return arrangement, "", False
+        nodelist = fold_nodelist(placement.hosts)
         return arrangement, nodelist, len(nodelist) > _LONGEST_WORD
 
     def fit_flags(
         self, flags: Words, machine: Machine, arrangement: Arrangement, env: Env, *, unbound: bool
     ) -> Flags:
-        """Give cores a task for as many ranks as there are; without a word srun gives one core."""
-        ppn, place = arrangement.placement.ppn, _place_of_cpus(flags)
-        if place >= 0:
-            devices, each = machine.devices_per_node or 0, int(flags[place].rpartition("=")[2])
-            fitting, why = each, ""
-            if devices and ppn != devices:
-                fitting = max(1, each * devices // ppn)
-                why = f"{machine.name}.toml has {each} for {devices} ranks a host; there are {ppn}"
-            word = flags[place].replace(str(each), str(fitting))
-            flags = (*flags[:place], word, *flags[place + 1 :])
-            return Flags(flags, why, 0 if unbound else fitting)
-        text, room = env.get("SLURM_CPUS_PER_TASK", ""), arrangement.cores // ppn
-        asked = int(text) if text.isdecimal() else 0
-        cpus = min(asked, room) if room else asked
-        if not cpus:
-            return Flags(flags)
-        why = "SLURM_CPUS_PER_TASK, which srun itself ignores from 22.05 on"
-        if cpus != asked:
-            why += f", less: {room} a rank are there"
-        return Flags((*flags, f"--cpus-per-task={cpus}"), why, cpus)
+        """Fit the cores of a task to the ranks of a host; without a flag srun gives one core."""
+        ppn = arrangement.placement.ppn
+        index = _find_cores_flag(flags)
+        if index is not None:
+            return _fit_cores_flag(flags, index, machine, ppn, unbound=unbound)
+        return _add_cores_flag(flags, arrangement.cores // ppn, env)
 
-    def removed(self, user_env: Env) -> Words:
-        """Return the variables by which srun moves output, hosts or binding, whatever the plan."""
+    def list_misleading(self, user_env: Env) -> Words:
+        """List the variables by which srun moves output, hosts or binding, whatever the plan."""
         # Ranks would write into files of its own, or lie on other hosts than MASTER_ADDR says.
         names = [name for name in _MISLEADING if name in user_env]
         if "SLURM_STEP_ID" in user_env:
@@ -133,19 +106,85 @@ class Srun(Kind):
         return tuple(names)
 
 
-def _place_of_cpus(flags: Sequence[str]) -> int:
-    """Return the place of the word that has the cores per task; -1 where there is none."""
-    for place, flag in enumerate(flags):
-        name, equals, value = flag.partition("=")
-        if name == "--cpus-per-task" and equals and value.isdecimal():
-            return place
-        if place and flags[place - 1] in ("-c", "--cpus-per-task") and flag.isdecimal():
-            return place
-    return -1
+def _build_layout(plan: LaunchPlan) -> list[str]:
+    if plan.by_rank:
+        # Left to itself srun would even the hosts out, or sort them: the file names one a rank.
+        # The slash tells srun that it is a file.
+        return ["--distribution=arbitrary", f"--nodelist={plan.hostfile}"]
+    placement = plan.placement
+    words = [f"--nodes={len(placement.hosts)}", f"--ntasks-per-node={placement.ppn}"]
+    words.append("--distribution=block")
+    if plan.nodelist:
+        words.append(f"--nodelist={plan.nodelist}")
+    return words
 
 
-def _mask_of(cores: str) -> str:
-    return hex(sum(1 << core for core in set(read_ranges(cores))))
+def _build_mask(ranges: str) -> str:
+    mask = 0
+    for core in parse_core_ranges(ranges):
+        mask |= 1 << core
+    return hex(mask)
+
+
+def _find_job_hosts(topology: Topology, arrangement: Arrangement) -> tuple[str, ...]:
+    """Find the hosts in use among the job's, by Slurm's names."""
+    job = topology.allocation
+    names = arrangement.placement.hosts
+    hosts, unknown = match_hosts(names, job.hosts)
+    if unknown:
+        raise UsageError(
+            f"{abbreviate(unknown)} ({arrangement.source}): not in Slurm job {job.job_id}, "
+            f"which has {abbreviate(job.hosts)}; expected hosts of the job, srun reaches no "
+            "others"
+        )
+    if len(hosts) < len(names):
+        raise UsageError(
+            f"{abbreviate(names)} ({arrangement.source}): two of these are one node of Slurm "
+            f"job {job.job_id}; expected each once"
+        )
+    return tuple(hosts)
+
+
+def _find_cores_flag(flags: Sequence[str]) -> int | None:
+    """Return the index of the word that has the cores per task; None if there is none."""
+    for index, flag in enumerate(flags):
+        name, _, value = flag.partition("=")
+        if name == "--cpus-per-task" and value.isdecimal():
+            return index
+        is_value = index > 0 and flags[index - 1] in ("-c", "--cpus-per-task")
+        if is_value and flag.isdecimal():
+            return index
+    return None
+
+
+def _fit_cores_flag(
+    flags: Words, index: int, machine: Machine, ppn: int, *, unbound: bool
+) -> Flags:
+    text = flags[index].rpartition("=")[2]
+    cores = int(text)
+    source = ""
+    devices = machine.devices_per_node or 0
+    if devices and ppn != devices:
+        cores = max(1, cores * devices // ppn)
+        source = f"{machine.name}.toml has {int(text)} for {devices} ranks a host; there are {ppn}"
+    word = flags[index].removesuffix(text) + str(cores)
+    fitted = (*flags[:index], word, *flags[index + 1 :])
+    if unbound:
+        return Flags(fitted, source)
+    return Flags(fitted, source, cores)
+
+
+def _add_cores_flag(flags: Words, cores_per_rank: int, env: Env) -> Flags:
+    text = env.get("SLURM_CPUS_PER_TASK", "")
+    if not text.isdecimal() or int(text) == 0:
+        return Flags(flags)
+    requested = int(text)
+    cores = requested
+    source = "SLURM_CPUS_PER_TASK, which srun itself ignores from 22.05 on"
+    if cores_per_rank and cores_per_rank < requested:
+        cores = cores_per_rank
+        source += f", less: {cores_per_rank} a rank are there"
+    return Flags((*flags, f"--cpus-per-task={cores}"), source, cores)
 
 
 KIND = Srun()

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ezpz_launch._errors import LaunchError
-
-from . import Kind
+from ezpz_launch._plan.kind import Kind
+from ezpz_launch._plan.placement import Placement
 
 if TYPE_CHECKING:
-    from ezpz_launch._plan.placement import Placement
     from ezpz_launch._plan.plan import LaunchPlan
 
 
@@ -19,7 +18,7 @@ class Torchrun(Kind):
     name = "torchrun"
     program = "torchrun"
 
-    def argv(self, plan: LaunchPlan) -> list[str]:
+    def build_argv(self, plan: LaunchPlan) -> list[str]:
         if not plan.on_this_host:
             raise LaunchError(
                 f"torchrun starts ranks on one host, not on {len(plan.placement.hosts)} from here; "
@@ -28,11 +27,14 @@ class Torchrun(Kind):
         words = [plan.launcher.path, "--standalone", f"--nproc-per-node={plan.nproc}"]
         if plan.control:
             # Otherwise it makes one in TMPDIR, and leaves it there.
-            words += [f"--log-dir={plan.hostfile}"]
-        return [*words, *plan.launcher_args, "--no-python", *self.shim(plan)]
+            words.append(f"--log-dir={plan.hostfile}")
+        words += plan.launcher_args
+        words.append("--no-python")
+        words += self.build_rank_command(plan)
+        return words
 
-    def hostfile(self, placement: Placement) -> list[str]:
-        """Return no line: a folder stands in its place."""
+    def build_hostfile(self, placement: Placement) -> list[str]:
+        """Return no line: the path is that of a folder for its logs."""
         return []
 
 
