@@ -403,6 +403,8 @@ def test_alone_it_is_torchs_own(attend):
     q, k = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8)  # no halves are needed
     expected = scaled_dot_product_attention(q, k, k, is_causal=True, scale=0.5, enable_gqa=True)
     assert torch.equal(attend(q, k, k, is_causal=True, scale=0.5), expected)
+    with pytest.raises(tp.DegreeError, match="the 3 heads of k and v do not divide the 4 heads of"):
+        attend(q, torch.ones(2, 3, 5, 8), torch.ones(2, 3, 5, 8))
 
 
 @pytest.mark.slow

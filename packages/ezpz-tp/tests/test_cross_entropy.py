@@ -277,6 +277,7 @@ def test_with_the_output_layer_in_lower_precision(autocast):
         loss = tp.vocab_parallel_linear_cross_entropy(input_, weight, target, chunk_size=2)
         loss.mean().backward()
     assert memory.largest_float32 == 8000, "the gradient of the weight; two tokens are 2000"
+    assert memory.peak < 80_000, "the logits of all tokens are 40,000"
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
         logits = functional.linear(input_.detach(), plain)
         tp.vocab_parallel_cross_entropy(logits, target).mean().backward()

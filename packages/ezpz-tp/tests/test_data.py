@@ -99,15 +99,16 @@ WRONG = {
 }
 
 
+@pytest.mark.parametrize("degree", [1, 2])
 @pytest.mark.parametrize("case", WRONG)
-def test_the_same_error_on_every_rank(case):
+def test_the_same_error_on_every_rank(case, degree):
     def failed():
         data, _ = WRONG[case]
         with pytest.raises(ValueError, match=r"expected a tensor of torch\.float32") as error:
             received(data, ["a", "b"], torch.float32)
         return str(error.value)
 
-    told = run_ranks(failed, 2)
+    told = run_ranks(failed, degree)
     assert len(set(told)) == 1
     assert WRONG[case][1] in told[0]
 

@@ -310,7 +310,9 @@ def test_groups_besides_the_axes():
 
 def test_ranks_by_megatrons_names():
     """Those of `RankLayout`, which test_ranks compares with the definition."""
-    made = mpu.RankGenerator(tp=2, ep=1, dp=1, pp=2, cp=2, order="tp-cp-ep-dp-pp", rank_offset=5)
+    made = mpu.RankGenerator(
+        tp=2, ep=1, dp=1, pp=2, cp=2, order="tp-gtp_remat-cp-ep-dp-pp", rank_offset=5
+    )
     assert made.get_ranks("tp") == [[5, 6], [7, 8], [9, 10], [11, 12]]
     assert made.get_ranks("cp") == [[5, 7], [6, 8], [9, 11], [10, 12]]
     assert made.get_ranks("tp-pp") == [[5, 6, 9, 10], [7, 8, 11, 12]]

@@ -216,6 +216,37 @@ def test_recomputation_of_a_region_inside_of_a_fork(tracker):
     assert torch.equal(*grads)
 
 
+def test_recomputation_by_a_function_that_restores_the_streams_itself(tracker):
+    """As DeepSpeed's activation checkpointing, which is given the tracker."""
+
+    class Own(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.states, ctx.default = tracker.get_states(), torch.get_rng_state()
+            ctx.save_for_backward(x)
+            return run(x)
+
+        @staticmethod
+        def backward(ctx, grad):
+            later = tracker.get_states()
+            tracker.set_states(ctx.states)
+            torch.set_rng_state(ctx.default)
+            with torch.enable_grad():
+                x = ctx.saved_tensors[0].detach().requires_grad_()
+                run(x).backward(grad)
+            tracker.set_states(later)
+            return x.grad
+
+    run, states = region(tracker), tracker.get_states()
+    x = torch.randn(64, dtype=torch.float64, requires_grad=True)
+    grads = []
+    for call in (run, Own.apply):
+        tracker.set_states(states)
+        torch.manual_seed(3)
+        grads += torch.autograd.grad(call(x).sum(), x)
+    assert torch.equal(*grads)
+
+
 def first_of(name):
     with tp.get_rng_tracker().fork(name):
         return torch.rand(4)
