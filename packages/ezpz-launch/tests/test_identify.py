@@ -256,7 +256,6 @@ def test_where_a_relative_path_is_looked_for(folder):
     ("python -u -", "python -c CODE"),
     ("python /dev/stdin", "python -c CODE"),
     ("bash -s", "bash -c CODE"),
-    ("perl -", "perl -e CODE"),
 ])  # fmt: skip
 def test_an_interpreter_without_a_program(command, remedy):
     with pytest.raises(UsageError) as caught:
@@ -269,7 +268,7 @@ def test_an_interpreter_without_a_program(command, remedy):
 
 @pytest.mark.parametrize("command", [
     "python -u train.py -", "python -c code -", "python -mpdb", "python -V", "bash x.sh -s",
-    "bash -c true", "echo python", "./bash_me", "pythonic -",
+    "bash -c true", "echo python", "./bash_me", "pythonic -", "perl -",
 ])  # fmt: skip
 def test_a_command_that_has_its_program(command):
     require_program(command.split())

@@ -56,31 +56,23 @@ def _explain_absent_name(program: str) -> str:
 
 # Whether an interpreter has a program: its standard input, the null device, brings none.
 
-_CODE_FLAGS = {
-    **dict.fromkeys(("sh", "bash", "dash", "zsh", "ksh"), "-c"),
-    **dict.fromkeys(("perl", "ruby", "julia", "R", "Rscript", "node"), "-e"),
-}
-"""Interpreters that read their program from standard input, and their flag for code."""
-
+_SHELLS = ("sh", "bash", "dash", "zsh", "ksh")
 _STANDARD_INPUT = ("-", "-s", "/dev/stdin")
 
 
 def require_program(command: Sequence[str]) -> None:
-    """Refuse an interpreter that would read its program from standard input."""
+    """Refuse a Python or a shell that would read its program from standard input."""
     name = os.path.basename(command[0])
-    flag = _CODE_FLAGS.get(name)
-    if PYTHON.fullmatch(name):
-        flag = "-c"
-    if flag is None:
+    if name not in _SHELLS and not PYTHON.fullmatch(name):
         return
     arguments = command[1:]
     if arguments and arguments[-1] not in _STANDARD_INPUT:
         return
     for word in arguments[:-1]:
-        if not word.startswith("-") or word.startswith(flag):
+        if not word.startswith("-") or word.startswith("-c"):
             return
     raise UsageError(
         f"{' '.join(command)[:80]!r}: {name} without a program; expected one, such as: "
-        f"{name} {flag} CODE, or: {name} FILE; every rank reads {os.devnull}, and nothing of "
+        f"{name} -c CODE, or: {name} FILE; every rank reads {os.devnull}, and nothing of "
         "standard input"
     )

@@ -185,13 +185,15 @@ class Request:
         expected="at least 1 rank",
         short="n",
         aliases="-np --np --nprocs --ntasks",
-        needed_by="everyone; -np, --np and --nprocs: users of mpiexec and of the earlier ezpz",
+        needed_by="everyone; -np, --np, --nprocs: users of mpiexec and of the earlier ezpz; "
+        "--ntasks: those of srun",
     )
     ppn: int | None = count_field(
         "ranks on each host; default: one a device",
         expected="at least 1 rank",
-        aliases="-ppn -npernode --npernode --nproc-per-node --nproc_per_node --ntasks-per-node",
-        needed_by="users of mpiexec; --nproc-per-node and --nproc_per_node: those of torchrun",
+        aliases="-ppn --nproc-per-node --nproc_per_node --ntasks-per-node",
+        needed_by="users of mpiexec; --nproc-per-node, --nproc_per_node: those of torchrun; "
+        "--ntasks-per-node: those of srun",
     )
     nodes: int | None = count_field(
         "use the first N hosts; default: all of the job",
@@ -203,7 +205,6 @@ class Request:
     hostfile: str = option_field(
         "the hosts to use, one a line; default: the job's",
         "FILE",
-        aliases="-f --machinefile",
         needed_by="users of hosts that no scheduler lends, such as two workstations",
     )
     include: str = option_field(
@@ -249,7 +250,7 @@ class Request:
         repeatable=True,
         check=_is_assignment,
         expected="NAME=VALUE",
-        aliases="-x -genv",
+        aliases="-x",
         needed_by="users of mpirun -x and of the earlier ezpz",
     )
     one_device: bool = option_field(
@@ -532,10 +533,7 @@ def _take_value(option: Option, flag: str, words: list[str]) -> str:
         return option.bare_value
     if not words or words[0] == "--":
         raise UsageError(f"{flag} needs a value; expected {flag} {option.value}")
-    value = words.pop(0)
-    if flag == "-genv" and "=" not in value and words:  # Hydra's: -genv NAME VALUE
-        value += f"={words.pop(0)}"
-    return value
+    return words.pop(0)
 
 
 def _find_attached_letter(word: str, by_flag: Mapping[str, Option]) -> str:
