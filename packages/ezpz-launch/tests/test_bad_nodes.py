@@ -12,7 +12,7 @@ from ezpz_launch import Request, main
 from ezpz_launch._errors import StageError
 from ezpz_launch._nodes.attempts import Attempts
 from ezpz_launch._nodes.bad_nodes import Pool, avoid, recall, remember
-from ezpz_launch._plan.context import context_of, make_plan, replan
+from ezpz_launch._plan.context import build_context, make_plan, replan
 from ezpz_launch._run.launch import Outcome
 from ezpz_topo import imagine
 
@@ -29,7 +29,7 @@ def pool(hosts=4, **options):
     topology = imagine("generic-slurm", hosts, {})
     request = Request(("true",), ppn=2, launcher="srun", **options)
     # As on such a machine: srun is not looked for.
-    planned = make_plan(context_of(topology, request, {}, is_imagined=True), request)
+    planned = make_plan(build_context(topology, request, {}, is_imagined=True), request)
     return Pool(planned, lambda hosts, size: (tuple(hosts), size)), planned
 
 
@@ -137,7 +137,7 @@ def test_a_launch_is_planned_on_other_hosts_and_is_the_same_otherwise(tmp_path, 
     env = {"PATH": os.environ["PATH"], "EZPZ_STATE_DIR": str(tmp_path)}
     topology = imagine("workstation", 1, {})
     request = Request(("true",), spares=1, hostfile=str(hostfile), retries=2, exclude="node0004")
-    context = context_of(topology, request, env)
+    context = build_context(topology, request, env)
     planned = make_plan(context, request)
     assert (planned.placement.hosts, planned.placement.ppn) == (HOSTS[:2], 3)
     pool = Pool(planned, partial(replan, context, request))

@@ -15,7 +15,7 @@ from ezpz_launch import LaunchError, Request, UsageError, main
 from ezpz_launch._nodes.attempts import Attempts
 from ezpz_launch._nodes.job_end import UnansweredError, job_end, time_limit, when_to_signal
 from ezpz_launch._nodes.retries import Retries, ends_with_import_error
-from ezpz_launch._plan.context import context_of, make_plan
+from ezpz_launch._plan.context import build_context, make_plan
 from ezpz_launch._run.launch import Outcome
 from ezpz_launch._run.prepare import write_hostfile
 from ezpz_topo import Allocation, detect, get_allocation
@@ -163,7 +163,7 @@ def attempts(clean_env):
     """The attempts of a launch of this host, not begun."""
     request = Request(("true",), 1, launcher="spawn")
     topology = detect(clean_env)
-    planned = make_plan(context_of(topology, request, clean_env), request)
+    planned = make_plan(build_context(topology, request, clean_env), request)
     return Attempts(planned, topology, clean_env)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ezpz_launch._errors import UsageError
-from ezpz_launch._plan.kind import Env, Flags, Launcher
+from ezpz_launch._plan.kind import Env, FittedFlags, Launcher
 from ezpz_launch._plan.launchers import LAUNCHERS
 from ezpz_launch._plan.machine_options import SelectedOptions
 from ezpz_launch._plan.options import Request, parse_core_ranges
@@ -16,7 +16,7 @@ from ezpz_topo import Machine
 class Binding(NamedTuple):
     """The cores of the ranks of a host."""
 
-    flags: Flags  # the launcher's, fitted to the ranks
+    flags: FittedFlags  # the launcher's, fitted to the ranks
     core_lists: tuple[str, ...]  # for each rank its cores, such as ``0-7``; empty for no list
     cores_per_rank: int  # the fewest that a rank has; 0 if it is not bound
     source: str
@@ -36,8 +36,8 @@ def bind_ranks(
     if launcher.kind == machine.launcher:
         machine_flags = machine.launcher_flags + selected.flags
     if request.cpu_bind:
-        # All of it goes: a depth without its binding would mean something else.
-        machine_flags = _without_binding(machine_flags, kind.binding_prefixes)
+        # All binding flags are removed: a depth without its binding means something else.
+        machine_flags = _remove_binding(machine_flags, kind.binding_prefixes)
     unbound = request.cpu_bind == "none"
     flags = kind.fit_flags(machine_flags, machine, arrangement, env, unbound=unbound)
     ppn = arrangement.placement.ppn
@@ -53,7 +53,7 @@ def bind_ranks(
     return Binding(flags, core_lists, cores_per_rank, source)
 
 
-def _without_binding(flags: tuple[str, ...], prefixes: tuple[str, ...]) -> tuple[str, ...]:
+def _remove_binding(flags: tuple[str, ...], prefixes: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(flag for flag in flags if not flag.startswith(prefixes))
 
 
@@ -97,7 +97,7 @@ def _choose_core_lists(
 
 
 def _read_core_lists(machine: Machine, name: str) -> tuple[str, ...]:
-    """Return a list of the machine's, or the cores that stand in the name's place."""
+    """Return the machine's list of this name, or the cores if the name is a list of cores."""
     if name not in machine.cpu_bind and not name[:1].isdigit():
         known = ", ".join(machine.cpu_bind) or "none"
         raise UsageError(

@@ -87,7 +87,7 @@ def _find_by_kind(kind: str, source: str, env: Env) -> Launcher:
 
 
 def find_launcher(program: str, kind: str, env: Env) -> Launcher:
-    """Find a launcher of which the program's name is enough to know its kind."""
+    """Find a launcher that is recognised by the name of its program."""
     paths = find_executables(program, env)
     if not paths:
         raise CommandNotFoundError(
@@ -107,7 +107,7 @@ def imagine_launcher(topology: Topology, request: Request) -> Launcher:
         name = request.launcher
         source = f"--launcher {name}"
     if name == "mpiexec":
-        # The site's own, if the file says of which kind it is.
+        # The site's own, if the file has its kind.
         site = LAUNCHERS.get(machine.launcher)
         name = "hydra"
         if site is not None and site.is_mpiexec:

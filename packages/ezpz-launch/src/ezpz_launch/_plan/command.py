@@ -12,7 +12,7 @@ from ezpz_launch._plan.options import PYTHON
 
 
 def require_command(program: str, env: Mapping[str, str]) -> None:
-    """Refuse a program that cannot be executed, with a hint at what was meant."""
+    """Refuse a program that cannot be executed, with a hint at the right command."""
     if os.sep in program:
         candidates = [program]
     else:

@@ -54,7 +54,7 @@ def find_context(request: Request, env: Mapping[str, str]) -> Context:
         env = strip_launcher_env(env)
     own = dict(pair.split("=", 1) for pair in request.env)
     require_command(request.command[0], {**env, **own})
-    return context_of(topology, request, env)
+    return build_context(topology, request, env)
 
 
 def imagine_context(request: Request, env: Mapping[str, str]) -> Context:
@@ -62,13 +62,13 @@ def imagine_context(request: Request, env: Mapping[str, str]) -> Context:
     if request.hostfile:
         raise UsageError("--dry-run --machine: its hosts are hypothetical; expected no --hostfile")
     topology = imagine(request.machine, (request.nodes or 1) + request.spares, env)
-    return context_of(topology, request, {}, is_imagined=True)
+    return build_context(topology, request, {}, is_imagined=True)
 
 
-def context_of(
+def build_context(
     topology: Topology, request: Request, env: Mapping[str, str], *, is_imagined: bool = False
 ) -> Context:
-    """Return the context that a topology and a request make."""
+    """Build the context of a request from a topology."""
     job = topology.allocation
     slots: Sequence[int]
     if request.hostfile or env.get("HOSTFILE"):

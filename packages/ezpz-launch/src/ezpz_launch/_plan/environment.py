@@ -17,7 +17,7 @@ Variables = dict[str, tuple[str, str]]
 
 
 class RankEnvironment(NamedTuple):
-    """What is added to the ranks' environment."""
+    """The variables that a plan adds to the ranks' environment."""
 
     values: Mapping[str, str]
     sources: Mapping[str, str]  # for each variable the reason
@@ -204,7 +204,7 @@ def _list_rank_variables() -> set[str]:
     names: set[str] = set()
     for each in FAMILIES:
         names.update(each.rank, each.local_rank)
-        # A step's own variables tell where the job's cores are, and not that it has ranks.
+        # Slurm's other variables describe a step's cores, and make no process a rank.
         if each is not slurm:
             names.update(each.world_size, each.local_world_size)
             names.update(each.node_rank, each.num_nodes, each.proof)

@@ -72,7 +72,7 @@ def identify_mpiexec(path: str) -> Launcher:
 
 
 def _find_kind_by_folder(path: str) -> str:
-    """Return the kind whose folder has this path; empty if none has."""
+    """Return the kind that is installed in a folder above this path; empty if none is."""
     for name, kind in LAUNCHERS.items():
         if kind.folder and path.startswith(kind.folder):
             return name

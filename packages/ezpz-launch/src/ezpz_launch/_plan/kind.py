@@ -28,7 +28,15 @@ class Launcher(NamedTuple):
     """The program that starts Hydra's proxies on a PBS job's other nodes; empty for its own way."""
 
 
-class Flags(NamedTuple):
+class FittedHosts(NamedTuple):
+    """The hosts as a launcher takes them."""
+
+    arrangement: Arrangement  # with hosts in the launcher's own names
+    nodelist: str = ""  # for srun, if the hosts are not all of the job's
+    by_rank: bool = False  # whether srun reads the host of each rank from the hostfile
+
+
+class FittedFlags(NamedTuple):
     """A machine's flags, fitted to a launch."""
 
     words: Words
@@ -47,13 +55,13 @@ class Kind:
     needs_job = False  # whether it starts ranks in a scheduler's job only
     sets_world_size = True  # whether its ranks always have the variable of their number
     separator = ""  # a word that it would take for the start of another program
-    accepts_core_list = False  # whether it binds each rank to cores of its own by a list
+    accepts_core_list = False  # whether it takes a list of cores for each rank
     binding_prefixes: Words = ()  # beginnings of its flags that bind
     rank_prefixes: Words = ()
     """Beginnings of more variables that it sets for its ranks: an inner MPI would join it."""
     setting_prefixes: Words = ()
     """Beginnings of those of these that the user or the site sets: as true inside."""
-    incompatible_mpis: Words = ()  # libraries whose ranks it cannot start
+    incompatible_mpis: Words = ()  # libraries that cannot be used under it
 
     @property
     def family(self) -> Family:
@@ -79,17 +87,15 @@ class Kind:
         """Build the words after ``mpiexec -n 2`` that start two ranks here, for the doctor."""
         raise NotImplementedError
 
-    def fit_hosts(
-        self, topology: Topology, arrangement: Arrangement
-    ) -> tuple[Arrangement, str, bool]:
-        """Return the hosts in its own names, its nodelist, and whether by rank."""
-        return arrangement, "", False
+    def fit_hosts(self, topology: Topology, arrangement: Arrangement) -> FittedHosts:
+        """Translate the hosts into its own names, or refuse them."""
+        return FittedHosts(arrangement)
 
     def fit_flags(
         self, flags: Words, machine: Machine, arrangement: Arrangement, env: Env, *, unbound: bool
-    ) -> Flags:
+    ) -> FittedFlags:
         """Fit the machine's flags to the number of ranks of a host."""
-        return Flags(flags)
+        return FittedFlags(flags)
 
     def prepare_remote_start(self, launcher: Launcher, env: Env, launcher_args: Words) -> Launcher:
         """Return the launcher, completed by what it needs to start ranks on other hosts."""

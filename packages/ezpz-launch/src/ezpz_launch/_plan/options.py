@@ -430,7 +430,7 @@ OPTIONS: tuple[Option, ...] = (
 
 
 def map_flags(table: Sequence[Option]) -> dict[str, Option]:
-    """Map each spelling of each option to it; an option's own name goes before an alias."""
+    """Map each spelling of each option to it; an option's name has precedence over an alias."""
     flags: dict[str, Option] = {}
     for option in table:
         for alias in option.aliases.split():
@@ -557,7 +557,7 @@ def _find_attached_letter(word: str, by_flag: Mapping[str, Option]) -> str:
 
 
 def _strip_quotes(code: str) -> str:
-    # Who writes -c "'import ezpz'" means what is within: to Python it would be a mere text.
+    # In -c "'import ezpz'" the inner text is meant: Python would take all of it for a string.
     quote = code[:1]
     if quote not in ("'", '"') or len(code) < 2 or not code.endswith(quote):
         return code

@@ -322,7 +322,7 @@ def _check_names_of_this_host(topology: Topology, hosts: Sequence[str], source: 
 
 def _count_cores(topology: Topology, *, on_this_host: bool) -> _Cores:
     # This process's affinity holds for this host alone. A job's other nodes are taken to be as
-    # this one, if this is one of them; and never to have more than the machine's file says, which
+    # this one, if this is one of them; and never to have more than the machine's file has, which
     # counts cores where the kernel counts hardware threads.
     if on_this_host:
         cores = topology.cpu_count
@@ -348,11 +348,11 @@ def _choose_default(
     devices = topology.accelerators
     job = topology.allocation
     if slots and hosts_source in ("argument", "HOSTFILE"):
-        return _follow_slots(slots, f"slots of the hostfile ({hosts_source})")
+        return _default_from_slots(slots, f"slots of the hostfile ({hosts_source})")
     # PBS has one slot where the job requested no mpiprocs.
     if slots and job.scheduler == "pbs" and max(slots) > 1:
         why = f"mpiprocs of the job's chunks ({job.sources.get('slots')})"
-        default = _follow_slots(slots, why)
+        default = _default_from_slots(slots, why)
         if not devices.count or default.per_host <= devices.count:
             return default
     if devices.count:
@@ -364,11 +364,11 @@ def _choose_default(
         )
     if slots and job.scheduler == "slurm":
         why = f"no device; tasks of {job.sources.get('slots', hosts_source)}"
-        return _follow_slots(slots, why)
-    return _choose_by_cores(cores, in_pbs=job.scheduler == "pbs")
+        return _default_from_slots(slots, why)
+    return _default_from_cores(cores, in_pbs=job.scheduler == "pbs")
 
 
-def _choose_by_cores(cores: _Cores, *, in_pbs: bool) -> _Default:
+def _default_from_cores(cores: _Cores, *, in_pbs: bool) -> _Default:
     if cores.number == 0:
         return _Default(2, 0, f"no device, and cores are {cores.source}: two")
     if cores.number == 1 and in_pbs:
@@ -377,7 +377,7 @@ def _choose_by_cores(cores: _Cores, *, in_pbs: bool) -> _Default:
     return _Default(max(2, cores.number // 2), 0, why)
 
 
-def _follow_slots(slots: Sequence[int], why: str) -> _Default:
+def _default_from_slots(slots: Sequence[int], why: str) -> _Default:
     first = slots[0]
     last = slots[-1]
     all_but_last = set(slots[:-1])

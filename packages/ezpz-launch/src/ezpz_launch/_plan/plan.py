@@ -30,7 +30,7 @@ class LaunchPlan:
         on_this_host: Whether this host alone has ranks.
         nodelist: The hosts for srun, if they are not all of the job's.
         by_rank: Whether srun reads the host of each rank from the hostfile.
-        in_step: Whether we are in a step of the Slurm job, whose cores the ranks have to share.
+        in_step: Whether we are in a step of the Slurm job, so that the ranks share its cores.
         hostfile: Path of the file that names the hosts, if the launcher reads one.
         device_type: torch's word for the devices of the hosts.
         devices: Devices to request from the scheduler on each host; 0 for none.
@@ -39,7 +39,7 @@ class LaunchPlan:
         cpu_bind: Cores of each rank of a host; empty for no list.
         depth: Cores for each rank if the machine binds in order; 0 if it does not.
         launcher_args: The user's words for the launcher.
-        environment: What is added to the ranks' environment.
+        environment: The variables that are added to the ranks' environment.
         exported: Variables to name to a launcher that exports none by itself.
         removed: The user's variables that would override the plan.
         as_root: Whether we are root.
@@ -107,18 +107,19 @@ def plan(
         slots: The ranks foreseen on each of ``hosts``, 0 if unknown; one number for all.
         hostfile: Where a file with the hosts in use will be, if the launcher needs one.
         port: A TCP port for the ranks' rendezvous.
-        user_env: The environment we were called with; an OMP_NUM_THREADS there is kept.
+        user_env: The environment we were called with; an OMP_NUM_THREADS there has precedence.
         as_root: Whether we are root.
 
     Raises:
-        LaunchError: What was requested contradicts itself, or cannot be done here.
+        LaunchError: The request contradicts itself, or cannot be done here.
     """
     machine = topology.machine
     arrangement = arrange(topology, request, hosts=hosts, hosts_source=hosts_source, slots=slots)
     if not isinstance(launcher, Launcher):
         launcher = launcher(arrangement)
     kind = LAUNCHERS[launcher.kind]
-    arrangement, nodelist, by_rank = kind.fit_hosts(topology, arrangement)
+    fitted_hosts = kind.fit_hosts(topology, arrangement)
+    arrangement = fitted_hosts.arrangement
     selected = select_options(machine, request.options, launcher)
     binding = bind_ranks(machine, request, arrangement, launcher, selected, env=user_env)
     environment = build_rank_environment(
@@ -164,8 +165,8 @@ def plan(
         placement=placement,
         machine=machine,
         on_this_host=arrangement.on_this_host,
-        nodelist=nodelist,
-        by_rank=by_rank,
+        nodelist=fitted_hosts.nodelist,
+        by_rank=fitted_hosts.by_rank,
         in_step="SLURM_STEP_ID" in user_env,
         hostfile=hostfile,
         device_type=accelerators.device_type,

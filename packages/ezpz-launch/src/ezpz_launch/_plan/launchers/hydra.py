@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ezpz_launch._errors import LaunchError, UsageError
 from ezpz_launch._plan.executables import find_executables
-from ezpz_launch._plan.kind import Env, Kind, Launcher, Words
+from ezpz_launch._plan.kind import Env, FittedHosts, Kind, Launcher, Words
 from ezpz_launch._plan.placement import Arrangement
 from ezpz_launch._plan.shim import PROGRAMS
 from ezpz_topo import Topology, get_pbs_folder
@@ -23,7 +23,7 @@ _REMOTE_START_OPTIONS = ("launcher", "launcher-exec", "bootstrap", "bootstrap-ex
 
 
 class Hydra(Kind):
-    """It takes a hostfile, and starts a proxy on each host: by ssh, or as its options say."""
+    """It takes a hostfile, and starts a proxy on each host: by ssh, or by its options."""
 
     name = "hydra"
     # Intel MPI's own (developer reference; not run) has Hydra's flags, but not all of MPICH's.
@@ -48,12 +48,10 @@ class Hydra(Kind):
         words += self.build_rank_command(plan)
         return words
 
-    def fit_hosts(
-        self, topology: Topology, arrangement: Arrangement
-    ) -> tuple[Arrangement, str, bool]:
+    def fit_hosts(self, topology: Topology, arrangement: Arrangement) -> FittedHosts:
         """Refuse IPv6 addresses: it cuts them at the first colon, and waits for that host."""
         if arrangement.on_this_host:
-            return arrangement, "", False
+            return FittedHosts(arrangement)
         for host in (*arrangement.placement.hosts, *arrangement.spares):
             if ":" in host:
                 raise UsageError(
@@ -61,7 +59,7 @@ class Hydra(Kind):
                     "expected a host's name, or its IPv4 address; correct the hostfile, or choose "
                     "--launcher openmpi"
                 )
-        return arrangement, "", False
+        return FittedHosts(arrangement)
 
     def build_trial_flags(self, launcher: Launcher) -> list[str]:
         # Inside a Slurm step Hydra would start its proxy by another srun, which waits for
@@ -96,7 +94,7 @@ class Hydra(Kind):
     ) -> dict[str, tuple[str, str]]:
         added: dict[str, tuple[str, str]] = {}
         if launcher.flavour == "intel" and not on_this_host:
-            # Below a scheduler it would otherwise follow that one's layout, whatever -ppn says
+            # Below a scheduler it would otherwise follow that one's layout, against -ppn
             # (Intel MPI developer reference).
             why = "so that Intel MPI heeds -ppn"
             added["I_MPI_JOB_RESPECT_PROCESS_PLACEMENT"] = ("0", why)

@@ -51,15 +51,15 @@ class OpenMPI(Kind):
         return self._build_common_flags(as_root=os.geteuid() == 0)
 
     def _build_common_flags(self, *, as_root: bool) -> list[str]:
-        # More ranks than cores is what a laptop asks for; root is what a container is. Two ranks
-        # or fewer it would bind to one core each, with all our threads on it.
+        # Laptops need more ranks than cores, and containers run as root. It would bind two ranks
+        # or fewer to one core each, with all their threads on it.
         words = ["--oversubscribe", "--bind-to", "none"]
         if as_root:
             words.append("--allow-run-as-root")
         return words
 
     def list_exported(self, machine: Machine, environment: Env, user_env: Env) -> Words:
-        """List all of the user's variables, as other launchers bring them, and what is added."""
+        """List all of the user's variables, as other launchers do, and the plan's."""
         local = {*_HOST_VARIABLES, *_LOGIN_VARIABLES} - machine.environment.keys()
         names = ["PATH"]
         for name in filter(is_sh_name, sorted(user_env)):

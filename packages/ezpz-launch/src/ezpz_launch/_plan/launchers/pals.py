@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ezpz_launch._plan.kind import Env, Flags, Kind, Launcher, Words
+from ezpz_launch._plan.kind import Env, FittedFlags, Kind, Launcher, Words
 from ezpz_launch._plan.placement import Arrangement
 from ezpz_topo import Machine
 
@@ -18,7 +18,7 @@ class Pals(Kind):
     name = "pals"
     # With PMIx it sets none.
     sets_world_size = False
-    # What its --version says is not among our facts.
+    # The output of its --version is not among our facts.
     folder = "/opt/cray/pals"
     separator = ":"
     accepts_core_list = True
@@ -46,18 +46,18 @@ class Pals(Kind):
 
     def fit_flags(
         self, flags: Words, machine: Machine, arrangement: Arrangement, env: Env, *, unbound: bool
-    ) -> Flags:
-        """Bind in order, if the machine's file says so, to as many cores as there are."""
+    ) -> FittedFlags:
+        """Bind in order, if the machine's flags do, to as many cores as there are."""
         depth_flags = [flag for flag in flags if flag.startswith("--depth")]
         if depth_flags:
             _, _, depth_text = depth_flags[-1].partition("=")
             if depth_text.isdecimal():
-                return Flags(flags, cores=int(depth_text))
-            return Flags(flags)
+                return FittedFlags(flags, cores=int(depth_text))
+            return FittedFlags(flags)
         if "--cpu-bind=depth" not in flags:
-            return Flags(flags)
+            return FittedFlags(flags)
         depth = max(1, arrangement.cores // arrangement.placement.ppn)
-        return Flags(flags, cores=depth, depth=depth)
+        return FittedFlags(flags, cores=depth, depth=depth)
 
 
 KIND = Pals()

@@ -37,7 +37,7 @@ class Spawn(Kind):
                 f"spawn starts ranks on this host, not on {where}; "
                 "expected -N 1 here, or another --launcher"
             )
-        # Neither the user's site packages nor PYTHON variables: it needs none, and starts sooner.
+        # Without site packages and PYTHON variables it starts sooner, and it needs none.
         words = [plan.launcher.path, "-I", "-S", SPAWN, str(plan.nproc)]
         words += plan.launcher_args
         words += self.build_rank_command(plan)

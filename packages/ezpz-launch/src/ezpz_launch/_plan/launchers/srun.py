@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ezpz_launch._errors import LaunchError, UsageError
-from ezpz_launch._plan.kind import Env, Flags, Kind, Words
+from ezpz_launch._plan.kind import Env, FittedFlags, FittedHosts, Kind, Words
 from ezpz_launch._plan.options import parse_core_ranges
 from ezpz_launch._plan.placement import Arrangement, Placement, abbreviate, match_hosts
 from ezpz_topo import Machine, Topology, fold_nodelist
@@ -33,8 +33,8 @@ class Srun(Kind):
         words = [plan.launcher.path, f"--ntasks={plan.nproc}"]
         if "-u" not in plan.flags and "--unbuffered" not in plan.flags:
             words.append("--unbuffered")
-        # Each of these has a variable or a line of slurm.conf that would say otherwise. Survivors
-        # of a failure are ours to end, with the grace that was promised; srun gives none.
+        # Each of these has a variable or a line of slurm.conf that would override the default.
+        # ezpz-launch ends the survivors of a failure, with its grace; srun would give none.
         words += ["--export=ALL", "--kill-on-bad-exit=0", "--wait=0"]
         survives_lost_node = plan.request.spares or plan.request.min_nodes
         if survives_lost_node:
@@ -62,9 +62,7 @@ class Srun(Kind):
             lines += [host] * count
         return lines
 
-    def fit_hosts(
-        self, topology: Topology, arrangement: Arrangement
-    ) -> tuple[Arrangement, str, bool]:
+    def fit_hosts(self, topology: Topology, arrangement: Arrangement) -> FittedHosts:
         job = topology.allocation
         if job.scheduler != "slurm":
             raise LaunchError(
@@ -80,15 +78,15 @@ class Srun(Kind):
         in_order = tuple(host for host in job.hosts if host in used)
         is_even = placement.ranks[-1] == placement.ppn
         if not is_even or placement.hosts != in_order:
-            return arrangement, "", True
+            return FittedHosts(arrangement, by_rank=True)
         if len(used) == len(job.hosts):
-            return arrangement, "", False
+            return FittedHosts(arrangement)
         nodelist = fold_nodelist(placement.hosts)
-        return arrangement, nodelist, len(nodelist) > _LONGEST_WORD
+        return FittedHosts(arrangement, nodelist, by_rank=len(nodelist) > _LONGEST_WORD)
 
     def fit_flags(
         self, flags: Words, machine: Machine, arrangement: Arrangement, env: Env, *, unbound: bool
-    ) -> Flags:
+    ) -> FittedFlags:
         """Fit the cores of a task to the ranks of a host; without a flag srun gives one core."""
         ppn = arrangement.placement.ppn
         index = _find_cores_flag(flags)
@@ -98,7 +96,7 @@ class Srun(Kind):
 
     def list_misleading(self, user_env: Env) -> Words:
         """List the variables by which srun moves output, hosts or binding, whatever the plan."""
-        # Ranks would write into files of its own, or lie on other hosts than MASTER_ADDR says.
+        # With them ranks would write into separate files, or run on other hosts than MASTER_ADDR.
         names = [name for name in _MISLEADING if name in user_env]
         if "SLURM_STEP_ID" in user_env:
             # Of the step that we are in: its ranks' cores are not ours.
@@ -108,8 +106,8 @@ class Srun(Kind):
 
 def _build_layout(plan: LaunchPlan) -> list[str]:
     if plan.by_rank:
-        # Left to itself srun would even the hosts out, or sort them: the file names one a rank.
-        # The slash tells srun that it is a file.
+        # By default srun would even the hosts out, or sort them: the file has one for each rank.
+        # srun takes it for a file because of the slash.
         return ["--distribution=arbitrary", f"--nodelist={plan.hostfile}"]
     placement = plan.placement
     words = [f"--nodes={len(placement.hosts)}", f"--ntasks-per-node={placement.ppn}"]
@@ -159,7 +157,7 @@ def _find_cores_flag(flags: Sequence[str]) -> int | None:
 
 def _fit_cores_flag(
     flags: Words, index: int, machine: Machine, ppn: int, *, unbound: bool
-) -> Flags:
+) -> FittedFlags:
     text = flags[index].rpartition("=")[2]
     cores = int(text)
     source = ""
@@ -170,21 +168,21 @@ def _fit_cores_flag(
     word = flags[index].removesuffix(text) + str(cores)
     fitted = (*flags[:index], word, *flags[index + 1 :])
     if unbound:
-        return Flags(fitted, source)
-    return Flags(fitted, source, cores)
+        return FittedFlags(fitted, source)
+    return FittedFlags(fitted, source, cores)
 
 
-def _add_cores_flag(flags: Words, cores_per_rank: int, env: Env) -> Flags:
+def _add_cores_flag(flags: Words, cores_per_rank: int, env: Env) -> FittedFlags:
     text = env.get("SLURM_CPUS_PER_TASK", "")
     if not text.isdecimal() or int(text) == 0:
-        return Flags(flags)
+        return FittedFlags(flags)
     requested = int(text)
     cores = requested
     source = "SLURM_CPUS_PER_TASK, which srun itself ignores from 22.05 on"
     if cores_per_rank and cores_per_rank < requested:
         cores = cores_per_rank
         source += f", less: {cores_per_rank} a rank are there"
-    return Flags((*flags, f"--cpus-per-task={cores}"), source, cores)
+    return FittedFlags((*flags, f"--cpus-per-task={cores}"), source, cores)
 
 
 KIND = Srun()
