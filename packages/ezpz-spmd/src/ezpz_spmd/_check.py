@@ -91,18 +91,18 @@ class Checker(TorchFunctionMode):
         return (special or self._operation)(func, name, args, kwargs)
 
     def _operation(self, func: Function, name: str, args: Args, kwargs: dict[str, Any]) -> Any:
-        operands = self._operands(tensors_of(args, kwargs))
+        operands = self._operands(find_tensors(args, kwargs))
         output = func(*args, **kwargs)
         changed = output
         if name == "__setitem__":
             changed = args[0]
-        results = tensors_of((changed,), {})
+        results = find_tensors((changed,), {})
         if not results:
             return output
         if operands:
             self.operations += 1
             if not any(one.requires_grad for one in results):  # no gradient comes back from it
-                operands = list(map(Operand.without_gradient, operands))
+                operands = list(map(Operand.drop_gradient, operands))
             record = self.result(name, operands, args, kwargs)
         elif kind_of(name) is Kind.FRESH:
             record = self.records.fresh
@@ -153,7 +153,7 @@ class Checker(TorchFunctionMode):
             return regions.check_random_op(self.records, name, operands, record)
         return record
 
-    def places_of(self, group: ProcessGroup | None, default: str = "tensor") -> list[int]:
+    def places_along(self, group: ProcessGroup | None, default: str = "tensor") -> list[int]:
         """Return the places of the axes that a group spans; None is the default axis's group."""
         if group is None:
             if default in self.axes:
@@ -177,8 +177,8 @@ class Checker(TorchFunctionMode):
         self, region: Function, arguments: Mapping[str, Any]
     ) -> tuple[Record, bool]:
         """Return what is known of a region's result, and whether it is over a checked axis."""
-        rule, group = regions.region_of(region, arguments)
-        places = self.places_of(group, rule.axis)
+        rule, group = regions.select_region(region, arguments)
+        places = self.places_along(group, rule.axis)
         operands: list[Operand | None] = []
         for one in list(arguments.values())[:3]:
             operand = None
@@ -211,7 +211,7 @@ class Checker(TorchFunctionMode):
 
     def _backward(self, func: Function, name: str, args: Args, kwargs: Any) -> Any:
         """Check the loss; a gradient that is given says itself what it is."""
-        roots = tensors_of(args[:1], {})
+        roots = find_tensors(args[:1], {})
         place = 2
         if name == "backward":
             place = 1
@@ -231,7 +231,7 @@ class Checker(TorchFunctionMode):
         return output
 
 
-def tensors_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+def find_tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     found: list[Tensor] = []
     for value in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(value, Tensor):
@@ -393,7 +393,7 @@ def _call_region(region: Function, *args: Any, **kwargs: Any) -> Tensor:
 
 def _call_finalize_grads(original: Function, model_or_parameters: Any, **options: Any) -> None:
     checkers = active_checkers()
-    parameters = regions.parameters_of(model_or_parameters)
+    parameters = regions.list_parameters(model_or_parameters)
     grads = [regions.gradients_to_finalize(one.records, parameters) for one in checkers]
     with _paused(checkers):
         original(parameters, **options)
@@ -424,13 +424,13 @@ def _patch_pipeline_method(stack: ExitStack, name: str) -> None:
 
 def _note_received(module: nn.Module, args: Args) -> None:
     for checker in active_checkers():
-        for one in tensors_of(args, {}):
+        for one in find_tensors(args, {}):
             checker.receive(one, module)
 
 
 def _apply_function(original: Function, function: type, *args: Any, **kwargs: Any) -> Any:
     checkers = active_checkers()
-    operands = tensors_of(args, kwargs)
+    operands = find_tensors(args, kwargs)
     if not checkers or not operands:
         return original(function, *args, **kwargs)
     if function is CheckpointFunction:  # its first argument is looked into
@@ -440,7 +440,7 @@ def _apply_function(original: Function, function: type, *args: Any, **kwargs: An
     records = [_record_of_function(checker, function, args, kwargs) for checker in checkers]
     with _paused(checkers):
         output = original(function, *args, **kwargs)
-    outputs = tensors_of((output,), {})
+    outputs = find_tensors((output,), {})
     for checker, record in zip(checkers, records, strict=True):
         # torch's hooks, and wrappers of modules, hand tensors through that are of many types.
         known = map(checker.records.of, operands) if record is None else itertools.repeat(record)
@@ -462,7 +462,7 @@ def _record_of_function(
             "check, so its name is unknown; call the function by its name in a module, as in "
             "tp.reduce_from_tensor_parallel_region(x)"
         )
-    operands = list(map(checker.records.operand, tensors_of(args, kwargs)))
+    operands = list(map(checker.records.operand, find_tensors(args, kwargs)))
     checker.operations += 1
     torchs = function.__module__ == "torch.distributed.nn.functional"
     region = None
@@ -472,7 +472,7 @@ def _record_of_function(
         return checker.result(function.__name__, operands, (), {})
     forward: Function = function.forward  # type: ignore[attr-defined]
     group = regions.arguments(forward, (None, *args), kwargs)["group"]
-    places = checker.places_of(group or dist.group.WORLD)
+    places = checker.places_along(group or dist.group.WORLD)
     return regions.apply_region(checker.records, function.__name__, region, operands[-1:], places)
 
 
@@ -491,7 +491,7 @@ def _wrap_checkpointed(
         with ExitStack() as stack:
             for checker, records in known:
                 if checker.in_backward:
-                    for tensor, record in zip(tensors_of(args, {}), records, strict=True):
+                    for tensor, record in zip(find_tensors(args, {}), records, strict=True):
                         checker.records.set(tensor, record)
                     stack.enter_context(checker)
             return function(*args)
@@ -504,16 +504,16 @@ def _call_collective(name: str, original: Function, *args: Any, **kwargs: Any) -
     if not checkers:
         return original(*args, **kwargs)
     given = regions.arguments(original, args, kwargs)
-    targets = tensors_of((next(iter(given.values())),), {})
+    targets = find_tensors((next(iter(given.values())),), {})
     group = given.get("group") or dist.group.WORLD
     for checker in checkers:
         for target in targets:
-            _refuse_unseen(checker, name, target, checker.places_of(group))
+            _refuse_unseen(checker, name, target, checker.places_along(group))
     output = original(*args, **kwargs)
     for checker in checkers:
         for target in targets:
             types = list(checker.records.of(target).types)
-            for place in checker.places_of(group):
+            for place in checker.places_along(group):
                 types[place] = _WRITES[name]
             checker.records.set(target, Record(tuple(types)))
     return output

@@ -360,7 +360,7 @@ def _wrap(text: str) -> list[str]:
     return textwrap.wrap(text, 80, subsequent_indent="  ", break_on_hyphens=False)
 
 
-def _axes_of(layout: RankLayout) -> tuple[Axis, ...]:
+def _list_axes(layout: RankLayout) -> tuple[Axis, ...]:
     """Return the axes of a layout's model, and its experts' where they have their own."""
     names = [*AXES]
     if layout.expert > 1 or layout.expert_tensor is not None:
@@ -428,7 +428,7 @@ def describe_mesh(
     if environ is None:
         environ = os.environ
     nodes, unknown = find_nodes(layout.world_size, ranks_per_node, hosts, environ)
-    description = Description(_axes_of(layout), layout.world_size, nodes, rank, unknown)
+    description = Description(_list_axes(layout), layout.world_size, nodes, rank, unknown)
     for warning in description._warnings():  # noqa: SLF001 - ours
         warnings.warn(warning, UserWarning, stacklevel=2)
     return description

@@ -151,7 +151,7 @@ def arguments(
     return bound.arguments
 
 
-def region_of(
+def select_region(
     function: Callable[..., Any], given: Mapping[str, Any]
 ) -> tuple[Region, ProcessGroup | None]:
     """Return what a call of one of `REGIONS` does to types, and the group that it is over."""
@@ -225,7 +225,7 @@ def _check_parameters(
 def _untagged_error(
     records: Records, name: str, axis: str, one: Operand, found: str, wanted: str
 ) -> Exception:
-    called = records.tag_of(one.tensor)
+    called = records.parameter_name(one.tensor)
     if wanted == VARYING:
         reason = "It is used as this rank's part, but its attributes do not say so."
         fix = _UNSAID.format(called)
@@ -402,7 +402,7 @@ def check_loss(records: Records, name: str, loss: Operand) -> None:
         raise rules.type_error(records, name, axis, [(loss, kind)], reason, fix)
 
 
-def parameters_of(model_or_parameters: Any) -> list[Tensor]:
+def list_parameters(model_or_parameters: Any) -> list[Tensor]:
     """Return the parameters that `ezpz_tp.finalize_grads` is called with, each once."""
     if isinstance(model_or_parameters, nn.Module):
         return list(model_or_parameters.parameters())

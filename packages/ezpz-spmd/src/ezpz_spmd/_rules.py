@@ -73,7 +73,7 @@ class Operand:
     record: Record
     differentiable: bool
 
-    def without_gradient(self) -> Operand:
+    def drop_gradient(self) -> Operand:
         return replace(self, differentiable=False)
 
     def settled(self, axis: int) -> str | None:
@@ -91,14 +91,14 @@ Settled: TypeAlias = Sequence[tuple[Operand, str]]
 # Where in the user's code something happens.
 
 
-def _folder_of(file: str | None) -> str:
+def _parent_folder(file: str | None) -> str:
     return str(Path(str(file)).resolve().parent) + os.sep
 
 
-_OURS = (_folder_of(__file__), _folder_of(ezpz_tp.__file__))
-_TORCH = _folder_of(torch.__file__)
+_OURS = (_parent_folder(__file__), _parent_folder(ezpz_tp.__file__))
+_TORCH = _parent_folder(torch.__file__)
 # Not the standard library's: a call through it (contextlib, functools) is not the user's line.
-_STANDARD = _folder_of(linecache.__file__)
+_STANDARD = _parent_folder(linecache.__file__)
 
 
 def is_foreign(path: str) -> bool:
@@ -173,7 +173,7 @@ class Records:
             return found
         if not _is_parameter(tensor):
             return self.data
-        marks = self._marks_of(tensor)
+        marks = self._read_marks(tensor)
         if marks.get("tensor_model_parallel"):
             dim: int | None = marks.get("partition_dim", -1)
             if dim == -1:
@@ -183,7 +183,7 @@ class Records:
             return self._parameter(REPLICATED)
         return self._parameter(INVARIANT)
 
-    def _marks_of(self, parameter: nn.Parameter) -> Mapping[str, Any]:
+    def _read_marks(self, parameter: nn.Parameter) -> Mapping[str, Any]:
         """Return a parameter's attributes; FSDP2 computes with its own, of the same names."""
         if parameter not in self._names:
             self._names[parameter] = None
@@ -231,7 +231,7 @@ class Records:
             return f"parameter {shape}"
         return f"tensor {shape}"
 
-    def tag_of(self, tensor: Tensor) -> str:
+    def parameter_name(self, tensor: Tensor) -> str:
         return str(self._names.get(tensor) or "parameter")
 
 
@@ -375,15 +375,15 @@ def _mixed_error(
         )
         fix = (
             "if this is the rank's part of the sequence or of the heads, tag it, "
-            f"mark_sequence_parallel({records.tag_of(own.tensor)}), and finalize_grads sums it; if "
-            "the data should be whole here, or summed, gather or reduce it first"
+            f"mark_sequence_parallel({records.parameter_name(own.tensor)}), and finalize_grads "
+            "sums it; if the data should be whole here, or summed, gather or reduce it first"
         )
     elif isinstance(tagged, nn.Parameter):
         reason = (
             "The parameter is tagged sequence_parallel, but used on whole data: finalize_grads "
             "would count its gradient once a rank."
         )
-        tag = records.tag_of(tagged)
+        tag = records.parameter_name(tagged)
         fix = f"take the tag off {tag} (sequence_parallel = False), or shard the data"
     elif others == {REPLICATED}:
         reason = (

@@ -211,7 +211,7 @@ class Way(NamedTuple):
         return Way(forward, backward, self.regions + later.regions)
 
 
-def _without_bytes(steps: Iterable[Step]) -> list[Step]:
+def _drop_bytes(steps: Iterable[Step]) -> list[Step]:
     return [replace(step, bytes=None) for step in steps]
 
 
@@ -630,8 +630,8 @@ def einsum_sharding(
     regions += plan.end.regions
     shapes = None
     if sizes is None:
-        forward = _without_bytes(forward)
-        backward = _without_bytes(backward)
+        forward = _drop_bytes(forward)
+        backward = _drop_bytes(backward)
     else:
         shapes = {"y": cost.shape(parsed.output, plan.output)}
         for name, letters, layout in zip(parsed.names, parsed.operands, given, strict=True):

@@ -343,7 +343,7 @@ class Maker:
         groups: dict[tuple[str, ...], ProcessGroup | None] = {}
         for axes in wanted:
             several = ordered(axis for axis in axes if self._layout.degree(axis) > 1)
-            groups[axes] = groups[several] = self._of(several)
+            groups[axes] = groups[several] = self._find_or_create(several)
         ranks: dict[str, tuple[int, ...]] = {}
         pipeline = self._layout.group_of("pipeline", self.rank)
         for name, chosen in stages.items():
@@ -397,7 +397,7 @@ class Maker:
         except RuntimeError as error:  # some rank is gone: there is nothing to wait for
             _log.debug("rank %d leaves its groups alone: %s", self.rank, error)
 
-    def _of(self, axes: tuple[str, ...]) -> ProcessGroup | None:
+    def _find_or_create(self, axes: tuple[str, ...]) -> ProcessGroup | None:
         """Return the group of axes of degree > 1: made, or one there is with the same ranks."""
         backend = self._find_backend(axes)
         degree = self._layout.degree(axes)
@@ -419,7 +419,7 @@ class Maker:
     ) -> ProcessGroup | None:
         """Return the group of some stages, or of the others to the ranks of the others."""
         if inside == pipeline:
-            return self._of(("pipeline",) if len(pipeline) > 1 else ())
+            return self._find_or_create(("pipeline",) if len(pipeline) > 1 else ())
         if len(inside) < 2:
             return None
         places = {pipeline.index(rank) for rank in inside}

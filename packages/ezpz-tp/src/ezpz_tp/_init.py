@@ -109,7 +109,7 @@ def find_tile_method(init_method: InitMethod, full_shape: Sequence[int]) -> Tile
     if not isinstance(function, FunctionType) or options.get("generator") is not None:
         return None
     if function in _CONSTANT:
-        return _without_generator(functools.partial(function, **options))
+        return _ignore_generator(functools.partial(function, **options))
     if function in _DRAWING:
         return functools.partial(function, **options)
     if function in _SCALED_BY_FAN:
@@ -119,7 +119,7 @@ def find_tile_method(init_method: InitMethod, full_shape: Sequence[int]) -> Tile
     return None
 
 
-def _without_generator(fill: Callable[[Tensor], object]) -> TileMethod:
+def _ignore_generator(fill: Callable[[Tensor], object]) -> TileMethod:
     def fill_tile(tile: Tensor, *, generator: torch.Generator) -> None:
         del generator
         fill(tile)
