@@ -8,6 +8,7 @@ import pytest
 
 from ezpz_launch import LaunchError, Request, UsageError, split
 from ezpz_launch._cli import EXAMPLES, USAGE, help_page
+from ezpz_launch._job.submit import SUBMIT_OPTIONS
 from ezpz_launch._plan.options import OPTIONS, build_request, list_settings
 
 USER = ["python", "train.py", "--lr", "1e-4", "-n", "5", "--help", "--", "--x", "a b", ""]
@@ -189,7 +190,8 @@ def test_every_option_is_on_the_page_and_taken_as_it_is_written(option):
 
 
 def test_every_option_names_who_needs_it():
-    assert [option.name for option in OPTIONS if not option.needed_by] == []
+    table = (*OPTIONS, *SUBMIT_OPTIONS)
+    assert [option.name for option in table if not option.needed_by] == []
 
 
 def test_the_page_fits_the_screen():

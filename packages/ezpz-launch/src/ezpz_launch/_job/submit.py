@@ -36,6 +36,7 @@ from ezpz_launch._plan.options import (
     build_request,
     count_field,
     format_help_row,
+    is_positive,
     list_options,
     option_field,
     parse_number,
@@ -84,23 +85,27 @@ class Submission(Request):
         expected="at least 1 node",
         short="N",
         aliases="--nnodes",
+        needed_by="everyone who submits; --nnodes: users of torchrun",
     )
     time: int | None = option_field(
         "how long it may run: 30m, 2h, 1d12h, 1:30:00",
         "TIME",
         default=None,
         parse=_duration,
+        needed_by="everyone who submits",
     )
     queue: str = option_field(
         "PBS's queue, Slurm's partition; default: the scheduler's",
         "NAME",
         aliases="--partition -q -p --qos",
+        needed_by="users of sites with several queues; the other names: users of sbatch and qsub",
     )
     account: str = option_field(
         "the project that pays; default: the scheduler's",
         "NAME",
         short="A",
         aliases="--project",
+        needed_by="users of sites that charge projects",
     )
     name: str = option_field(
         "the job's name; default: the script's",
@@ -108,25 +113,30 @@ class Submission(Request):
         aliases="--job-name -J",
         check=re.compile(_A_NAME).fullmatch,
         expected="letters, digits and _.+-, a letter first",
+        needed_by="users with several jobs; --job-name and -J: those of sbatch",
     )
     after: str = option_field(
         "begin when this job has ended well",
         "JOB",
         aliases="--dependency --depend",
+        needed_by="users whose job reads the results of another",
     )
     env_setup: str = option_field(
         "sets up the job's environment, instead of this one's",
         "FILE",
+        needed_by="users of modules or utils.sh, who submit without an active environment",
     )
     submit_args: tuple[str, ...] = option_field(
         "words for sbatch or qsub, quoted as one",
         "TEXT",
         default=(),
         parse=parse_words,
+        needed_by="users of a scheduler's flag that has no option here",
     )
     script: str = option_field(
         "write the batch script to FILE, and submit nothing",
         "FILE",
+        needed_by="people who edit the script and submit it by themselves",
     )
     until_done: int = option_field(
         "jobs that each submit the next, until it is done; at most N",
@@ -134,8 +144,9 @@ class Submission(Request):
         default=0,
         bare_value="20",
         parse=parse_number,
-        check=lambda n: n >= 1,
+        check=is_positive,
         expected="at least 1 job",
+        needed_by="users whose training is longer than a job may be",
     )
     chain: int = option_field(
         "the same with N jobs that are submitted now",
@@ -144,6 +155,7 @@ class Submission(Request):
         parse=parse_number,
         check=lambda n: n >= 2,
         expected="at least 2 jobs",
+        needed_by="the same users at sites where jobs may not submit jobs",
     )
 
 
