@@ -24,14 +24,14 @@ def planned(launcher, machine="generic-slurm", of=4, *, hosts=None, env=None, **
     )  # fmt: skip
 
 
-def own_words(told):
-    words = build_argv(told)
+def own_words(result):
+    words = build_argv(result)
     return words[: words.index("sh")]
 
 
 def test_spawn_is_a_program_of_ours_on_this_host():
-    told = planned(Launcher("/python", "spawn", ""), of=1, nproc=3, launcher_args=("-x",))
-    words = build_argv(told)
+    result = planned(Launcher("/python", "spawn", ""), of=1, nproc=3, launcher_args=("-x",))
+    words = build_argv(result)
     assert words[:6] == ["/python", "-I", "-S", SPAWN, "3", "-x"]
     names = ["EZPZ_SPAWN_RANK", "EZPZ_SPAWN_SIZE", "EZPZ_SPAWN_RANK"]
     assert words[words.index("sh") + 2 :] == ["spawn", "3", "3", *names, "--", "true"]
@@ -52,16 +52,16 @@ def test_hydra_takes_no_ipv6_address_of_another_host(options):
     hosts = ["2001:db8::7", "a", "2001:db8::8"]
     with pytest.raises(UsageError, match=r"2001:db8::7 \(.* no IPv6 address; expected a "):
         planned("hydra", machine="workstation", hosts=hosts, **options)
-    told = planned("openmpi", machine="workstation", hosts=hosts)
-    assert build_hostfile(told) == hosts
+    result = planned("openmpi", machine="workstation", hosts=hosts)
+    assert build_hostfile(result) == hosts
 
 
 @pytest.mark.parametrize(("machine", "kind"), [("crux", "pals"), ("frontier", "srun")])
 def test_no_binding_is_said_to_a_launcher_that_binds_by_itself(machine, kind):
-    told = planned(kind, machine=machine, of=1, cpu_bind="none")
-    flags = [word for word in build_argv(told) if "cpu-bind" in word or "depth" in word]
+    result = planned(kind, machine=machine, of=1, cpu_bind="none")
+    flags = [word for word in build_argv(result) if "cpu-bind" in word or "depth" in word]
     assert flags == ["--cpu-bind=none"]
-    # one that takes no lists is not told the machine's
+    # one that takes no lists does not get the machine's
     assert planned("hydra", machine=machine, of=1).cpu_bind == ()
 
 
@@ -71,8 +71,8 @@ def test_no_binding_is_said_to_a_launcher_that_binds_by_itself(machine, kind):
     (("NODE0002.example", "node0003"), {}, "node[0002-0003]"),
 ])  # fmt: skip
 def test_srun_is_told_the_hosts_in_slurms_own_names(hosts, options, nodelist):
-    told = planned("srun", hosts=hosts, ppn=2, **options)
-    words = own_words(told)
+    result = planned("srun", hosts=hosts, ppn=2, **options)
+    words = own_words(result)
     assert "--distribution=block" in words
     assert [word for word in words if word.startswith("--nodelist")] == (
         [f"--nodelist={nodelist}"] if nodelist else []
@@ -86,13 +86,13 @@ def test_srun_is_told_the_hosts_in_slurms_own_names(hosts, options, nodelist):
     (None, {"nproc": 3, "nodes": 2}, ["node0001", "node0001", "node0002"]),
 ])  # fmt: skip
 def test_srun_reads_the_host_of_each_rank(hosts, options, lines):
-    told = planned("srun", hosts=hosts, **options)
-    assert build_hostfile(told) == lines
-    words = own_words(told)
+    result = planned("srun", hosts=hosts, **options)
+    assert build_hostfile(result) == lines
+    words = own_words(result)
     assert "--distribution=arbitrary" in words
     assert "--nodelist=/tmp/hosts" in words
     assert not any(word.startswith(("--nodes=", "--ntasks-per-node")) for word in words)
-    assert told.environment["MASTER_ADDR"] == lines[0]
+    assert result.environment["MASTER_ADDR"] == lines[0]
 
 
 def test_a_nodelist_that_is_too_long_for_one_word_goes_into_the_file():
@@ -100,13 +100,13 @@ def test_a_nodelist_that_is_too_long_for_one_word_goes_into_the_file():
     names = tuple(f"{'x' * 50}{k * 7919 % 100_003:06d}z" for k in range(4001))
     topology = imagine("generic-slurm", 1, {})
     job = replace(topology.allocation, hosts=names, node_name=names[0])
-    told = plan(
+    result = plan(
         replace(topology, allocation=job), Request(("true",), nodes=4000, ppn=1),
         Launcher("srun", "srun", ""), hosts=names, hosts_source="the job", hostfile="/tmp/hosts",
         port=1, user_env={},
     )  # fmt: skip
-    assert max(map(len, build_argv(told))) < 131_072
-    assert len(build_hostfile(told)) == 4000
+    assert max(map(len, build_argv(result))) < 131_072
+    assert len(build_hostfile(result)) == 4000
 
 
 @pytest.mark.parametrize(("machine", "hosts", "error", "message"), [
@@ -126,17 +126,17 @@ def test_srun_reaches_the_jobs_own_hosts_only(machine, hosts, error, message):
      ("frontier", 8, "7"), ("frontier", 4, "14"), ("frontier", 112, "1")],
 )  # fmt: skip
 def test_cores_of_a_task_follow_the_ranks_of_a_host(machine, ppn, cpus):
-    told = planned("srun", machine=machine, ppn=ppn)
-    words = own_words(told)
+    result = planned("srun", machine=machine, ppn=ppn)
+    words = own_words(result)
     assert words[words.index("-c") + 1] == cpus
-    assert ("flags" in told.sources) == (cpus not in ("32", "7"))
+    assert ("flags" in result.sources) == (cpus not in ("32", "7"))
 
 
 def test_open_mpi_is_told_the_launchs_own_variable_only_where_it_is_set():
     env = {"LD_LIBRARY_PATH": "/lib", "my.dotted": "1"}
-    told = planned("openmpi", machine="sophia", env=env)
-    assert "EZPZ_CONTROL" not in own_words(told)
-    words = own_words(replace(told, control=("EZPZ_CONTROL", "EZPZ_CONTROL_1")))
+    result = planned("openmpi", machine="sophia", env=env)
+    assert "EZPZ_CONTROL" not in own_words(result)
+    words = own_words(replace(result, control=("EZPZ_CONTROL", "EZPZ_CONTROL_1")))
     for name in ("EZPZ_CONTROL", "EZPZ_CONTROL_1"):
         assert words[words.index(name) - 1] == "-x"
     assert "my.dotted" not in words, "the shim restores it from the launch's own"
@@ -151,19 +151,19 @@ def test_open_mpi_is_told_the_launchs_own_variable_only_where_it_is_set():
 ])  # fmt: skip
 def test_intels_hydra_gets_no_flag_of_mpichs(nodes, words):
     intel = Launcher("x", "hydra", "", flavour="intel")
-    told = planned(intel, machine="generic-pbs", of=nodes)
-    assert own_words(told) == words
-    assert ("I_MPI_JOB_RESPECT_PROCESS_PLACEMENT" in told.environment) == (nodes > 1)
+    result = planned(intel, machine="generic-pbs", of=nodes)
+    assert own_words(result) == words
+    assert ("I_MPI_JOB_RESPECT_PROCESS_PLACEMENT" in result.environment) == (nodes > 1)
 
 
 def test_hydra_reaches_other_nodes_as_it_is_told(tmp_path):
     hydra = Launcher("x", "hydra", "", pbs_tmrsh="/pbs/pbs_tmrsh")
-    told = planned(hydra, machine="generic-pbs", of=2)
-    words = own_words(told)
+    result = planned(hydra, machine="generic-pbs", of=2)
+    words = own_words(result)
     assert words[:7] == ["x", "-n", "4", "-ppn", "2", "-rmk", "user"]
     assert words[7:10] == ["-launcher", "rsh", "-launcher-exec"]
     assert words[11:] == ["-hostfile", "/tmp/hosts"]
-    assert told.environment["EZPZ_PBS_TMRSH"] == "/pbs/pbs_tmrsh"
+    assert result.environment["EZPZ_PBS_TMRSH"] == "/pbs/pbs_tmrsh"
     # as Hydra calls it: options, the host, words that are quoted for a shell, and its own files
     tmrsh = tmp_path / "tmrsh"
     tmrsh.write_text('#!/bin/sh\necho "$@"; ls /proc/$$/fd')
@@ -186,14 +186,14 @@ def test_hydra_reaches_other_nodes_as_it_is_told(tmp_path):
     ("perlmutter", {"SLURM_CPUS_PER_TASK": "8"}, ["-c", "32"]),
 ])  # fmt: skip
 def test_srun_is_told_the_cores_that_the_job_asked_for(machine, env, wanted):
-    told = planned("srun", machine=machine, env=env, ppn=4)
-    words = own_words(told)
+    result = planned("srun", machine=machine, env=env, ppn=4)
+    words = own_words(result)
     found = [word for word in words if word.startswith("--cpus-per-task")]
     if "-c" in words:
         found += words[words.index("-c") : words.index("-c") + 2]
     assert found == wanted
     if env and machine == "generic-slurm" and found:
-        assert told.environment["OMP_NUM_THREADS"] == "8"
+        assert result.environment["OMP_NUM_THREADS"] == "8"
 
 
 def test_srun_is_kept_from_variables_that_move_its_output_or_hosts():
@@ -214,7 +214,7 @@ def test_open_mpi_brings_what_the_user_set():
     # the user's own TMPDIR stands in place of the machine's, and must reach the other hosts
     words = own_words(planned("openmpi", machine="aurora", env=env))
     named = [words[at + 1] for at, word in enumerate(words) if word == "-x"]
-    told = {"PATH", "NCCL_DEBUG", "PYTHONPATH", "TMPDIR", "OMP_NUM_THREADS", "MASTER_ADDR"}
-    assert told <= {*named}
+    result = {"PATH", "NCCL_DEBUG", "PYTHONPATH", "TMPDIR", "OMP_NUM_THREADS", "MASTER_ADDR"}
+    assert result <= {*named}
     assert not {"HOSTNAME", "HOME", "SLURM_JOB_ID", "%", "LD_LIBRARY_PATH"} & {*named}
     assert len({*named}) == len(named)

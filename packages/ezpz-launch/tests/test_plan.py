@@ -34,16 +34,16 @@ HYDRA, PALS = (Launcher("mpiexec", kind, "") for kind in ("hydra", "pals"))
 
 
 def test_a_plan_for_this_host():
-    told = planned(LAPTOP, HYDRA)
-    assert (told.nproc, told.on_this_host) == (4, True)
-    assert told.environment == {
+    result = planned(LAPTOP, HYDRA)
+    assert (result.nproc, result.on_this_host) == (4, True)
+    assert result.environment == {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "29500",
         "OMP_NUM_THREADS": "2",
     }
     # every decision has a source
     own = {"nproc", "ppn", "hosts", "launcher", "cpu_bind"}
-    assert {*own, *told.environment} == set(told.sources)
+    assert {*own, *result.environment} == set(result.sources)
     assert "OMP_NUM_THREADS" not in planned(LAPTOP, HYDRA, env={"OMP_NUM_THREADS": "7"}).environment
     # a launcher may depend on where ranks run
     assert planned(LAPTOP, lambda at: PALS if at.on_this_host else HYDRA).launcher == PALS
@@ -51,9 +51,9 @@ def test_a_plan_for_this_host():
 
 def test_env_of_the_request_comes_last_and_a_machine_that_is_named_is_told():
     added = ("CCL_KVS_MODE=pmi", "X=a=b")
-    told = planned("polaris", HYDRA, added=added, machine="polaris")
-    assert (told.environment["CCL_KVS_MODE"], told.environment["X"]) == ("pmi", "a=b")
-    assert (told.sources["X"], told.environment["EZPZ_MACHINE"]) == ("--env", "polaris")
+    result = planned("polaris", HYDRA, added=added, machine="polaris")
+    assert (result.environment["CCL_KVS_MODE"], result.environment["X"]) == ("pmi", "a=b")
+    assert (result.sources["X"], result.environment["EZPZ_MACHINE"]) == ("--env", "polaris")
 
 
 # The options of the real machines' files.
@@ -65,11 +65,11 @@ def chosen(machine, *names, kind=""):
 
 
 def test_flags_variables_and_binding_come_together_each_option_once():
-    told = chosen("polaris", "depth", "nccl-ofi", "depth")
-    assert told.names == ("depth", "nccl-ofi")
-    assert told.flags == ("--cpu-bind=depth", "--depth=8")
-    assert (told.cpu_bind, told.cpu_bind_option) == ("none", "depth")
-    assert told.environment["NCCL_NET"] == ("AWS Libfabric", "--option nccl-ofi")
+    result = chosen("polaris", "depth", "nccl-ofi", "depth")
+    assert result.names == ("depth", "nccl-ofi")
+    assert result.flags == ("--cpu-bind=depth", "--depth=8")
+    assert (result.cpu_bind, result.cpu_bind_option) == ("none", "depth")
+    assert result.environment["NCCL_NET"] == ("AWS Libfabric", "--option nccl-ofi")
     # a backend is told to the ranks, modules to the user's shell
     assert chosen("frontier", "gloo").environment == {"TORCH_BACKEND": ("gloo", "--option gloo")}
     (note,) = chosen("perlmutter", "system-nccl").notes
@@ -112,9 +112,9 @@ def test_options_that_cannot_be(machine, names, kind, message):
     ({"ppn": 13}, 0, "13 ranks a host are more than the 12 ranges"),
 ])  # fmt: skip
 def test_cpu_binding(options, bound, why):
-    told = planned("aurora", **options)
-    assert len(told.cpu_bind) == bound
-    assert why in told.sources["cpu_bind"]
+    result = planned("aurora", **options)
+    assert len(result.cpu_bind) == bound
+    assert why in result.sources["cpu_bind"]
 
 
 @pytest.mark.parametrize(("kind", "wrong", "message"), [
@@ -134,11 +134,11 @@ def test_a_binding_that_cannot_be(kind, wrong, message):
     ("polaris", "pals", {"options": ("depth",)}, "8"),
 ])  # fmt: skip
 def test_threads_are_the_cores_that_a_rank_is_bound_to(machine, kind, options, threads):
-    told = planned(machine, kind, **options)
+    result = planned(machine, kind, **options)
     if "cores" in threads:
-        assert told.sources["OMP_NUM_THREADS"].startswith(threads)
+        assert result.sources["OMP_NUM_THREADS"].startswith(threads)
     else:
-        assert told.environment["OMP_NUM_THREADS"] == threads
+        assert result.environment["OMP_NUM_THREADS"] == threads
 
 
 # Variables.
@@ -157,29 +157,30 @@ PBS = {
     ({"NCPUS": ""}, {"OMP_NUM_THREADS"}),
 ])  # fmt: skip
 def test_what_pbs_sets_for_every_job_is_no_choice_of_the_user(changed, own):
-    told = planned("aurora", env={**PBS, **changed})
-    assert {"OMP_NUM_THREADS", "TMPDIR"} - told.environment.keys() == own
-    assert told.environment["CCL_KVS_MODE"] == "mpi"
+    result = planned("aurora", env={**PBS, **changed})
+    assert {"OMP_NUM_THREADS", "TMPDIR"} - result.environment.keys() == own
+    assert result.environment["CCL_KVS_MODE"] == "mpi"
     if not own:
-        assert (told.environment["OMP_NUM_THREADS"], told.environment["TMPDIR"]) == ("4", "/tmp")
-        assert "64 is PBS's, not the user's" in told.sources["OMP_NUM_THREADS"]
+        assert result.environment["OMP_NUM_THREADS"] == "4"
+        assert result.environment["TMPDIR"] == "/tmp"
+        assert "64 is PBS's, not the user's" in result.sources["OMP_NUM_THREADS"]
 
 
 @pytest.mark.parametrize(("kind", "kept"), [("pals", True), ("hydra", False), ("spawn", False)])
 def test_variables_of_a_launcher_are_for_that_launcher(kind, kept):
-    told = planned("aurora", kind)
-    assert ("CCL_PROCESS_LAUNCHER" in told.environment) is kept
-    assert ("CCL_KVS_MODE" in told.environment) is kept
-    assert told.environment["FI_MR_CACHE_MONITOR"] == "userfaultfd"
-    assert any("CCL_PROCESS_LAUNCHER" in note for note in told.notes) is not kept
+    result = planned("aurora", kind)
+    assert ("CCL_PROCESS_LAUNCHER" in result.environment) is kept
+    assert ("CCL_KVS_MODE" in result.environment) is kept
+    assert result.environment["FI_MR_CACHE_MONITOR"] == "userfaultfd"
+    assert any("CCL_PROCESS_LAUNCHER" in note for note in result.notes) is not kept
 
 
 def test_variables_of_an_option_outrank_the_machines_and_not_the_users():
-    told = planned("aurora", options=("scale",), env={"CCL_OP_SYNC": "0"})
-    assert told.environment["FI_CXI_CQ_FILL_PERCENT"] == "30"
-    assert told.sources["FI_CXI_CQ_FILL_PERCENT"] == "--option scale"
-    assert "CCL_OP_SYNC" not in told.environment
-    assert told.sources["--option scale"] == "at scale"
+    result = planned("aurora", options=("scale",), env={"CCL_OP_SYNC": "0"})
+    assert result.environment["FI_CXI_CQ_FILL_PERCENT"] == "30"
+    assert result.sources["FI_CXI_CQ_FILL_PERCENT"] == "--option scale"
+    assert "CCL_OP_SYNC" not in result.environment
+    assert result.sources["--option scale"] == "at scale"
 
 
 # The port.
@@ -230,8 +231,8 @@ def test_launches_at_once_have_a_port_each_and_the_next_one_what_they_leave(proc
     ("aurora", "pals", 10080, {}, None),
 ])  # fmt: skip
 def test_many_ranks_of_nccl_read_few_numbers(machine, kind, nodes, env, each):
-    told = planned(machine, kind, nodes=nodes, env=env)
-    assert told.environment.get("TORCH_NCCL_RANKS_PER_ROOT") == each
+    result = planned(machine, kind, nodes=nodes, env=env)
+    assert result.environment.get("TORCH_NCCL_RANKS_PER_ROOT") == each
 
 
 # The golden files.
@@ -260,12 +261,12 @@ def test_the_command_lines_of_a_machine(name, capsys, monkeypatch):
     assert {path.stem for path in GOLDEN.iterdir()} <= set(MACHINES), "none is left over"
     monkeypatch.delenv("EZPZ_MACHINES", raising=False)
     monkeypatch.setenv("XDG_CONFIG_HOME", "/nonexistent")
-    said = []
+    outputs = []
     for title, words in cases(MACHINES[name]).items():
         asked = ["--dry-run", "--machine", name, *words, "python", "train.py", "--lr", "1e-4"]
         assert main(asked) == 0
-        said.append(f"==== {title}: ezpz-launch {' '.join(asked)}\n{capsys.readouterr().out}")
-    text = "\n".join(said).replace(SHIM, "rank_shim.sh").replace(sys.executable, "python")
+        outputs.append(f"==== {title}: ezpz-launch {' '.join(asked)}\n{capsys.readouterr().out}")
+    text = "\n".join(outputs).replace(SHIM, "rank_shim.sh").replace(sys.executable, "python")
     golden = GOLDEN / f"{name}.txt"
     if os.environ.get("EZPZ_UPDATE_GOLDEN"):
         GOLDEN.mkdir(exist_ok=True)

@@ -225,6 +225,14 @@ def arrange(
     hosts_source: str,
     slots: int | Sequence[int] = 0,
 ) -> Arrangement:
+    """Select the hosts of a request, and place its ranks on them.
+
+    ``slots`` are the ranks foreseen on each of ``hosts``, 0 if unknown; one number for all.
+
+    Raises:
+        UsageError: Numbers contradict each other, or a host cannot be used.
+        LaunchError: The number of devices is unknown, and no number of ranks is requested.
+    """
     selected, source = select_hosts(
         hosts,
         hosts_source,
@@ -254,16 +262,8 @@ def arrange(
     )
     warning = ""
     if default.last and request.nproc is None and request.ppn is None:
-        if default.last < default.per_host:
-            ranks = (*placement.ranks[:-1], default.last)
-            placement = placement._replace(ranks=ranks, source=f"{sum(ranks)}: {default.why}")
-        elif len(set(slots_in_use)) > 1:
-            numbers = abbreviate([str(number) for number in slots_in_use])
-            warning = (
-                f"{default.why} are {numbers}; {default.per_host} ranks a host are started: "
-                "only the last host may have fewer than the others; expected the larger ones "
-                "first; or choose by -n or --ppn"
-            )
+        placement = _reduce_last_host(placement, default)
+        warning = _describe_unused_slots(slots_in_use, default)
     used = placement.hosts
     on_this_host = is_alone or (len(used) == 1 and _is_this_host(topology, used[0]))
     if on_this_host and not is_alone:
@@ -287,6 +287,26 @@ def _find_slots(
         # If some have none, all get the fewest.
         return [min(known)] * len(known)
     return known
+
+
+def _reduce_last_host(placement: Placement, default: _Default) -> Placement:
+    """Place as many ranks on the last host as it has slots."""
+    if default.last == default.per_host:
+        return placement
+    ranks = (*placement.ranks[:-1], default.last)
+    return placement._replace(ranks=ranks, source=f"{sum(ranks)}: {default.why}")
+
+
+def _describe_unused_slots(slots: Sequence[int], default: _Default) -> str:
+    """Describe slots that stay empty because hosts differ; '' if there are none."""
+    if default.last < default.per_host or len(set(slots)) == 1:
+        return ""
+    numbers = abbreviate([str(number) for number in slots])
+    return (
+        f"{default.why} are {numbers}; {default.per_host} ranks a host are started: "
+        "only the last host may have fewer than the others; expected the larger ones "
+        "first; or choose by -n or --ppn"
+    )
 
 
 def _is_this_host(topology: Topology, host: str) -> bool:
