@@ -8,7 +8,7 @@ import pytest
 
 from ezpz_launch import LaunchError, UsageError
 from ezpz_launch._job.jobs import LAUNCHES_PAGE, launches
-from ezpz_launch._run.processes import birth_of
+from ezpz_launch._run.processes import start_time_of
 from ezpz_launch._run.record import Record, iso_time, new_id, to_json
 from ezpz_topo import get_hostname
 
@@ -21,7 +21,8 @@ def record(number=0, *, took=None, **changes):
         id=new_id(start), command=("python", "train.py", "--lr", "1e-4", "a b"),
         cwd="/home/alice/run", machine="m", scheduler="slurm", job_id="12", hosts="nid[001-004]",
         nproc=16, ppn=4, launcher="srun", argv=("srun",), environment={}, host=get_hostname(),
-        pid=os.getpid(), pid_start=int(birth_of(os.getpid()) or 0) or None, start=iso_time(start),
+        pid=os.getpid(), pid_start=int(start_time_of(os.getpid()) or 0) or None,
+        start=iso_time(start),
         end=None if took is None else iso_time(start + took),
     )  # fmt: skip
     return plain._replace(**changes)
@@ -125,7 +126,7 @@ def test_a_command_does_not_move_the_cursor(env, write):
 
 def test_one_that_runs_and_is_killed(env, write, process):
     child = process("sleep", "600")
-    one = record(pid=child.pid, pid_start=int(birth_of(child.pid) or 0) or None)
+    one = record(pid=child.pid, pid_start=int(start_time_of(child.pid) or 0) or None)
     write(one)
     assert told(env)[0]["state"] == "running"
     child.kill()

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from ezpz_launch._run import processes, stacks
-from ezpz_launch._run.launch import PROGRAMS, Control
+from ezpz_launch._run.launch import PROGRAMS, RankSettings
 from ezpz_launch._run.node_ranks import NodeRanks
 from ezpz_launch._run.processes import (
     arguments_of,
     children_of,
+    environments_of_other_processes,
     is_running,
-    other_environments,
 )
 from ezpz_launch._run.stacks import dump_stacks, find_py_spy, find_python_processes
 
@@ -26,7 +26,7 @@ ID = f"agent-test.{os.getpid()}"  # a session beside this one must not meet ours
 RANK_MAIN = [sys.executable, "-I", "-S", os.path.join(PROGRAMS, "rank_main.py")]
 VARIABLES = {
     "RANK": "0", "LOCAL_RANK": "0", "NODE_RANK": "0", "LOCAL_WORLD_SIZE": "2",
-    "EZPZ_LAUNCHER": "slurm", "EZPZ_CONTROL": Control(ID, 0).to_text(),
+    "EZPZ_LAUNCHER": "slurm", "EZPZ_CONTROL": RankSettings(ID, 0).to_text(),
 }  # fmt: skip
 ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has /proc")
 
@@ -60,7 +60,7 @@ def test_a_group_of_several_ranks_is_signalled_once(rank, ranks):
     ranks.signal(signal.SIGUSR1)
     for child in (first, second):
         assert child.stdout.readline() == b"heard\n"
-    ranks.kill()
+    ranks.kill_ranks()
     assert [child.communicate()[0] for child in (first, second)] == [b"", b""]
 
 
@@ -82,7 +82,7 @@ def test_sigusr1_waits_for_who_would_only_die_of_it(process, rank, ranks, until,
     for _ in range(2):
         ranks.signal_again()
     assert shim.stdout.readline() == b"heard\n"
-    ranks.kill()
+    ranks.kill_ranks()
     assert [child.communicate()[0] for child in (shim, other)] == [b"", b""]
 
 
@@ -102,8 +102,8 @@ def test_another_process_of_that_number_is_not_signalled(process, ranks):
     ranks.start(1, gone.pid)
     ranks._births[child.pid] = "1"  # as if that rank had been born at another time
     ranks.signal(signal.SIGKILL)
-    ranks.release(child.pid)
-    ranks.kill()
+    ranks.release_failed_rank(child.pid)
+    ranks.kill_ranks()
     with pytest.raises(subprocess.TimeoutExpired):
         child.wait(0.2)
 
@@ -115,7 +115,7 @@ def test_what_left_its_group_is_killed_by_its_mark(process, ranks):
 
     ours, others = marked(ID), [marked(ID + "1"), marked("x" + ID), marked("")]
     plain = process("sleep", "60", env={**os.environ, "OTHER": f"EZPZ_LAUNCH_ID={ID}"})
-    ranks.kill()
+    ranks.kill_ranks()
     assert ours.wait() == -signal.SIGKILL
     assert [child.poll() for child in (*others, plain)] == [None] * 4
 
@@ -128,7 +128,7 @@ def test_a_program_that_starts_another_in_its_place_is_found_each_time(process, 
     again = process("sh", str(script), env={"EZPZ_LAUNCH_ID": ID})
     bare, began = process("sleep", "600", env={}), time.monotonic()
     for _ in range(100):
-        found = dict(other_environments())
+        found = dict(environments_of_other_processes())
         assert found[again.pid].get(b"EZPZ_LAUNCH_ID") == ID.encode()
         assert not any(found[bare.pid])
     assert time.monotonic() - began < 50, "one that stays empty is not waited for: each look, 1 s"
@@ -138,10 +138,10 @@ def test_a_program_that_starts_another_in_its_place_is_found_each_time(process, 
 def test_a_job_that_a_rank_submitted_is_not_of_the_launch(process, ranks, monkeypatch, name):
     env = {**os.environ, "EZPZ_LAUNCH_ID": ID}
     theirs = process("sleep", "600", env={**env, name: "8"})
-    ranks.kill()  # of no job
+    ranks.kill_ranks()  # of no job
     monkeypatch.setenv(name, "7")
     ours, plain = (process("sleep", "600", env=each) for each in ({**env, name: "7"}, env))
-    ranks.kill()
+    ranks.kill_ranks()
     assert [child.wait() for child in (ours, plain)] == [-signal.SIGKILL] * 2
     assert theirs.poll() is None
 
@@ -151,7 +151,7 @@ def test_release_signals_the_shim_alone(process, ranks):
     child = int(shell.stdout.readline())
     ranks.start(0, shell.pid)
     ranks.end(0)
-    ranks.release(shell.pid)
+    ranks.release_failed_rank(shell.pid)
     assert shell.wait() == 7
     assert is_running(child)
 
@@ -181,14 +181,14 @@ def test_a_rank_is_lost_with_what_started_it_and_gone_with_its_process(process, 
     other, ended = process("sleep", "600"), process("sleep", "600")
     for rank, pid in enumerate([orphan, other.pid, ended.pid]):
         ranks.start(rank, pid)
-    assert ranks.look() == ([], [])
+    assert ranks.find_missing() == ([], [])
     ranks.end(2)
     kill_and_reap(ended)
-    assert ranks.look() == ([], []), "its end was reported"
+    assert ranks.find_missing() == ([], []), "its end was reported"
     kill_and_reap(launcher)
-    assert [ranks.look(), ranks.look()] == [([0], []), ([], [])]
+    assert [ranks.find_missing(), ranks.find_missing()] == [([0], []), ([], [])]
     kill_and_reap(other)
-    assert [ranks.look(), ranks.look()] == [([], [1]), ([], [])]
+    assert [ranks.find_missing(), ranks.find_missing()] == [([], [1]), ([], [])]
 
 
 @ON_LINUX
@@ -196,11 +196,11 @@ def test_a_rank_whose_command_goes_on_without_it_is_lost(process, ranks, until):
     main = process("sh", "-c", "sleep 600; true")
     until(lambda: children_of(main.pid))
     ranks.start(0, main.pid)
-    assert ranks.look() == ([], [])
-    assert len(ranks.end_fds) == 1
+    assert ranks.find_missing() == ([], [])
+    assert len(ranks.exit_fds) == 1
     kill_and_reap(main)
-    assert [ranks.look(), ranks.look()] == [([0], []), ([], [])]
-    assert ranks.end_fds == []
+    assert [ranks.find_missing(), ranks.find_missing()] == [([0], []), ([], [])]
+    assert ranks.exit_fds == []
 
 
 # where ranks hang

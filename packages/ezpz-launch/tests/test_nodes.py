@@ -16,7 +16,7 @@ from ezpz_launch._run import agent as agent_program
 from ezpz_launch._run import agents as agents_module
 from ezpz_launch._run.agents import NodeAgents
 from ezpz_launch._run.channel import Decoder, encode, sign
-from ezpz_launch._run.launch import Control, Launch
+from ezpz_launch._run.launch import Launch, RankSettings
 
 ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has /proc")
 HERE = os.uname().nodename
@@ -29,7 +29,7 @@ class Side:
         # An agent of the test before, or of a session beside this one, must not meet ours.
         self.id = f"nodes-test.{os.urandom(8).hex()}"
         self.poll = select.poll()
-        control = Control(self.id, 5)
+        control = RankSettings(self.id, 5)
         launch = Launch(("true",), 8, hosts, 2, on_this_host, {}, control)
         self.nodes = NodeAgents(launch, self.poll)
         self.is_open = True
@@ -47,7 +47,7 @@ class Side:
     def start_agent(self, node=0, where=None, **options):
         """Start the agent of a node, as the shim does."""
         addresses = where or self.nodes.addresses
-        control = Control(self.id, 5, addresses=addresses, secret=self.nodes.secret)
+        control = RankSettings(self.id, 5, addresses=addresses, secret=self.nodes.secret)
         words = [sys.executable, "-I", "-S", agent_program.__file__, str(node)]
         env = {**os.environ, "EZPZ_CONTROL": control.to_text()}
         subprocess.run(words, env=env, check=True, **options)
@@ -144,7 +144,7 @@ def test_ranks_are_signalled_released_and_killed_and_who_has_ended_is_not(reache
     nodes.start(0, first.pid)
     nodes.start(1, shell.pid)
     nodes.end(1)
-    nodes.release(1, shell.pid)
+    nodes.release_failed_rank(1, shell.pid)
     assert shell.wait() == 7
     nodes.start(1, ended.pid)
     nodes.end(1)
@@ -156,7 +156,7 @@ def test_ranks_are_signalled_released_and_killed_and_who_has_ended_is_not(reache
     assert ended.poll() is None
     deaf = rank("sh", "-c", "trap '' TERM; echo ready; while :; do sleep 0.05; done")
     nodes.start(0, deaf.pid)
-    nodes.kill()
+    nodes.kill_ranks()
     assert deaf.wait() == -signal.SIGKILL
 
 
@@ -180,7 +180,7 @@ def test_the_end_of_a_launch(reached, rank, farewell):
 def test_what_ranks_left_is_named_once_and_killed_in_the_end(reached, rank, until):
     script = "trap 'echo heard' TERM; echo ready; while :; do sleep 0.05; done"
     left = rank("sh", "-c", script, env={"EZPZ_LAUNCH_ID": reached.id})
-    reached.nodes.end_leftovers()
+    reached.nodes.end_leftover_processes()
     until(lambda: reached.serve() and reached.nodes.leftovers)
     # what the shell is just running is named, too
     assert f"pid {left.pid} (sh)" in reached.nodes.leftovers[0]
@@ -190,7 +190,7 @@ def test_what_ranks_left_is_named_once_and_killed_in_the_end(reached, rank, unti
 
 def test_an_agent_that_comes_late_ends_what_was_left(side, agent, rank):
     left = rank(env={"EZPZ_LAUNCH_ID": side.id})
-    side.nodes.end_leftovers()
+    side.nodes.end_leftover_processes()
     agent()
     assert left.wait() == -signal.SIGTERM
 
@@ -227,9 +227,9 @@ def test_an_agent_that_comes_late_hears_all_of_it_once(side, agent, rank):
     nodes.start(0, elsewhere.pid)
     nodes.signal(signal.SIGUSR1)
     # No harm without an agent.
-    nodes.release(0, elsewhere.pid)
+    nodes.release_failed_rank(0, elsewhere.pid)
     nodes.request_stacks([0])
-    nodes.kill()
+    nodes.kill_ranks()
     agent(1)
     assert nodes.without_agent([0, 1, 2, 3, 4]) == [0, 1, 4]
     assert child.stdout.readline() == b"heard\n"
@@ -303,7 +303,7 @@ def test_what_an_agent_has_said_is_of_no_use_to_another(side, until):
             third.sendall(side.hello(1, again))
             assert side.is_refused(third, until)
         assert side.receive(first)["type"] == "welcome"
-        side.nodes.kill()
+        side.nodes.kill_ranks()
         assert side.receive(first) == {"type": "kill"}
 
 

@@ -40,9 +40,9 @@ _OF_PROXIES = b"[mpiexec@node-1] HYDU_sock_write (sock.c:250): write error (Bad 
 ])  # fmt: skip
 def test_hydras_words_on_its_end_are_left_out(words, cut):
     output = Output(ID, lambda: None)
-    shown = [output._sift(1, b"rank 0\n")]
-    output.hushes = True
-    shown += [output._sift(1, each) for each in (words[:cut], words[cut:], b"=   PID 7\n")]
+    shown = [output._filter(1, b"rank 0\n")]
+    output.is_quiet = True
+    shown += [output._filter(1, each) for each in (words[:cut], words[cut:], b"=   PID 7\n")]
     assert b"".join(shown) == b"rank 0\n"
 
 
@@ -119,8 +119,8 @@ def copied(capfdbinary):
         for number, name in ((1, "stdout"), (2, "stderr")):
             os.dup2(streams.get(name, number), number)
         output = Output("ID", lambda: None)
-        output.copy(*(feeder.stdout for feeder in feeders))
-        output.drain(patience, lambda: False)
+        output.start_copying(*(feeder.stdout for feeder in feeders))
+        output.wait_for_pipes(patience, lambda: False)
         output.close(lambda: False)
         for number, own in ours.items():
             os.dup2(own, number)
@@ -138,7 +138,7 @@ def test_reports_are_taken_out_of_both_streams_and_what_looks_like_one_is_not(co
     text = r"printf 'a\036ID e 3 7|e 3 7\037\nb\036I'"
     out, err, output = copied(text, text)
     assert (out, err) == (b"ab\x1eI", b"ab\x1eI")
-    assert output.take_reports() == [("end", 3, 7)] * 2
+    assert output.drain_reports() == [("end", 3, 7)] * 2
 
 
 @pytest.mark.parametrize(("stream", "ends"), [("stdout", True), ("stderr", False)])

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ezpz_launch._run.launch import PROGRAMS, Control
+from ezpz_launch._run.launch import PROGRAMS, RankSettings
 
 # It is a program, never imported here.
 RANK_MAIN = os.path.join(PROGRAMS, "rank_main.py")
@@ -23,7 +23,7 @@ ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells 
 
 def environment(**control):
     """What the shim exports for a rank, and what ezpz-launch hands to it."""
-    given = Control("main-test.0", hold_seconds=0, **control)
+    given = RankSettings("main-test.0", hold_seconds=0, **control)
     rank = {"RANK": "3", "LOCAL_RANK": "3", "NODE_RANK": "0", "LOCAL_WORLD_SIZE": "4"}
     place = {"EZPZ_LAUNCHER": "slurm", "SLURMD_NODENAME": "nid01"}
     return {**rank, **place, "EZPZ_CONTROL": given.to_text()}

@@ -363,7 +363,9 @@ def test_the_agent_is_started_once_a_node(shim, tmp_path):
     agent.write_text(
         f"import os, sys\nos.rename('{tmp_path}/none', '{tmp_path}/agent-' + sys.argv[1])\n"
     )
-    value = RankSettings(ID, 5, addresses=("127.0.0.1:1",), secret="a", programs=str(tmp_path)).to_text()
+    value = RankSettings(
+        ID, 5, addresses=("127.0.0.1:1",), secret="a", programs=str(tmp_path)
+    ).to_text()
     control = {"EZPZ_CONTROL": value, "PMI_SIZE": "8"}
     script = f"for i in $(seq 200); do [ -e {tmp_path}/agent-1 ] && exit 0; sleep 0.05; done"
     for rank, local in ((4, 0), (5, 1)):

@@ -10,7 +10,7 @@ import pytest
 
 from ezpz_launch import LaunchError
 from ezpz_launch._run import loop as module
-from ezpz_launch._run.launch import Control, Launch
+from ezpz_launch._run.launch import Launch, RankSettings
 from ezpz_launch._run.loop import run
 from ezpz_launch._run.processes import is_running
 from ezpz_launch._run.signals import Inbox
@@ -42,11 +42,11 @@ def ran(capfd):
         starts = range(ranks) if starts is None else starts
         said = [("start", rank, NO_PID) for rank in starts] + list(reports)
         text = "".join(report(*one, launch_id) for one in said)
-        control = Control(launch_id, 5, **more.pop("control", {}))
+        control = RankSettings(launch_id, 5, **more.pop("control", {}))
         fields = {"hosts": ("localhost", "beta"), "ppn": 2, "on_this_host": False, "grace": 0.0}
         launch = Launch(
             argv=("sh", "-c", f'printf "%s" "$1" >&2; {script}', "sh", text), nproc=ranks,
-            environment={"PATH": os.environ["PATH"], "A": "b c"}, control=control,
+            environment={"PATH": os.environ["PATH"], "A": "b c"}, settings=control,
             **{**fields, **more},
         )  # fmt: skip
         read, write = os.pipe()
@@ -76,7 +76,7 @@ def test_ranks_that_do_not_start_are_named_once_and_the_launch_goes_on(ran, monk
 
 def test_a_launcher_that_cannot_be_started_leaves_nothing_open():
     words = ("true", "x" * (1 << 18))
-    launch = Launch(words, 1, ("a",), 1, True, dict(os.environ), Control("ID.0", 5))
+    launch = Launch(words, 1, ("a",), 1, True, dict(os.environ), RankSettings("ID.0", 5))
     before = sorted(os.listdir("/proc/self/fd"))
     with pytest.raises(LaunchError) as caught:
         run(launch)
@@ -178,7 +178,7 @@ def test_an_end_that_waits_behind_output_is_no_loss(monkeypatch):
     launch_id = f"run-test.{os.urandom(8).hex()}"
     texts = [report(what, 0, number, launch_id) for what, number in (("start", NO_PID), ("end", 0))]
     words = ("sh", "-c", 'printf %s "$1" >&2; yes | head -c 300000 >&2; printf %s "$2" >&2', "sh")
-    control = Control(launch_id, 5)
+    control = RankSettings(launch_id, 5)
     launch = Launch((*words, *texts), 1, (HERE,), 1, True, dict(os.environ), control)
     (read, write), own = os.pipe(), os.dup(2)
     os.dup2(write, 2)

@@ -90,27 +90,27 @@ def test_the_life_of_ranks():
     ranks = Ranks(4)
     assert ranks.all_in(RankState.UNSTARTED) == [0, 1, 2, 3]
     for rank in range(3):
-        assert ranks.record_start(rank, 100 + rank)
-    assert not ranks.record_start(0, 7), "it is known"
-    assert not ranks.record_start(4, 7), "there is no such rank"
+        assert ranks.mark_started(rank, 100 + rank)
+    assert not ranks.mark_started(0, 7), "it is known"
+    assert not ranks.mark_started(4, 7), "there is no such rank"
     assert (ranks.all_started, ranks.has_running) == (False, True)
-    assert ranks.record_end(0, 0)
-    assert not ranks.record_end(0, 3), "the first report counts"
-    ranks.record_cause(1, 2)
-    assert ranks.record_end(1, 9)
+    assert ranks.mark_ended(0, 0)
+    assert not ranks.mark_ended(0, 3), "the first report counts"
+    ranks.mark_cause(1, 2)
+    assert ranks.mark_ended(1, 9)
     assert ranks.first_failure == (2, 9), "who leaves because of another may be quicker"
-    assert ranks.record_loss(2)
+    assert ranks.mark_lost(2)
     assert ranks.exit_statuses == {0: 0, 1: 9, 2: 137}
     states = [ranks.state_of(rank) for rank in range(4)]
     assert states == [RankState.ENDED, RankState.FAILED, RankState.LOST, RankState.UNSTARTED]
     assert (ranks.has_running, ranks.all_ended) == (False, False)
     # A launcher's SIGTERM is quicker than the news of a loss.
     others = Ranks(3)
-    assert others.record_end(1, 143)
-    assert others.record_loss(0)
-    assert others.record_loss(2)
+    assert others.mark_ended(1, 143)
+    assert others.mark_lost(0)
+    assert others.mark_lost(2)
     assert others.first_failure == (0, 137)
     # One that ends before its start is reported.
-    assert ranks.record_end(3, 0)
-    assert ranks.record_start(3, 103)
+    assert ranks.mark_ended(3, 0)
+    assert ranks.mark_started(3, 103)
     assert (ranks.all_started, ranks.all_ended, ranks.has_running) == (True, True, False)

@@ -24,8 +24,8 @@ from ezpz_launch._run.launch import (
     NEVER,
     NODE_TIMEOUT,
     PROGRAMS,
-    RankSettings,
     Outcome,
+    RankSettings,
 )
 from ezpz_launch._run.loop import REQUEUE, run
 from ezpz_launch._run.prepare import prepare_launch

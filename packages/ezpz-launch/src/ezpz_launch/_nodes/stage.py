@@ -25,7 +25,7 @@ from ezpz_launch._nodes.tree import Tree
 from ezpz_launch._plan.launchers import LAUNCHERS
 from ezpz_launch._plan.options import OPTIONS, PYTHON, Option, Options, Request, split
 from ezpz_launch._plan.plan import LaunchPlan
-from ezpz_launch._run.launch import RankSettings, Outcome
+from ezpz_launch._run.launch import Outcome, RankSettings
 from ezpz_launch._run.loop import run
 from ezpz_launch._run.prepare import prepare_launch
 from ezpz_launch._run.record import new_id

@@ -35,7 +35,7 @@ if __name__ == "__main__":  # a program without site packages: this package's fo
 
 from ezpz_launch._run.agent import connect
 from ezpz_launch._run.channel import is_signed, sign
-from ezpz_launch._run.processes import other_environments
+from ezpz_launch._run.processes import environments_of_other_processes
 
 VARIABLE = "EZPZ_STAGE"
 
@@ -286,7 +286,7 @@ def trees(home: str) -> list[tuple[float, str]]:
 def in_use(home: str) -> set[str]:
     """Return the names of trees that a process of this user's was started in."""
     mark = f"{home}/".encode()
-    staged = (its.get(b"EZPZ_STAGED", b"") for _, its in other_environments())
+    staged = (its.get(b"EZPZ_STAGED", b"") for _, its in environments_of_other_processes())
     return {os.fsdecode(each[len(mark) :][:16]) for each in staged if each.startswith(mark)}
 
 
@@ -322,7 +322,7 @@ def _remove(tree: str) -> None:
 # This node: what it has, what it fetches, and the tree that it makes.
 
 
-class Control:
+class RankSettings:
     """The connection to ezpz-launch."""
 
     def __init__(self, connection: socket.socket, secret: str, me: int) -> None:
@@ -338,7 +338,7 @@ class Control:
 
 
 class Node:
-    def __init__(self, home: str, name: str, every: float, control: Control) -> None:
+    def __init__(self, home: str, name: str, every: float, control: RankSettings) -> None:
         self._home, self._tree = home, os.path.join(home, name)
         self._control, self._tell = control, control.tell
         self._every, self._told = every, 0.0  # seconds between two reports, and when the last was
@@ -622,7 +622,7 @@ def main() -> int:
     if connection is None:
         print(f"ezpz-launch: {os.uname().nodename} does not reach {where}", file=sys.stderr)
         return 1
-    control, node = Control(connection, secret, int(os.environ["RANK"])), None
+    control, node = RankSettings(connection, secret, int(os.environ["RANK"])), None
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
@@ -639,7 +639,7 @@ def main() -> int:
     return 0
 
 
-def _obey(control: Control, node: Node | None, what: str, *words: Any) -> Node | None:
+def _obey(control: RankSettings, node: Node | None, what: str, *words: Any) -> Node | None:
     """Follow an order; return the node that is staged to, if there is one now."""
     if what == "from" and node:
         node.leave()

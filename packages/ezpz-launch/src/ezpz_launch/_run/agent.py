@@ -34,7 +34,13 @@ from ezpz_launch._run.channel import (
     sign,
 )
 from ezpz_launch._run.node_ranks import NodeRanks
-from ezpz_launch._run.processes import is_running, kill_launcher, parent_of, send, wait_until_gone
+from ezpz_launch._run.processes import (
+    is_running,
+    kill_launcher_processes,
+    parent_of,
+    send,
+    wait_until_gone,
+)
 from ezpz_launch._run.stacks import read_stacks
 
 CONNECT_SECONDS = 5.0
@@ -75,7 +81,7 @@ class Agent:
                 self._obey(message)
         except (OSError, ProtocolError, KeyError, TypeError):
             pass  # reset, or no orders of ezpz-launch: the same as a connection that is closed
-        self._ranks.kill()
+        self._ranks.kill_ranks()
         return False
 
     def _obey(self, message: Message) -> None:
@@ -87,11 +93,13 @@ class Agent:
             case "signal":
                 self._ranks.signal(message["number"])
             case "release":
-                self._ranks.release(message["pid"])
+                self._ranks.release_failed_rank(message["pid"])
             case "kill":
-                self._ranks.kill()
-            case "end_leftovers":
-                self._ranks.end_leftovers(lambda names: self._send_text("leftovers", names))
+                self._ranks.kill_ranks()
+            case "end_leftover_processes":
+                self._ranks.end_leftover_processes(
+                    lambda names: self._send_text("leftovers", names)
+                )
             case "stacks":
                 # py-spy may take its time; signals are obeyed meanwhile.
                 thread = threading.Thread(
@@ -124,7 +132,7 @@ class Agent:
             if message is not None:
                 yield message
                 continue
-            watched: list[socket.socket | int] = [self._connection, *self._ranks.end_fds]
+            watched: list[socket.socket | int] = [self._connection, *self._ranks.exit_fds]
             ready, *_ = select.select(watched, [], [], self._ranks.seconds_to_look())
             if self._connection in ready:
                 data = self._connection.recv(1 << 16)
@@ -133,10 +141,10 @@ class Agent:
                 self._decoder.feed(data)
                 continue
             self._ranks.signal_again()
-            lost, gone = self._ranks.look()
-            for rank in lost:
+            missing = self._ranks.find_missing()
+            for rank in missing.lost:
                 self._send({"type": "lost", "rank": rank})
-            for rank in gone:
+            for rank in missing.gone:
                 self._send({"type": "gone", "rank": rank})
 
 
@@ -157,7 +165,7 @@ def start_local_agent(launch_id: str, launcher: int, scratch: str) -> tuple[int,
         if not has_farewell:
             send(-launcher, signal.SIGTERM)
             wait_until_gone(lambda: is_running(launcher), LAUNCHER_SECONDS)
-            kill_launcher(launcher, launch_id)
+            kill_launcher_processes(launcher, launch_id)
             if scratch:
                 subprocess.run(["rm", "-rf", scratch], check=False)
     finally:
@@ -180,7 +188,7 @@ def _daemonize(first: int) -> None:
 def main() -> int:
     """Do what the usage above says; return the exit status."""
     if sys.argv[1] == "--end":
-        NodeRanks(sys.argv[2]).kill()
+        NodeRanks(sys.argv[2]).kill_ranks()
         return 0
     return _serve_node(int(sys.argv[1]))
 
@@ -194,30 +202,30 @@ def _serve_node(node: int) -> int:
         # Not a child of the rank: nobody may take it for its command.
         os._exit(0)
     _daemonize(3)
-    control = _read_control()
-    launch_id = control["launch_id"]
+    settings = _read_settings()
+    launch_id = settings["launch_id"]
     time.sleep(CONNECT_DELAY)
     ranks = NodeRanks(launch_id, launcher)
     # ezpz-launch has to see first that we are lost: the end of our ranks is not their failure.
-    connection = connect(control["addresses"].split(), 2 * int(control["node_timeout"]))
+    connection = connect(settings["addresses"].split(), 2 * int(settings["node_timeout"]))
     if connection is None:
         # The launch is over, or its host cannot be reached; ezpz-launch says so if it matters.
         while launcher and is_running(launcher):
             time.sleep(1)
         if launcher:
-            ranks.end_leftovers(lambda _: None)
+            ranks.end_leftover_processes(lambda _: None)
         return 0
     agent = Agent(connection, ranks)
     try:
-        if not agent.authenticate(control["secret"], node):
+        if not agent.authenticate(settings["secret"], node):
             return 1
     except (OSError, ProtocolError):
-        ranks.kill()
+        ranks.kill_ranks()
         return 1
     return 0 if agent.serve() else 1
 
 
-def _read_control() -> dict[str, str]:
+def _read_settings() -> dict[str, str]:
     lines = os.environ["EZPZ_CONTROL"].split("\n")
     return dict(line.split("=", 1) for line in lines)
 

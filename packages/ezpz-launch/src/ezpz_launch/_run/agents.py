@@ -84,9 +84,9 @@ class NodeAgents:
         self.nodes_with_stacks: set[int] = set()
         self.leftovers: list[str] = []
         if not launch.on_this_host:
-            self._listen()
+            self._open_listener()
 
-    def _listen(self) -> None:
+    def _open_listener(self) -> None:
         try:
             self._server = listen(*find_own_address(self._launch.hosts))
         except OSError as error:
@@ -101,7 +101,7 @@ class NodeAgents:
     def start_local(self, launcher: int) -> None:
         """Start this host's agent: if we are killed, it ends everything that we started."""
         launch = self._launch
-        pid, connection = start_local_agent(launch.control.launch_id, launcher, launch.scratch)
+        pid, connection = start_local_agent(launch.settings.launch_id, launcher, launch.scratch)
         self._local_pid = pid
         self._local = self._add(connection, _NO_NODE)
         if launch.on_this_host:
@@ -112,28 +112,28 @@ class NodeAgents:
     def start(self, rank: int, pid: int) -> None:
         node = rank // self._launch.ppn
         self._pids.setdefault(node, {})[rank] = pid
-        self._order(node, {"type": "start", "rank": rank, "pid": pid})
+        self._send_to_node(node, {"type": "start", "rank": rank, "pid": pid})
 
     def end(self, rank: int) -> None:
         node = rank // self._launch.ppn
         self._pids.get(node, {}).pop(rank, None)
-        self._order(node, {"type": "end", "rank": rank})
+        self._send_to_node(node, {"type": "end", "rank": rank})
 
     def signal(self, number: int) -> None:
         """Signal every rank that runs, and those on nodes whose agent connects later."""
         self._signals.append(int(number))
-        self._order_all({"type": "signal", "number": int(number)})
+        self._broadcast({"type": "signal", "number": int(number)})
 
-    def release(self, rank: int, pid: int) -> None:
-        self._order(rank // self._launch.ppn, {"type": "release", "pid": pid})
+    def release_failed_rank(self, rank: int, pid: int) -> None:
+        self._send_to_node(rank // self._launch.ppn, {"type": "release", "pid": pid})
 
-    def kill(self) -> None:
-        self._order_all({"type": "kill"})
+    def kill_ranks(self) -> None:
+        self._broadcast({"type": "kill"})
 
-    def end_leftovers(self) -> None:
+    def end_leftover_processes(self) -> None:
         """Have each agent end what ranks left running after they have all ended."""
         if not self._leftovers_ended:
-            self._order_all({"type": "end_leftovers"})
+            self._broadcast({"type": "end_leftover_processes"})
         self._leftovers_ended = True
 
     def request_stacks(self, ranks: Sequence[int]) -> None:
@@ -142,7 +142,7 @@ class NodeAgents:
         for rank in ranks:
             ranks_of_node.setdefault(rank // self._launch.ppn, []).append(rank)
         for node, of_node in ranks_of_node.items():
-            self._order(node, {"type": "stacks", "ranks": of_node})
+            self._send_to_node(node, {"type": "stacks", "ranks": of_node})
 
     def without_agent(self, ranks: Iterable[int]) -> list[int]:
         """Return those of these ranks that no agent reaches."""
@@ -151,9 +151,9 @@ class NodeAgents:
     def close(self, *, farewell: bool) -> None:
         """End the agents and what ranks left running; without farewell, kill the ranks as well."""
         if farewell:
-            self.end_leftovers()
+            self.end_leftover_processes()
         else:
-            self.kill()
+            self.kill_ranks()
         for connection in list(self._connections.values()):
             is_local = connection is self._local
             if is_local or (farewell and connection.node is not None):
@@ -188,7 +188,7 @@ class NodeAgents:
         try:
             connection = accept(server)
             while connection is not None:  # of 10,000 nodes many connect at once
-                keep_alive(connection, self._launch.control.node_timeout)
+                keep_alive(connection, self._launch.settings.node_timeout)
                 stranger = self._add(connection, None)
                 self._send(stranger, {"type": "challenge", "challenge": stranger.challenge})
                 connection = accept(server)
@@ -264,19 +264,19 @@ class NodeAgents:
         connection.decoder.max_bytes = MAX_MESSAGE_BYTES
         self._agents[node] = connection
         for rank, pid in self._pids.get(node, {}).items():
-            self._order(node, {"type": "start", "rank": rank, "pid": pid})
+            self._send_to_node(node, {"type": "start", "rank": rank, "pid": pid})
         for number in self._signals:
-            self._order(node, {"type": "signal", "number": number})
+            self._send_to_node(node, {"type": "signal", "number": number})
         if self._leftovers_ended:
-            self._order(node, {"type": "end_leftovers"})
+            self._send_to_node(node, {"type": "end_leftover_processes"})
 
     # Connections.
 
-    def _order(self, node: int, message: Message) -> None:
+    def _send_to_node(self, node: int, message: Message) -> None:
         if node in self._agents:
             self._send(self._agents[node], message)
 
-    def _order_all(self, message: Message) -> None:
+    def _broadcast(self, message: Message) -> None:
         for agent in list(self._agents.values()):
             self._send(agent, message)
 

@@ -16,7 +16,7 @@ from ezpz_topo import same_host
 NEVER = float("inf")
 
 VARIABLE = "EZPZ_CONTROL"
-"""The variable in which each rank's process finds its `Control`."""
+"""The variable in which each rank's process finds its `RankSettings`."""
 
 NODE_TIMEOUT = 15
 """Seconds without a sign of a node after which it is lost, unless requested otherwise."""
@@ -26,7 +26,7 @@ PROGRAMS = os.path.dirname(os.path.abspath(__file__))
 
 
 @dataclass(frozen=True)
-class Control:
+class RankSettings:
     """What a launch hands to its ranks' processes (rank_main.py) and its nodes' agents.
 
     Attributes:
@@ -104,7 +104,7 @@ class Launch(NamedTuple):
     ppn: int  # ranks of a full host
     on_this_host: bool  # whether this host alone has ranks
     environment: Mapping[str, str]  # of the launcher and its ranks, complete
-    control: Control
+    settings: RankSettings
     grace: float = GRACE  # seconds from SIGTERM to SIGKILL
     idle_timeout: float = 0.0  # seconds without any output after which ranks hang; 0 for never
     signal_at: Callable[[], float] = lambda: NEVER  # when SIGUSR1 is due, since the epoch

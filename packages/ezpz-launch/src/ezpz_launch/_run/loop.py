@@ -28,7 +28,7 @@ from ezpz_launch._run.launch import (
     describe_exit_status,
 )
 from ezpz_launch._run.output import Output
-from ezpz_launch._run.processes import kill_launcher, send
+from ezpz_launch._run.processes import kill_launcher_processes, send
 from ezpz_launch._run.signals import STOP_SIGNALS, Inbox, collect_signals
 from ezpz_launch._run.states import (
     GRACE,
@@ -107,9 +107,9 @@ def run(
             on_start()
         while one.launcher.poll() is None:
             one.sleep()
-            one.take_reports()
-            one.take_agent_reports()
-            one.take_signals()
+            one.handle_reports()
+            one.handle_agent_reports()
+            one.handle_signals()
             one.check_ranks()
             one.run_due_timers()
         one.handle(Event.LAUNCHER_ENDED)
@@ -153,16 +153,16 @@ class _Run:
         self.stack_replies_due = 0
         self.failure_was_named = False
         self.ranks_were_terminated = False
-        self.output = Output(launch.control.launch_id, self.wake)
+        self.output = Output(launch.settings.launch_id, self.wake)
         self.agents = NodeAgents(launch, self.poll)
 
     def start(self) -> None:
-        control = replace(
-            self.launch.control, addresses=self.agents.addresses, secret=self.agents.secret
+        settings = replace(
+            self.launch.settings, addresses=self.agents.addresses, secret=self.agents.secret
         )
         try:
             self.launcher = subprocess.Popen(
-                self.launch.argv, env={**self.launch.environment, VARIABLE: control.to_text()},
+                self.launch.argv, env={**self.launch.environment, VARIABLE: settings.to_text()},
                 bufsize=0, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE, start_new_session=True,
             )  # fmt: skip
@@ -174,7 +174,7 @@ class _Run:
         self.agents.start_local(self.launcher.pid)
         assert self.launcher.stdout
         assert self.launcher.stderr
-        self.output.copy(self.launcher.stdout, self.launcher.stderr)
+        self.output.start_copying(self.launcher.stdout, self.launcher.stderr)
 
     # Sleeping and waking.
 
@@ -239,32 +239,32 @@ class _Run:
             case Action.TERMINATE_RANKS:
                 self.terminate_ranks()
             case Action.KILL_RANKS:
-                self.output.hushes = True
-                self.agents.kill()
+                self.output.is_quiet = True
+                self.agents.kill_ranks()
             case Action.SEND_STOP_SIGNAL:
                 self.send_signal(self.end_signal or signal.SIGTERM)
             case Action.RELEASE_FAILED_RANKS:
                 self.release_failed_ranks()
             case Action.END_LEFTOVERS:
-                self.agents.end_leftovers()
+                self.agents.end_leftover_processes()
             case Action.STOP_LAUNCHER:
-                self.output.hushes = True
+                self.output.is_quiet = True
                 send(-self.launcher.pid, self.launcher_signal)
                 self.launcher_signal = signal.SIGKILL
 
-    def take_reports(self) -> None:
+    def handle_reports(self) -> None:
         """Take what the ranks have reported."""
-        for kind, rank, value in self.output.take_reports():
+        for kind, rank, value in self.output.drain_reports():
             if kind == "taken":
                 self.port_taken = True
             elif kind == "cause":
-                self.ranks.record_cause(rank, value)
-            elif kind == "start" and self.ranks.record_start(rank, value):
+                self.ranks.mark_cause(rank, value)
+            elif kind == "start" and self.ranks.mark_started(rank, value):
                 self.agents.start(rank, value)
-            elif kind == "end" and self.ranks.record_end(rank, value):
+            elif kind == "end" and self.ranks.mark_ended(rank, value):
                 self.agents.end(rank)
 
-    def take_agent_reports(self) -> None:
+    def handle_agent_reports(self) -> None:
         """Take what agents report: ranks and nodes that are gone, leftovers, stacks."""
         agents = self.agents
         self.lose_ranks(agents.lost_ranks)
@@ -277,7 +277,7 @@ class _Run:
         agents.unreachable_nodes.clear()
         if unreachable:
             self.evidence.unreachable_nodes |= unreachable
-            seconds = self.launch.control.node_timeout
+            seconds = self.launch.settings.node_timeout
             self.lose_nodes(unreachable, f"no answer within {seconds} s (EZPZ_NODE_TIMEOUT)")
         dead = set(agents.dead_nodes)
         agents.dead_nodes.clear()
@@ -289,17 +289,17 @@ class _Run:
             self.stack_replies_due -= 1
             text = agents.stacks.pop(0).rstrip()
             if text:
-                self.output.say(f"stacks\n{text}")
+                self.output.log(f"stacks\n{text}")
         self.report_leftovers()
 
     def report_leftovers(self) -> None:
         while self.agents.leftovers:
-            self.output.say(
+            self.output.log(
                 f"a rank left {self.agents.leftovers.pop(0)} running; ended, as all of a launch "
                 "ends with it but what has no EZPZ_LAUNCH_ID in its environment"
             )
 
-    def take_signals(self) -> None:
+    def handle_signals(self) -> None:
         """Take the signals that have arrived; those that end nothing only reach the ranks."""
         while self.inbox.arrived:
             number = self.inbox.arrived.pop(0)
@@ -311,7 +311,7 @@ class _Run:
             self.stop(signal.SIGPIPE)
         if self.ranks.all_started and self.signal_at() <= time.time():
             self.signal_at = lambda: NEVER
-            self.output.say("the job's end is near (--signal-before): SIGUSR1 to every rank")
+            self.output.log("the job's end is near (--signal-before): SIGUSR1 to every rank")
             self.send_signal(signal.SIGUSR1)
 
     def stop(self, number: signal.Signals) -> None:
@@ -324,7 +324,7 @@ class _Run:
         if number == signal.SIGINT and self.output.is_a_terminal:
             self.ended_by_hand = True
             grace = f"{self.launch.grace:g} s"
-            self.output.say(f"Ctrl-C: the ranks have {grace} to end; a second one kills")
+            self.output.log(f"Ctrl-C: the ranks have {grace} to end; a second one kills")
         self.handle(Event.STOP_SIGNAL)
 
     def check_ranks(self) -> None:
@@ -353,7 +353,7 @@ class _Run:
         idle = self.launch.idle_timeout
         if not idle or self.ranks.all_ended:
             return False
-        log_dir = self.launch.control.log_dir
+        log_dir = self.launch.settings.log_dir
         if self.now - self.output.last >= idle and log_dir and self.ranks.has_running:
             # Of what goes to files we see their times only.
             written_at = newest_output(log_dir, self.ranks.all_in(RankState.RUNNING))
@@ -392,7 +392,7 @@ class _Run:
                 if not self.ranks.all_ended and self.state in HAS_NOT_STOPPED:
                     stuck = self.ranks.all_in(RankState.RUNNING, RankState.UNSTARTED)
                     seconds = f"{OVERDUE_SECONDS:g} s"
-                    self.output.say(f"after {seconds} not ended, so killed: {self.name(stuck)}")
+                    self.output.log(f"after {seconds} not ended, so killed: {self.name(stuck)}")
                     self.handle(Event.OVERDUE)
 
     # Actions.
@@ -417,7 +417,7 @@ class _Run:
             named += " ..."
         if self.agents.why_none:
             named += f" ({self.agents.why_none})"
-        self.output.say(
+        self.output.log(
             f"no agent on {named}: {self.last_signal.name} goes through the launcher, which may "
             "kill at once"
         )
@@ -436,7 +436,7 @@ class _Run:
         if self.ranks.has_running or self.state is not RunState.FINISHING:
             return
         for rank in failed:
-            self.agents.release(rank, self.ranks.pids.get(rank, 0))
+            self.agents.release_failed_rank(rank, self.ranks.pids.get(rank, 0))
         if self.agents.without_agent(failed) and self.launcher_signal == signal.SIGTERM:
             self.deadline = self.now  # only the launcher can end them
         if failed:
@@ -450,10 +450,10 @@ class _Run:
         unstarted = self.ranks.all_in(RankState.UNSTARTED)
         silence = f"no output for {self.launch.idle_timeout:g} s"
         if unstarted:
-            self.output.say(f"{silence}; ranks that never started: {self.name(unstarted)}")
+            self.output.log(f"{silence}; ranks that never started: {self.name(unstarted)}")
         if running:
             named = self.name(running)
-            self.output.say(f"{silence}; ranks that had not ended: {named}; where they are:")
+            self.output.log(f"{silence}; ranks that had not ended: {named}; where they are:")
             self.agents.request_stacks(running)
         self.stack_replies_due = len({rank // self.launch.ppn for rank in running})
 
@@ -465,7 +465,7 @@ class _Run:
     def report_unstarted(self) -> None:
         unstarted = self.ranks.all_in(RankState.UNSTARTED)
         if unstarted and self.state in HAS_NOT_STOPPED:
-            self.output.say(
+            self.output.log(
                 f"after {UNSTARTED_SECONDS:g} s {len(unstarted)} of {self.launch.nproc} ranks have "
                 f"not started: {self.name(unstarted)}"
             )
@@ -487,9 +487,9 @@ class _Run:
 
     def lose_ranks(self, ranks: Iterable[int]) -> None:
         for rank in ranks:
-            if self.ranks.record_loss(rank) and self.state is not RunState.KILLING:
+            if self.ranks.mark_lost(rank) and self.state is not RunState.KILLING:
                 where = self.launch.host_of(rank)
-                self.output.say(f"rank {rank} on {where}: lost (its process or its launcher died)")
+                self.output.log(f"rank {rank} on {where}: lost (its process or its launcher died)")
                 self.evidence.lost_ranks.add(rank)
 
     def lose_nodes(self, nodes: Iterable[int], why: str) -> None:
@@ -501,26 +501,26 @@ class _Run:
         self.lost_with_node.update(lost)
         hosts = list(dict.fromkeys(map(self.launch.host_of, lost)))
         verb = "is" if len(hosts) == 1 else "are"
-        self.output.say(f"{join_names(hosts)} {verb} lost: {why}")
+        self.output.log(f"{join_names(hosts)} {verb} lost: {why}")
         for rank in lost:
-            self.ranks.record_loss(rank)
+            self.ranks.mark_lost(rank)
 
     # The end.
 
     def finish(self) -> None:
         """Read what is left in the pipes, and make sure that no rank is left."""
         # A stopped terminal holds us up as long as no signal ends us.
-        self.output.drain(DRAIN_SECONDS, self.is_stopping)
-        self.take_reports()
+        self.output.wait_for_pipes(DRAIN_SECONDS, self.is_stopping)
+        self.handle_reports()
         was_complete = self.ranks.all_ended and not self.was_stopped
         if was_complete:
             self.serve(0)  # what agents have sent last
         self.agents.close(farewell=was_complete)
         self.report_leftovers()
         if not was_complete:
-            kill_launcher(self.launcher.pid, self.launch.control.launch_id)
-            self.output.drain(DRAIN_SECONDS, self.is_stopping)
-            self.take_reports()
+            kill_launcher_processes(self.launcher.pid, self.launch.settings.launch_id)
+            self.output.wait_for_pipes(DRAIN_SECONDS, self.is_stopping)
+            self.handle_reports()
         self.end_signal = self.end_signal or self.inbox.first_stop_signal()
 
     def outcome(self) -> Outcome:
@@ -536,7 +536,7 @@ class _Run:
             self.name_failure("")
             if self.ranks_were_terminated and exit_status == status:
                 # Launchers print a lot meanwhile; the last line is the one that people read.
-                self.output.say(f"exit status {exit_status}, that of rank {rank} on {where[1]}")
+                self.output.log(f"exit status {exit_status}, that of rank {rank} on {where[1]}")
         self.evidence.unstarted_ranks = self.ranks.all_in(RankState.UNSTARTED)
         has_failed = exit_status != 0 and self.end_signal is None
         return Outcome(
@@ -547,7 +547,7 @@ class _Run:
     def find_exit_status(self) -> int:
         """Return the exit status of the launch, and say why, unless it is known already."""
         if self.end_signal is not None:
-            return self.find_status_of_signal(self.end_signal)
+            return self.exit_status_for_signal(self.end_signal)
         if self.evidence.hangs:
             return HANG
         if self.ranks.first_failure is not None:
@@ -558,22 +558,22 @@ class _Run:
         if self.ranks.all_ended:
             if status:
                 # Hydra can return 141 under load after ranks that end at once (4 times in 726).
-                self.output.say(
+                self.output.log(
                     f"every rank ended with 0; the launcher with {status}, which is not passed on"
                 )
             return 0
         silent = self.ranks.all_in(RankState.UNSTARTED, RankState.RUNNING)
         more = "" if self.ranks.pids else "; none had started"
-        self.output.say(
+        self.output.log(
             f"the launcher {describe_exit_status(status)}; ranks that did not report their end: "
             f"{self.name(silent)}{more}"
         )
         # Without a report of its ranks even a 0 is no success.
         return status or 1
 
-    def find_status_of_signal(self, number: signal.Signals) -> int:
+    def exit_status_for_signal(self, number: signal.Signals) -> int:
         if not self.ended_by_hand:
-            self.output.say(f"ended by {number.name}")
+            self.output.log(f"ended by {number.name}")
         # Those that checkpointed say so; the others died of the signal, or had nothing to save.
         statuses = set(self.ranks.exit_statuses.values())
         expected = {0, REQUEUE, 128 + number, 128 + signal.SIGTERM}
@@ -591,9 +591,9 @@ class _Run:
         rank, status = self.ranks.first_failure
         where = f"rank {rank} on {self.launch.host_of(rank)}"
         if rank in self.lost_with_node:
-            self.output.say(f"{where} is lost with its node{more}")
+            self.output.log(f"{where} is lost with its node{more}")
         else:
-            self.output.say(f"{where} {describe_exit_status(status)}, first of all ranks{more}")
+            self.output.log(f"{where} {describe_exit_status(status)}, first of all ranks{more}")
 
     def name(self, ranks: Sequence[int]) -> str:
         return join_names([f"{rank} on {self.launch.host_of(rank)}" for rank in ranks])

@@ -8,19 +8,20 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from ezpz_launch._run.processes import (
-    birth_of,
     children_of,
     descendants_of,
     describe,
-    is_being_killed,
+    is_dying,
     is_running,
     parent_of,
     processes_handling,
     processes_of_launch,
     send,
     signal_is_fatal,
+    start_time_of,
     wait_until_gone,
 )
 
@@ -40,6 +41,13 @@ MAX_NAMED = 8
 """Processes that are named in one line."""
 
 
+class MissingRanks(NamedTuple):
+    """Ranks whose process has died, or what started it."""
+
+    lost: list[int]  # nobody will report their end: their command goes on, or their launcher died
+    gone: list[int]  # their command has ended as well, so a report may be on the way
+
+
 class NodeRanks:
     """The ranks of a node that have started and not ended."""
 
@@ -57,15 +65,15 @@ class NodeRanks:
         self._end_signal = 0
         self._started_during_shutdown: list[int] = []
         # Readable when a process ends: a rank's, or the launcher's. So a loss is seen at once.
-        self._end_fds: dict[int, int] = {}  # by process id
-        self._watch_end_of(launcher)
+        self._exit_fds: dict[int, int] = {}  # by process id
+        self._watch_exit_of(launcher)
         # Of each checkpoint signal: the ranks' processes that cannot handle it yet.
         self._pending_signals: dict[int, set[int]] = {}
 
     def start(self, rank: int, pid: int) -> None:
         self._pids[rank] = pid
-        self._watch_end_of(pid)
-        self._births[pid] = birth_of(pid)
+        self._watch_exit_of(pid)
+        self._births[pid] = start_time_of(pid)
         self._parents[pid] = parent_of(pid)
         try:
             self._groups[pid] = os.getpgid(pid)
@@ -78,7 +86,7 @@ class NodeRanks:
     def end(self, rank: int) -> None:
         """Record the end of a rank's command; the rank's process may still wait for release."""
         pid = self._pids.pop(rank, 0)
-        self._forget_end_of(pid)
+        self._forget_exit_of(pid)
 
     def seconds_to_look(self) -> float | None:
         """Return after how many seconds to look; None while no rank runs."""
@@ -89,32 +97,28 @@ class NodeRanks:
         return FIRST_LOOK_SECONDS
 
     @property
-    def end_fds(self) -> list[int]:
+    def exit_fds(self) -> list[int]:
         """File descriptors that become readable when a process ends that matters here."""
-        return list(self._end_fds.values())
+        return list(self._exit_fds.values())
 
-    def _watch_end_of(self, pid: int) -> None:
+    def _watch_exit_of(self, pid: int) -> None:
         if not pid or not hasattr(os, "pidfd_open"):
             return  # the next look shows it
         try:
-            self._end_fds[pid] = os.pidfd_open(pid)
+            self._exit_fds[pid] = os.pidfd_open(pid)
         except OSError:
             return  # it is gone already, which the next look shows
 
-    def _forget_end_of(self, pid: int) -> None:
-        fd = self._end_fds.pop(pid, None)
+    def _forget_exit_of(self, pid: int) -> None:
+        fd = self._exit_fds.pop(pid, None)
         if fd is not None:
             os.close(fd)
 
-    def look(self) -> tuple[list[int], list[int]]:
-        """Return ranks, once each: those that are lost, and those that are gone.
-
-        Of a lost one nobody will report the end: its process has died while its command goes on, or
-        what started it has died. Of one that is gone with its command a report may be on the way.
-        """
-        for pid in list(self._end_fds):
+    def find_missing(self) -> MissingRanks:
+        """Return the ranks whose process, or what started it, has died: each of them once."""
+        for pid in list(self._exit_fds):
             if not is_running(pid):
-                self._forget_end_of(pid)
+                self._forget_exit_of(pid)
         lost = []
         gone = []
         for rank, pid in self._pids.items():
@@ -123,14 +127,14 @@ class NodeRanks:
             if is_running(pid):
                 self._find_command(rank, pid)
                 # A launcher that ends kills its ranks first.
-                if self._is_orphan(pid) and not is_being_killed(pid):
+                if self._is_orphan(pid) and not is_dying(pid):
                     lost.append(rank)
             elif self._command_runs(rank):
                 lost.append(rank)
             else:
                 gone.append(rank)
         self._reported.update(lost, gone)
-        return sorted(lost), sorted(gone)
+        return MissingRanks(sorted(lost), sorted(gone))
 
     def _find_command(self, rank: int, pid: int) -> None:
         """Remember the process of a rank's command, the first child that stays."""
@@ -138,13 +142,13 @@ class NodeRanks:
         if command and is_running(command):
             return
         for child in children_of(pid)[:1]:
-            self._commands[rank] = (child, birth_of(child))
+            self._commands[rank] = (child, start_time_of(child))
 
     def _command_runs(self, rank: int) -> bool:
         command, birth = self._commands.get(rank, (0, ""))
-        if not command or not is_running(command) or birth_of(command) != birth:
+        if not command or not is_running(command) or start_time_of(command) != birth:
             return False
-        return not is_being_killed(command)
+        return not is_dying(command)
 
     def _is_orphan(self, pid: int) -> bool:
         parent = parent_of(pid)
@@ -171,7 +175,7 @@ class NodeRanks:
             self._end_signal = number
         receivers: dict[int, list[int]] = {}
         for pid in pids:
-            found = self._find_receivers(pid, number)
+            found = self._find_signal_targets(pid, number)
             if found is not None:
                 receivers[pid] = found
         if not receivers:
@@ -183,7 +187,7 @@ class NodeRanks:
             for receiver in receivers.get(pid, descendants_of(pid)):
                 send(receiver, number)
 
-    def _find_receivers(self, pid: int, number: int) -> list[int] | None:
+    def _find_signal_targets(self, pid: int, number: int) -> list[int] | None:
         """Return the processes of a rank that are to get a signal; None for all of them."""
         if number == signal.SIGKILL:
             return None
@@ -194,18 +198,18 @@ class NodeRanks:
             return []
         return handling or None
 
-    def release(self, pid: int) -> None:
+    def release_failed_rank(self, pid: int) -> None:
         """Let a failed rank's process end."""
         if self._is_same_process(pid):
             send(pid, signal.SIGTERM)
 
-    def kill(self) -> None:
+    def kill_ranks(self) -> None:
         """Kill the ranks, and everything that has the launch's id in its environment."""
         self.signal(signal.SIGKILL)
         for pid in processes_of_launch(self._launch_id):
             send(pid, signal.SIGKILL)
 
-    def end_leftovers(self, report: Callable[[str], None]) -> None:
+    def end_leftover_processes(self, report: Callable[[str], None]) -> None:
         """End what the ranks left running after they have all ended; report each process once."""
         reported: set[int] = set()
         for number in (0, signal.SIGTERM, signal.SIGKILL):  # at first it may end by itself
@@ -232,7 +236,7 @@ class NodeRanks:
 
     def _is_same_process(self, pid: int) -> bool:
         """False if another process has the number now."""
-        birth = birth_of(pid)
+        birth = start_time_of(pid)
         # If it is gone its group may still exist, and then no other process has the number.
         return not birth or birth == self._births.get(pid, birth)
 

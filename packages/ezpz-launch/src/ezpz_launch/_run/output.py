@@ -13,14 +13,15 @@ from typing import IO
 
 from ezpz_launch._run.rank_main import write
 
-# What the ranks' shims report, told apart from what the ranks themselves write.
+# What rank_main.py reports, told apart from what the ranks themselves write.
 
 Report = tuple[str, int, int]  # what happened, to which rank, with what value
 
-_WORDS = {b"s": "start", b"e": "end", b"c": "cause", b"t": "taken"}
-"""What happened, by the letter that a shim says: each of 120,960 ranks says it four times."""
+_KINDS = {b"s": "start", b"e": "end", b"c": "cause", b"t": "taken"}
+"""What happened, by the letter of rank_main.py: each of 120,960 ranks sends it four times."""
 
-_LONGEST = 160  # bytes of the longest report: what is longer and not ended is none
+MAX_REPORT_BYTES = 160
+"""Of a report: what is longer and has no end is none."""
 
 
 class Reports:
@@ -31,7 +32,10 @@ class Reports:
         self._start = b"\x1e" + launch_id.rpartition("-")[2].encode() + b" "
         # A damaged one has a piece of another rank within, whose bytes are not ours to drop; where
         # it was cut, no end is in sight. Its second copy is whole.
-        words, others = rb"([sect]) (\d{1,12}) (\d{1,12})", rb"([^\x1e\x1f]{0,%d})" % _LONGEST
+        words, others = (
+            rb"([sect]) (\d{1,12}) (\d{1,12})",
+            rb"([^\x1e\x1f]{0,%d})" % MAX_REPORT_BYTES,
+        )
         whole = words + rb"\|\1 \2 \3"
         self._report = re.compile(
             re.escape(self._start) + rb"(?:(?:%s|%s)\x1f\n?)?" % (whole, others)
@@ -55,7 +59,7 @@ class Reports:
         def take(match: re.Match[bytes]) -> bytes:
             what, rank, value, others = match.groups()
             if what:
-                found.append((_WORDS[what], int(rank), int(value)))
+                found.append((_KINDS[what], int(rank), int(value)))
             is_last = match.end() == len(data) and not self._held
             self._newline_follows = is_last and match[0].endswith(b"\x1f")
             return others or b""
@@ -71,114 +75,134 @@ class Reports:
         """Return whether it may be the beginning of a report."""
         if not data.startswith(self._start):
             return self._start.startswith(data)
-        return b"\x1f" not in data and len(data) < _LONGEST
+        return b"\x1f" not in data and len(data) < MAX_REPORT_BYTES
 
 
 # The launcher's output, on its way to ours: every byte, as it comes.
 
-_CHUNK = 1 << 16
-_TAIL = 1 << 13
+CHUNK = 1 << 16
+"""Bytes read at once."""
+
+TAIL_BYTES = 1 << 13
+"""Bytes of standard error that are kept, to see why a rank failed."""
+
+LEFTOVER_OUTPUT_SECONDS = 2.0
+"""For which what an ended launcher's ranks left behind may go on writing."""
+
+READER_SECONDS = 1.0
+"""That a reader who takes nothing has left when a signal ends us."""
+
 _TICK = 0.02
 
-_OF_THE_END = re.compile(
+_HYDRA_LAST_WORDS = re.compile(
     rb"\n?(={50}(={33}\n|\Z)|YOUR APPLICATION TERMINATED WITH|\[(mpiexec|proxy:[\d:]+)@\S+\] )"
 )
 """How Hydra begins its last words, in pieces: of ranks that died of a signal, or of proxies that
 it does not reach (MPICH 5.0.2)."""
 
-_LEFT_BEHIND = 2.0  # seconds for which what an ended launcher's ranks left behind may go on writing
-_TOLD = 1.0  # seconds that a reader has who takes nothing, when we are told to end
-
 
 class Output:
-    """Copies two pipes to our standard output and error, and says what we have to say."""
+    """Copies two pipes to our standard output and error, and writes our own lines between."""
 
     def __init__(self, launch_id: str, wake: Callable[[], None]) -> None:
+        """``wake`` is called, by another thread, when a report has arrived or nobody reads."""
         self.last = time.monotonic()  # when something came last
         self.nobody_reads = False  # whether our standard output is a pipe without a reader
-        self.hushes = False  # whether we end the launcher: its words on that are left out
+        self.is_quiet = False  # whether we end the launcher: its words on that are left out
         self.tail = b""  # the last bytes of standard error
+        self.is_a_terminal = os.isatty(1)
+        self._wake = wake
         self._reports = {1: Reports(launch_id), 2: Reports(launch_id)}
         self._found: SimpleQueue[Report] = SimpleQueue()
-        self._wake = wake
-        self._threads: list[threading.Thread] = []
+        self._copiers: list[threading.Thread] = []
         self._messages: SimpleQueue[str] = SimpleQueue()
-        self._speaker: threading.Thread | None = None
-        self._unsaid = 0
-        self._waited_when_told = 0.0
-        self._writing = set[int]()  # the threads that write just now, or wait to
-        # Then our own lines appear below what it shows.
-        self.is_a_terminal = os.isatty(1)
+        self._logger: threading.Thread | None = None
+        self._unwritten_messages = 0
+        self._waited_for_reader = 0.0
+        self._writing: set[int] = set()  # the threads that write just now, or wait to
         # Held while standard error is written to, and a terminal that is both streams: so that
         # nothing comes between looking whether a line is open and our own line.
         self._lock = threading.Lock()
         self._is_both = self.is_a_terminal and os.isatty(2)
-        self._complained = self._line_is_open = False
-        self._hushed: set[int] = set()
+        self._line_is_open = False
+        self._has_complained = False
+        self._quieted: set[int] = set()  # streams whose last words are left out
 
-    def copy(self, stdout: IO[bytes], stderr: IO[bytes]) -> None:
+    def start_copying(self, stdout: IO[bytes], stderr: IO[bytes]) -> None:
+        """Start to copy the launcher's streams to ours."""
         for source, target in ((stdout, 1), (stderr, 2)):
-            thread = threading.Thread(target=self._pump, args=(source, target), daemon=True)
+            thread = threading.Thread(target=self._copy_stream, args=(source, target), daemon=True)
             thread.start()
-            self._threads.append(thread)
+            self._copiers.append(thread)
 
-    def take_reports(self) -> list[Report]:
+    def drain_reports(self) -> list[Report]:
+        """Return the reports that have arrived since the last call."""
         return [self._found.get() for _ in range(self._found.qsize())]
 
-    def say(self, message: str) -> None:
-        """Write a line of ours to standard error, on a line of its own."""
-        if self._speaker is None:
-            self._speaker = threading.Thread(target=self._speak, daemon=True)
-            self._speaker.start()
-        self._unsaid += 1
+    def log(self, message: str) -> None:
+        """Write a line of ours to standard error, on a line of its own; nobody waits for it."""
+        if self._logger is None:
+            self._logger = threading.Thread(target=self._write_messages, daemon=True)
+            self._logger.start()
+        self._unwritten_messages += 1
         self._messages.put(message)
 
     @property
     def is_writing(self) -> bool:
         return bool(self._writing)
 
-    def drain(self, patience: float, is_told: Callable[[], object]) -> None:
-        """Wait for the ends of an ended launcher's pipes, or PATIENCE seconds without a byte."""
-        began, free = time.monotonic(), 0.0
-        while any(thread.is_alive() for thread in self._threads):
-            self._threads[0 if self._threads[0].is_alive() else 1].join(_TICK)
-            self._waited_when_told += _TICK if is_told() else 0.0
-            free += 0.0 if self.is_writing else _TICK
-            silent = time.monotonic() - max(self.last, began) > patience and free > patience
-            if silent or free > _LEFT_BEHIND or self._waited_when_told > _TOLD:
+    def wait_for_pipes(self, seconds: float, is_stopping: Callable[[], object]) -> None:
+        """Wait for the ends of an ended launcher's pipes, or so many seconds without a byte."""
+        start = time.monotonic()
+        waited = 0.0  # without our own writing
+        while any(thread.is_alive() for thread in self._copiers):
+            alive = next(thread for thread in self._copiers if thread.is_alive())
+            alive.join(_TICK)
+            if is_stopping():
+                self._waited_for_reader += _TICK
+            if not self.is_writing:
+                waited += _TICK
+            is_silent = time.monotonic() - max(self.last, start) > seconds and waited > seconds
+            is_late = waited > LEFTOVER_OUTPUT_SECONDS
+            if is_silent or is_late or self._waited_for_reader > READER_SECONDS:
                 return
 
-    def close(self, is_told: Callable[[], object]) -> None:
-        while self._unsaid and self._waited_when_told <= _TOLD:
+    def close(self, is_stopping: Callable[[], object]) -> None:
+        """Wait until our own lines are written."""
+        while self._unwritten_messages and self._waited_for_reader <= READER_SECONDS:
             time.sleep(_TICK / 10)
-            self._waited_when_told += _TICK / 10 if is_told() else 0.0
+            if is_stopping():
+                self._waited_for_reader += _TICK / 10
 
-    def _speak(self) -> None:
+    def _write_messages(self) -> None:
         while True:
             message = self._messages.get()
             line = f"ezpz-launch: {message}\n".encode(errors="backslashreplace")
             self._write(2, line, on_new_line=True)
-            self._unsaid -= 1
+            self._unwritten_messages -= 1
 
-    def _pump(self, source: IO[bytes], target: int) -> None:
-        while chunk := os.read(source.fileno(), _CHUNK):
+    def _copy_stream(self, source: IO[bytes], target: int) -> None:
+        while chunk := os.read(source.fileno(), CHUNK):
             self.last = time.monotonic()
-            self._write(target, self._sift(target, chunk))
+            self._write(target, self._filter(target, chunk))
             self.last = time.monotonic()
         self._write(target, self._reports[target].rest())
         source.close()
         self._wake()
 
-    def _sift(self, target: int, chunk: bytes) -> bytes:
+    def _filter(self, target: int, chunk: bytes) -> bytes:
+        """Take reports out, and a launcher's words on an end that is our own doing."""
         # On standard output, too: some launchers can be told to merge the two.
         chunk, found = self._reports[target].feed(chunk)
-        if target in self._hushed:
+        if target in self._quieted:
             chunk = b""
-        elif self.hushes and (last := _OF_THE_END.search(chunk)):
-            self._hushed.add(target)
-            chunk = chunk[: last.start()]
+        elif self.is_quiet:
+            last_words = _HYDRA_LAST_WORDS.search(chunk)
+            if last_words:
+                self._quieted.add(target)
+                chunk = chunk[: last_words.start()]
         if target == 2:
-            self.tail = (self.tail + chunk)[-_TAIL:]
+            self.tail = (self.tail + chunk)[-TAIL_BYTES:]
         for report in found:
             self._found.put(report)
         if found:
@@ -203,8 +227,8 @@ class Output:
             if error.errno == errno.EPIPE and target == 1:
                 self.nobody_reads = True
                 self._wake()
-            elif not self._complained and target == 1 and error.errno != errno.EIO:
-                self._complained = True
-                self.say(f"cannot write the output: {error.strerror}")
+            elif not self._has_complained and target == 1 and error.errno != errno.EIO:
+                self._has_complained = True
+                self.log(f"cannot write the output: {error.strerror}")
         finally:
             self._writing.discard(threading.get_ident())

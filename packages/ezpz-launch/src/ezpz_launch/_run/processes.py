@@ -45,7 +45,7 @@ def parent_of(pid: int) -> int:
     return int(fields[1])
 
 
-def birth_of(pid: int) -> str:
+def start_time_of(pid: int) -> str:
     """Return the start time in ticks; '' if the process is gone or there is no /proc."""
     fields = _read_stat(pid)
     if not fields:
@@ -97,7 +97,7 @@ def has_mapped(pid: int, part: bytes) -> bool:
     return part in _read(pid, "maps")
 
 
-def printable(words: list[str], length: int) -> str:
+def shorten_command(words: list[str], length: int) -> str:
     """Join words into one line of at most this many printable characters."""
     line = " ".join(" ".join(words).split())
     line = "".join(letter if letter.isprintable() else "?" for letter in line)
@@ -114,10 +114,10 @@ def describe(pid: int) -> str:
         if word.startswith("-") or set(word) & set("=:@"):
             break
         shown.append(word)
-    return f"pid {pid} ({printable([os.path.basename(word) for word in shown], 80)})"
+    return f"pid {pid} ({shorten_command([os.path.basename(word) for word in shown], 80)})"
 
 
-def other_environments() -> Iterator[tuple[int, dict[bytes, bytes]]]:
+def environments_of_other_processes() -> Iterator[tuple[int, dict[bytes, bytes]]]:
     """Yield every other readable process with its initial environment."""
     if not os.path.isdir("/proc"):
         return
@@ -139,7 +139,7 @@ def processes_of_launch(launch_id: str) -> list[int]:
     """Return the processes of a launch, and of launches inside its ranks; not of other jobs."""
     wanted = launch_id.encode()
     found = []
-    for pid, environment in other_environments():
+    for pid, environment in environments_of_other_processes():
         launches = [environment.get(b"EZPZ_LAUNCH_ID")]
         launches += environment.get(b"EZPZ_INSIDE", b"").split(b":")
         if wanted in launches and is_same_job(environment):
@@ -220,7 +220,7 @@ def has_signal_in(pid: int, mask: bytes, number: int) -> bool:
 _PF_EXITING = 4  # of Linux's sched.h, in the field "flags" of proc(5)'s stat
 
 
-def is_being_killed(pid: int) -> bool:
+def is_dying(pid: int) -> bool:
     """True if a process is ending just now, or SIGKILL is on its way to it."""
     fields = _read_stat(pid)
     if fields and int(fields[6]) & _PF_EXITING:
@@ -243,11 +243,11 @@ _OUR_PROGRAMS = ("rank_shim.sh", "rank_main.py", "agent.py")
 """Programs of ours that have EZPZ_CONTROL as well, and are ended otherwise."""
 
 
-def kill_launcher(launcher: int, launch_id: str) -> None:
+def kill_launcher_processes(launcher: int, launch_id: str) -> None:
     """Kill a launcher's process group, and what it started outside of it, such as Hydra's ssh."""
     send(-launcher, signal.SIGKILL)
     wait_until_gone(lambda: is_running(launcher), 1.0)  # or it may start another
-    for pid, environment in other_environments():
+    for pid, environment in environments_of_other_processes():
         if _launch_of_control(environment) != launch_id:
             continue
         words = arguments_of(pid)

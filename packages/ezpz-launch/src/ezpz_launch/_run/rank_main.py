@@ -1,7 +1,7 @@
 """Program: run one rank's command under ezpz-launch, pass its output on, report how it ended.
 
 usage: python -I -S rank_main.py COMMAND [ARG...]
-environment: EZPZ_CONTROL (ezpz_launch._run.launch.Control), and what rank_shim.sh exports
+environment: EZPZ_CONTROL (ezpz_launch._run.launch.RankSettings), and what rank_shim.sh exports
 exit status: the command's own, 128 + signal; 127 or 126 if it is not there or cannot be executed;
              2 if the rank's files cannot be opened
 
@@ -52,38 +52,38 @@ ERASE_LINE = b"\x1b[K"
 
 def main(command: list[str]) -> int:
     """Run the command as this rank; return the exit status to end with."""
-    control = read_control(os.environ["EZPZ_CONTROL"])
-    if os.environ["LOCAL_RANK"] == "0" and "addresses" in control:
-        start_agent(control)
+    settings = parse_settings(os.environ["EZPZ_CONTROL"])
+    if os.environ["LOCAL_RANK"] == "0" and "addresses" in settings:
+        start_agent(settings)
     # Ours alone: a launch inside the command would report to the wrong place.
     del os.environ["EZPZ_CONTROL"]
     rank = int(os.environ["RANK"])
-    set_variables(control, os.environ)
-    if rank == 0 and "port" in control and port_is_taken(int(control["port"])):
-        report(control, "t", 0, int(control["port"]))
+    set_variables(settings, os.environ)
+    if rank == 0 and "port" in settings and port_is_taken(int(settings["port"])):
+        report(settings, "t", 0, int(settings["port"]))
     signals = Signals()
-    status = run_command(command, rank, control, signals)
-    report_cause(control, rank)
+    status = run_command(command, rank, settings, signals)
+    report_cause(settings, rank)
     signals.received.clear()
-    report(control, "e", rank, status)
+    report(settings, "e", rank, status)
     if status:
-        wait_for_release(signals, float(control.get("hold_seconds", "0")))
+        wait_for_release(signals, float(settings.get("hold_seconds", "0")))
     keep_pmi_open(os.environ)
     return status
 
 
-def read_control(text: str) -> dict[str, str]:
+def parse_settings(text: str) -> dict[str, str]:
     """Return the fields of EZPZ_CONTROL; those that are empty or zero are missing."""
     return dict(line.split("=", 1) for line in text.split("\n"))
 
 
-def start_agent(control: dict[str, str]) -> None:
+def start_agent(settings: dict[str, str]) -> None:
     """Start this node's agent, which connects to ezpz-launch on another host."""
-    program = os.path.join(control["programs"], "agent.py")
-    words = [control["python"], "-I", "-S", program, os.environ["NODE_RANK"]]
+    program = os.path.join(settings["programs"], "agent.py")
+    words = [settings["python"], "-I", "-S", program, os.environ["NODE_RANK"]]
     no_files = [(os.POSIX_SPAWN_OPEN, each, os.devnull, os.O_RDWR, 0) for each in (0, 1, 2)]
     try:
-        os.posix_spawn(control["python"], words, os.environ, file_actions=no_files)
+        os.posix_spawn(settings["python"], words, os.environ, file_actions=no_files)
     except OSError:
         return  # without an agent ezpz-launch says so when it matters
 
@@ -91,9 +91,9 @@ def start_agent(control: dict[str, str]) -> None:
 # What the command finds in its environment.
 
 
-def set_variables(control: dict[str, str], env: dict[str, str] | os._Environ[str]) -> None:
+def set_variables(settings: dict[str, str], env: dict[str, str] | os._Environ[str]) -> None:
     """Set the variables of this attempt, and those that choose this rank's device."""
-    env["EZPZ_ATTEMPT"] = control.get("attempt", "0")
+    env["EZPZ_ATTEMPT"] = settings.get("attempt", "0")
     # torchrun's word for it, which scripts read.
     env["TORCHELASTIC_RESTART_COUNT"] = env["EZPZ_ATTEMPT"]
     for name, variable in (
@@ -102,27 +102,27 @@ def set_variables(control: dict[str, str], env: dict[str, str] | os._Environ[str
         ("run_file", "EZPZ_RUN_FILE"),
         ("last_fault", "EZPZ_LAST_FAULT"),
     ):
-        if name in control:
-            env[variable] = control[name]
+        if name in settings:
+            env[variable] = settings[name]
     if env.get("EZPZ_LAUNCH_ID"):
         # By it a launch finds what launches inside its ranks have started.
         outer = [env["EZPZ_INSIDE"]] if env.get("EZPZ_INSIDE") else []
         env["EZPZ_INSIDE"] = ":".join([*outer, env["EZPZ_LAUNCH_ID"]])
-    env["EZPZ_LAUNCH_ID"] = control["launch_id"]
+    env["EZPZ_LAUNCH_ID"] = settings["launch_id"]
     # A rank that leaves because of another writes that one's number there.
     folder = env.get("TMPDIR") or "/tmp"
-    env["EZPZ_CAUSE_FILE"] = f"{folder}/ezpz-{control['launch_id']}-{env['RANK']}"
-    if "device_type" in control:
-        choose_device(control, env)
+    env["EZPZ_CAUSE_FILE"] = f"{folder}/ezpz-{settings['launch_id']}-{env['RANK']}"
+    if "device_type" in settings:
+        choose_device(settings, env)
     env["EZPZ_LOCAL_DEVICE"] = env["LOCAL_RANK"]
 
 
-def choose_device(control: dict[str, str], env: dict[str, str] | os._Environ[str]) -> None:
+def choose_device(settings: dict[str, str], env: dict[str, str] | os._Environ[str]) -> None:
     """Make LOCAL_RANK the index of a device that this rank sees, or show it that one only."""
     local_rank = int(env["LOCAL_RANK"])
-    count = int(control.get("devices", "0"))
+    count = int(settings.get("devices", "0"))
     variable = "CUDA_VISIBLE_DEVICES"
-    if control["device_type"] == "xpu":
+    if settings["device_type"] == "xpu":
         variable = "ZE_AFFINITY_MASK"
     elif env.get("HIP_VISIBLE_DEVICES"):
         # HIP reads CUDA's only where its own is not set, and counts within what ROCR left.
@@ -140,7 +140,7 @@ def choose_device(control: dict[str, str], env: dict[str, str] | os._Environ[str
         device = str(local_rank % max(1, count))
     if count:
         env["LOCAL_RANK"] = str(local_rank % count)
-    if "one_device" in control:
+    if "one_device" in settings:
         env[variable] = device
         env["LOCAL_RANK"] = "0"
 
@@ -148,14 +148,14 @@ def choose_device(control: dict[str, str], env: dict[str, str] | os._Environ[str
 # What ezpz-launch is told.
 
 
-def report(control: dict[str, str], kind: str, rank: int, value: int) -> None:
+def report(settings: dict[str, str], kind: str, rank: int, value: int) -> None:
     """Write a report to standard error, where ezpz-launch takes it out.
 
     Twice, because a launcher may cut a stream and put another rank's piece between; and each word
     again, to notice that. `ezpz_launch._run.output` has the letters.
     """
     words = f"{kind} {rank} {value}"
-    attempt = control["launch_id"].rpartition("-")[2]
+    attempt = settings["launch_id"].rpartition("-")[2]
     line = f"\x1e{attempt} {words}|{words}\x1f\n".encode()
     try:
         write(2, line * 2)
@@ -163,7 +163,7 @@ def report(control: dict[str, str], kind: str, rank: int, value: int) -> None:
         return  # nobody reads, so ezpz-launch is gone
 
 
-def report_cause(control: dict[str, str], rank: int) -> None:
+def report_cause(settings: dict[str, str], rank: int) -> None:
     """Report because of which other rank this one left, if it said so."""
     path = os.environ["EZPZ_CAUSE_FILE"]
     try:
@@ -173,7 +173,7 @@ def report_cause(control: dict[str, str], rank: int) -> None:
     except OSError:
         return
     if text.isdigit():
-        report(control, "c", rank, int(text))
+        report(settings, "c", rank, int(text))
 
 
 def port_is_taken(port: int) -> bool:
@@ -219,12 +219,12 @@ def keep_pmi_open(env: dict[str, str] | os._Environ[str]) -> None:
     # A grandchild: an agent would take a child for this rank's command, which goes on without it.
     try:
         if os.fork() == 0:
-            wait_for_proxy(int(env["PMI_FD"]))
+            hold_until_proxy_ends(int(env["PMI_FD"]))
     finally:
         os._exit(0)
 
 
-def wait_for_proxy(pmi_fd: int) -> None:
+def hold_until_proxy_ends(pmi_fd: int) -> None:
     """Hold the PMI socket until the proxy closes it, and nothing else."""
     for number in PASSED_ON:
         signal.signal(number, signal.SIG_IGN)
@@ -276,27 +276,29 @@ class Signals:
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
 
 
-def run_command(command: list[str], rank: int, control: dict[str, str], signals: Signals) -> int:
+def run_command(command: list[str], rank: int, settings: dict[str, str], signals: Signals) -> int:
     """Run the command to its end, and return its exit status."""
     host = os.environ.get("SLURMD_NODENAME") or os.uname().nodename
     try:
-        files = open_files(control["log_dir"], rank) if "log_dir" in control else []
+        files = open_files(settings["log_dir"], rank) if "log_dir" in settings else []
     except OSError as error:
         say(
             f"{error.filename}: cannot be opened on {host} ({error.strerror}); "
             "expected a directory for the ranks' output; give another --log-dir"
         )
-        report(control, "s", rank, os.getpid())
+        report(settings, "s", rank, os.getpid())
         signals.accept()
         return 2
-    is_shown = not files or "tee" in control
-    is_pumped = "tee" in control or (is_shown and ("prefix" in control or "whole_lines" in control))
-    streams: list[Stream] = []
+    is_shown = not files or "tee" in settings
+    is_pumped = "tee" in settings or (
+        is_shown and ("prefix" in settings or "whole_lines" in settings)
+    )
+    streams: list[OutputStream] = []
     outputs: list[int] = files  # the command's standard output and error; ours if there are none
     if is_pumped:
-        prefix = f"[{rank}@{host}] ".encode() if "prefix" in control else b""
+        prefix = f"[{rank}@{host}] ".encode() if "prefix" in settings else b""
         streams, outputs = make_streams(rank, prefix, files)
-    report(control, "s", rank, os.getpid())
+    report(settings, "s", rank, os.getpid())
     child = start_command(command, outputs, f"rank {rank} on {host}", signals)
     for number in signal.sigpending() & PASSED_ON:
         os.kill(child, number)  # it may have come before the child was there
@@ -312,7 +314,9 @@ def open_files(folder: str, rank: int) -> list[int]:
     return [os.open(f"{folder}/rank-{rank}.{end}", flags, 0o666) for end in ("out", "err")]
 
 
-def make_streams(rank: int, prefix: bytes, files: list[int]) -> tuple[list[Stream], list[int]]:
+def make_streams(
+    rank: int, prefix: bytes, files: list[int]
+) -> tuple[list[OutputStream], list[int]]:
     """Return the streams that pass the output on, and the ends of their pipes to write to."""
     view = ""
     if os.environ.get("EZPZ_TERMINAL"):
@@ -323,12 +327,12 @@ def make_streams(rank: int, prefix: bytes, files: list[int]) -> tuple[list[Strea
         source, output = os.pipe()
         terminal = Sink(index + 1, f"the terminal's std{name}")
         file = Sink(files[index], f"rank-{rank}.{name}") if files else None
-        streams.append(Stream(source, terminal, file, prefix, view))
+        streams.append(OutputStream(source, terminal, file, prefix, view))
         outputs.append(output)
     return streams, outputs
 
 
-def start_command(command: list[str], outputs: list[int], place: str, signals: Signals) -> int:
+def start_command(command: list[str], outputs: list[int], rank_label: str, signals: Signals) -> int:
     """Fork the command; return its process id."""
     child = os.fork()
     if child == 0:
@@ -336,7 +340,7 @@ def start_command(command: list[str], outputs: list[int], place: str, signals: S
             for descriptor, output in enumerate(outputs, start=1):
                 os.dup2(output, descriptor)
             signals.restore()
-            os._exit(execute(command, place, initial_environment()))
+            os._exit(exec_command(command, rank_label, initial_environment()))
         finally:
             os._exit(126)
     for output in outputs:
@@ -344,7 +348,7 @@ def start_command(command: list[str], outputs: list[int], place: str, signals: S
     return child
 
 
-def execute(command: list[str], place: str, environment: dict[bytes, bytes]) -> int:
+def exec_command(command: list[str], rank_label: str, environment: dict[bytes, bytes]) -> int:
     """Become the command, found as a shell would; return the exit status if that fails."""
     program = os.fsencode(command[0])
     paths = [program]
@@ -363,10 +367,10 @@ def execute(command: list[str], place: str, environment: dict[bytes, bytes]) -> 
                 words = [b"sh", path, *map(os.fsencode, command[1:])]
                 os.execve("/bin/sh", words, environment)  # noqa: S606 - as execvp does
     if refused:
-        say(f"{place}: {command[0]!r}: {refused}; expected a program that can be executed")
+        say(f"{rank_label}: {command[0]!r}: {refused}; expected a program that can be executed")
         return 126
     where = "no such file" if b"/" in program else "not found on PATH"
-    say(f"{place}: {command[0]!r}: {where}; expected it on every host; give a path that is")
+    say(f"{rank_label}: {command[0]!r}: {where}; expected it on every host; give a path that is")
     return 127
 
 
@@ -422,7 +426,7 @@ class Sink:
                 )
 
 
-class Stream:
+class OutputStream:
     """The command's stdout or stderr, on its way to the terminal, and to a file if there is one."""
 
     def __init__(
@@ -528,7 +532,7 @@ def is_debugging() -> bool:
     return bool(os.environ.get("EZPZ_DEBUG"))
 
 
-def pump(child: int, streams: list[Stream], wake_fd: int) -> int:
+def pump(child: int, streams: list[OutputStream], wake_fd: int) -> int:
     """Pass the output on until the command has ended; return its exit status."""
     poller = select.poll()
     for source in (wake_fd, *(stream.source for stream in streams)):
@@ -561,7 +565,7 @@ def pump(child: int, streams: list[Stream], wake_fd: int) -> int:
 
 
 def read_ready(
-    ready: list[int], streams: dict[int, Stream], poller: select.poll, now: float
+    ready: list[int], streams: dict[int, OutputStream], poller: select.poll, now: float
 ) -> int:
     """Read once from each that is ready and show what is due; return how many bytes came."""
     taken = 0

@@ -16,7 +16,7 @@ from ezpz_launch._errors import LaunchError, say
 from ezpz_launch._plan.explain import wrap_last_cell
 from ezpz_launch._plan.plan import LaunchPlan
 from ezpz_launch._run.launch import Outcome, describe_exit_status
-from ezpz_launch._run.processes import start_time_of, is_running
+from ezpz_launch._run.processes import is_running, start_time_of
 from ezpz_launch._version import __version__
 from ezpz_topo import Allocation, fold_nodelist, get_hostname, same_host
 

@@ -47,7 +47,7 @@ def main(words: list[str]) -> int:
     return max(wait_for(pid) for pid in pids)
 
 
-def start_rank(rank: int, size: int, command: list[str], ignored: list[int]) -> int:
+def start_rank(rank: int, size: int, command: list[str], ignored_signals: list[int]) -> int:
     """Fork a rank; return its process id."""
     pid = os.fork()
     if pid:
@@ -60,7 +60,7 @@ def start_rank(rank: int, size: int, command: list[str], ignored: list[int]) -> 
     try:
         os.setpgid(0, 0)
         for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT):  # Python's own
-            if number not in ignored:
+            if number not in ignored_signals:
                 signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
         os.environ["EZPZ_SPAWN_RANK"] = str(rank)

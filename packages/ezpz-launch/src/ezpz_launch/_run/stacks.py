@@ -14,8 +14,8 @@ from ezpz_launch._run.processes import (
     children_of,
     executable_of,
     has_mapped,
-    printable,
     send,
+    shorten_command,
 )
 
 MAX_WORKERS = 4
@@ -59,7 +59,7 @@ def find_python_processes(rank_pid: int) -> tuple[list[int], list[int]]:
     workers: list[int] = []
     level = [(child, False) for child in children_of(rank_pid)]
     for pid, is_below_training in level:
-        is_python = _is_training(pid)
+        is_python = _is_python_program(pid)
         if is_python and is_below_training:
             workers.append(pid)
         elif is_python:
@@ -68,7 +68,7 @@ def find_python_processes(rank_pid: int) -> tuple[list[int], list[int]]:
     return training, workers[:MAX_WORKERS]
 
 
-def _is_training(pid: int) -> bool:
+def _is_python_program(pid: int) -> bool:
     program = os.path.basename(executable_of(pid)).lower()
     # The second: a program with an interpreter inside.
     is_python = program.startswith(("python", "pypy")) or has_mapped(pid, b"/libpython")
@@ -92,7 +92,7 @@ def dump_stacks(rank_pid: int, py_spy: str, seconds: float) -> str | None:
             text = _read_dump(dump, deadline)
             if not text and pid in training:
                 return None
-            title = printable(arguments_of(pid), 200)
+            title = shorten_command(arguments_of(pid), 200)
             text = text or "py-spy got no stack of it"
             parts.append(f"rank's process {pid}: {title}\n{text}\n")
     except OSError:

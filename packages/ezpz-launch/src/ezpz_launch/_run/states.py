@@ -180,7 +180,7 @@ class Ranks:
         self._counts = Counter({RankState.UNSTARTED: nproc})
         self._causes: dict[int, int] = {}
 
-    def record_start(self, rank: int, pid: int) -> bool:
+    def mark_started(self, rank: int, pid: int) -> bool:
         """Record that a rank started; False if that is known, or there is no such rank."""
         if rank >= self.nproc or rank in self.pids:
             return False
@@ -189,17 +189,17 @@ class Ranks:
             self._change(rank, RankState.RUNNING)
         return True
 
-    def record_cause(self, rank: int, cause: int) -> None:
+    def mark_cause(self, rank: int, cause: int) -> None:
         """Record that a rank is about to leave because of another."""
         if cause < self.nproc:
             self._causes[rank] = cause
 
-    def record_end(self, rank: int, status: int) -> bool:
+    def mark_ended(self, rank: int, status: int) -> bool:
         """Record a rank's exit status; False if one is known, or there is no such rank."""
         state = RankState.FAILED if status else RankState.ENDED
         return self._end(rank, status, state)
 
-    def record_loss(self, rank: int) -> bool:
+    def mark_lost(self, rank: int) -> bool:
         """Record that a rank is gone without a report; False if its end is known."""
         return self._end(rank, 128 + signal.SIGKILL, RankState.LOST)
 
@@ -208,12 +208,12 @@ class Ranks:
             return False
         self.exit_statuses[rank] = status
         self._change(rank, state)
-        if status and self._comes_first(state):
+        if status and self._precedes_first_failure(state):
             # Who leaves because of another may be quicker, and ends with its status.
             self.first_failure = (self._causes.get(rank, rank), status)
         return True
 
-    def _comes_first(self, state: RankState) -> bool:
+    def _precedes_first_failure(self, state: RankState) -> bool:
         """Whether a failure that is recorded now is the first one."""
         if self.first_failure is None:
             return True

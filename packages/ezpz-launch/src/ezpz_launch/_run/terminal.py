@@ -34,7 +34,7 @@ class Terminal:
         # What is added to the ranks' environment; what the user has set, stays.
         self.environment = {name: env.get(name, value) for name, value in added.items()}
 
-    def begin(self) -> None:
+    def print_start(self) -> None:
         """Say what is started: it may take a rank a minute to import torch."""
         launcher, placement = self._planned.launcher, self._planned.placement
         program, count = os.path.basename(launcher.path), len(placement.hosts)
@@ -44,7 +44,7 @@ class Terminal:
         ranks = f"{placement.nproc} rank{'s' * (placement.nproc > 1)}"
         say(f"{ranks} on {first if count == 1 else f'{count} hosts'} by {how}")
 
-    def end(self, status: int) -> None:
+    def print_end(self, status: int) -> None:
         """Say that all is well, and in any case where the metrics are."""
         words = [f"ok in {duration(time.monotonic() - self._began)}"] if not status else []
         with suppress(OSError):  # no History of rank 0's, or on a host that does not share the file
