@@ -31,8 +31,7 @@ class Exchange:
     """One update on its way."""
 
     step: int
-    names: list[str]  # sorted
-    values: list[float]
+    metrics: dict[str, float]  # sorted by name
     gathered: Any  # a tensor of shape (ranks, _HEAD + room), complete once the work is done
     work: Any
 
@@ -66,19 +65,16 @@ class Across:
 
     def begin(self, step: int, metrics: Mapping[str, Any]) -> Exchange:
         """Send this rank's numbers; the others' are waited for by `end`. Collective."""
-        names = sorted(metrics)
-        return self._gather(step, names, [as_float(metrics[name]) for name in names])
-
-    def _gather(self, step: int, names: list[str], values: list[float]) -> Exchange:
-        digest = blake2b(json.dumps(names).encode(), digest_size=6).digest()
-        row = [float(int.from_bytes(digest)), float(step), float(len(names))]  # 48 bits are exact
-        row += [*values, *[0.0] * self._room][: self._room]
+        numbers = {name: as_float(metrics[name]) for name in sorted(metrics)}
+        digest = blake2b(json.dumps(list(numbers)).encode(), digest_size=6).digest()
+        row = [float(int.from_bytes(digest)), float(step), float(len(numbers))]  # 48 bits are exact
+        row += [*numbers.values(), *[0.0] * self._room][: self._room]
         with _translate_errors(f"at step {step}"):
             own = self._torch.tensor(row, dtype=self._torch.float64, device=self._device)
             gathered = own.new_empty(len(self._hosts), len(row))
             parts = list(gathered.unbind())
             work = self._dist.all_gather(parts, own, group=self._group, async_op=True)
-        return Exchange(step, names, values, gathered, work)
+        return Exchange(step, numbers, gathered, work)
 
     def end(self, exchange: Exchange, *, closing: bool = False) -> tuple[dict[str, float], str]:
         """Return the statistics by name, and a warning where ranks differ ("" where not)."""
@@ -91,12 +87,12 @@ class Across:
         most = int(table[:, _HEAD - 1].max())
         if most > self._room:  # all ranks see that, make room, and send once more
             self._room = 2 * most
-            again = self._gather(exchange.step, exchange.names, exchange.values)
+            again = self.begin(exchange.step, exchange.metrics)
             return self.end(again, closing=closing)
         different = np.flatnonzero((table[:, :_HEAD] != table[0, :_HEAD]).any(axis=1)).tolist()
         if different:
             return {}, self._warn(table, different)
-        return compute_statistics(table[:, _HEAD : _HEAD + most], exchange.names), ""
+        return compute_statistics(table[:, _HEAD : _HEAD + most], list(exchange.metrics)), ""
 
     def _warn(self, table: NDArray[np.float64], different: Sequence[int]) -> str:
         """Return what differs between the ranks; "" if it was returned before."""
