@@ -24,7 +24,7 @@ import fire
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "harness")]
-from tests.conftest import load
+from tests.conftest import load  # noqa: E402  # it is found by the path above
 
 launches = load("faults.launches")
 words_of, parent_of = launches.words_of, launches.parent_of
