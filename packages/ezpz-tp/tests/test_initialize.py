@@ -46,6 +46,8 @@ METHODS = {
     "kaiming_normal": init.kaiming_normal_,
     "kaiming_uniform": functools.partial(init.kaiming_uniform_, a=5**0.5),
     "kaiming_uniform of fan_out": functools.partial(init.kaiming_uniform_, mode="fan_out"),
+    "xavier without a generator": functools.partial(init.xavier_uniform_, generator=None),
+    "kaiming without a generator": functools.partial(init.kaiming_normal_, generator=None),
     "normal": functools.partial(init.normal_, std=0.02),
     "uniform": functools.partial(init.uniform_, a=-2.0),
     "trunc_normal": functools.partial(init.trunc_normal_, std=0.02),

@@ -105,11 +105,12 @@ def find_tile_method(init_method: InitMethod, full_shape: Sequence[int]) -> Tile
     options: dict[str, Any] = {}
     if isinstance(init_method, functools.partial) and not init_method.args:
         function = init_method.func
-        options = init_method.keywords
+        options = dict(init_method.keywords)
     if not isinstance(function, FunctionType) or options.get("generator") is not None:
         return None
     if function in _CONSTANT:
         return _ignore_generator(functools.partial(function, **options))
+    options.pop("generator", None)  # the tile's is given instead
     if function in _DRAWING:
         return functools.partial(function, **options)
     if function in _SCALED_BY_FAN:
