@@ -110,7 +110,7 @@ def test_a_weight_of_one_tile_is_torchs(method):
     """Fans and bounds are those of the full weight: at degree 4, too."""
     expected = torch.empty(8, 40)
     with torch.random.fork_rng():
-        torch.manual_seed(_initialize.derive_seed(1, 0))
+        torch.manual_seed(_initialize.derive_tile_seed(1, 0))
         method(expected)
     assert torch.equal(shards((8, 40), 0, 4, method)[1], expected)
 
@@ -163,7 +163,7 @@ def test_any_other_callable_draws_the_whole_weight(method):
     before = torch.get_rng_state()
     expected = torch.empty(48, 72)
     with torch.random.fork_rng():
-        torch.manual_seed(_initialize.derive_seed(1, 0))
+        torch.manual_seed(_initialize.derive_tile_seed(1, 0))
         method(expected)
     for dim, degree in ((0, 1), (0, 4), (1, 3), (0, 5)):
         assert torch.equal(shards((48, 72), dim, degree, method)[1], expected)

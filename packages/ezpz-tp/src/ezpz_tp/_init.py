@@ -394,7 +394,7 @@ def _fill(
         values = into
         if not direct:
             values = torch.empty(tile.sizes, dtype=dtype, device=target.device)
-        fill_tile(values, generator=generator.manual_seed(derive_seed(seed, number)))
+        fill_tile(values, generator=generator.manual_seed(derive_tile_seed(seed, number)))
         if not direct:
             into.copy_(values[both.within(tile).slices])
 
@@ -415,7 +415,7 @@ def _draw_whole(
             stacklevel=3,
         )
     weight = torch.empty(full_shape, dtype=dtype, device=like.device)
-    with _seeded(derive_seed(seed, 0), like.device):
+    with _seeded(derive_tile_seed(seed, 0), like.device):
         init_method(weight)
     return weight
 
@@ -426,7 +426,7 @@ def _drawn_dtype(target: Tensor) -> torch.dtype:
     return torch.float32
 
 
-def derive_seed(seed: int, number: int) -> int:
+def derive_tile_seed(seed: int, number: int) -> int:
     """Return a 64-bit seed that has nothing in common with its neighbors' (splitmix64)."""
     # With a plain sum, tile 1 of one layer would be tile 0 of the layer seeded next.
     state = seed % 2**64
