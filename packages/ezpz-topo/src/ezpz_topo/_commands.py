@@ -13,7 +13,7 @@ import time
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ._errors import InvalidVariableError, NoSchedulerError, SchedulerError
+from ._errors import InvalidVariableError, NoSchedulerError, SchedulerError, shorten
 
 MAX_BYTES = 64 << 20
 """More output than this is refused; exec_host and exec_vnode of 10,000 hosts are about 1 MB."""
@@ -21,6 +21,7 @@ MAX_BYTES = 64 << 20
 TIME_LIMIT = "EZPZ_SCHEDULER_TIMEOUT"  # the variable that gives the seconds to wait for each answer
 _DEFAULT_TIME_LIMIT = 10.0
 _FIRST_PAUSE = 0.25
+_MAX_SHOWN = 160  # characters of a command or a line in an error
 _NEVER_TRANSIENT = (126, 127)
 
 _NOT_SET_UP = ("Could not establish a configuration source", "cannot connect to server  (errno")
@@ -64,7 +65,7 @@ def ask(
     """
     if time_limit is None:
         time_limit = get_time_limit(env)
-    command = _shorten(" ".join(argv))
+    command = shorten(" ".join(argv), _MAX_SHOWN)
     path = find(argv[0], env, place) or argv[0]
     answer = None
     attempt = 0
@@ -92,7 +93,7 @@ def _status_error(command: str, answer: Answer, count: str) -> SchedulerError:
     """Return the error of a command that ended with a status that is no answer."""
     last_line = "nothing"
     for line in (answer.stderr.strip() or answer.stdout.strip()).splitlines():
-        last_line = _shorten(line)
+        last_line = shorten(line, _MAX_SHOWN)
     kind = SchedulerError
     for words in _NOT_SET_UP:
         if words in answer.stderr or words in answer.stdout:
@@ -181,10 +182,10 @@ def _start(argv: Sequence[str], env: Mapping[str, str], place: str) -> subproces
         hint = "add the command's directory"
         if place:
             hint = f"export PATH=$PATH:{place}"
-        path = _shorten(env.get("PATH", os.defpath))
+        path = shorten(env.get("PATH", os.defpath), _MAX_SHOWN)
         raise SchedulerError(
-            f"{_shorten(argv[0])} cannot be started ({reason}); expected the scheduler's command "
-            f"on PATH={path}, which a login shell may have reset: {hint}"
+            f"{shorten(argv[0], _MAX_SHOWN)} cannot be started ({reason}); expected the "
+            f"scheduler's command on PATH={path}, which a login shell may have reset: {hint}"
         ) from error
 
 
@@ -221,13 +222,7 @@ def _read(process: subprocess.Popen[bytes], deadline: float) -> tuple[bytearray,
                 key.data.extend(chunk)
                 if len(key.data) > MAX_BYTES:
                     raise SchedulerError(
-                        f"{_shorten(str(process.args))} printed more than {MAX_BYTES >> 20} MiB; "
-                        "expected a scheduler's answer; run it by hand and see what it prints"
+                        f"{shorten(str(process.args), _MAX_SHOWN)} printed more than "
+                        f"{MAX_BYTES >> 20} MiB; expected a scheduler's answer; run it by hand and see what it prints"
                     )
     return out, err
-
-
-def _shorten(text: str) -> str:
-    if len(text) > 160:
-        text = f"{text[:157]}..."
-    return repr(text)

@@ -45,6 +45,13 @@ class CheckError(TopoError):
     """What a check of ``ezpz doctor`` returned is no result."""
 
 
+def shorten(text: str, length: int) -> str:
+    """Return a text quoted, and cut with dots where it is longer."""
+    if len(text) > length:
+        text = f"{text[: length - 3]}..."
+    return repr(text)
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return the end of an error's sentence that names the nearest word; empty if none is near."""
     import difflib  # noqa: PLC0415 - only a wrong word needs it

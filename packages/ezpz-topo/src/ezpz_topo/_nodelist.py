@@ -9,11 +9,12 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from ._errors import InvalidVariableError, NodelistError
+from ._errors import InvalidVariableError, NodelistError, shorten
 
 # Host names: this host's own, and when two names mean the same host.
 
 _NAME = r"[A-Za-z0-9_][A-Za-z0-9_-]*(?:\.[A-Za-z0-9_][A-Za-z0-9_-]*)*\.?"
+_MAX_SHOWN = 60  # characters of a nodelist in an error
 _MAX_NAME = 254  # DNS: 253 characters, and the final dot
 _OCTETS = frozenset(str(number) for number in range(256))
 _NUMERIC = r"(?:0[xX][0-9a-fA-F]*|[0-9]+)(?:\.(?:0[xX][0-9a-fA-F]*|[0-9]+))*\.?"
@@ -208,7 +209,7 @@ def first_host(nodelist: str) -> str:
         for ranges, literal in zip(brackets, literals[1:], strict=True):
             host += f"{ranges[0].low:0{ranges[0].width}d}{literal}"
         return host
-    raise NodelistError(f"nodelist {_shorten(nodelist)} names no host")
+    raise NodelistError(f"nodelist {shorten(nodelist, _MAX_SHOWN)} names no host")
 
 
 def fold_nodelist(hosts: Iterable[str]) -> str:
@@ -250,7 +251,7 @@ def _split_names(nodelist: str) -> Iterable[tuple[str, int]]:
             if bracket == "[":
                 problem = "is not closed, or holds another"
             raise NodelistError(
-                f"nodelist {_shorten(nodelist)}: the bracket at position {end}, "
+                f"nodelist {shorten(nodelist, _MAX_SHOWN)}: the bracket at position {end}, "
                 f"{nodelist[end : end + 20]!r}, {problem}; expected ranges such as nid[001-004,007]"
             )
         yield nodelist[position:end], position
@@ -282,8 +283,8 @@ def _parse_range(part: str, bracket: str, position: int, nodelist: str) -> _Rang
         if low <= high:
             return _Range(low, high, len(match[1]))
     raise NodelistError(
-        f"nodelist {_shorten(nodelist)}: {part[:20]!r} in the bracket [{bracket[:20]}] of "
-        f"the name at position {position} is no range; expected low-high in decimal, "
+        f"nodelist {shorten(nodelist, _MAX_SHOWN)}: {part[:20]!r} in the bracket "
+        f"[{bracket[:20]}] of the name at position {position} is no range; expected low-high in decimal, "
         "such as nid[001-004,007]"
     )
 
@@ -291,8 +292,8 @@ def _parse_range(part: str, bracket: str, position: int, nodelist: str) -> _Rang
 def _check_size(count: int, name: str, position: int, nodelist: str, max_hosts: float) -> None:
     if count > max_hosts:
         raise NodelistError(
-            f"nodelist {_shorten(nodelist)}: {name[:40]!r} at position {position} brings it to "
-            f"{count} hosts or more; expected at most {max_hosts}; name fewer hosts"
+            f"nodelist {shorten(nodelist, _MAX_SHOWN)}: {name[:40]!r} at position {position} "
+            f"brings it to {count} hosts or more; expected at most {max_hosts}; name fewer hosts"
         )
 
 
@@ -354,12 +355,6 @@ def _format_range(first: str, last: str) -> str:
     if first == last:
         return first
     return f"{first}-{last}"
-
-
-def _shorten(nodelist: str) -> str:
-    if len(nodelist) > 60:
-        nodelist = f"{nodelist[:57]}..."
-    return repr(nodelist)
 
 
 # Slurm's compressed task counts: ``4(x2),3`` is 4, 4, 3 in the order of the nodelist.
