@@ -98,10 +98,18 @@ def test_a_backend_that_does_not_start_is_an_error(bare, monkeypatch):
 
 
 def test_what_is_computed_wrongly_is_an_error(bare, monkeypatch):
+    multiply = torch.Tensor.__matmul__
+    errors = iter((0, 3))  # the host is right, and the device is not
+
+    def multiply_wrongly(one, other):
+        product = multiply(one, other)
+        product[-1, 0] -= next(errors)
+        return product
+
     with monkeypatch.context() as patch:
-        patch.setattr(torch, "equal", lambda one, other: False)
+        patch.setattr(torch.Tensor, "__matmul__", multiply_wrongly)
         done, problem = try_devices("cpu", 1, time.monotonic() + 60)
-    assert (done, problem) == (0, "cpu:0 multiplies wrongly: off by 0")
+    assert (done, problem) == (0, "cpu:0 multiplies wrongly: off by 3")
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor: tensor.add_(1))
     result = check(60, {**NOTHING, "TORCH_DEVICE": "cpu"}, root=str(bare))
     assert result.status == "error"
