@@ -89,6 +89,28 @@ def test_an_exception_in_a_thread(run, form):
         assert "Exception in thread feeder" in err
 
 
+def test_an_undone_hook_that_another_library_kept_does_not_log(run):
+    err, lines = run(
+        """
+        configure_logs()
+        ours = sys.excepthook
+        ours_in_threads = threading.excepthook
+        sys.excepthook = lambda *arguments: ours(*arguments)
+        threading.excepthook = lambda arguments: ours_in_threads(arguments)
+        configure_logs(directory="logs")
+        thread = threading.Thread(target=lambda: [][1])
+        thread.start()
+        thread.join()
+        1 / 0
+        """
+    )
+    kinds = [line["event"].split()[1] for line in lines]
+    assert kinds == ["IndexError:", "ZeroDivisionError:"]
+    assert err.count("uncaught IndexError") == 1
+    assert err.count("uncaught ZeroDivisionError") == 1
+    assert err.count("Traceback") == 2
+
+
 @pytest.mark.parametrize(
     ("code", "status", "tracebacks"), [("raise KeyboardInterrupt", -2, 1), ("sys.exit(3)", 3, 0)]
 )

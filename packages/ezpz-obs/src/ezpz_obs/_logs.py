@@ -422,18 +422,22 @@ def _hook_exceptions(undo: ExitStack) -> None:
     """Log uncaught exceptions, also of threads, before the hooks that were there."""
     before = sys.excepthook
     before_in_threads = threading.excepthook
+    is_undone = False
 
     def hook(kind: Any, value: BaseException, trace: Any) -> None:
-        if not _log_in_hook(value, is_default_hook=before is sys.__excepthook__):
+        is_default_hook = before is sys.__excepthook__
+        if is_undone or not _log_in_hook(value, is_default_hook=is_default_hook):
             before(kind, value, trace)
 
     def thread_hook(arguments: threading.ExceptHookArgs) -> None:
         is_default_hook = before_in_threads is threading.__excepthook__
-        if not _log_in_hook(arguments.exc_value, is_default_hook=is_default_hook):
+        if is_undone or not _log_in_hook(arguments.exc_value, is_default_hook=is_default_hook):
             before_in_threads(arguments)
 
     def remove() -> None:
-        if sys.excepthook is hook:  # else another hook calls ours
+        nonlocal is_undone
+        is_undone = True  # another hook may call ours still
+        if sys.excepthook is hook:
             sys.excepthook = before
         if threading.excepthook is thread_hook:
             threading.excepthook = before_in_threads
