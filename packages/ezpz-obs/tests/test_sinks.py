@@ -83,6 +83,20 @@ def test_one_that_fails_is_switched_off_with_one_line_and_replayed_later(where, 
     assert later.header["replayed"]
 
 
+def test_all_lines_of_an_error_are_in_the_one_line(warned):
+    def refuse():
+        raise ValueError(
+            "1 validation error for Run\n  project\n    too long [value='xx']" + "y" * 999
+        )
+
+    with History(sinks=[Recorder(open=refuse)]):
+        pass
+    (said,) = warned()
+    assert "open: ValueError: 1 validation error for Run project too long [value='xx']yy" in said
+    assert said.count("\n") == 0
+    assert len(said) < 700
+
+
 def test_what_a_library_ends_with_ends_no_training(warned):
     with History(sinks=[Recorder(write=lambda: sys.exit(3))]) as history:
         history.record({"loss": 1.0})

@@ -33,8 +33,16 @@ def describe_failure(value: object, method: str, error: Exception) -> str:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return an error in one line: ``OSError: [Errno 28] No space left on device``."""
-    text = to_text(error).strip().partition("\n")[0]
+    """Return an error's first line: ``OSError: [Errno 28] No space left on device``."""
+    return _describe(error, to_text(error).strip().partition("\n")[0])
+
+
+def describe_error_in_full(error: BaseException) -> str:
+    """Return an error with all of its lines in one: the value and the remedy come last."""
+    return _describe(error, " ".join(to_text(error).split()))
+
+
+def _describe(error: BaseException, text: str) -> str:
     if not text:
         return type(error).__name__
     return f"{type(error).__name__}: {text[:_LONGEST_ERROR]}"

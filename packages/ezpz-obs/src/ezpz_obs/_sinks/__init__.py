@@ -14,7 +14,7 @@ from typing import Any, Final, Protocol, runtime_checkable
 
 from ezpz_obs._errors import SinkError
 from ezpz_obs._run import read_run
-from ezpz_obs._text import describe_error, to_text
+from ezpz_obs._text import describe_error_in_full, to_text
 
 from .common import SET_UP, check_installed, start_call
 
@@ -124,7 +124,7 @@ class SinkGroup:
                 sink.write(step, metrics)
             # Other people's code, which talks to servers: training continues, whatever it raises.
             except (Exception, SystemExit) as error:  # noqa: BLE001
-                self._switch_off(sink, f"failed to write: {describe_error(error)}")
+                self._switch_off(sink, f"failed to write: {describe_error_in_full(error)}")
                 continue
             seconds = time.monotonic() - began
             if seconds > WRITE_SECONDS:
@@ -146,7 +146,7 @@ class SinkGroup:
             return False
         # As in `write`.
         except (Exception, SystemExit) as error:  # noqa: BLE001
-            self._switch_off(sink, f"failed to {action}: {describe_error(error)}")
+            self._switch_off(sink, f"failed to {action}: {describe_error_in_full(error)}")
             return False
         return True
 
