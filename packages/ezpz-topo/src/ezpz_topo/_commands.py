@@ -223,6 +223,7 @@ def _read(process: subprocess.Popen[bytes], deadline: float) -> tuple[bytearray,
                 if len(key.data) > MAX_BYTES:
                     raise SchedulerError(
                         f"{shorten(str(process.args), _MAX_SHOWN)} printed more than "
-                        f"{MAX_BYTES >> 20} MiB; expected a scheduler's answer; run it by hand and see what it prints"
+                        f"{MAX_BYTES >> 20} MiB; expected a scheduler's answer; run it "
+                        "by hand and see what it prints"
                     )
     return out, err

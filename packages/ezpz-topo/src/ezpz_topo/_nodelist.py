@@ -284,8 +284,8 @@ def _parse_range(part: str, bracket: str, position: int, nodelist: str) -> _Rang
             return _Range(low, high, len(match[1]))
     raise NodelistError(
         f"nodelist {shorten(nodelist, _MAX_SHOWN)}: {part[:20]!r} in the bracket "
-        f"[{bracket[:20]}] of the name at position {position} is no range; expected low-high in decimal, "
-        "such as nid[001-004,007]"
+        f"[{bracket[:20]}] of the name at position {position} is no range; expected "
+        "low-high in decimal, such as nid[001-004,007]"
     )
 
 
