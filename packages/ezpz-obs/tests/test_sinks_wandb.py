@@ -89,7 +89,7 @@ def test_nothing_is_started_where_it_is_disabled_and_on_other_ranks(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["home"]
 
 
-OFFLINE = "offline: send it later by `wandb sync`"
+OFFLINE = "(credentials from WANDB_API_KEY); offline: send it later by `wandb sync`"
 
 
 def never(path, name):
@@ -142,6 +142,29 @@ def test_nobody_is_asked_on_a_terminal_and_the_run_is_offline(clean, server, tmp
         assert b'"verify": false, "project": "tests"' in shown
         assert b"WARNING" not in shown
     assert list(tmp_path.glob("out/wandb/offline-run-*/*.wandb"))
+
+
+@pytest.mark.parametrize("kind", ["none", "mapping", "object"])
+def test_settings_of_one_s_own_wait_no_longer(monkeypatch, kind):
+    import wandb
+
+    started = []
+    monkeypatch.setattr(wandb, "init", lambda **options: started.append(options["settings"]))
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    own = {"console": "wrap", "finish_timeout": 3.0}
+    if kind == "none":
+        setup_wandb("p")
+        setup_wandb("p", settings=None)
+    elif kind == "mapping":
+        setup_wandb("p", settings=own)
+    else:
+        theirs = wandb.Settings(**own)
+        setup_wandb("p", settings=theirs)
+        assert theirs.model_fields_set == own.keys()
+    for settings in started:
+        assert settings.init_timeout == 7.0
+        assert settings.finish_timeout == (7.0 if kind == "none" else 3.0)
+        assert settings.console == ("off" if kind == "none" else "wrap")
 
 
 BLOCK, HEAD = 32768, 7

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import copy
 import logging
 import netrc
 import os
@@ -14,7 +15,7 @@ from urllib.parse import urlsplit
 
 from ezpz_obs._context import find_rank_info
 from ezpz_obs._errors import SinkError
-from ezpz_obs._text import describe_error
+from ezpz_obs._text import describe_error_in_full
 from ezpz_topo import redact
 
 from .common import (
@@ -26,6 +27,7 @@ from .common import (
 )
 
 if TYPE_CHECKING:
+    import wandb
     from wandb import Run
 
 Mode = Literal["online", "offline", "disabled", "shared"]
@@ -164,24 +166,43 @@ def start_run(**options: Any) -> Any:
         try:
             return _init(mode, options)
         except wandb.errors.Error as error:
-            problem = describe_error(error)
-        logger.warning("W&B: %s; offline: send it later by `wandb sync`", problem)
+            problem = describe_error_in_full(error)
+        # Of a key that the server refuses W&B's error has no word.
+        logger.warning(
+            "W&B: %s (credentials from %s); offline: send it later by `wandb sync`",
+            problem,
+            find_credentials(os.environ) or "nowhere",
+        )
         if wandb.run is None:  # else it would end the user's
             wandb.teardown()  # the service has the run's id in use
     try:
         return _init("offline", options)
     except wandb.errors.Error as error:
-        logger.warning("W&B: %s; going on without W&B", describe_error(error))
+        logger.warning("W&B: %s; going on without W&B", describe_error_in_full(error))
         return None
 
 
 def _init(mode: Mode, options: Mapping[str, Any]) -> Any:
     import wandb
 
-    settings = wandb.Settings(init_timeout=INIT_SECONDS, console="off", silent=True)
-    if hasattr(settings, "finish_timeout"):  # older ones wait for the server without a limit
-        settings.finish_timeout = _FINISH_SECONDS
-    return wandb.init(mode=mode, **{"settings": settings, **options})
+    settings = options.get("settings")
+    if settings is None:
+        settings = {"console": "off", "silent": True}
+    if isinstance(settings, Mapping):
+        settings = wandb.Settings(**settings)
+    return wandb.init(mode=mode, **{**options, "settings": _limit_waiting(settings)})
+
+
+def _limit_waiting(settings: wandb.Settings) -> wandb.Settings:
+    """Return a copy of settings that waits for a server for seconds, unless they say how long."""
+    limited = copy.copy(settings)
+    given = getattr(limited, "model_fields_set", ())  # before W&B 0.19 nothing tells
+    limits = {"init_timeout": INIT_SECONDS, "finish_timeout": _FINISH_SECONDS}
+    for name, seconds in limits.items():
+        # Older libraries have no finish_timeout, and wait at the end without a limit.
+        if hasattr(limited, name) and name not in given:
+            setattr(limited, name, seconds)
+    return limited
 
 
 _AXIS = "step"
