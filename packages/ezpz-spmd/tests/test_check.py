@@ -2,7 +2,10 @@
 
 import gc
 import re
+import threading
+import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from inspect import getsourcelines
 from math import prod
@@ -16,7 +19,7 @@ from torch.nn import functional as F
 
 import ezpz_spmd
 import ezpz_tp as tp
-from ezpz_spmd import ParallelTypeError, check, declare_type, type_of
+from ezpz_spmd import ParallelTypeError, _check, check, declare_type, type_of
 from ezpz_spmd._rules import is_foreign
 from ezpz_tp.testing import run_ranks
 
@@ -146,6 +149,30 @@ def test_nothing_is_left_behind():
     exchanged = torch.autograd.Function.__dict__["apply"], torch.distributed.all_reduce
     run_ranks(leftovers, 2, tensor=2)
     assert exchanged == (torch.autograd.Function.__dict__["apply"], torch.distributed.all_reduce)
+
+
+def test_nothing_is_left_behind_by_two_threads(monkeypatch):
+    exchanged = torch.autograd.Function.__dict__["apply"]
+    patch_all = _check._patch_all
+
+    def patch_all_slowly():
+        calls.append(patch_all)
+        time.sleep(0.1)
+        return patch_all()
+
+    calls = []
+    both_are_inside = threading.Barrier(2, timeout=60)
+
+    def patch():
+        with _check.patched():
+            both_are_inside.wait()
+
+    monkeypatch.setattr(_check, "_patch_all", patch_all_slowly)
+    with ThreadPoolExecutor() as threads:
+        for patching in [threads.submit(patch), threads.submit(patch)]:
+            patching.result()
+    assert len(calls) == 1  # a second one would wrap, and then restore, what the first has wrapped
+    assert torch.autograd.Function.__dict__["apply"] is exchanged
 
 
 def declare_what_cannot_be_known():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -282,7 +283,10 @@ def _record_of_transposed(operand: Operand) -> Record:
 # do the same as before for everybody else: ``ezpz_tp``'s region functions wherever a module has
 # them by name, methods of `Pipeline`, ``torch.autograd.Function.apply``, and the functions of
 # ``torch.distributed`` that change a tensor. What was compiled runs uncompiled.
+#
+# Several threads may check at once: the first exchanges the functions, and the last restores them.
 
+_lock = threading.Lock()
 _users = 0
 _restore = ExitStack()
 
@@ -316,17 +320,19 @@ def active_checkers() -> list[Checker]:
 
 @contextmanager
 def patched() -> Iterator[None]:
-    """Exchange the functions as long as anybody checks."""
+    """Exchange the functions as long as anybody checks, in any thread."""
     global _users, _restore
-    if not _users:
-        _restore = _patch_all()
-    _users += 1
+    with _lock:
+        if not _users:
+            _restore = _patch_all()
+        _users += 1
     try:
         yield
     finally:
-        _users -= 1
-        if not _users:
-            _restore.close()
+        with _lock:
+            _users -= 1
+            if not _users:
+                _restore.close()
 
 
 def _patch_all() -> ExitStack:
