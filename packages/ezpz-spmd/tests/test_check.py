@@ -251,6 +251,47 @@ def test_views_and_linear_operations_keep_the_type_and_others_are_refused():
     run_ranks(keep_and_refuse_types, 2, tensor=2)
 
 
+def refuse_what_is_not_linear():
+    up, down, _ = seeded.weights()
+    with check():
+        out = seeded.inner(seeded.data(4, 16), up) @ down.T
+        target = torch.rand(4, 16)
+        image = out.view(1, 2, 4, 8)
+        for wrong in (
+            lambda: F.binary_cross_entropy(out * 0, target),
+            lambda: F.binary_cross_entropy_with_logits(out, target),
+            lambda: F.kl_div(out, target),
+            lambda: F.smooth_l1_loss(out, target),
+            lambda: F.huber_loss(out, target),
+            lambda: F.normalize(out),
+            lambda: F.cosine_similarity(out, target),
+            lambda: F.instance_norm(image),
+            lambda: F.max_pool1d(out, 2),
+            lambda: F.max_pool2d(image, 2),
+            lambda: F.max_pool2d(image, 2, return_indices=True),
+            lambda: F.max_pool3d(image, 2),
+            lambda: F.adaptive_max_pool2d(image, 2),
+            lambda: F.fractional_max_pool2d(image, 2, 2),
+            lambda: torch.logcumsumexp(out, 0),
+            lambda: torch.std_mean(out),
+            lambda: torch.var_mean(out),
+            out.median,
+            lambda: torch.cdist(out, out),
+            lambda: torch.linalg.vector_norm(out),
+            lambda: out // 2,
+            lambda: 2 // out,
+            lambda: out.detach().floor_divide_(2),
+            lambda: out % 2,
+            lambda: 2 % out,
+        ):
+            with pytest.raises(ParallelTypeError, match="is not linear"):
+                wrong()
+
+
+def test_a_loss_or_norm_or_maximum_of_a_partial_sum_is_refused():
+    run_ranks(refuse_what_is_not_linear, 2, tensor=2)
+
+
 def leave_a_value_unchecked():
     up, down, bias = seeded.weights()
     with check():

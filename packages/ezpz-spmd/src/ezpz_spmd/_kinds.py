@@ -48,9 +48,14 @@ _NAMES = {
     Kind.QUOTIENT: "div divide true_divide truediv",
     Kind.TEST: "isfinite isnan isinf",
     Kind.NONLINEAR: """
-        softmax log_softmax layer_norm rms_norm group_norm batch_norm cross_entropy nll_loss
-        mse_loss l1_loss norm amax amin argmax argmin prod var std logsumexp sort topk glu rpow
-        rtruediv scaled_dot_product_attention
+        softmax log_softmax layer_norm rms_norm group_norm batch_norm instance_norm normalize
+        cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss kl_div
+        binary_cross_entropy binary_cross_entropy_with_logits cosine_similarity cdist norm
+        linalg_vector_norm amax amin argmax argmin median prod var std var_mean std_mean logsumexp
+        logcumsumexp sort topk glu rpow rtruediv floor_divide remainder
+        max_pool1d max_pool2d max_pool3d max_pool1d_with_indices max_pool2d_with_indices
+        max_pool3d_with_indices adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d
+        fractional_max_pool2d fractional_max_pool3d scaled_dot_product_attention
     """,
 }
 
@@ -60,7 +65,8 @@ for _kind, _names in _NAMES.items():
 
 _OPERATORS = {
     "radd": "add", "iadd": "add", "isub": "sub", "rmul": "mul", "imul": "mul",
-    "rmatmul": "matmul", "itruediv": "truediv",
+    "rmatmul": "matmul", "itruediv": "truediv", "floordiv": "floor_divide",
+    "rfloordiv": "floor_divide", "mod": "remainder", "rmod": "remainder",
 }  # fmt: skip
 
 
