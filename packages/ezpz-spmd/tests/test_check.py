@@ -292,6 +292,27 @@ def test_a_loss_or_norm_or_maximum_of_a_partial_sum_is_refused():
     run_ranks(refuse_what_is_not_linear, 2, tensor=2)
 
 
+def run_recurrent_layers():
+    tp.seed_model_parallel(1)
+    hidden = seeded.data(3, 2, 8)
+    packed = nn.utils.rnn.pack_padded_sequence(hidden, torch.tensor([3, 2]))
+    for kind in (nn.LSTM, nn.GRU, nn.RNN, partial(nn.RNN, nonlinearity="relu")):
+        plain = kind(8, 8)
+        dropping = kind(8, 8, num_layers=2, dropout=0.5)
+        with check(), tp.get_rng_tracker().fork():
+            for given in (hidden, packed):
+                plain(given)
+                dropping.train()
+                with pytest.raises(ParallelTypeError, match="call it outside"):
+                    dropping(given)
+                dropping.eval()
+                dropping(given)
+
+
+def test_recurrent_layers_draw_only_where_they_drop():
+    run_ranks(run_recurrent_layers, 2, tensor=2)
+
+
 def leave_a_value_unchecked():
     up, down, bias = seeded.weights()
     with check():

@@ -295,6 +295,9 @@ def _of_einsum(
 # Random numbers: the same on all tensor-parallel ranks, or other ones on each.
 
 
+_RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
+
+
 def draws_numbers(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a call draws random numbers for a tensor; some draw in training only."""
     if not is_random(name):
@@ -303,6 +306,8 @@ def draws_numbers(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         return bool(argument(args, kwargs, 4, "dropout_p"))
     if name.startswith("rrelu"):
         return bool(argument(args, kwargs, 3, "training"))
+    if name in _RECURRENT:
+        return _drops_between_layers(args, kwargs)
     if "dropout" not in name:
         return kwargs.get("generator") is None  # with one of the user's own, he knows
     probability = kwargs.get("p", 0.5)
@@ -312,6 +317,16 @@ def draws_numbers(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     training = kwargs.get("training", kwargs.get("train", "alpha" not in name))
     if len(args) > 2:
         training = args[2]
+    return bool(probability and training)
+
+
+def _drops_between_layers(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a recurrent net is given dropout, and trains."""
+    # Packed data comes with one tensor more, so places are counted among the numbers:
+    # has_biases, num_layers, dropout, train.
+    numbers = [value for value in args if isinstance(value, (int, float))]
+    probability = argument(numbers, kwargs, 2, "dropout")
+    training = argument(numbers, kwargs, 3, "train")
     return bool(probability and training)
 
 
