@@ -525,12 +525,20 @@ def _find_moved(
 def _refuse_unshardable(
     model: nn.Module, units: dict[str, nn.Module], dtype: object, ignored: Collection[nn.Parameter]
 ) -> None:
-    """Raise by name, before anything is done, where torch raises in forward or in backward."""
+    """Raise by name, before anything is done, where torch raises later, in mid-work or training."""
+    if isinstance(model, nn.ModuleList | nn.ModuleDict):
+        raise WrapError(
+            f"{_FSDP2}: a {type(model).__name__} has no forward; expected the model that calls its "
+            "members"
+        )
     trained: dict[str, tuple[str, torch.dtype]] = {}
     for name, parameter in model.named_parameters():
-        if parameter in ignored or not parameter.requires_grad:
+        if parameter in ignored:
             continue
         about = f"{_FSDP2}: parameter {name}"
+        _refuse_layout(about, parameter)
+        if not parameter.requires_grad:
+            continue
         if not parameter.numel():
             raise WrapError(
                 f"{about} of shape {list(parameter.shape)} has nothing to train; expected an "
@@ -549,6 +557,20 @@ def _refuse_unshardable(
                 f"({unit or 'the root'}); expected one type of all that it trains; cast the model "
                 "to one, and give dtype= to compute in another"
             )
+
+
+def _refuse_layout(about: str, parameter: nn.Parameter) -> None:
+    if parameter.dim() == 0:
+        raise WrapError(
+            f"{about} has no dim to shard along; expected one at least; make it a tensor of "
+            "shape [1]"
+        )
+    if not parameter.is_contiguous():
+        raise WrapError(
+            f"{about} has the strides {list(parameter.stride())} for the shape "
+            f"{list(parameter.shape)}; expected row after row; make it so before: "
+            "parameter.data = parameter.data.contiguous()"
+        )
 
 
 def _check_sizes(reshard: object, shard_size: object, replicas: Members) -> None:
