@@ -444,6 +444,11 @@ def test_workers_are_the_readers_alone_and_tensors_come_to_the_device(ranks):
     assert (workers, no_workers) == (1, 0)
 
 
+def test_a_device_that_does_not_exist_is_refused_at_once():
+    with pytest.raises(RuntimeError, match="cude"):
+        DataLoader([1, 2], device="cude")
+
+
 def test_a_failing_reader_and_workers_that_do_not_start_are_every_ranks_error(ranks):
     script = """
     setup_torch(tensor_parallel_size=2)

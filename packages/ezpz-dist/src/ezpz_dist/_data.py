@@ -367,7 +367,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self._links: list[tuple[int, ProcessGroup]] = []
         if one_reader:
             self._links = _find_links(self._order.count)
-        self._device = device
+        self._device = None if device is None else torch.device(device)
         self._seed = seed
         self._data_rank = data_share()[0]
         # torch draws the workers' seed in each pass. From the default generator, a resumed run
@@ -412,7 +412,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             batches = self._receive()
         if self._device is None:
             return batches
-        return map(partial(_move, device=torch.device(self._device)), batches)
+        return map(partial(_move, device=self._device), batches)
 
     def _read(self) -> Iterator[Any]:
         epoch, position = self._next
