@@ -785,8 +785,10 @@ def test_manifests_that_do_not_fit_their_folder(tmp_path, model):
     folder = Path(save_checkpoint(tmp_path, model=model, step=1).folder)
     path, index = folder / "manifest.json", folder / "index.json"
     whole = path.read_text()
-    rewrite(folder, format=9)
-    refused("has format 9; this ezpz_dist reads 2", load_checkpoint, tmp_path, model=model)
+    for number in (2, 9):
+        rewrite(folder, format=number)
+        said = f"has format {number}; this ezpz_dist reads 3"
+        refused(said, load_checkpoint, tmp_path, model=model)
     for name, said in (("00000.bin", "does not list 00000.bin"), ("index.json", "has no index")):
         path.write_text(whole)
         rewrite(folder, without=[name])
@@ -798,8 +800,8 @@ def test_manifests_that_do_not_fit_their_folder(tmp_path, model):
     refused(said, load_checkpoint, tmp_path, model=model)
     path.write_text(whole.replace('"step": 1', '"step": 7'))
     refused(r"manifest.json is damaged: crc32 \w+; expected \w+", verify_checkpoint, tmp_path)
-    wrong = map(summed, ([], 5, {"format": 2, "step": float("inf"), "files": {}}))
-    for text in ('{"checkpoint": {"format": 2, "files": []}, "crc32": "0"}', "nothing", *wrong):
+    wrong = map(summed, ([], 5, {"format": 3, "step": float("inf"), "files": {}}))
+    for text in ('{"checkpoint": {"format": 3, "files": []}, "crc32": "0"}', "nothing", *wrong):
         path.write_text(text)
         refused("manifest.json is damaged", verify_checkpoint, tmp_path)
         refused("manifest.json is damaged", load_checkpoint, tmp_path, model=model)

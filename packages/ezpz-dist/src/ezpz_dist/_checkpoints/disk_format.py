@@ -33,7 +33,7 @@ from ezpz_tp import Piece
 from .files import find_size, parse_name
 from .values import MALFORMED, align, check_sizes, find_dtype, name_of_dtype
 
-FORMAT = 2
+FORMAT = 3
 MANIFEST = "manifest.json"
 INDEX = "index.json"
 _MAX_MANIFEST = 1 << 30  # bytes: a larger one is none of ours
