@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from ezpz_launch._plan.shim import PROGRAMS
 from ezpz_launch._run import processes, stacks
-from ezpz_launch._run.launch import PROGRAMS, RankSettings
+from ezpz_launch._run.launch import RankSettings
 from ezpz_launch._run.node_ranks import NodeRanks
 from ezpz_launch._run.processes import (
     arguments_of,

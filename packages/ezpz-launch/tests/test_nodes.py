@@ -255,6 +255,9 @@ def test_a_connection_that_is_reset_kills(side, agent, rank, until):
     assert child.wait() == marked.wait() == -signal.SIGKILL
 
 
+DEEP = b"\0\0\x0f\xa0" + b"[" * 4000
+
+
 def test_who_does_not_know_the_secret_of_the_node_is_refused(side, until):
     def signed(node, secret=side.nodes.secret, role="agent", as_node=None):
         def hello(challenge):
@@ -270,6 +273,7 @@ def test_who_does_not_know_the_secret_of_the_node_is_refused(side, until):
         "ours": signed(0, role="launch"),
         "no such node": signed(4),
         "no signature": lambda _: {"type": "hello", "node": 0, "challenge": "ab"},
+        "no number": lambda _: {"type": "hello", "node": float("inf"), "challenge": "ab"},
         "a number": lambda _: {"type": "hello", "node": 0, "challenge": "ab", "signature": 7},
         "no hello": lambda _: {"type": "gone", "rank": 1},
     }
@@ -278,7 +282,7 @@ def test_who_does_not_know_the_secret_of_the_node_is_refused(side, until):
         with connection:
             connection.sendall(encode(hello(challenge)))
             assert side.is_refused(connection, until), name
-    for data in (b"\0\0\0\2[]", b"\0\0\0\2{x", b"\0\0\x7f\xff", b"GET / HTTP/1.1\r\n"):
+    for data in (b"\0\0\0\2[]", b"\0\0\0\2{x", b"\0\0\x7f\xff", b"GET / HTTP/1.1\r\n", DEEP):
         connection, _ = side.challenged()
         with connection:
             connection.sendall(data)

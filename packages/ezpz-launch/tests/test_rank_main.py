@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from ezpz_launch._run.launch import PROGRAMS, RankSettings
+from ezpz_launch._plan.shim import PROGRAMS
+from ezpz_launch._run.launch import RankSettings
 
 # It is a program, never imported here.
 RANK_MAIN = os.path.join(PROGRAMS, "rank_main.py")

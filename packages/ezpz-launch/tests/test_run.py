@@ -2,6 +2,7 @@
 
 import gc
 import os
+import shlex
 import signal
 import threading
 import time
@@ -37,11 +38,15 @@ def report(what, rank, value, launch_id):
 def ran(capfd):
     """Run a launcher that says of its ranks what the test wants; return outcome and output."""
 
-    def run_it(script="", *, ranks=4, starts=None, reports=(), told=(), on_start=None, **more):
+    def run_it(
+        script="", *, later=(), ranks=4, starts=None, reports=(), told=(), on_start=None, **more
+    ):
         launch_id = f"run-test.{os.urandom(8).hex()}"
         starts = range(ranks) if starts is None else starts
         said = [("start", rank, NO_PID) for rank in starts] + list(reports)
         text = "".join(report(*one, launch_id) for one in said)
+        for seconds, one in later:
+            script += f"sleep {seconds}; printf %s {shlex.quote(report(*one, launch_id))} >&2; "
         control = RankSettings(launch_id, 5, **more.pop("control", {}))
         fields = {"hosts": ("localhost", "beta"), "ppn": 2, "on_this_host": False, "grace": 0.0}
         launch = Launch(
@@ -170,6 +175,13 @@ def test_a_rank_whose_process_is_gone_without_a_report_is_lost(ran, monkeypatch)
     outcome, _, err = ran("sleep 600", ranks=1, hosts=(HERE,), on_this_host=True)
     assert outcome.failure == (0, HERE, 137)
     assert err.startswith(f"rank 0 on {HERE}: lost (its process or its launcher died)\n")
+
+
+def test_each_rank_that_is_gone_has_its_own_time_to_be_reported(ran, monkeypatch):
+    monkeypatch.setattr(module, "GONE_SECONDS", 4.0)
+    later = [(3, ("start", 1, NO_PID)), (0, ("end", 0, 0)), (3, ("end", 1, 0))]
+    outcome, _, err = ran(ranks=2, starts=[0], later=later, hosts=(HERE,), on_this_host=True)
+    assert (outcome.exit_status, err) == (0, "")
 
 
 def test_an_end_that_waits_behind_output_is_no_loss(monkeypatch):

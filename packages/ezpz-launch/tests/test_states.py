@@ -31,7 +31,8 @@ LIVES = {
         [(E.RANK_FAILED, S.SETTLING, []), (E.DEADLINE, S.STOPPING, [A.TERMINATE_RANKS]),
          (E.DEADLINE, S.KILLING, [A.KILL_RANKS]),
          (E.DEADLINE, S.KILLING, [A.KILL_RANKS, A.STOP_LAUNCHER]),
-         (E.NONE_RUNS, S.FINISHING, [A.RELEASE_FAILED_RANKS])]
+         (E.NONE_RUNS, S.KILLING, []),  # another may still start
+         (E.ALL_ENDED, S.FINISHING, [A.RELEASE_FAILED_RANKS])]
     ),
     "a rank fails, the others never start": (
         [(E.RANK_FAILED, S.SETTLING, []), (E.DEADLINE, S.STOPPING, [A.TERMINATE_RANKS]),
@@ -41,6 +42,11 @@ LIVES = {
     "Ctrl-C, twice": (
         [(E.STOP_SIGNAL, S.STOPPING, [A.SEND_STOP_SIGNAL]),
          (E.SECOND_STOP_SIGNAL, S.KILLING, [A.KILL_RANKS])]
+    ),
+    "Ctrl-C, twice, before any rank has started": (
+        [(E.STOP_SIGNAL, S.STOPPING, [A.SEND_STOP_SIGNAL]),
+         (E.NONE_RUNS, S.FINISHING, [A.RELEASE_FAILED_RANKS]),
+         (E.SECOND_STOP_SIGNAL, S.KILLING, [A.KILL_RANKS, A.STOP_LAUNCHER])]
     ),
     "a signal after a failure": (
         [(E.RANK_FAILED, S.SETTLING, []), (E.STOP_SIGNAL, S.STOPPING, [A.SEND_STOP_SIGNAL])]
@@ -54,7 +60,7 @@ LIVES = {
     ),
     "a launcher that stays": (
         [(E.ALL_ENDED, S.FINISHING, [A.END_LEFTOVERS]),
-         (E.DEADLINE, S.FINISHING, [A.RELEASE_FAILED_RANKS, A.STOP_LAUNCHER])]
+         (E.DEADLINE, S.FINISHING, [A.STOP_LAUNCHER, A.RELEASE_FAILED_RANKS])]
     ),
     "a port that is taken": [(E.PORT_TAKEN, S.KILLING, [A.KILL_RANKS])],
     "a launcher that ends first": [(E.LAUNCHER_ENDED, S.DONE, []), (E.RANK_FAILED, S.DONE, [])],
@@ -110,6 +116,11 @@ def test_the_life_of_ranks():
     assert others.mark_lost(0)
     assert others.mark_lost(2)
     assert others.first_failure == (0, 137)
+    named = Ranks(2)
+    assert named.mark_ended(1, 143)
+    named.failure_is_final = True
+    assert named.mark_lost(0)
+    assert named.first_failure == (1, 143), "it was named"
     # One that ends before its start is reported.
     assert ranks.mark_ended(3, 0)
     assert ranks.mark_started(3, 103)

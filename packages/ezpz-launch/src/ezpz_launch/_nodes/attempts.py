@@ -19,11 +19,10 @@ from ezpz_launch._nodes.job_end import find_signal_time
 from ezpz_launch._nodes.retries import Retries, ends_with_import_error
 from ezpz_launch._plan.plan import LaunchPlan
 from ezpz_launch._plan.ports import reserve_port
-from ezpz_launch._plan.shim import SHIM
+from ezpz_launch._plan.shim import PROGRAMS, SHIM
 from ezpz_launch._run.launch import (
     NEVER,
     NODE_TIMEOUT,
-    PROGRAMS,
     Outcome,
     RankSettings,
 )

@@ -22,6 +22,11 @@ from ezpz_launch._run.channel import new_challenge
 _PATIENCE = 60.0
 """Seconds without a sign of a node, or behind the others, after which it is left out."""
 
+NOT_OURS = (
+    ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError,
+)  # fmt: skip
+"""What a message that no node of ours sends leads to."""
+
 _TURN = 5  # times that, without a sign of any node, before all are left out
 _ROOT = -1  # ezpz-launch itself, as a parent
 _PARENTS = 8  # so many parents are tried before a node is the one that fails
@@ -152,7 +157,7 @@ class Tree:
             for line in lines:
                 try:
                     self._take(peer, json.loads(line))
-                except (ValueError, TypeError, KeyError, IndexError, AttributeError):
+                except NOT_OURS:
                     self._drop(peer, "it says what no node of ours would")
             if not received or len(peer.received) > 1 << 24:
                 self._drop(peer, "its process has ended")

@@ -79,7 +79,7 @@ class Agent:
                 if message["type"] == "farewell":
                     return True
                 self._obey(message)
-        except (OSError, ProtocolError, KeyError, TypeError):
+        except (OSError, ProtocolError, KeyError, TypeError, ValueError):
             pass  # reset, or no orders of ezpz-launch: the same as a connection that is closed
         self._ranks.kill_ranks()
         return False
@@ -132,9 +132,7 @@ class Agent:
             if message is not None:
                 yield message
                 continue
-            watched: list[socket.socket | int] = [self._connection, *self._ranks.exit_fds]
-            ready, *_ = select.select(watched, [], [], self._ranks.seconds_to_look())
-            if self._connection in ready:
+            if self._is_readable():
                 data = self._connection.recv(1 << 16)
                 if not data:
                     return
@@ -146,6 +144,16 @@ class Agent:
                 self._send({"type": "lost", "rank": rank})
             for rank in missing.gone:
                 self._send({"type": "gone", "rank": rank})
+
+    def _is_readable(self) -> bool:
+        """Wait for the connection; False if it is time to look for ranks that are gone."""
+        poller = select.poll()
+        poller.register(self._connection, select.POLLIN)
+        for fd in self._ranks.exit_fds:
+            poller.register(fd, select.POLLIN)
+        seconds = self._ranks.seconds_to_look()
+        ready = poller.poll(None if seconds is None else 1000 * seconds)
+        return self._connection.fileno() in [fd for fd, _ in ready]
 
 
 def start_local_agent(launch_id: str, launcher: int, scratch: str) -> tuple[int, socket.socket]:

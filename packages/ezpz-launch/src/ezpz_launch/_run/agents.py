@@ -23,6 +23,7 @@ from ezpz_launch._run.channel import (
     sign,
 )
 from ezpz_launch._run.launch import Launch
+from ezpz_launch._run.node_ranks import NodeRanks
 
 HELLO_SECONDS = 10.0
 """In which whoever connects has to prove that it is an agent."""
@@ -166,6 +167,9 @@ class NodeAgents:
             self._server.close()
         if self._local is None:
             return
+        if not farewell and self._local.fd not in self._connections:
+            # This host's agent was killed: what it was to end is ours to end.
+            NodeRanks(self._launch.settings.launch_id).kill_ranks()
         deadline = time.monotonic() + FAREWELL_SECONDS
         while self._local.fd in self._connections and time.monotonic() < deadline:
             ready, *_ = select.select([self._local.fd], [], [], FAREWELL_SECONDS)
@@ -220,7 +224,7 @@ class NodeAgents:
                 if message is None:
                     return
                 self._take(connection, message)
-        except (ProtocolError, KeyError, TypeError, ValueError):
+        except (ProtocolError, KeyError, TypeError, ValueError, OverflowError):
             self._drop(connection)  # not an agent
 
     def _take(self, connection: _Connection, message: Message) -> None:

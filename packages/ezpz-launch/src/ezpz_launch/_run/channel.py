@@ -62,7 +62,7 @@ class Decoder:
         self._received = self._received[end:]
         try:
             message = json.loads(data)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ProtocolError(f"a message that is not JSON: {error}") from error
         if not isinstance(message, dict):
             raise ProtocolError(f"a {type(message).__name__}; expected a JSON object")

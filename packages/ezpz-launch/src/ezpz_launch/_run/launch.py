@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from ezpz_launch._errors import UsageError
 from ezpz_launch._plan.options import GRACE
+from ezpz_launch._plan.shim import PROGRAMS
 from ezpz_topo import same_host
 
 NEVER = float("inf")
@@ -20,9 +21,6 @@ VARIABLE = "EZPZ_CONTROL"
 
 NODE_TIMEOUT = 15
 """Seconds without a sign of a node after which it is lost, unless requested otherwise."""
-
-PROGRAMS = os.path.dirname(os.path.abspath(__file__))
-"""The folder of the programs that run beside the ranks."""
 
 
 @dataclass(frozen=True)

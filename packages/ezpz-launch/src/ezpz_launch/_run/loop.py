@@ -85,7 +85,6 @@ class Timer(Enum):
     REPORT_UNSTARTED = auto()
     CHECK_REQUEST = auto()
     LOSE_NODES = auto()
-    LOSE_GONE_RANKS = auto()
     FORWARD_SIGNAL = auto()
     RELEASE = auto()
     OVERDUE = auto()
@@ -148,7 +147,7 @@ class _Run:
         self.was_stopped = False  # whether ranks failed, or were made to end
         self.goes_with_job = False
         self.ended_by_hand = False
-        self.gone_ranks: set[int] = set()  # until their reports arrive, or they are lost
+        self.gone_ranks: dict[int, float] = {}  # when each is lost, if no report has come
         self.lost_with_node: set[int] = set()
         self.stack_replies_due = 0
         self.failure_was_named = False
@@ -248,6 +247,7 @@ class _Run:
             case Action.END_LEFTOVERS:
                 self.agents.end_leftover_processes()
             case Action.STOP_LAUNCHER:
+                self.was_stopped = True
                 self.output.is_quiet = True
                 send(-self.launcher.pid, self.launcher_signal)
                 self.launcher_signal = signal.SIGKILL
@@ -269,10 +269,10 @@ class _Run:
         agents = self.agents
         self.lose_ranks(agents.lost_ranks)
         agents.lost_ranks.clear()
-        if agents.gone_ranks:
-            self.gone_ranks.update(agents.gone_ranks)
-            agents.gone_ranks.clear()
-            self.timers.setdefault(Timer.LOSE_GONE_RANKS, self.now + GONE_SECONDS)
+        for rank in agents.gone_ranks:
+            self.gone_ranks.setdefault(rank, self.now + GONE_SECONDS)
+        agents.gone_ranks.clear()
+        self.lose_gone_ranks()
         unreachable = set(agents.unreachable_nodes)
         agents.unreachable_nodes.clear()
         if unreachable:
@@ -281,8 +281,12 @@ class _Run:
             self.lose_nodes(unreachable, f"no answer within {seconds} s (EZPZ_NODE_TIMEOUT)")
         dead = set(agents.dead_nodes)
         agents.dead_nodes.clear()
-        expected = self.launch.on_this_host or self.ranks_were_terminated or self.is_stopping()
-        if dead and not expected:
+        if dead and self.launch.on_this_host:
+            self.output.log(
+                "this host's agent has ended (it was killed): a rank that is lost is not noticed "
+                "from here on; what is left at the end is killed"
+            )
+        elif dead and not self.ranks_were_terminated and not self.is_stopping():
             self.evidence.dead_agents |= dead
             self.timers.setdefault(Timer.LOSE_NODES, self.now + DEAD_AGENT_SECONDS)
         while agents.stacks:
@@ -321,6 +325,7 @@ class _Run:
             self.handle(Event.SECOND_STOP_SIGNAL)
             return
         self.end_signal = number
+        self.was_stopped = True
         if number == signal.SIGINT and self.output.is_a_terminal:
             self.ended_by_hand = True
             grace = f"{self.launch.grace:g} s"
@@ -382,8 +387,6 @@ class _Run:
             case Timer.LOSE_NODES:
                 # What it left running there nobody would end, and nobody would report.
                 self.lose_nodes(self.evidence.dead_agents, "the agent there has ended")
-            case Timer.LOSE_GONE_RANKS:
-                self.lose_gone_ranks()
             case Timer.FORWARD_SIGNAL:
                 self.forward_signal()
             case Timer.RELEASE:
@@ -426,6 +429,7 @@ class _Run:
     def terminate_ranks(self) -> None:
         """Send SIGTERM to the ranks that run after another one failed."""
         self.evidence.exit_statuses = dict(self.ranks.exit_statuses)
+        self.ranks.failure_is_final = True
         if self.ranks.has_running:
             self.ranks_were_terminated = True
             self.name_failure("; ending the other ranks")
@@ -477,13 +481,16 @@ class _Run:
         self.inbox.arrived.extend([signal.SIGTERM] * REQUESTS.get(request, 0))
 
     def lose_gone_ranks(self) -> None:
-        """Take ranks that are gone for lost, unless their reports have arrived."""
+        """Take ranks that are gone for lost, unless their reports arrive in time."""
+        for rank in list(self.gone_ranks):
+            if rank in self.ranks.exit_statuses:
+                del self.gone_ranks[rank]
+        due = [rank for rank, at in self.gone_ranks.items() if at <= self.now]
         if self.output.is_writing:
             # Nobody reads our output: the reports may wait behind it.
-            self.timers[Timer.LOSE_GONE_RANKS] = self.now + GONE_SECONDS
-            return
-        self.lose_ranks(sorted(self.gone_ranks))
-        self.gone_ranks.clear()
+            self.gone_ranks.update(dict.fromkeys(due, self.now + GONE_SECONDS))
+        else:
+            self.lose_ranks(sorted(due))
 
     def lose_ranks(self, ranks: Iterable[int]) -> None:
         for rank in ranks:
@@ -588,6 +595,7 @@ class _Run:
         if self.ranks.first_failure is None:
             return
         self.failure_was_named = True
+        self.ranks.failure_is_final = True
         rank, status = self.ranks.first_failure
         where = f"rank {rank} on {self.launch.host_of(rank)}"
         if rank in self.lost_with_node:

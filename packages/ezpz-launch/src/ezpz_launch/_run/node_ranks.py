@@ -37,6 +37,9 @@ LEFTOVER_SECONDS = 1.0
 CHECKPOINT_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 """Signals that ask for a checkpoint, and end nothing."""
 
+MAX_WATCHED = 256
+"""Processes whose end is seen at once: each takes a file descriptor, of 1,024 as a rule."""
+
 MAX_NAMED = 8
 """Processes that are named in one line."""
 
@@ -102,12 +105,13 @@ class NodeRanks:
         return list(self._exit_fds.values())
 
     def _watch_exit_of(self, pid: int) -> None:
-        if not pid or not hasattr(os, "pidfd_open"):
-            return  # the next look shows it
+        # What is not watched is seen at the next look.
+        if not pid or not hasattr(os, "pidfd_open") or len(self._exit_fds) >= MAX_WATCHED:
+            return
         try:
             self._exit_fds[pid] = os.pidfd_open(pid)
         except OSError:
-            return  # it is gone already, which the next look shows
+            return  # it is gone already, or there are too many files
 
     def _forget_exit_of(self, pid: int) -> None:
         fd = self._exit_fds.pop(pid, None)

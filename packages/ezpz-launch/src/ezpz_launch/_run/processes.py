@@ -239,8 +239,8 @@ def wait_until_gone(exists: Callable[[], object], seconds: float) -> bool:
     return True
 
 
-_OUR_PROGRAMS = ("rank_shim.sh", "rank_main.py", "agent.py")
-"""Programs of ours that have EZPZ_CONTROL as well, and are ended otherwise."""
+_AGENT = "agent.py"
+"""Program of ours that has EZPZ_CONTROL as well, and ends with its connection."""
 
 
 def kill_launcher_processes(launcher: int, launch_id: str) -> None:
@@ -251,10 +251,10 @@ def kill_launcher_processes(launcher: int, launch_id: str) -> None:
         if _launch_of_control(environment) != launch_id:
             continue
         words = arguments_of(pid)
-        is_ours = any(os.path.basename(word) in _OUR_PROGRAMS for word in words[:4])
+        is_agent = any(os.path.basename(word) == _AGENT for word in words[:4])
         # A connection that the user's ssh shares and keeps (ControlPersist) stays.
         is_shared = bool(words) and words[0].endswith(" [mux]")
-        if not is_ours and not is_shared and is_same_job(environment):
+        if not is_agent and not is_shared and is_same_job(environment):
             send(pid, signal.SIGKILL)
 
 

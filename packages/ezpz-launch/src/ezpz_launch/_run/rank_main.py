@@ -52,6 +52,8 @@ ERASE_LINE = b"\x1b[K"
 
 def main(command: list[str]) -> int:
     """Run the command as this rank; return the exit status to end with."""
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback
     settings = parse_settings(os.environ["EZPZ_CONTROL"])
     if os.environ["LOCAL_RANK"] == "0" and "addresses" in settings:
         start_agent(settings)
@@ -128,12 +130,12 @@ def choose_device(settings: dict[str, str], env: dict[str, str] | os._Environ[st
         # HIP reads CUDA's only where its own is not set, and counts within what ROCR left.
         variable = "HIP_VISIBLE_DEVICES"
     elif not env.get(variable) and env.get("ROCR_VISIBLE_DEVICES"):
-        count = len(env["ROCR_VISIBLE_DEVICES"].split(","))
+        count = len(env["ROCR_VISIBLE_DEVICES"].rstrip(",").split(","))
     visible = env.get(variable)
     if visible == "":
         return  # the user hides every device
     if visible:
-        devices = visible.split(",")
+        devices = visible.rstrip(",").split(",")
         count = len(devices)
         device = devices[local_rank % count]
     else:
@@ -148,8 +150,8 @@ def choose_device(settings: dict[str, str], env: dict[str, str] | os._Environ[st
 # What ezpz-launch is told.
 
 
-def report(settings: dict[str, str], kind: str, rank: int, value: int) -> None:
-    """Write a report to standard error, where ezpz-launch takes it out.
+def report(settings: dict[str, str], kind: str, rank: int, value: int) -> bool:
+    """Write a report to standard error, where ezpz-launch takes it out; False if nobody reads.
 
     Twice, because a launcher may cut a stream and put another rank's piece between; and each word
     again, to notice that. `ezpz_launch._run.output` has the letters.
@@ -160,7 +162,8 @@ def report(settings: dict[str, str], kind: str, rank: int, value: int) -> None:
     try:
         write(2, line * 2)
     except OSError:
-        return  # nobody reads, so ezpz-launch is gone
+        return False
+    return True
 
 
 def report_cause(settings: dict[str, str], rank: int) -> None:
@@ -177,16 +180,20 @@ def report_cause(settings: dict[str, str], rank: int) -> None:
 
 
 def port_is_taken(port: int) -> bool:
-    """True if another program listens on this port of any address of this host."""
+    """True if another program holds this port on any address of this host."""
     import socket  # noqa: PLC0415  # rank 0 of another host needs it, and no other rank
 
-    with socket.socket() as probe:
-        # Else a port would be taken for a minute after its last connection.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    for family in (socket.AF_INET, socket.AF_INET6):
         try:
-            probe.bind(("", port))
+            with socket.socket(family) as probe:
+                # Else a port would be taken for a minute after its last connection.
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if family == socket.AF_INET6:
+                    probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                probe.bind(("", port))
         except OSError as error:
-            return error.errno == errno.EADDRINUSE
+            if error.errno == errno.EADDRINUSE:
+                return True  # anything else: a host without that family
     return False
 
 
@@ -298,7 +305,8 @@ def run_command(command: list[str], rank: int, settings: dict[str, str], signals
     if is_pumped:
         prefix = f"[{rank}@{host}] ".encode() if "prefix" in settings else b""
         streams, outputs = make_streams(rank, prefix, files)
-    report(settings, "s", rank, os.getpid())
+    if not report(settings, "s", rank, os.getpid()):
+        return 128 + int(signal.SIGPIPE)  # ezpz-launch is gone, and nobody would end the command
     child = start_command(command, outputs, f"rank {rank} on {host}", signals)
     for number in signal.sigpending() & PASSED_ON:
         os.kill(child, number)  # it may have come before the child was there

@@ -97,6 +97,7 @@ class Transition(NamedTuple):
 _SETTLE = Transition(RunState.SETTLING, (), SETTLE_SECONDS)
 _STOP = Transition(RunState.STOPPING, (Action.SEND_STOP_SIGNAL,), GRACE)
 _KILL = Transition(RunState.KILLING, (Action.KILL_RANKS,), KILL_SECONDS)
+_KILL_ALL = Transition(RunState.KILLING, (Action.KILL_RANKS, Action.STOP_LAUNCHER), KILL_SECONDS)
 _FINISH = Transition(RunState.FINISHING, (Action.END_LEFTOVERS,), FINISH_SECONDS)
 _FINISH_FAILED = Transition(RunState.FINISHING, (Action.RELEASE_FAILED_RANKS,), STOP_SECONDS)
 
@@ -138,20 +139,16 @@ TRANSITIONS: dict[RunState, dict[Event, Transition]] = {
     },
     RunState.KILLING: {
         Event.ALL_ENDED: _FINISH_FAILED,
-        Event.NONE_RUNS: _FINISH_FAILED,
-        Event.DEADLINE: Transition(
-            RunState.KILLING, (Action.KILL_RANKS, Action.STOP_LAUNCHER), KILL_SECONDS
-        ),
+        # A rank may start late, so this is repeated.
+        Event.DEADLINE: _KILL_ALL,
     },
     RunState.FINISHING: {
         Event.LATE_START: Transition(RunState.STOPPING, (), GRACE),
         Event.DEADLINE: Transition(
-            RunState.FINISHING, (Action.RELEASE_FAILED_RANKS, Action.STOP_LAUNCHER), STOP_SECONDS
+            RunState.FINISHING, (Action.STOP_LAUNCHER, Action.RELEASE_FAILED_RANKS), STOP_SECONDS
         ),
         Event.STOP_SIGNAL: Transition(RunState.FINISHING, (Action.SEND_STOP_SIGNAL,), STOP_SECONDS),
-        Event.SECOND_STOP_SIGNAL: Transition(
-            RunState.FINISHING, (Action.STOP_LAUNCHER,), KILL_SECONDS
-        ),
+        Event.SECOND_STOP_SIGNAL: _KILL_ALL,
     },
     RunState.DONE: {},
 }
@@ -176,6 +173,7 @@ class Ranks:
         self.pids: dict[int, int] = {}
         self.exit_statuses: dict[int, int] = {}  # of ranks that have ended, in that order
         self.first_failure: tuple[int, int] | None = None  # rank and exit status
+        self.failure_is_final = False  # whether the first failure was named, or acted upon
         self._states = [RankState.UNSTARTED] * nproc
         self._counts = Counter({RankState.UNSTARTED: nproc})
         self._causes: dict[int, int] = {}
@@ -218,7 +216,8 @@ class Ranks:
         if self.first_failure is None:
             return True
         # Some launchers send SIGTERM to the others before we know that a rank is lost.
-        return state is RankState.LOST and self.first_failure[1] == 128 + signal.SIGTERM
+        was_terminated = self.first_failure[1] == 128 + signal.SIGTERM
+        return state is RankState.LOST and was_terminated and not self.failure_is_final
 
     def _change(self, rank: int, state: RankState) -> None:
         self._counts[self._states[rank]] -= 1
@@ -227,9 +226,6 @@ class Ranks:
 
     def state_of(self, rank: int) -> RankState:
         return self._states[rank]
-
-    def count_in(self, state: RankState) -> int:
-        return self._counts[state]
 
     def all_in(self, *states: RankState) -> list[int]:
         """Return the ranks in these states, in order."""
