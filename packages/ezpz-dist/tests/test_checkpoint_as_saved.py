@@ -423,6 +423,48 @@ def test_what_an_optimizer_has_of_a_rank_s_part_comes_back_to_it(ranks, tmp_path
         ranks(int(count), MODELS + OWN_STATE, env={**env, "KIND": loader})
 
 
+COUNTED = """
+class Counted(torch.optim.Optimizer):
+    "Counts in tensors of one element, the steps or what is this rank's own."
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+    @torch.no_grad()
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            count = torch.full((1,), 7.0 + rank * own)
+            if parameter.dim() > 1:
+                self.state[parameter]["step"] = count
+            else:
+                self.state[parameter]["all"] = [count]
+
+saving = not os.path.exists(where + "/equal")
+for name, own in (("equal", 0), ("own", 1)):
+    model = fully_shard(nn.Linear(4, 6))
+    optimizer = Counted(model.parameters())
+    path = f"{where}/{name}"
+    if saving:
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        save_checkpoint(path, model=model, optimizer=optimizer, step=1)
+        optimizer = Counted(model.parameters())
+    given = {"model": model, "optimizer": optimizer}
+    if own and not saving:
+        said = "2 tensors have optimizer state of one rank's part"
+        raises(CheckpointError, said, load_checkpoint, path, **given)
+        continue
+    load_checkpoint(path, **given)
+    for parameter in model.parameters():
+        state = optimizer.state[parameter]
+        (count,) = state.get("all", [state.get("step")])
+        assert torch.equal(count, torch.full((1,), 7.0 + rank * own)), (name, state)
+"""
+
+
+def test_counts_of_one_element_are_values_if_ranks_have_the_same(ranks, tmp_path):
+    ranks(2, MODELS + COUNTED, env={"FOLDER": str(tmp_path)})
+    ranks(1, MODELS + COUNTED, env={"FOLDER": str(tmp_path)})
+
+
 EQUAL = """
 model = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
 save_checkpoint(where, model=model, step=1)

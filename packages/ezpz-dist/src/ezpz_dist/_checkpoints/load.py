@@ -477,6 +477,8 @@ class Load:
             self._saved_values.update(stage["model"])
             self._options += stage["options"]
             names += stage["local_state"]
+            if self._replica_keys() and not self._is_same_layout:
+                names += stage["counters"]  # ranks differed, perhaps in these
         missing = sorted(self._model_values.keys() - self._saved_values.keys())
         self._refuse_or_note(missing, "are not in it", "were left as they are")
         if self._args.optimizers and "optimizer" in self.manifest.contents:

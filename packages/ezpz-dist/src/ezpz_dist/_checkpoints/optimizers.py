@@ -78,12 +78,36 @@ def pop_local_state(state: State, splits: Splits) -> LocalState:
 
 
 def has_plain_tensors(value: Any) -> bool:
-    """True for plain tensors that are no counters, also in containers."""
+    """True for plain tensors that are no counters (of one element), also in containers."""
     if isinstance(value, list | tuple | dict):
         return any(has_plain_tensors(leaf) for leaf in tree_leaves(value))
     if not isinstance(value, Tensor) or isinstance(value, DTensor | ShardedTensor):
         return False
-    return value.dim() > 0
+    return value.numel() != 1
+
+
+def pop_counters(state: State, splits: Splits) -> State:
+    """Remove from a state the tensors of shape [1], also in containers, and return them.
+
+    They are values, as numbers are, if all ranks have the same.
+    """
+    found: State = {}
+    for name, entries in state.items():
+        if not splits.is_sharded(name):
+            continue
+        for key, value in list(entries.items()):
+            if isinstance(value, Tensor) and splits.is_split_like(name, value):
+                continue
+            if any(is_counter(leaf) for leaf in tree_leaves(value)):
+                found.setdefault(name, {})[key] = entries.pop(key)
+    return found
+
+
+def is_counter(value: Any) -> bool:
+    """True for plain tensors of one element, but for scalars, which are shared as tensors."""
+    if not isinstance(value, Tensor) or isinstance(value, DTensor | ShardedTensor):
+        return False
+    return value.numel() == 1 and value.dim() > 0
 
 
 def describe_group(names: list[str], group: Mapping[str, Any]) -> dict[str, Any]:

@@ -47,6 +47,7 @@ from .optimizers import (
     State,
     collect_optimizers,
     has_zero1,
+    pop_counters,
     pop_local_state,
 )
 from .pieces import Layout, Pieces
@@ -444,6 +445,7 @@ def collect(ranks: Ranks, layout: Layout, args: CheckpointArgs) -> tuple[Held, H
     if args.optimizers:
         optimizers, options = collect_optimizers(model, args.optimizers)
     local_state = pop_local_state(optimizers, splits)
+    counters = pop_counters(optimizers, splits)
     state = _pieces.model_state(model)
     replica: dict[str, Any] = {"model": _pieces.replica_state(model, state), "optimizer": None}
     left_out: set[str] = set()
@@ -455,6 +457,8 @@ def collect(ranks: Ranks, layout: Layout, args: CheckpointArgs) -> tuple[Held, H
     state = {name: value for name, value in state.items() if name not in left_out}
     cut = _contents.cut_state(splits, state, optimizers)
     shared = dict(cut.tensors)
+    for name, entries in counters.items():
+        cut.optimizer_values.setdefault(name, {}).update(entries)
     is_shared_out = has_zero1(args.optimizers)
     if not is_shared_out:
         replica["optimizer"] = cut.optimizer_values
@@ -467,7 +471,12 @@ def collect(ranks: Ranks, layout: Layout, args: CheckpointArgs) -> tuple[Held, H
         "", collect_rank_state(ranks, args, local_state)
     )
     if layout.is_first_of_stage:
-        stage = {"model": cut.model_values, "options": options, "local_state": sorted(local_state)}
+        stage = {
+            "model": cut.model_values,
+            "options": options,
+            "local_state": sorted(local_state),
+            "counters": sorted(counters),
+        }
         own[_contents.stage_key(layout.index["pipeline"])] = encode_pieces("", stage)
     if ranks.rank == 0:
         common = {
