@@ -29,7 +29,7 @@ TESTS = {
     "ezpz-tp": ["test_public.py", "test_linear.py"],
     "ezpz-spmd": ["test_check.py"],
     "ezpz-launch": ["test_launch.py"],
-    "ezpz-dist": ["test_public.py", "test_plain.py"],
+    "ezpz-dist": ["test_public.py", "test_info.py"],
     "ezpz-obs": ["test_public.py", "test_sinks.py"],
     "ezpz-suite": ["test_names.py", "test_cli.py", "examples/test_settings.py"],
 }

@@ -123,7 +123,8 @@ def reached(request, until):
     launcher = None
     if request.param == "here":
         launcher = subprocess.Popen(["sleep", "600"], start_new_session=True)
-        side.nodes.start_local(launcher.pid)
+        side.nodes.start_local()
+        side.nodes.set_launcher(launcher.pid)
     else:
         side.start_agent()
     until(lambda: side.is_reached(0))

@@ -62,6 +62,7 @@ class Agent:
         self._decoder = Decoder(MAX_MESSAGE_BYTES)
         self._messages = self._read_messages()
         self._send_lock = threading.Lock()
+        self.launcher = 0  # the process that starts the ranks, if it is on this host; 0 if unknown
 
     def authenticate(self, secret: str, node: int) -> bool:
         """Answer ezpz-launch's challenge; True if it knows the secret as well."""
@@ -86,6 +87,8 @@ class Agent:
 
     def _obey(self, message: Message) -> None:
         match message["type"]:
+            case "launcher":
+                self.launcher = message["pid"]
             case "start":
                 self._ranks.start(message["rank"], message["pid"])
             case "end":
@@ -156,10 +159,11 @@ class Agent:
         return self._connection.fileno() in [fd for fd, _ in ready]
 
 
-def start_local_agent(launch_id: str, launcher: int, scratch: str) -> tuple[int, socket.socket]:
+def start_local_agent(launch_id: str, scratch: str) -> tuple[int, socket.socket]:
     """Fork this host's agent; return its process id and our connection to it.
 
-    If ezpz-launch is killed, it ends the launcher and removes the scratch file or folder.
+    It comes before the launcher, so that there is no moment in which nobody would end that. If
+    ezpz-launch is killed, it ends the launcher and removes the scratch file or folder.
     """
     ours, its = socket.socketpair()
     pid = os.fork()
@@ -169,11 +173,13 @@ def start_local_agent(launch_id: str, launcher: int, scratch: str) -> tuple[int,
     try:
         os.dup2(its.fileno(), 3)
         _daemonize(4)
-        has_farewell = Agent(socket.socket(fileno=3), NodeRanks(launch_id)).serve()
+        agent = Agent(socket.socket(fileno=3), NodeRanks(launch_id))
+        has_farewell = agent.serve()
         if not has_farewell:
-            send(-launcher, signal.SIGTERM)
-            wait_until_gone(lambda: is_running(launcher), LAUNCHER_SECONDS)
-            kill_launcher_processes(launcher, launch_id)
+            if agent.launcher:
+                send(-agent.launcher, signal.SIGTERM)
+                wait_until_gone(lambda: is_running(agent.launcher), LAUNCHER_SECONDS)
+            kill_launcher_processes(agent.launcher, launch_id)
             if scratch:
                 subprocess.run(["rm", "-rf", scratch], check=False)
     finally:

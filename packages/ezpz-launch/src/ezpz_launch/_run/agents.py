@@ -99,16 +99,21 @@ class NodeAgents:
         self.secret = os.urandom(32).hex()
         self._poll.register(self._server, select.POLLIN)
 
-    def start_local(self, launcher: int) -> None:
+    def start_local(self) -> None:
         """Start this host's agent: if we are killed, it ends everything that we started."""
         launch = self._launch
-        pid, connection = start_local_agent(launch.settings.launch_id, launcher, launch.scratch)
+        pid, connection = start_local_agent(launch.settings.launch_id, launch.scratch)
         self._local_pid = pid
         self._local = self._add(connection, _NO_NODE)
         if launch.on_this_host:
             self._register(self._local, 0)
 
     # Orders.
+
+    def set_launcher(self, pid: int) -> None:
+        """Let this host's agent know the process that starts the ranks."""
+        if self._local is not None:
+            self._send(self._local, {"type": "launcher", "pid": pid})
 
     def start(self, rank: int, pid: int) -> None:
         node = rank // self._launch.ppn

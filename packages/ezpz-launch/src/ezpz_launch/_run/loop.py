@@ -159,6 +159,8 @@ class _Run:
         settings = replace(
             self.launch.settings, addresses=self.agents.addresses, secret=self.agents.secret
         )
+        # Before there are threads: it forks this process.
+        self.agents.start_local()
         try:
             self.launcher = subprocess.Popen(
                 self.launch.argv, env={**self.launch.environment, VARIABLE: settings.to_text()},
@@ -169,8 +171,7 @@ class _Run:
             self.agents.close(farewell=True)
             why = f"{self.launch.argv[0]} cannot be started: {error.strerror}"
             raise LaunchError(why) from error
-        # Before there are threads: it forks this process.
-        self.agents.start_local(self.launcher.pid)
+        self.agents.set_launcher(self.launcher.pid)
         assert self.launcher.stdout
         assert self.launcher.stderr
         self.output.start_copying(self.launcher.stdout, self.launcher.stderr)

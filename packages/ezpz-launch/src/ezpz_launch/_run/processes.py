@@ -244,9 +244,13 @@ _AGENT = "agent.py"
 
 
 def kill_launcher_processes(launcher: int, launch_id: str) -> None:
-    """Kill a launcher's process group, and what it started outside of it, such as Hydra's ssh."""
-    send(-launcher, signal.SIGKILL)
-    wait_until_gone(lambda: is_running(launcher), 1.0)  # or it may start another
+    """Kill a launcher's process group, and what it started outside of it, such as Hydra's ssh.
+
+    ``launcher`` is 0 if it is unknown; then it is found by the launch's id, as the others are.
+    """
+    if launcher:
+        send(-launcher, signal.SIGKILL)
+        wait_until_gone(lambda: is_running(launcher), 1.0)  # or it may start another
     for pid, environment in environments_of_other_processes():
         if _launch_of_control(environment) != launch_id:
             continue
