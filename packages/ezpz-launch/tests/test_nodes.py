@@ -73,9 +73,10 @@ class Side:
         """The next message that comes to the other side of a connection."""
         decoder = Decoder()
         while (message := decoder.next_message()) is None:
-            self.serve()
-            with contextlib.suppress(BlockingIOError):
-                decoder.feed(connection.recv(1, socket.MSG_DONTWAIT))
+            if select.select([connection], [], [], 0)[0]:
+                decoder.feed(connection.recv(1))
+            else:
+                self.serve()
         return message
 
     def hello(self, node, challenge):
