@@ -1,5 +1,6 @@
 """What cannot be written: training goes on, with one warning."""
 
+import json
 import os
 
 import pytest
@@ -57,6 +58,8 @@ def test_a_part_of_a_line_that_cannot_be_cut_off_at_once(tmp_path, monkeypatch):
         history.update({"loss": loss})
     history.close()
     assert [record["loss"] for record in History.read(tmp_path)] == [2.0, 3.0]
+    for line in (tmp_path / "metrics.jsonl").read_bytes().splitlines():
+        json.loads(line)  # nothing stands behind a torn line
 
 
 def test_a_closed_standard_error(tmp_path, python):
