@@ -17,7 +17,8 @@ COUNTS = (
     "import os, signal, time\n"
     "signal.signal(signal.SIGUSR1, lambda *_: os.write(1, b'heard\\n'))\n"
     "print('ready', flush=True)\n"
-    "while True: time.sleep(600)\n"
+    # A signal that comes just before a sleep is handled after it.
+    "while True: time.sleep(0.05)\n"
 )
 
 
