@@ -263,7 +263,11 @@ def _read_parts(read: Callable[[], Any], count: int, name: str) -> list[_Part]:
         if len(values) != count:
             raise DataError(f"it returned {len(values)} parts; {_expect(count)}")
         parts = [_Part(values[0], None)]
-        parts.extend(_Part(each, None if is_plain(each) else dump(each)) for each in values[1:])
+        for value in values[1:]:
+            if is_plain(value):
+                parts.append(_Part(value, None))
+            else:
+                parts.append(_Part(value, dump(value)))
     except Exception as error:  # whatever it is, every rank raises it
         text = f"{type(error).__name__}: {error}"
         if type(error) is DataError:

@@ -469,7 +469,11 @@ class Load:
         self._common = self._decode(COMMON)
         stages = list(map(self._decode, sorted(self._keys["stage"])))
         self._is_same_layout = self._common["degrees"] == self._layout.degrees
-        self._own = self._decode(rank_key(self._ranks.rank if self._is_same_layout else 0))
+        # In another layout no rank has a state of its own: rank 0's stands for all.
+        source_rank = 0
+        if self._is_same_layout:
+            source_rank = self._ranks.rank
+        self._own = self._decode(rank_key(source_rank))
         self._saved_values: dict[str, Any] = {}
         self._options: Options = []
         names: list[str] = []
