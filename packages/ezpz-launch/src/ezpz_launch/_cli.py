@@ -73,10 +73,7 @@ def console() -> None:
 
 def _main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     if argv[:1] and argv[0] in COMMANDS:
-        module, function = COMMANDS[argv[0]].split(":")
-        command = getattr(import_module(f".{module}", __package__), function)
-        result: str | int = command(argv[1:], env)
-        return result if isinstance(result, int) else _print(result)
+        return _run_command(argv[0], argv[1:], env)
     options, words = split(argv)
     if "help" in options:
         return _print(help_page())
@@ -92,6 +89,16 @@ def _main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         own = {name: value for name, value in env.items() if name != CHAIN}
         return see_through(env, lambda *before: _build_attempts(request, own, *before))
     return _build_attempts(request, env).run()
+
+
+def _run_command(name: str, words: Sequence[str], env: Mapping[str, str]) -> int:
+    """Run what stands in a command's place; print what it returns, unless it is a status."""
+    module, function = COMMANDS[name].split(":")
+    command = getattr(import_module(f".{module}", __package__), function)
+    result: str | int = command(words, env)
+    if isinstance(result, int):
+        return result
+    return _print(result)
 
 
 def _plan_dry_run(request: Request, env: Mapping[str, str]) -> LaunchPlan:
@@ -124,7 +131,9 @@ def _build_attempts(
             "standard output is closed: what the ranks write there is lost; expected somewhere to "
             "write to, or --log-dir DIR; to want none of it: >/dev/null"
         )
-    prepare = partial(_prepare_staging, context) if request.stage else None
+    prepare = None
+    if request.stage:
+        prepare = partial(_prepare_staging, context)
     return Attempts(
         planned, context.topology, context.env, before, progress_file,
         replan=partial(replan, context, request), prepare=prepare,

@@ -47,7 +47,10 @@ def find_context(request: Request, env: Mapping[str, str]) -> Context:
         LaunchError: The command does not exist.
     """
     _require_working_directory()
-    topology = detect({**env, "EZPZ_MACHINE": request.machine} if request.machine else env)
+    detection_env = dict(env)
+    if request.machine:
+        detection_env["EZPZ_MACHINE"] = request.machine
+    topology = detect(detection_env)
     _refuse_nested_launch(request, topology)
     if topology.rank.launcher != "none":
         # Also in a world of one: an inner MPI would join it.

@@ -237,12 +237,10 @@ class NodeAgents:
             self._welcome(connection, message)
             return
         match message["type"]:
-            case "lost" | "gone":
-                rank = int(message["rank"])
-                # An agent reports ranks of its own node only.
-                if rank // self._launch.ppn == connection.node:
-                    ranks = self.lost_ranks if message["type"] == "lost" else self.gone_ranks
-                    ranks.append(rank)
+            case "lost":
+                self._take_rank(connection, message, self.lost_ranks)
+            case "gone":
+                self._take_rank(connection, message, self.gone_ranks)
             case "stacks":
                 self.stacks.append(str(message["text"]))
                 self.nodes_with_stacks.add(connection.node)
@@ -250,6 +248,12 @@ class NodeAgents:
                 self.leftovers.append(str(message["text"]))
             case other:
                 raise ProtocolError(f"a message of type {other!r}")
+
+    def _take_rank(self, connection: _Connection, message: Message, ranks: list[int]) -> None:
+        """Take a rank that an agent reports; it reports those of its own node only."""
+        rank = int(message["rank"])
+        if rank // self._launch.ppn == connection.node:
+            ranks.append(rank)
 
     def _welcome(self, connection: _Connection, message: Message) -> None:
         """Accept the agent of a node that has none yet, if it knows the secret."""
