@@ -178,6 +178,7 @@ def register_cpu_blind():
 def test_gloo_groups_end_with_the_others():
     # A world whose backend does not take tensors on the CPU, as nccl's.
     store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    dist.barrier()  # the other rank may still be connecting
     dist.destroy_process_group()
     register_cpu_blind()
     dist.init_process_group(
